@@ -1,0 +1,39 @@
+"""TorchForge: post-training of language models, as one plain Python program.
+
+The public names are imported when first used, so that `import forge` costs next to nothing and loads neither torch nor
+Monarch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forge._version import __version__
+    from forge.runtime import endpoint, run, shutdown
+    from forge.service import ForgeActor, Service
+
+_HOMES = {
+    "ForgeActor": "forge.service",
+    "Service": "forge.service",
+    "endpoint": "forge.runtime",
+    "run": "forge.runtime",
+    "shutdown": "forge.runtime",
+    "__version__": "forge._version",
+}
+
+__all__ = ["ForgeActor", "Service", "__version__", "endpoint", "run", "shutdown"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'forge' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,131 @@
+"""The error hierarchy.
+
+Every error that a user can cause says four things where they apply: the *path* of what is wrong (a configuration key, a
+file, an option), the *value* found there, the *rule* it breaks and the *repair*. They are fields as well as text, so
+that a program can act on them and a person can read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+
+class _Missing:
+    """Stands for "no value was given", which differs from a value of None."""
+
+    def __repr__(self) -> str:
+        return "<missing>"
+
+    def __reduce__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Final = _Missing()
+
+
+class ForgeError(Exception):
+    """Base of everything that the library raises on purpose."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        value: object = MISSING,
+        rule: str | None = None,
+        repair: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.value = value
+        self.rule = rule
+        self.repair = repair
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        if self.path is not None:
+            lines.append(f"  path:   {self.path}")
+        if self.value is not MISSING:
+            lines.append(f"  value:  {_short(self.value)}")
+        if self.rule is not None:
+            lines.append(f"  rule:   {self.rule}")
+        if self.repair is not None:
+            lines.append(f"  repair: {self.repair}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors cross processes: rebuild from the fields, whatever a subclass's constructor takes.
+        return (_rebuild, (type(self), self.args, self.__dict__))
+
+
+def _rebuild(cls: type[ForgeError], args: tuple[Any, ...], fields: dict[str, Any]) -> ForgeError:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
+
+def _short(value: object, limit: int = 200) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+class ConfigError(ForgeError, ValueError):
+    """A configuration key, value or file that breaks a rule."""
+
+
+class OptionError(ForgeError, ValueError):
+    """An option of an actor, a service or an endpoint that is unknown or out of range."""
+
+
+class PlacementError(ForgeError, RuntimeError):
+    """More GPUs or hosts were asked for than there are."""
+
+
+class LaunchError(ForgeError, RuntimeError):
+    """A process, a host or a job could not be started."""
+
+
+class DownloadError(ForgeError, RuntimeError):
+    """A file of a model repository could not be fetched."""
+
+
+class RemoteError(ForgeError, RuntimeError):
+    """Stands for a remote exception that cannot itself travel (not picklable, or an exit request).
+
+    `type_name` is the original's qualified class name; its text and traceback are in the message and the notes.
+    """
+
+    def __init__(self, message: str, *, type_name: str) -> None:
+        super().__init__(message)
+        self.type_name = type_name
+
+
+class ActorFailure(ForgeError, RuntimeError):
+    """The process that was to answer died, hung, or was replaced before it did.
+
+    The request may or may not have run. Endpoints that are safe to run twice can say `@endpoint(retry=True)`; a service
+    then sends such a request to another replica instead of raising this.
+    """
+
+
+class CallTimeout(ForgeError, TimeoutError):
+    """A call took longer than the caller allowed. The request was cancelled; the replica goes on."""
+
+
+class Overloaded(ForgeError, RuntimeError):
+    """Every replica is at its concurrency limit and the queue is full: slow down, or raise a limit."""
+
+
+class ServiceStopped(ForgeError, RuntimeError):
+    """A call reached a service after its shutdown, or one whose replicas were all given up."""
+
+
+class FanoutError(ForgeError, RuntimeError):
+    """At least one replica did not complete a fanout. `outcomes` holds what every replica answered."""
+
+    def __init__(self, message: str, *, outcomes: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.outcomes = tuple(outcomes)
