@@ -1,0 +1,199 @@
+"""`MeshActor`: a class whose instances live in other processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+from forge.errors import OptionError
+from forge.runtime.backend import Actor, monarch_actor
+from forge.runtime.dispatch import Dispatcher, portable
+from forge.runtime.endpoints import EndpointSpec, specs_of
+from forge.runtime.group import GroupSpec
+
+
+class MeshActor(Actor):  # type: ignore[misc]
+    """Base of every actor. Subclass it, mark methods with `endpoint`, and spawn it with `options(...)`.
+
+    If the class has an endpoint named `setup`, it runs on every rank before anything else is served, and again whenever
+    a service restarts a replica. Load models there, not in `__init__`.
+    """
+
+    @classmethod
+    def options(cls, **keywords: Any) -> Spawner:
+        """This class with options for spawning (see `ActorOptions`). The class itself never changes."""
+        return Spawner(cls, ActorOptions.from_keywords(**keywords))
+
+    @classmethod
+    async def as_actor(cls, *args: Any, **kwargs: Any) -> Any:
+        """`options().as_actor(...)`."""
+        return await cls.options().as_actor(*args, **kwargs)
+
+    def _forge_dispatcher(self) -> Dispatcher:
+        dispatcher = self.__dict__.get("_forge_dispatch")
+        if dispatcher is None:
+            dispatcher = self.__dict__["_forge_dispatch"] = Dispatcher()
+        return dispatcher  # type: ignore[no-any-return]
+
+    def _forge_spec(self, name: str) -> EndpointSpec:
+        specs = self.__dict__.get("_forge_specs")
+        if specs is None:
+            specs = self.__dict__["_forge_specs"] = specs_of(type(self))
+        return specs[name]  # type: ignore[no-any-return]
+
+    @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
+    async def _forge_setup(self, port: Any) -> None:
+        if "setup" not in specs_of(type(self)):
+            port.send(None)
+            return
+        self._forge_dispatcher().start(self, port, self._forge_spec("setup"), (), {})
+
+    @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
+    async def _forge_invoke(self, port: Any, call_id: int, name: str, args: tuple[Any, ...], kwargs: Any) -> None:
+        try:
+            spec = self._forge_spec(name)
+        except KeyError:
+            port.exception(portable(AttributeError(f"{type(self).__name__} has no endpoint {name!r}")))
+            return
+        self._forge_dispatcher().start(self, port, spec, args, kwargs, call_id)
+
+    @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
+    async def _forge_cancel(self, port: Any, call_id: int) -> None:
+        self._forge_dispatcher().cancel(call_id)
+
+    @monarch_actor.endpoint(instrument=False)
+    async def _forge_ping(self) -> int:
+        return self._forge_dispatcher().num_served
+
+    async def __supervise__(self, failure: Any) -> bool:
+        from forge.runtime.backend import is_ours
+
+        return is_ours(str(failure.mesh_name))
+
+    async def _handle_undeliverable_message(self, message: Any) -> bool:
+        # A caller or a replica that has gone: whoever waited for it has heard of that by other means.
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorOptions:
+    """How an actor is spawned.
+
+    Attributes:
+        procs: ranks on each host.
+        hosts: on how many hosts; None means one, wherever there is room.
+        with_gpus: one GPU for each rank, held until the actor stops.
+        mesh_name: a name for logs, metrics and error messages; the class's name by default.
+        env: extra environment variables of its processes.
+        num_threads: CPU threads of each process; 1 unless given.
+        setup_timeout_s: how long `setup` may take.
+        spawn_timeout_s: how long starting the processes may take.
+    """
+
+    procs: int = 1
+    hosts: int | None = None
+    with_gpus: bool = False
+    mesh_name: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    num_threads: int | None = None
+    setup_timeout_s: float = 600.0
+    spawn_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name in ("procs", "hosts", "num_threads"):
+            check_count(name, getattr(self, name), optional=name != "procs")
+        for name in ("setup_timeout_s", "spawn_timeout_s"):
+            check_seconds(name, getattr(self, name))
+        if not isinstance(self.with_gpus, bool):
+            raise bad_option("with_gpus", self.with_gpus, "true or false", "with_gpus=True")
+        if self.mesh_name is not None and (not isinstance(self.mesh_name, str) or not self.mesh_name.strip()):
+            raise bad_option("mesh_name", self.mesh_name, "a non-empty string", "mesh_name='policy'")
+        if not isinstance(self.env, dict) or not all(
+            isinstance(key, str) and isinstance(value, str) for key, value in self.env.items()
+        ):
+            raise bad_option("env", self.env, "a dict of strings to strings", "env={'NAME': 'value'}")
+
+    @classmethod
+    def from_keywords(cls, **keywords: Any) -> Self:
+        """Build from the keywords of `options(...)`; an unknown one raises with the nearest name."""
+        known = [entry.name for entry in fields(cls)]
+        for name in keywords:
+            if name not in known:
+                raise _unknown_option(name, keywords[name], known)
+        return cls(**keywords)
+
+    def replaced(self, **keywords: Any) -> Self:
+        known = [entry.name for entry in fields(self)]
+        for name in keywords:
+            if name not in known:
+                raise _unknown_option(name, keywords[name], known)
+        return replace(self, **keywords)
+
+    def group_spec(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, label: str) -> GroupSpec:
+        return GroupSpec(
+            cls=cls,
+            args=args,
+            kwargs=kwargs,
+            label=label,
+            num_procs=self.procs,
+            with_gpus=self.with_gpus,
+            num_threads=self.num_threads,
+            env=dict(self.env),
+            setup_timeout_s=self.setup_timeout_s,
+            spawn_timeout_s=self.spawn_timeout_s,
+        )
+
+
+def _unknown_option(name: str, value: object, known: list[str]) -> OptionError:
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=1)
+    return OptionError(
+        f"options() has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+        path=f"options({name}=)",
+        value=value,
+        rule=f"one of {', '.join(known)}",
+        repair=f"write options({near[0]}=...)" if near else "remove it",
+    )
+
+
+def bad_option(name: str, value: object, rule: str, repair: str) -> OptionError:
+    return OptionError(f"option {name!r} is not valid", path=f"options({name}=)", value=value, rule=rule, repair=repair)
+
+
+def check_count(name: str, value: object, *, optional: bool = False, least: int = 1) -> None:
+    """Raise unless `value` is a whole number of at least `least` (or None, where that is allowed)."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise bad_option(name, value, f"a whole number >= {least}" + (" or None" if optional else ""), f"{name}={least}")
+
+
+def check_seconds(name: str, value: object, *, optional: bool = False, zero: bool = False) -> None:
+    """Raise unless `value` is a positive (or, where allowed, zero) finite number of seconds."""
+    if value is None and optional:
+        return
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and (0 < value or (zero and value == 0))
+    if not fits or value in (float("inf"),) or value != value:
+        raise bad_option(name, value, "a finite number of seconds > 0" + (" or None" if optional else ""), f"{name}=60")
+
+
+class Spawner:
+    """What `options(...)` gives: a class with its options, ready to be spawned any number of times."""
+
+    def __init__(self, cls: type, options: ActorOptions) -> None:
+        self.cls, self.chosen = cls, options
+
+    def options(self, **keywords: Any) -> Self:
+        """The same with some options changed; this one stays as it is."""
+        return type(self)(self.cls, self.chosen.replaced(**keywords))
+
+    async def as_actor(self, *args: Any, **kwargs: Any) -> Any:
+        """Spawn one mesh, run its `setup`, and return a handle with Monarch's verbs."""
+        from forge.runtime.lifetime import runtime
+
+        label = self.chosen.mesh_name or self.cls.__name__
+        spec = self.chosen.group_spec(self.cls, args, kwargs, label=label)
+        return await runtime().spawn_actor(spec, num_hosts=self.chosen.hosts)
+
+

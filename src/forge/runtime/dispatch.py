@@ -1,0 +1,121 @@
+"""How an actor runs the calls that reach it: one task a call, in order where order was promised, cancellable each.
+
+One `Dispatcher` lives beside each actor object, on that actor's event loop. Answers go back through the call's port; an
+exception travels as itself with the remote traceback attached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import logging
+import pickle
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cloudpickle
+
+from forge.errors import RemoteError
+from forge.runtime.endpoints import EndpointSpec
+
+_log = logging.getLogger("forge.runtime")
+_FORGET_AFTER = 4096
+
+
+class Dispatcher:
+    """Runs one actor's calls. Serial endpoints take turns through one lock; concurrent ones do not."""
+
+    def __init__(self) -> None:
+        self.num_served = 0
+        self._turn = asyncio.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._by_call: dict[int, asyncio.Task[None]] = {}
+        self._cancelled_early: dict[int, None] = {}
+
+    def start(
+        self, actor: Any, port: Any, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], call_id: int = 0
+    ) -> None:
+        """Begin a call and return at once; its answer goes to `port`."""
+        if call_id and call_id in self._cancelled_early:
+            del self._cancelled_early[call_id]
+            return
+        task = asyncio.create_task(self._serve(actor, port, spec, args, kwargs))
+        self._tasks.add(task)
+        if call_id:
+            self._by_call[call_id] = task
+        task.add_done_callback(functools.partial(self._finished, call_id))
+
+    def _finished(self, call_id: int, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._by_call.pop(call_id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a call could not be answered", exc_info=error)
+
+    def cancel(self, call_id: int) -> None:
+        """Cancel a call whose caller has gone. One that has not arrived yet is dropped on arrival."""
+        task = self._by_call.get(call_id)
+        if task is not None:
+            task.cancel()
+            return
+        self._cancelled_early[call_id] = None
+        if len(self._cancelled_early) > _FORGET_AFTER:
+            del self._cancelled_early[next(iter(self._cancelled_early))]
+
+    async def _serve(
+        self, actor: Any, port: Any, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        try:
+            port.send(await self.invoke(actor, spec, args, kwargs))
+            self.num_served += 1
+        except asyncio.CancelledError:
+            port.exception(RemoteError(f"{spec.name} was cancelled", type_name="asyncio.CancelledError"))
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
+            port.exception(portable(error))
+
+    async def invoke(self, actor: Any, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the endpoint's method here and return what it returns."""
+        if spec.concurrent:
+            return await spec.method(actor, *args, **kwargs)
+        async with self._turn:
+            if spec.is_async:
+                return await spec.method(actor, *args, **kwargs)
+            return await self._on_thread(functools.partial(spec.method, actor, *args, **kwargs))
+
+    async def _on_thread(self, call: functools.partial[Any]) -> Any:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="forge-endpoint")
+        run = contextvars.copy_context().run
+        running = asyncio.get_running_loop().run_in_executor(self._thread, run, call)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # A thread cannot be interrupted: keep the turn until it is done, so that calls still never overlap.
+            await asyncio.wait({running})
+            if not running.cancelled():
+                running.exception()
+            raise
+
+
+def portable(error: BaseException) -> Exception:
+    """`error` with its traceback attached, or a `RemoteError` that stands for it where it cannot travel."""
+    text = "".join(traceback.format_exception(error))
+    name = f"{type(error).__module__}.{type(error).__qualname__}"
+    if isinstance(error, Exception) and not isinstance(error, StopIteration) and _survives(error):
+        traveller: Exception = error
+        traveller.__traceback__ = None
+    else:
+        traveller = RemoteError(f"{name}: {error}", type_name=name)
+    traveller.__dict__["remote_traceback"] = text
+    traveller.add_note(f"\nRemote traceback:\n{text}")
+    return traveller
+
+
+def _survives(error: Exception) -> bool:
+    try:
+        return type(pickle.loads(cloudpickle.dumps(error))) is type(error)
+    except Exception:  # noqa: BLE001 - any failure to copy it means the same: send a stand-in
+        return False

@@ -1,0 +1,119 @@
+"""The `endpoint` decorator: which methods of an actor others may call, and how."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from monarch._src.actor.endpoint import EndpointProperty
+
+from forge.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Up to `size` calls, or those that arrive within `wait_s` of the first, become one call of the endpoint."""
+
+    size: int
+    wait_s: float = 0.005
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise OptionError(
+                "a batch must hold at least one call", path="endpoint(batch=)", value=self.size, rule="size >= 1",
+                repair="Batch(size=8, wait_s=0.005)",
+            )  # fmt: skip
+        if self.wait_s < 0:
+            raise OptionError(
+                "a batch cannot wait a negative time", path="endpoint(batch=)", value=self.wait_s, rule="wait_s >= 0",
+                repair="Batch(size=8, wait_s=0.005)",
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSpec:
+    """What is declared about one endpoint."""
+
+    name: str
+    method: Callable[..., Any]
+    is_async: bool
+    retry: bool = False
+    concurrent: bool = False
+    batch: Batch | None = None
+
+
+class ForgeEndpoint(EndpointProperty):  # type: ignore[misc]
+    """A method that was marked with `endpoint`: Monarch sees an endpoint that answers through its port."""
+
+    def __init__(self, spec: EndpointSpec) -> None:
+        self.spec = spec
+
+        @functools.wraps(spec.method)
+        async def serve(actor: Any, port: Any, *args: Any, **kwargs: Any) -> None:
+            actor._forge_dispatcher().start(actor, port, self.spec, args, kwargs)
+
+        serve.__signature__ = _with_port(inspect.signature(spec.method))  # type: ignore[attr-defined]
+        super().__init__(serve, propagator=None, explicit_response_port=True, instrument=False)
+        self.__doc__ = spec.method.__doc__
+
+
+def _with_port(signature: inspect.Signature) -> inspect.Signature:
+    parameters = list(signature.parameters.values())
+    positional_only = any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters[1:])
+    kind = inspect.Parameter.POSITIONAL_ONLY if positional_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
+    port = inspect.Parameter("_forge_port", kind)
+    return signature.replace(parameters=[parameters[0], port, *parameters[1:]])
+
+
+def endpoint(
+    method: Callable[..., Any] | None = None,
+    *,
+    retry: bool = False,
+    concurrent: bool = False,
+    batch: Batch | int | None = None,
+) -> Any:
+    """Mark a method of a `ForgeActor` as callable from other processes.
+
+    The method may be `async def` or plain `def`, and a class may have both. A plain `def` runs on a thread of its own,
+    so that it can compute for minutes while the actor still answers its heartbeat. Endpoints of one actor run one at a
+    time, in the order in which calls arrive, unless they say otherwise.
+
+    Args:
+        retry: running it twice does no harm: when a replica dies, a service sends the request to another one.
+        concurrent: run beside other calls instead of after them (`async def` only).
+        batch: the endpoint takes one list and returns one list of the same length; callers pass single items. An int is
+            short for `Batch(size=that)`.
+    """
+    if method is None:
+        return functools.partial(endpoint, retry=retry, concurrent=concurrent, batch=batch)
+    is_async = inspect.iscoroutinefunction(method)
+    where = f"{getattr(method, '__qualname__', method)}"
+    if not inspect.isfunction(method) or inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
+        raise OptionError(
+            "an endpoint must be a plain method or an async method", path=where, value=method,
+            rule="def or async def, not a generator, class or property", repair="return a list instead of yielding",
+        )  # fmt: skip
+    if not inspect.signature(method).parameters:
+        raise OptionError(
+            "an endpoint must take self", path=where, rule="its first parameter is the actor", repair="add `self`"
+        )
+    if concurrent and not is_async:
+        raise OptionError(
+            "a concurrent endpoint must be async", path=where, value="def", rule="concurrent=True needs async def",
+            repair="write `async def`, or drop concurrent=True",
+        )  # fmt: skip
+    chosen = Batch(batch) if isinstance(batch, int) else batch
+    return ForgeEndpoint(EndpointSpec(method.__name__, method, is_async, retry, concurrent, chosen))
+
+
+def specs_of(cls: type) -> dict[str, EndpointSpec]:
+    """Every endpoint that a class declares or inherits, by name."""
+    found: dict[str, EndpointSpec] = {}
+    for name in dir(cls):
+        value = inspect.getattr_static(cls, name, None)
+        if isinstance(value, ForgeEndpoint):
+            found[name] = value.spec
+    return found

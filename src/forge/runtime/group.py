@@ -1,0 +1,297 @@
+"""A group of ranks: the processes of one actor, started, watched, failed and ended as a whole.
+
+One group is one Monarch proc mesh. The first death of any rank fails the whole group: pending calls raise
+`ActorFailure` at once, the other ranks are killed, and the mesh is thrown away (a second death inside one mesh may never
+be noticed). Everything here runs on the control loop, except `PendingCalls`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge.errors import ActorFailure, ForgeError, LaunchError
+from forge.runtime.backend import OWNED, Actor, SupervisionError, default_bootstrap_cmd, monarch_actor
+from forge.runtime.hosts import Host, joint_mesh
+from forge.runtime.placement import THREAD_VARIABLES, GpuLease, rank_environment
+
+_log = logging.getLogger("forge.runtime")
+_serial = itertools.count(1)
+STOP_S = 5.0
+"""How long a group may take to stop by itself before it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """What to start: a class with its arguments, how many ranks, and what each process gets."""
+
+    cls: type
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    label: str
+    num_procs: int = 1
+    with_gpus: bool = False
+    num_threads: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    setup_timeout_s: float = 600.0
+    spawn_timeout_s: float = 120.0
+
+
+class PendingCalls:
+    """The calls that wait for one group, so that its death reaches them without waiting for Monarch to notice.
+
+    Callers on any thread add their future and take it away again; `fail` may come from another thread.
+    """
+
+    def __init__(self) -> None:
+        self.failure: ActorFailure | None = None
+        self._waiting: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = {}
+
+    def add(self, reply: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> None:
+        self._waiting[reply] = loop
+        if self.failure is not None:  # after adding: `fail` either saw this future or was seen here
+            _settle(reply, self.failure)
+
+    def discard(self, reply: asyncio.Future[Any]) -> None:
+        self._waiting.pop(reply, None)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def fail(self, failure: ActorFailure) -> None:
+        if self.failure is not None:
+            return
+        self.failure = failure
+        for reply, loop in list(self._waiting.items()):
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_settle, reply, failure)
+
+
+def _settle(reply: asyncio.Future[Any], failure: ActorFailure) -> None:
+    if not reply.done():
+        # a fresh exception for each caller: a shared one would grow every caller's traceback
+        reply.set_exception(ActorFailure(failure.message, path=failure.path, repair=failure.repair))
+
+
+class RankProbe(Actor):  # type: ignore[misc]
+    """Says which process a rank is."""
+
+    @monarch_actor.endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class RankGroup:
+    """A running group of ranks."""
+
+    def __init__(self, spec: GroupSpec, hosts: Sequence[Host]) -> None:
+        self.spec, self.hosts = spec, tuple(hosts)
+        self.name = f"{OWNED}-{spec.label}-{next(_serial)}"
+        self.calls = PendingCalls()
+        self.pids: tuple[tuple[Host, int], ...] = ()
+        self.actor: Any = None
+        self._procs: Any = None
+        self._leases: list[tuple[Host, GpuLease]] = []
+        self._placed: list[Host] = []
+        self._num_threads = 1
+        self._on_death: list[Callable[[str], None]] = []
+        self._exited: dict[int, asyncio.Event] = {}
+        self._ending: asyncio.Task[None] | None = None
+        self.released = asyncio.Event()
+        """Set when every rank has ended and what the group held (GPUs, threads) has been given back."""
+
+    @property
+    def is_alive(self) -> bool:
+        return self.calls.failure is None and self._ending is None
+
+    def on_death(self, callback: Callable[[str], None]) -> None:
+        """Call `callback(reason)` once when the group dies without having been told to."""
+        self._on_death.append(callback)
+
+    async def start(self) -> None:
+        """Spawn, construct, watch, and run `setup`; on failure nothing is left behind."""
+        try:
+            self._place()
+            await self._spawn()
+            await self._identify()
+            await self._set_up()
+        except BaseException:
+            await self.stop(kill=True)
+            raise
+
+    def _place(self) -> None:
+        for host in self.hosts:
+            if self.spec.with_gpus:
+                self._leases.append((host, host.gpus.take(self.spec.num_procs, holder=self.spec.label)))
+            self._num_threads = host.threads.claim(self.spec.num_procs, self.spec.num_threads)
+            host.num_groups += 1
+            self._placed.append(host)
+
+    async def _spawn(self) -> None:
+        meeting_port = await self.hosts[0].watch.free_port()
+        devices = {host: ",".join(lease.devices) for host, lease in self._leases}
+
+        def command(point: Any) -> Any:
+            rank = int(point.rank)
+            host = self.hosts[rank // self.spec.num_procs]
+            env = self._environment(rank, meeting_port)
+            env["CUDA_VISIBLE_DEVICES"] = devices.get(host, "")
+            bootstrap = default_bootstrap_cmd().with_env({**env, **self.spec.env})
+            bootstrap.args = ["-m", "forge.runtime.rank_main"]
+            return bootstrap
+
+        mesh = joint_mesh(self.hosts)
+        self._procs = mesh.spawn_procs({"procs": self.spec.num_procs}, name=self.name, bootstrap_command=command)
+
+    def _environment(self, rank: int, meeting_port: int) -> dict[str, str]:
+        num_procs = self.spec.num_procs
+        env = rank_environment(
+            rank=rank,
+            local_rank=rank % num_procs,
+            world_size=num_procs * len(self.hosts),
+            local_world_size=num_procs,
+        )
+        env["MASTER_ADDR"] = self.hosts[0].address
+        env["MASTER_PORT"] = str(meeting_port)
+        env.update(dict.fromkeys(THREAD_VARIABLES, str(self._num_threads)))
+        env["PYTHONPATH"] = ":".join(path for path in sys.path if path and "site-packages" not in path)
+        return env
+
+    async def _identify(self) -> None:
+        """Learn the pids and watch them before any of the user's code runs, so that whatever it does, it can be ended."""
+        probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
+        replies = await self._ask(probe.pid.call(), self.spec.spawn_timeout_s, "start")
+        pids = []
+        for point, pid in replies.items():
+            pids.append((self.hosts[int(point.rank) // self.spec.num_procs], int(pid)))
+        self.pids = tuple(pids)
+        for rank, (host, pid) in enumerate(self.pids):
+            self._exited[rank] = asyncio.Event()
+            await host.watch.watch(pid, functools.partial(self._rank_ended, rank, pid))
+
+    def _rank_ended(self, rank: int, pid: int) -> None:
+        self._exited[rank].set()
+        self.fail(f"rank {rank} (process {pid}) ended")
+
+    async def _set_up(self) -> None:
+        self.actor = self._procs.spawn(self.name, self.spec.cls, *self.spec.args, **self.spec.kwargs)
+        await self._ask(self.actor._forge_setup.call(), self.spec.setup_timeout_s, "setup")
+
+    async def _ask(self, reply: Any, timeout_s: float, phase: str) -> Any:
+        """Await a call of the start-up; a death, a time-out or a failing constructor becomes a `LaunchError`."""
+        future = reply.as_asyncio()
+        self.calls.add(future, asyncio.get_running_loop())
+        label = self.spec.label
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except SupervisionError as error:
+            raise LaunchError(f"{label} failed in its {phase}:\n{error}", path=label) from None
+        except ActorFailure as error:
+            raise LaunchError(f"{label} died in its {phase}: {error.message}", path=label) from None
+        except TimeoutError as error:
+            if getattr(error, "remote_traceback", None) is not None:
+                raise
+            raise LaunchError(
+                f"{label} did not finish its {phase}", path=label, value=f"{timeout_s} s",
+                rule=f"{phase} ends within {phase if phase == 'setup' else 'spawn'}_timeout_s",
+                repair=f"raise the limit: options({'setup' if phase == 'setup' else 'spawn'}_timeout_s=...)",
+            ) from None  # fmt: skip
+        finally:
+            self.calls.discard(future)
+
+    def fail(self, reason: str) -> None:
+        """Believe the group dead: every pending call raises now, the other ranks are killed, and whoever registered
+        hears of it once."""
+        if not self.is_alive:
+            return
+        self.calls.fail(
+            ActorFailure(
+                f"{self.spec.label} was lost: {reason}", path=self.spec.label,
+                repair="declare the endpoint @endpoint(retry=True) if running it twice is safe, or catch ActorFailure",
+            )  # fmt: skip
+        )
+        self._begin_to_end(kill=True)
+        for callback in self._on_death:
+            callback(reason)
+
+    async def stop(self, *, kill: bool = False) -> None:
+        """End every rank and return what the group held. Graceful first (its `__cleanup__` runs), then by force."""
+        await asyncio.shield(self._begin_to_end(kill=kill))
+
+    def _begin_to_end(self, *, kill: bool) -> asyncio.Task[None]:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(kill=kill))
+        return self._ending
+
+    async def _end(self, *, kill: bool) -> None:
+        if not kill:
+            await self._stop_mesh()
+        try:
+            await self._kill_all()
+        finally:
+            self.calls.fail(ActorFailure(f"{self.spec.label} was stopped", path=self.spec.label))
+            self._return_everything()
+            self.released.set()
+        if kill:
+            await self._stop_mesh()
+        self._forget_mesh()
+
+    async def _stop_mesh(self) -> None:
+        """Let Monarch end the mesh. One whose processes hang or are dead answers late or never: it is bounded."""
+        if self._procs is None:
+            return
+        try:
+            await asyncio.wait_for(self._procs.stop(), STOP_S)
+        except TimeoutError:
+            _log.info("%s did not stop by itself within %s s", self.spec.label, STOP_S)
+        except Exception as error:  # noqa: BLE001 - its processes are killed all the same
+            _log.debug("%s: stop failed: %s", self.spec.label, error)
+
+    async def _kill_all(self) -> None:
+        by_host: dict[Host, list[int]] = {}
+        for host, pid in self.pids:
+            by_host.setdefault(host, []).append(pid)
+        for host, pids in by_host.items():
+            try:
+                if not host.is_lost:
+                    await host.watch.kill(pids)
+            except (TimeoutError, SupervisionError) as error:
+                _log.warning("host %s did not confirm the end of %s: %s", host.name, pids, type(error).__name__)
+        exits = [asyncio.create_task(event.wait()) for event in self._exited.values()]
+        if exits:
+            _, waiting = await asyncio.wait(exits, timeout=STOP_S)
+            for task in waiting:
+                task.cancel()
+
+    def _return_everything(self) -> None:
+        for host, lease in self._leases:
+            host.gpus.give_back(lease)
+        self._leases.clear()
+        for host in self._placed:
+            host.threads.give_back(self.spec.num_procs, self._num_threads)
+            host.num_groups -= 1
+        self._placed.clear()
+
+    def _forget_mesh(self) -> None:
+        """Drop Monarch's own list entries for this mesh, which would otherwise grow with every restart."""
+        if self._procs is not None:
+            known = self._procs._host_mesh._proc_meshes
+            if self._procs in known:
+                known.remove(self._procs)
+            self._procs = None
+
+
+def translate(error: BaseException, label: str) -> BaseException:
+    """What a Monarch error means to a caller: the loss of a process, or the error itself."""
+    if isinstance(error, ForgeError):
+        return error
+    if isinstance(error, SupervisionError):
+        return ActorFailure(f"{label} was lost: {error}", path=label)
+    return error

@@ -1,0 +1,131 @@
+"""The handle of a spawned actor: Monarch's verbs, with errors as a caller wants them.
+
+`call_one`, `call`, `choose`, `stream`, `broadcast` and `rref` behave as Monarch's do, except that a user's exception is
+raised as itself and the death of a process raises `ActorFailure` within milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from forge.errors import CallTimeout
+from forge.runtime.control import control
+from forge.runtime.group import PendingCalls, RankGroup, translate
+
+
+class Reply:
+    """The result of a call: `await` it, or `get()` it where no event loop runs."""
+
+    def __init__(self, future: Any, calls: PendingCalls | None, label: str) -> None:
+        self._future, self._calls, self._label = future, calls, label
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        reply = self._future.as_asyncio()
+        if self._calls is not None:
+            self._calls.add(reply, asyncio.get_running_loop())
+        try:
+            return await reply
+        except Exception as error:  # noqa: BLE001 - translated, never swallowed
+            raise translate(error, self._label) from None
+        finally:
+            if self._calls is not None:
+                self._calls.discard(reply)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """Block until the result is there. Not inside an event loop: `await` there."""
+        try:
+            return self._future.get(timeout)
+        except TimeoutError as error:
+            if getattr(error, "remote_traceback", None) is not None:
+                raise
+            raise CallTimeout(f"{self._label} did not answer", value=f"{timeout} s") from None
+        except Exception as error:  # noqa: BLE001 - translated, never swallowed
+            raise translate(error, self._label) from None
+
+
+class EndpointVerbs:
+    """One endpoint of a spawned actor."""
+
+    def __init__(self, endpoint: Any, calls: PendingCalls | None, label: str) -> None:
+        self._endpoint, self._calls, self._label = endpoint, calls, label
+
+    def call_one(self, *args: Any, **kwargs: Any) -> Reply:
+        """Call the only rank."""
+        return Reply(self._endpoint.call_one(*args, **kwargs), self._calls, self._label)
+
+    def call(self, *args: Any, **kwargs: Any) -> Reply:
+        """Call every rank; the result is Monarch's `ValueMesh`."""
+        return Reply(self._endpoint.call(*args, **kwargs), self._calls, self._label)
+
+    def choose(self, *args: Any, **kwargs: Any) -> Reply:
+        """Call one rank, chosen at random."""
+        return Reply(self._endpoint.choose(*args, **kwargs), self._calls, self._label)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+        """Call every rank and take the results as they come."""
+        for future in self._endpoint.stream(*args, **kwargs):
+            yield Reply(future, self._calls, self._label)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """Send to every rank without waiting. An exception there is logged in that process."""
+        self._endpoint.broadcast(*args, **kwargs)
+
+
+class ActorHandle:
+    """A spawned actor. Endpoints are attributes; mesh operations (`slice`, `sizes`, `flatten`…) are Monarch's.
+
+    It may be sent to other actors, where it can call but not stop.
+    """
+
+    def __init__(self, actor: Any, label: str, *, group: RankGroup | None = None) -> None:
+        self._actor, self._label, self._group = actor, label, group
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = getattr(self._actor, name)
+        if hasattr(value, "call_one"):
+            return EndpointVerbs(value, self._group.calls if self._group else None, self._label)
+        return value
+
+    def slice(self, **coordinates: int | slice) -> ActorHandle:
+        """A part of the mesh, such as `slice(procs=0)`."""
+        return ActorHandle(self._actor.slice(**coordinates), self._label, group=self._group)
+
+    def flatten(self, name: str) -> ActorHandle:
+        """The same ranks along one dimension."""
+        return ActorHandle(self._actor.flatten(name), self._label, group=self._group)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process of each rank."""
+        return tuple(pid for _, pid in self._owned().pids)
+
+    @property
+    def is_alive(self) -> bool:
+        """False once any rank has died or the actor was stopped."""
+        return self._owned().is_alive
+
+    async def stop(self) -> None:
+        """End the actor's processes and give its GPUs back. A second call does nothing."""
+        from forge.runtime.lifetime import runtime
+
+        group = self._owned()
+        await control().submit(group.stop())
+        runtime().forget(group)
+
+    def _owned(self) -> RankGroup:
+        if self._group is None:
+            raise RuntimeError(f"this handle of {self._label} was sent here; only its owner can ask that")
+        return self._group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ActorHandle, (self._actor, self._label))
+
+    def __repr__(self) -> str:
+        return f"ActorHandle({self._label}, {dict(self._actor.sizes)})"

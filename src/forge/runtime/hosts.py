@@ -1,0 +1,264 @@
+"""Hosts: where processes can be started, and how their deaths become known.
+
+A `Host` is a machine (or one worker process that stands for it). Deaths are pushed, not polled: on the controller's own
+machine a pidfd is watched in the control loop; on another one a small `HostAgent` process does that and sends word. The
+agent also answers a heartbeat, so that the loss of a whole host is seen in seconds, and ends everything it watches when
+the controller has been silent for too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from forge.errors import LaunchError
+from forge.runtime.backend import OWNED, Actor, Channel, Port, monarch_actor, this_host
+from forge.runtime.placement import GpuPool, ThreadLedger, count_cpus, count_gpus, visible_gpus
+
+_log = logging.getLogger("forge.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a host says about itself."""
+
+    hostname: str
+    num_cpus: int
+    gpus: tuple[str, ...]
+
+
+def local_facts() -> HostFacts:
+    return HostFacts(socket.gethostname(), count_cpus(), visible_gpus(os.environ, count_gpus()))
+
+
+def free_port(address: str = "") -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+class ProcessWatch(Protocol):
+    """Sees and ends processes on one host. Everything here runs on the control loop."""
+
+    async def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
+        """Call `on_exit` once, soon after process `pid` has ended (at once if it has)."""
+
+    async def kill(self, pids: Sequence[int]) -> None:
+        """SIGKILL processes that were watched; those that have ended are passed over."""
+
+    async def free_port(self) -> int: ...
+
+    async def close(self) -> None: ...
+
+
+class LocalWatch:
+    """Watches processes of this machine through pidfds, in the control loop itself."""
+
+    def __init__(self) -> None:
+        self._fds: dict[int, int] = {}
+
+    async def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            on_exit()
+            return
+        self._fds[pid] = fd
+
+        def ended() -> None:
+            self._forget(pid, loop)
+            on_exit()
+
+        loop.add_reader(fd, ended)
+
+    def _forget(self, pid: int, loop: asyncio.AbstractEventLoop) -> None:
+        fd = self._fds.pop(pid, None)
+        if fd is not None:
+            loop.remove_reader(fd)
+            os.close(fd)
+
+    async def kill(self, pids: Sequence[int]) -> None:
+        for pid in pids:
+            fd = self._fds.get(pid)  # through the pidfd: a recycled pid is never hit
+            if fd is not None:
+                try:
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+
+    async def free_port(self) -> int:
+        return free_port("127.0.0.1")
+
+    async def close(self) -> None:
+        loop = asyncio.get_running_loop()
+        for pid in list(self._fds):
+            self._forget(pid, loop)
+
+
+class HostAgent(Actor):  # type: ignore[misc]
+    """Runs in a process of its own on a remote host: facts, deaths, kills, and a lease on the controller's life."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._watch = LocalWatch()
+        self._pids: set[int] = set()
+        self._lease_s = lease_s
+        self._last_word = time.monotonic()
+        self._guard: asyncio.Task[None] | None = None
+
+    @monarch_actor.endpoint
+    async def describe(self) -> HostFacts:
+        self._last_word = time.monotonic()
+        self._guard = asyncio.create_task(self._end_when_abandoned())
+        return local_facts()
+
+    async def _end_when_abandoned(self) -> None:
+        while (left := self._last_word + self._lease_s - time.monotonic()) > 0:
+            await asyncio.sleep(left)
+        await self._watch.kill(list(self._pids))
+        os._exit(1)
+
+    @monarch_actor.endpoint
+    async def ping(self) -> None:
+        self._last_word = time.monotonic()
+
+    @monarch_actor.endpoint
+    async def watch(self, pid: int, port: Port) -> None:
+        self._pids.add(pid)
+
+        def ended() -> None:
+            self._pids.discard(pid)
+            port.send(pid)
+
+        await self._watch.watch(pid, ended)
+
+    @monarch_actor.endpoint
+    async def kill(self, pids: Sequence[int]) -> None:
+        await self._watch.kill(pids)
+
+    @monarch_actor.endpoint
+    async def free_port(self) -> int:
+        return free_port()
+
+    def _handle_undeliverable_message(self, message: object) -> bool:
+        return True
+
+
+class AgentWatch:
+    """Watches processes of another host through its `HostAgent`."""
+
+    def __init__(self, agent: Any, procs: Any, *, on_lost: Callable[[], None], timings: HostTimings) -> None:
+        self._agent, self._procs, self._on_lost, self._timings = agent, procs, on_lost, timings
+        self._exits: dict[int, Callable[[], None]] = {}
+        self._port, self._deaths = Channel.open()
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
+
+    async def _receive(self) -> None:
+        while True:
+            pid = await self._deaths.recv()
+            self._ended(pid)
+
+    def _ended(self, pid: int) -> None:
+        on_exit = self._exits.pop(pid, None)
+        if on_exit is not None:
+            on_exit()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._timings.heartbeat_s)
+            try:
+                await asyncio.wait_for(self._agent.ping.call_one(), self._timings.timeout_s)
+            except Exception as error:  # noqa: BLE001 - whatever went wrong, the host does not answer
+                _log.warning("host lost: %s", type(error).__name__)
+                break
+        self._on_lost()
+        for pid in list(self._exits):
+            self._ended(pid)
+
+    async def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
+        self._exits[pid] = on_exit
+        await asyncio.wait_for(self._agent.watch.call_one(pid, self._port), self._timings.timeout_s)
+
+    async def kill(self, pids: Sequence[int]) -> None:
+        await asyncio.wait_for(self._agent.kill.call_one(list(pids)), self._timings.timeout_s)
+
+    async def free_port(self) -> int:
+        return int(await asyncio.wait_for(self._agent.free_port.call_one(), self._timings.timeout_s))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.wait_for(self._procs.stop(), self._timings.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimings:
+    """How soon the loss of a host, or of the controller, is believed."""
+
+    heartbeat_s: float = 1.0
+    timeout_s: float = 5.0
+    lease_s: float = 15.0
+    attach_s: float = 60.0
+
+
+class Host:
+    """A machine on which processes can be started, with its GPUs and threads."""
+
+    def __init__(self, name: str, mesh: Any, *, address: str, facts: HostFacts) -> None:
+        self.name, self.mesh, self.address, self.facts = name, mesh, address, facts
+        self.gpus = GpuPool(name, facts.gpus)
+        self.threads = ThreadLedger(name, facts.num_cpus)
+        self.is_lost = False
+        self.num_groups = 0
+        self.watch: ProcessWatch = LocalWatch()
+
+    def __repr__(self) -> str:
+        return f"Host({self.name!r}{', lost' if self.is_lost else ''})"
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.watch, LocalWatch)
+
+    def mark_lost(self) -> None:
+        self.is_lost = True
+
+
+def local_host() -> Host:
+    """The controller's own machine."""
+    return Host("local", this_host(), address="127.0.0.1", facts=local_facts())
+
+
+async def attach_host(worker: str, timings: HostTimings) -> Host:
+    """Join a host on which `forge worker` listens at `worker` (such as `tcp://10.0.0.7:22222`)."""
+    mesh = monarch_actor.attach_to_workers(ca="trust_all_connections", workers=[worker])
+    try:
+        await asyncio.wait_for(mesh.initialized, timings.attach_s)
+        procs = mesh.spawn_procs(name=f"{OWNED}-agent")
+        agent = procs.spawn(f"{OWNED}-agent", HostAgent, timings.lease_s).slice(hosts=0)
+        facts: HostFacts = await asyncio.wait_for(agent.describe.call_one(), timings.attach_s)
+    except Exception as error:
+        raise LaunchError(
+            f"no worker answers at {worker}: {type(error).__name__}: {error}", path="launcher.hosts", value=worker,
+            rule="every address is that of a running `forge worker`",
+            repair=f"on that host run `forge worker --address {worker}`, and check that the port is open",
+        ) from error  # fmt: skip
+    host = Host(worker, mesh, address=urlsplit(worker).hostname or "127.0.0.1", facts=facts)
+    host.watch = AgentWatch(agent, procs, on_lost=host.mark_lost, timings=timings)
+    return host
+
+
+def joint_mesh(hosts: Sequence[Host]) -> Any:
+    """One Monarch host mesh over several hosts, for a group of ranks that spans them."""
+    if len(hosts) == 1:
+        return hosts[0].mesh
+    return monarch_actor.attach_to_workers(ca="trust_all_connections", workers=[host.name for host in hosts])

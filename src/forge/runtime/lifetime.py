@@ -1,0 +1,164 @@
+"""`run` and `shutdown`: the lifetime of everything that was spawned, and the hosts it runs on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from forge.errors import LaunchError, PlacementError
+from forge.runtime.backend import install_fault_hook, this_host
+from forge.runtime.control import control
+from forge.runtime.group import GroupSpec, RankGroup
+from forge.runtime.handle import ActorHandle
+from forge.runtime.hosts import Host, local_host
+
+if TYPE_CHECKING:
+    from forge.config import LauncherConfig
+
+_log = logging.getLogger("forge.runtime")
+
+
+class Runtime:
+    """What one process has spawned. There is one for each process; `runtime()` gives it."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self._hosts: tuple[Host, ...] | None = None
+        self._release: Callable[[], Awaitable[None]] | None = None
+        self._owned: dict[Any, None] = {}
+        self._guard = asyncio.Lock()
+
+    async def open(self, launcher: LauncherConfig | None = None) -> None:
+        """Get the hosts; later calls without a launcher keep them. Called on the control loop."""
+        async with self._guard:
+            if self._hosts is not None:
+                if launcher is not None:
+                    raise LaunchError(
+                        "the runtime is already open on " + ", ".join(host.name for host in self._hosts),
+                        path="forge.run(launcher=)", value=launcher.kind, rule="hosts are chosen before the first spawn",
+                        repair="call forge.run(launcher=...) first, or forge.shutdown() before changing hosts",
+                    )  # fmt: skip
+                return
+            if launcher is None or launcher.kind == "local":
+                this_host()  # starts Monarch in this process
+                install_fault_hook()
+                self._hosts = (local_host(),)
+                return
+            from forge.runtime.launchers import launch
+
+            allocation = await launch(launcher)
+            install_fault_hook()
+            self._hosts, self._release = allocation.hosts, allocation.release
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        if self._hosts is None:
+            raise LaunchError("the runtime is not open", repair="spawn something, or enter `async with forge.run():`")
+        return self._hosts
+
+    def pick_hosts(self, count: int, *, spec: GroupSpec) -> tuple[Host, ...]:
+        """The `count` hosts that have the GPUs and carry the fewest groups, first ones first."""
+        label = spec.label
+        usable = [host for host in self.hosts if not host.is_lost]
+        if count > len(usable):
+            lost = [host.name for host in self.hosts if host.is_lost]
+            raise PlacementError(
+                f"{label} asked for {count} host(s), and {len(usable)} of {len(self.hosts)} can be used",
+                path="options(hosts=)", value=count,
+                rule=f"at most {len(usable)}: {[host.name for host in usable]}" + (f"; lost: {lost}" if lost else ""),
+                repair="ask for fewer hosts, or give the launcher more",
+            )  # fmt: skip
+        need = spec.num_procs if spec.with_gpus else 0
+
+        def rank(index: int) -> tuple[bool, int, int]:
+            return (len(usable[index].gpus.free) < need, usable[index].num_groups, index)
+
+        order = sorted(range(len(usable)), key=rank)
+        return tuple(usable[index] for index in sorted(order[:count]))
+
+    async def start_group(self, spec: GroupSpec, hosts: Sequence[Host]) -> RankGroup:
+        """Start a group of ranks. Called on the control loop."""
+        group = RankGroup(spec, hosts)
+        self._owned[group] = None
+        try:
+            await group.start()
+        except BaseException:
+            self._owned.pop(group, None)
+            raise
+        return group
+
+    async def spawn_actor(self, spec: GroupSpec, *, num_hosts: int | None) -> ActorHandle:
+        async def start() -> RankGroup:
+            await self.open()
+            return await self.start_group(spec, self.pick_hosts(num_hosts or 1, spec=spec))
+
+        group = await control().submit(start())
+        group.on_death(lambda reason: _log.error("%s was lost: %s", spec.label, reason))
+        return ActorHandle(group.actor, spec.label, group=group)
+
+    def own(self, thing: Any) -> None:
+        """Remember something with an async `stop()`, to be stopped at shutdown, last first."""
+        self._owned[thing] = None
+
+    def forget(self, thing: Any) -> None:
+        self._owned.pop(thing, None)
+
+    async def close(self) -> None:
+        """Stop everything that is owned, then let the hosts go. Called on the control loop."""
+        async with self._guard:
+            while self._owned:
+                thing = next(reversed(self._owned))
+                self._owned.pop(thing, None)
+                try:
+                    await thing.stop()
+                except Exception:
+                    _log.exception("%r did not stop cleanly", thing)
+            hosts, self._hosts = self._hosts or (), None
+            for host in hosts:
+                try:
+                    await host.watch.close()
+                except Exception as error:  # noqa: BLE001 - a lost host cannot be closed
+                    _log.warning("host %s did not close: %s", host.name, type(error).__name__)
+            release, self._release = self._release, None
+            if release is not None:
+                await release()
+
+
+_runtime: Runtime | None = None
+_runtime_guard = threading.Lock()
+
+
+def runtime() -> Runtime:
+    """This process's runtime."""
+    global _runtime
+    with _runtime_guard:
+        if _runtime is None or _runtime.pid != os.getpid():
+            _runtime = Runtime()
+        return _runtime
+
+
+async def shutdown() -> None:
+    """Stop every actor and service of this process and wait until their processes are gone.
+
+    Safe to call twice, and when nothing was spawned. Afterwards spawning works again.
+    """
+    if _runtime is None or _runtime.pid != os.getpid():
+        return
+    # Shielded: a second Ctrl-C or a cancelled caller must not leave processes behind.
+    await asyncio.shield(control().submit(_runtime.close()))
+
+
+@contextlib.asynccontextmanager
+async def run(launcher: LauncherConfig | None = None) -> AsyncIterator[Runtime]:
+    """Everything spawned inside `async with forge.run():` is gone when the block ends, however it ends."""
+    current = runtime()
+    await control().submit(current.open(launcher))
+    try:
+        yield current
+    finally:
+        await shutdown()

@@ -1,0 +1,33 @@
+"""What a rank process runs first.
+
+It must not die of the Ctrl-C that a terminal sends to the whole group: the controller decides when its workers end.
+And it must not outlive the process that started it, whatever happens to that one.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import select
+import signal
+import threading
+
+
+def _exit_with(parent: int) -> None:
+    """End this process as soon as `parent` has ended."""
+    try:
+        watched = os.pidfd_open(parent)
+    except ProcessLookupError:
+        os._exit(1)
+    select.select([watched], [], [])
+    os._exit(1)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with, args=(os.getppid(),), name="forge-parent-watch", daemon=True).start()
+    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""The way of a call: choose, send, wait, and what to do when it fails, takes too long or is no longer wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import random
+from typing import TYPE_CHECKING, Any, Self
+
+from forge.errors import ActorFailure, CallTimeout, FanoutError, ForgeError, OptionError
+from forge.runtime.actor import check_seconds
+from forge.runtime.backend import SupervisionError
+from forge.runtime.endpoints import EndpointSpec
+from forge.service.batching import Batcher
+from forge.service.records import Outcome, Request
+from forge.service.table import RoutingTable, Target
+
+if TYPE_CHECKING:
+    from forge.service.handle import Service
+
+_call_ids = itertools.count(random.getrandbits(60) << 16)
+
+
+class _Call:
+    """One call on its way: what to send, and until when an answer is wanted."""
+
+    __slots__ = ("args", "deadline", "kwargs", "spec", "timeout_s", "wish")
+
+    def __init__(
+        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions, default_s: float | None
+    ) -> None:
+        self.spec, self.args, self.kwargs, self.wish = spec, args, kwargs, wish
+        self.timeout_s = default_s if wish.timeout_s is None else wish.timeout_s
+        self.deadline = None if self.timeout_s is None else asyncio.get_running_loop().time() + self.timeout_s
+
+
+class CallPath:
+    """Sends calls to the replicas of one service, for one process."""
+
+    def __init__(self, table: RoutingTable, *, max_retries: int, timeout_s: float | None) -> None:
+        self.table, self.max_retries, self.timeout_s = table, max_retries, timeout_s
+        self.num_retried = self.num_timeouts = self.num_cancelled = 0
+        self.session: contextvars.ContextVar[str | None] = contextvars.ContextVar(f"session of {table.name}")
+
+    async def route(
+        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions
+    ) -> Any:
+        """Send to one replica and return its answer; after a loss send again, where the endpoint allows it."""
+        call = _Call(spec, args, kwargs, wish, self.timeout_s)
+        session = wish.session if wish.session is not None else self.session.get(None)
+        retries_left = self.max_retries if (spec.retry if wish.retry is None else wish.retry) else 0
+        attempt = 0
+        while True:
+            request = Request(spec.name, session, attempt)
+            target = self.table.try_acquire(request)
+            if target is None:
+                target = await self._acquire(request, call)
+            try:
+                return await self._send(target, call)
+            except ActorFailure as failure:
+                if is_remote(failure) or attempt >= retries_left:
+                    raise
+                attempt += 1
+                self.num_retried += 1
+            finally:
+                self.table.release(target)
+
+    async def _acquire(self, request: Request, call: _Call) -> Target:
+        try:
+            async with asyncio.timeout_at(call.deadline):
+                return await self.table.acquire(request)
+        except TimeoutError:
+            self.num_timeouts += 1
+            raise self._late(call, "no replica had a free slot") from None
+
+    async def _send(self, target: Target, call: _Call) -> Any:
+        loop = asyncio.get_running_loop()
+        call_id = next(_call_ids)
+        reply = target.invoke(call_id, call.spec.name, call.args, call.kwargs).as_asyncio()
+        target.calls.add(reply, loop)
+        timer = None if call.deadline is None else loop.call_at(call.deadline, _expire, reply)
+        try:
+            answer = await reply
+        except _Expired:
+            self._abandon(target, call_id)
+            self.num_timeouts += 1
+            raise self._late(call, f"replica {target.index} did not answer") from None
+        except asyncio.CancelledError:
+            self._abandon(target, call_id)
+            self.num_cancelled += 1
+            raise
+        except SupervisionError as error:
+            target.num_lost += 1
+            raise ActorFailure(f"replica {target.index} of {self.table.name} was lost: {error}") from None
+        except Exception as error:
+            if isinstance(error, ActorFailure) and not is_remote(error):
+                target.num_lost += 1
+            else:
+                target.num_errors += 1
+            raise
+        finally:
+            target.calls.discard(reply)
+            if timer is not None:
+                timer.cancel()
+        target.num_ok += 1
+        if target.entry.num_ranks == 1:
+            return (answer,) if call.wish.all_ranks else answer
+        values = tuple(answer.values())
+        return values if call.wish.all_ranks else values[0]
+
+    def _abandon(self, target: Target, call_id: int) -> None:
+        if target.calls.failure is None:
+            target.cancel(call_id)
+
+    def _late(self, call: _Call, why: str) -> CallTimeout:
+        where = f"{self.table.name}.{call.spec.name}"
+        return CallTimeout(
+            f"{where}: {why} in time", path=where, value=f"{call.timeout_s} s",
+            rule="a call ends within its time-out, waiting for a slot included",
+            repair="raise it: options(call_timeout_s=...) or endpoint.options(timeout_s=...)",
+        )  # fmt: skip
+
+    async def fanout(
+        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions
+    ) -> list[Outcome]:
+        """Send to every healthy replica, limits or not, and say what each made of it."""
+        call = _Call(spec, args, kwargs, wish, self.timeout_s)
+        while not (targets := list(self.table.live())):
+            target = await self._acquire(Request(spec.name, None, 0), call)
+            self.table.release(target)
+
+        async def one(target: Target) -> Outcome:
+            try:
+                return Outcome(target.index, await self._send(target, call))
+            except Exception as error:  # noqa: BLE001 - it becomes this replica's outcome
+                return Outcome(target.index, error=error)
+
+        return list(await asyncio.gather(*(one(target) for target in targets)))
+
+
+def is_remote(error: BaseException) -> bool:
+    """Whether an error was raised by the user's code in the replica (and not about the replica)."""
+    return getattr(error, "remote_traceback", None) is not None
+
+
+class _Expired(Exception):
+    """A call's time is up. Never seen outside this module."""
+
+
+def _expire(reply: asyncio.Future[Any]) -> None:
+    if not reply.done():
+        reply.set_exception(_Expired())
+
+
+class CallOptions:
+    """What one caller wants of its calls."""
+
+    __slots__ = ("all_ranks", "partial", "retry", "session", "timeout_s")
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float | None = None,
+        retry: bool | None = None,
+        session: str | None = None,
+        partial: bool = False,
+        all_ranks: bool = False,
+    ) -> None:
+        check_seconds("timeout_s", timeout_s, optional=True)
+        self.timeout_s, self.retry, self.session = timeout_s, retry, session
+        self.partial, self.all_ranks = partial, all_ranks
+
+
+_PLAIN = CallOptions()
+
+
+class ServiceEndpoint:
+    """One endpoint of a service: `route` to one replica, `fanout` to all."""
+
+    def __init__(self, service: Service, spec: EndpointSpec, wish: CallOptions = _PLAIN) -> None:
+        self._service, self._spec, self._wish = service, spec, wish
+        self._path = service._path
+        self._batcher = None if spec.batch is None else Batcher(spec, self._path, wish)
+
+    def options(self, **wishes: Any) -> Self:
+        """This endpoint with other call options.
+
+        Args:
+            timeout_s: how long a call may take, waiting for a slot included.
+            retry: whether a lost call is sent again, whatever the endpoint declares.
+            session: the session (from `start_session`) to which the calls belong.
+            partial: `fanout` returns an `Outcome` for each replica instead of raising `FanoutError`.
+            all_ranks: a replica of several ranks answers with a tuple of all ranks' values instead of rank 0's.
+        """
+        known = CallOptions.__slots__
+        for name, value in wishes.items():
+            if name not in known:
+                raise OptionError(
+                    f"endpoint.options() has no {name!r}", path=f"{self._spec.name}.options({name}=)", value=value,
+                    rule=f"one of {', '.join(known)}", repair="remove it",
+                )  # fmt: skip
+        merged = {name: getattr(self._wish, name) for name in known} | wishes
+        session = merged["session"]
+        if session is not None and not self._path.table.knows_session(session):
+            raise OptionError(
+                f"service {self._path.table.name} has no session {session!r}", path=f"{self._spec.name}.options(session=)",
+                value=session, rule="a session that was started and not yet terminated",
+                repair="session = await service.start_session()",
+            )  # fmt: skip
+        return type(self)(self._service, self._spec, CallOptions(**merged))
+
+    async def route(self, *args: Any, **kwargs: Any) -> Any:
+        """Call one healthy replica and return its answer. The user's exception is raised as itself."""
+        if self._service._keeper is None:
+            await self._service._ready()
+        if self._batcher is not None:
+            return await self._batcher.submit(args, kwargs)
+        return await self._path.route(self._spec, args, kwargs, self._wish)
+
+    async def fanout(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call every healthy replica. Returns their values, or raises `FanoutError` if any replica failed.
+
+        With `options(partial=True)` it returns an `Outcome` for each replica and raises nothing.
+        """
+        await self._service._ready()
+        if self._spec.batch is not None:
+            args, kwargs = _one_item_batch(self._spec, args, kwargs)
+        outcomes = await self._path.fanout(self._spec, args, kwargs, self._wish)
+        if self._spec.batch is not None:
+            outcomes = [Outcome(o.replica, o.value[0]) if o.ok and o.value else o for o in outcomes]
+        if self._wish.partial:
+            return outcomes
+        failed = [outcome for outcome in outcomes if not outcome.ok]
+        if not failed:
+            return [outcome.value for outcome in outcomes]
+        name = f"{self._path.table.name}.{self._spec.name}"
+        error = FanoutError(
+            f"{name}: {len(failed)} of {len(outcomes)} replicas failed: "
+            + "; ".join(f"replica {o.replica}: {type(o.error).__name__}: {_first_line(o.error)}" for o in failed),
+            outcomes=outcomes,
+        )
+        raise error from failed[0].error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"say how to call it: {self._spec.name}.route(...) or {self._spec.name}.fanout(...)")
+
+
+def _one_item_batch(
+    spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    Batcher.check_item(spec, args, kwargs)
+    return ([args[0]],), {}
+
+
+def _first_line(error: Exception | None) -> str:
+    text = error.message if isinstance(error, ForgeError) else str(error)
+    return text.splitlines()[0] if text else ""

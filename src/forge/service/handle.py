@@ -1,0 +1,199 @@
+"""`Service`: the handle of a replicated actor. What callers hold, in the owner's process and in any other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from forge.errors import OptionError
+from forge.runtime.backend import Channel
+from forge.runtime.control import control
+from forge.runtime.endpoints import specs_of
+from forge.runtime.lifetime import runtime
+from forge.service.calls import CallPath, ServiceEndpoint
+from forge.service.keeper import Keeper
+from forge.service.options import ServiceOptions
+from forge.service.records import ReplicaMetrics, ServiceMetrics
+from forge.service.table import Entry, RoutingTable
+
+_known: dict[str, Service] = {}
+_known_guard = threading.Lock()
+
+
+class Service:
+    """A replicated actor. Endpoints are attributes: `await service.generate.route(prompt)`.
+
+    A handle may be sent to other actors. There it routes by itself, from a table that the owner keeps up to date; the
+    same service is the same object however often it is sent.
+    """
+
+    def __init__(self, cls: type, options: ServiceOptions, *, name: str, uid: str) -> None:
+        self._cls, self._options, self._uid = cls, options, uid
+        self._table = RoutingTable(
+            name, router=options.router(), limit=options.max_concurrency, max_queue=options.max_queue
+        )
+        self._path = CallPath(self._table, max_retries=options.max_retries, timeout_s=options.call_timeout_s)
+        self._keeper: Keeper | None = None
+        self._owner_port: Any = None
+        self._subscription: asyncio.Future[None] | None = None
+        for endpoint_name, spec in specs_of(cls).items():
+            if endpoint_name in _RESERVED:
+                raise OptionError(
+                    f"an endpoint of a service cannot be named {endpoint_name!r}", path=f"{cls.__name__}.{endpoint_name}",
+                    value=endpoint_name, rule=f"not one of {', '.join(sorted(_RESERVED))}", repair="rename the endpoint",
+                )  # fmt: skip
+            setattr(self, endpoint_name, ServiceEndpoint(self, spec))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"service {self.__dict__['_table'].name if '_table' in self.__dict__ else ''} has no endpoint {name!r}; "
+            f"{self.__dict__['_cls'].__name__ if '_cls' in self.__dict__ else 'its class'} declares: "
+            + (", ".join(specs_of(self.__dict__["_cls"])) if "_cls" in self.__dict__ else "none")
+        )
+
+    @classmethod
+    async def start(cls, actor: type, options: ServiceOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Service:
+        """Start the replicas of `actor` and return their handle. Users write `Actor.options(...).as_service(...)`."""
+        name = options.mesh_name or actor.__name__
+        service = cls(actor, options, name=name, uid=uuid.uuid4().hex)
+        keeper = Keeper(options.group_spec(actor, args, kwargs, label=name), options, service._table)
+        await control().submit(keeper.start())
+        service._keeper, service._owner_port = keeper, keeper.port
+        with _known_guard:
+            _known[service._uid] = service
+        runtime().own(service)
+        return service
+
+    # ---- sessions
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[str]:
+        """Inside `async with service.session():` this task's calls (and those of tasks it starts) go to one replica.
+
+        The first call chooses it as usual; if it is lost, the next call chooses another. Calls of other services are
+        not affected.
+        """
+        session = await self.start_session()
+        token = self._path.session.set(session)
+        try:
+            yield session
+        finally:
+            self._path.session.reset(token)
+            await self.terminate_session(session)
+
+    async def start_session(self) -> str:
+        """Begin a session that is used by name: `service.f.options(session=name).route(...)`."""
+        session = uuid.uuid4().hex
+        self._table.pin(session)
+        return session
+
+    async def terminate_session(self, session: str) -> None:
+        """End a session. Unknown names raise; a `session()` block ends its own."""
+        if not self._table.unpin(session):
+            raise OptionError(
+                f"service {self._table.name} has no session {session!r}", path="terminate_session", value=session,
+                rule="a session that was started and not yet terminated", repair="end each session once",
+            )  # fmt: skip
+
+    # ---- what it is and does
+
+    @property
+    def name(self) -> str:
+        return self._table.name
+
+    async def get_metrics(self) -> ServiceMetrics:
+        """The replicas' health, restarts and processes, and this process's calls."""
+        await self._ready()
+        replicas = []
+        for index, entry in sorted(self._table.entries.items()):
+            target = self._table.targets.get(index)
+            replicas.append(
+                ReplicaMetrics(
+                    index=index,
+                    health=entry.health,
+                    generation=entry.generation,
+                    restarts=entry.restarts,
+                    pids=entry.pids,
+                    host=entry.host,
+                    in_flight=target.in_flight if target is not None else 0,
+                    num_ok=target.num_ok if target is not None else 0,
+                    num_errors=target.num_errors if target is not None else 0,
+                    num_lost=target.num_lost if target is not None else 0,
+                    last_failure=entry.failure,
+                )
+            )
+        return ServiceMetrics(
+            name=self.name,
+            replicas=tuple(replicas),
+            num_waiting=self._table.num_waiting,
+            num_sessions=self._table.num_sessions,
+            num_retried=self._path.num_retried,
+            num_timeouts=self._path.num_timeouts,
+            num_cancelled=self._path.num_cancelled,
+            num_rejected=self._table.num_rejected,
+        )
+
+    async def shutdown(self) -> None:
+        """Stop every replica and give back what they held. Calls that wait raise `ServiceStopped`."""
+        if self._keeper is None:
+            raise OptionError(
+                f"only the process that started service {self.name} can shut it down", path="shutdown",
+                repair="call shutdown() where as_service() was awaited",
+            )  # fmt: skip
+        runtime().forget(self)
+        await asyncio.shield(control().submit(self.stop()))
+
+    async def stop(self) -> None:
+        """As `shutdown`, on the control loop; the runtime calls it."""
+        assert self._keeper is not None
+        await self._keeper.stop()
+        with _known_guard:
+            _known.pop(self._uid, None)
+
+    def __repr__(self) -> str:
+        healthy = len(self._table.live())
+        return f"Service({self.name}, {healthy} of {self._options.num_replicas} replicas healthy)"
+
+    # ---- in other processes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_arrive, (self._cls, self._options, self.name, self._uid, self._owner_port))
+
+    async def _ready(self) -> None:
+        """In another process than the owner's: wait for the first copy of the table."""
+        if self._keeper is not None:
+            return
+        if self._subscription is None:
+            self._subscription = control().submit(self._subscribe())
+        await asyncio.shield(self._subscription)
+
+    async def _subscribe(self) -> None:
+        port, changes = Channel.open()
+        self._owner_port.send(port)
+        for _ in range(self._options.num_replicas):
+            self._note(await changes.recv())
+
+        async def follow() -> None:
+            while True:
+                self._note(await changes.recv())
+
+        self._following = asyncio.create_task(follow())
+
+    def _note(self, entry: Entry) -> None:
+        self._table.update(entry)
+
+
+def _arrive(cls: type, options: ServiceOptions, name: str, uid: str, owner_port: Any) -> Service:
+    with _known_guard:
+        service = _known.get(uid)
+        if service is None:
+            service = _known[uid] = Service(cls, options, name=name, uid=uid)
+            service._owner_port = owner_port
+        return service
+
+
+_RESERVED = frozenset(name for name in vars(Service) if not name.startswith("_"))

@@ -1,0 +1,214 @@
+"""The keeper: starts a service's replicas, notices when one is dead or hung, and brings it back.
+
+It lives in the process that started the service, on the control loop. Each replica is kept by one task: wait for the
+group's death, publish the loss, start a new generation with back-off, publish it, and so on until it is given up or the
+service stops. What it knows is published as `Entry` records to this process's routing table and to every other process
+that holds a handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+from forge.runtime.backend import Channel
+from forge.runtime.group import GroupSpec, RankGroup
+from forge.runtime.lifetime import runtime
+from forge.service.options import ServiceOptions
+from forge.service.records import Health
+from forge.service.table import Entry, RoutingTable
+
+_log = logging.getLogger("forge.service")
+
+
+class Replica:
+    """The owner's record of one replica over all its generations."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.generation = -1
+        self.restarts = 0
+        self.health: Health = "starting"
+        self.failure: str | None = None
+        self.group: RankGroup | None = None
+        self.died: asyncio.Future[str] | None = None
+        self.up_since = 0.0
+        self.num_ok_before = 0
+        self.num_served = 0
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    def entry(self) -> Entry:
+        group = self.group
+        return Entry(
+            index=self.index,
+            generation=self.generation,
+            health=self.health,
+            actor=group.actor if group is not None and self.health == "healthy" else None,
+            host=", ".join(host.name for host in group.hosts) if group is not None else "",
+            num_ranks=len(group.pids) if group is not None else 0,
+            restarts=self.restarts,
+            pids=tuple(pid for _, pid in group.pids) if group is not None and self.health == "healthy" else (),
+            failure=self.failure,
+        )
+
+
+class Keeper:
+    """Keeps the replicas of one service. Everything here runs on the control loop."""
+
+    def __init__(self, spec: GroupSpec, options: ServiceOptions, table: RoutingTable) -> None:
+        self.spec, self.options, self.table = spec, options, table
+        self.replicas = [Replica(index) for index in range(options.num_replicas)]
+        self._subscribers: list[Any] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_stopping = False
+        self.port: Any = None
+
+    async def start(self) -> None:
+        """Start every replica; if one cannot start, stop them all and raise its error."""
+        await runtime().open()
+        self.port, wishes = Channel.open()
+        try:
+            starts = [asyncio.create_task(self._start(replica)) for replica in self.replicas]
+            try:
+                await asyncio.gather(*starts)
+            except BaseException:
+                for task in starts:
+                    task.cancel()
+                await asyncio.gather(*starts, return_exceptions=True)
+                raise
+        except BaseException:
+            await self.stop()
+            raise
+        self._tasks = [asyncio.create_task(self._keep(replica)) for replica in self.replicas]
+        self._tasks.append(asyncio.create_task(self._serve_subscribers(wishes)))
+        for task in self._tasks:
+            task.add_done_callback(self._report_a_bug)
+
+    def _report_a_bug(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("the keeper of service %s failed", self.table.name, exc_info=error)
+
+    async def _start(self, replica: Replica) -> None:
+        replica.generation += 1
+        spec = replace(
+            self.spec,
+            label=f"{self.table.name}[{replica.index}]",
+            env={"FORGE_REPLICA": str(replica.index), **self.spec.env},
+        )
+        hosts = runtime().pick_hosts(self.options.hosts or 1, spec=spec)
+        group = await runtime().start_group(spec, hosts)
+        runtime().forget(group)  # the service stops its own
+        replica.group = group
+        died = replica.died = asyncio.get_running_loop().create_future()
+        group.on_death(lambda reason: died.done() or died.set_result(reason))
+        if not group.is_alive and not died.done():  # it died between its setup and here
+            died.set_result(group.calls.failure.message if group.calls.failure else "it ended")
+        target = self.table.targets.get(replica.index)
+        replica.num_ok_before = target.num_ok if target is not None else 0
+        replica.num_served, replica.up_since, replica.health = 0, time.monotonic(), "healthy"
+        self._publish(replica)
+        beat = asyncio.create_task(self._beat(replica, group))
+        replica.tasks.add(beat)
+        beat.add_done_callback(replica.tasks.discard)
+
+    def _publish(self, replica: Replica) -> None:
+        entry = replica.entry()
+        self.table.update(entry, replica.group.calls if replica.group is not None else None)
+        for subscriber in self._subscribers:
+            subscriber.send(entry)
+
+    async def _serve_subscribers(self, wishes: Any) -> None:
+        """Other processes that hold a handle ask for the table once and then get every change."""
+        while True:
+            subscriber = await wishes.recv()
+            subscriber.return_undeliverable = False
+            for replica in self.replicas:
+                subscriber.send(replica.entry())
+            self._subscribers.append(subscriber)
+
+    async def _beat(self, replica: Replica, group: RankGroup) -> None:
+        """Ask for a sign of life over and over; a group that gives none in time is failed."""
+        limit = self.options.heartbeat_timeout_s
+        while True:
+            await asyncio.sleep(self.options.heartbeat_s)
+            if not group.is_alive:
+                return
+            reply = group.actor._forge_ping.call().as_asyncio()
+            for _ in range(2):  # in halves: after a stall of this very loop the answer still gets its chance
+                await asyncio.wait({reply}, timeout=limit / 2)
+            if not reply.done():
+                reply.cancel()
+                group.fail(f"no heartbeat for {limit} s (its event loop is blocked, or the process is stopped)")
+                return
+            if (error := reply.exception()) is not None:
+                group.fail(f"the heartbeat failed: {error}")
+                return
+            replica.num_served = max(replica.num_served, min(reply.result().values()))
+
+    async def _keep(self, replica: Replica) -> None:
+        tries = 0
+        while True:
+            assert replica.died is not None
+            reason = await replica.died
+            replica.health, replica.failure = "restarting", reason
+            self._publish(replica)
+            if self._has_served(replica):
+                tries = 0
+            group = replica.group
+            while True:
+                if tries >= self.options.max_restarts:
+                    self._give_up(replica, tries)
+                    return
+                _log.warning(
+                    "service %s: replica %d was lost (%s); restart %d of at most %d in a row",
+                    self.table.name, replica.index, replica.failure, tries + 1, self.options.max_restarts,
+                )  # fmt: skip
+                await self._back_off(tries)
+                tries += 1
+                if group is not None:
+                    await group.released.wait()
+                try:
+                    await self._start(replica)
+                except Exception as error:  # noqa: BLE001 - counted as a try; given up in the end
+                    replica.failure = f"{type(error).__name__}: {error}"
+                    continue
+                replica.restarts += 1
+                self._publish(replica)
+                _log.info("service %s: replica %d is back", self.table.name, replica.index)
+                break
+
+    async def _back_off(self, tries: int) -> None:
+        if tries > 0:
+            await asyncio.sleep(min(self.options.restart_backoff_s * 2 ** (tries - 1), self.options.max_backoff_s))
+
+    def _has_served(self, replica: Replica) -> bool:
+        target = self.table.targets.get(replica.index)
+        num_ok = (target.num_ok if target is not None else 0) - replica.num_ok_before
+        was_up_s = time.monotonic() - replica.up_since
+        return replica.num_served > 0 or num_ok > 0 or was_up_s >= self.options.stable_s
+
+    def _give_up(self, replica: Replica, tries: int) -> None:
+        replica.health = "given_up"
+        _log.error(
+            "service %s: replica %d is given up after %d tries in a row; last failure: %s",
+            self.table.name, replica.index, tries, replica.failure,
+        )  # fmt: skip
+        self._publish(replica)
+
+    async def stop(self) -> None:
+        """Stop every replica; calls that wait raise `ServiceStopped`."""
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        tasks = [*self._tasks, *(task for replica in self.replicas for task in replica.tasks)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        groups = [replica.group for replica in self.replicas if replica.group is not None]
+        await asyncio.gather(*(group.stop() for group in groups))
+        for replica in self.replicas:
+            replica.health = "stopped"
+            self._publish(replica)
