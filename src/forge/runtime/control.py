@@ -28,6 +28,11 @@ class ControlLoop:
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
+        left = asyncio.all_tasks(self.loop)
+        for task in left:
+            task.cancel()
+        if left:
+            self.loop.run_until_complete(asyncio.wait(left, timeout=1))
         self.loop.close()
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> asyncio.Future[T]:

@@ -245,7 +245,7 @@ class RankGroup:
 
     async def _stop_mesh(self) -> None:
         """Let Monarch end the mesh. One whose processes hang or are dead answers late or never: it is bounded."""
-        if self._procs is None:
+        if self._procs is None or any(host.is_lost for host in self.hosts):
             return
         try:
             await asyncio.wait_for(self._procs.stop(), STOP_S)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
-from forge.runtime.backend import OWNED, Actor, Channel, Port, monarch_actor, this_host
+from forge.runtime.backend import OWNED, Actor, Channel, Port, default_bootstrap_cmd, monarch_actor, this_host
 from forge.runtime.placement import GpuPool, ThreadLedger, count_cpus, count_gpus, visible_gpus
 
 _log = logging.getLogger("forge.runtime")
@@ -124,7 +124,8 @@ class HostAgent(Actor):  # type: ignore[misc]
     async def _end_when_abandoned(self) -> None:
         while (left := self._last_word + self._lease_s - time.monotonic()) > 0:
             await asyncio.sleep(left)
-        await self._watch.kill(list(self._pids))
+        # The worker process is the parent of every rank here, and each rank ends with its parent.
+        os.kill(os.getppid(), signal.SIGKILL)
         os._exit(1)
 
     @monarch_actor.endpoint
@@ -159,6 +160,7 @@ class AgentWatch:
     def __init__(self, agent: Any, procs: Any, *, on_lost: Callable[[], None], timings: HostTimings) -> None:
         self._agent, self._procs, self._on_lost, self._timings = agent, procs, on_lost, timings
         self._exits: dict[int, Callable[[], None]] = {}
+        self._is_lost = False
         self._port, self._deaths = Channel.open()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
 
@@ -180,6 +182,7 @@ class AgentWatch:
             except Exception as error:  # noqa: BLE001 - whatever went wrong, the host does not answer
                 _log.warning("host lost: %s", type(error).__name__)
                 break
+        self._is_lost = True
         self._on_lost()
         for pid in list(self._exits):
             self._ended(pid)
@@ -198,7 +201,8 @@ class AgentWatch:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.wait_for(self._procs.stop(), self._timings.timeout_s)
+        if not self._is_lost:
+            await asyncio.wait_for(self._procs.stop(), self._timings.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +211,7 @@ class HostTimings:
 
     heartbeat_s: float = 1.0
     timeout_s: float = 5.0
-    lease_s: float = 15.0
+    lease_s: float = 8.0
     attach_s: float = 60.0
 
 
@@ -243,7 +247,9 @@ async def attach_host(worker: str, timings: HostTimings) -> Host:
     mesh = monarch_actor.attach_to_workers(ca="trust_all_connections", workers=[worker])
     try:
         await asyncio.wait_for(mesh.initialized, timings.attach_s)
-        procs = mesh.spawn_procs(name=f"{OWNED}-agent")
+        command = default_bootstrap_cmd()
+        command.args = ["-m", "forge.runtime.rank_main"]
+        procs = mesh.spawn_procs(name=f"{OWNED}-agent", bootstrap_command=command)
         agent = procs.spawn(f"{OWNED}-agent", HostAgent, timings.lease_s).slice(hosts=0)
         facts: HostFacts = await asyncio.wait_for(agent.describe.call_one(), timings.attach_s)
     except Exception as error:

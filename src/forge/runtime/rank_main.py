@@ -13,7 +13,7 @@ import signal
 import threading
 
 
-def _exit_with(parent: int) -> None:
+def exit_with(parent: int) -> None:
     """End this process as soon as `parent` has ended."""
     try:
         watched = os.pidfd_open(parent)
@@ -25,7 +25,7 @@ def _exit_with(parent: int) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with, args=(os.getppid(),), name="forge-parent-watch", daemon=True).start()
+    threading.Thread(target=exit_with, args=(os.getppid(),), name="forge-parent-watch", daemon=True).start()
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
 
 

@@ -1,0 +1,98 @@
+"""`forge worker`: makes this machine a host that a controller elsewhere can attach to.
+
+The worker proper is a child process that serves one controller. When it ends (released, crashed, or abandoned by its
+controller) a fresh one takes its place on the same address, so that a machine can serve one run after another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from forge.errors import LaunchError
+
+_log = logging.getLogger("forge.worker")
+_QUICK_S = 2.0
+_MAX_QUICK_DEATHS = 5
+
+
+def check_address(address: str) -> str:
+    """An address such as `tcp://127.0.0.1:22222`; anything else raises with the rule."""
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme not in ("tcp", "tls") or not parts.hostname or port is None or parts.path:
+        raise LaunchError(
+            "this is not a worker's address", path="forge worker --address", value=address,
+            rule="tcp://HOST:PORT or tls://HOST:PORT", repair="forge worker --address tcp://127.0.0.1:22222",
+        )  # fmt: skip
+    if parts.scheme == "tls":
+        missing = [name for name in TLS_VARIABLES if not os.environ.get(name)]
+        if missing:
+            raise LaunchError(
+                "a tls:// worker needs its certificates", path="environment", value=missing,
+                rule=f"{', '.join(TLS_VARIABLES)} name PEM files",
+                repair=f"export {missing[0]}=/path/to/file.pem (docs/guides/security.md shows how to make them)",
+            )  # fmt: skip
+    return address
+
+
+TLS_VARIABLES = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
+
+
+def serve(address: str, *, once: bool = False) -> int:
+    """Keep a worker listening at `address` until SIGTERM or Ctrl-C. With `once`, end with the first run."""
+    check_address(address)
+    child: subprocess.Popen[bytes] | None = None
+    stopping = False
+
+    def stop(signum: int, _frame: object) -> None:
+        nonlocal stopping
+        stopping = True
+        if child is not None:
+            child.kill()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    quick_deaths = 0
+    while not stopping:
+        began = time.monotonic()
+        child = subprocess.Popen([sys.executable, "-m", "forge.runtime.worker", address])
+        if stopping:  # the signal came between the test and the start
+            child.kill()
+        print(f"forge worker: listening at {address} (process {child.pid})", flush=True)
+        code = child.wait()
+        if stopping or once:
+            break
+        failed_at_once = code > 0 and time.monotonic() - began < _QUICK_S
+        quick_deaths = quick_deaths + 1 if failed_at_once else 0
+        if quick_deaths >= _MAX_QUICK_DEATHS:
+            print(f"forge worker: gave up, the worker at {address} ends at once (exit code {code})", file=sys.stderr)
+            return 1
+        print(f"forge worker: the run ended (exit code {code}); a fresh worker takes over", flush=True)
+    return 0
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The child: serve one controller. Dies with its parent."""
+    import threading
+
+    from forge.runtime.rank_main import exit_with
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=exit_with, args=(os.getppid(),), daemon=True).start()
+    from forge.runtime.backend import monarch_actor
+
+    monarch_actor.run_worker_loop_forever(address=arguments[0], ca="trust_all_connections")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
