@@ -1,0 +1,112 @@
+"""`forge doctor`: what is installed, what the machine has, and whether a process and a service really work here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_GIB = 1024**3
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `doctor`."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check the installation and the machine",
+        description="Print versions and resources, start a process and a service, and say PASS or FAIL for each check. "
+        "The exit code is 1 if anything failed.",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.set_defaults(handler=_diagnose)
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    from forge.runtime.machine import describe, required_versions
+
+    facts = describe()
+    checks = [*_static_checks(facts, required_versions()), *_live_checks()]
+    failed = [check for check in checks if check["status"] == "FAIL"]
+    if arguments.json:
+        print(json.dumps({**facts, "checks": checks, "ok": not failed}, indent=2))
+    else:
+        _print(facts, checks)
+    return 1 if failed else 0
+
+
+def _check(name: str, ok: bool, detail: str, *, repair: str = "", needed: bool = True) -> dict[str, str]:
+    status = "PASS" if ok else ("FAIL" if needed else "WARN")
+    return {"name": name, "status": status, "detail": detail, "repair": "" if ok else repair}
+
+
+def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str, str]]:
+    checks = [
+        _check(
+            "python", sys.version_info >= (3, 11), facts["versions"]["python"], repair="install Python 3.11 or newer"
+        )
+    ]
+    for name, pin in pins.items():
+        found = facts["versions"].get(name)
+        fits = found is not None and found.split("+")[0] == pin
+        checks.append(_check(name, fits, f"{found} (needs {pin})", repair=f"pip install {name}=={pin}"))
+    shared = facts["memory"]["shared_free"]
+    limit = facts["open_files_limit"]
+    checks += [
+        _check("pidfd", facts["pidfd"], "deaths are seen at once", repair="Linux 5.3 or newer is needed"),
+        _check(
+            "shared memory", shared >= _GIB, f"{shared / _GIB:.1f} GiB free in /dev/shm", needed=False,
+            repair="enlarge it: mount -o remount,size=16G /dev/shm, or docker run --shm-size=16g",
+        ),
+        _check(
+            "open files", limit >= 1024, f"at most {limit}", needed=False, repair="ulimit -n 65536",
+        ),
+    ]  # fmt: skip
+    graphics = facts["gpus"]
+    if graphics["present"]:
+        checks.append(
+            _check(
+                "gpu", bool(graphics["torch_can_use"]), f"{graphics['present']} present, torch CUDA "
+                f"{graphics['torch_cuda']}", repair="install with scripts/install.sh --gpu, and a driver for CUDA 13",
+            )  # fmt: skip
+        )
+    return checks
+
+
+def _live_checks() -> list[dict[str, str]]:
+    import asyncio
+
+    from forge.service.selftest import call_an_actor, call_a_service
+
+    checks = []
+    probes: list[tuple[str, Callable[[], Any]]] = [("process", call_an_actor), ("service", call_a_service)]
+    for name, probe in probes:
+        try:
+            detail = asyncio.run(asyncio.wait_for(probe(), 120))
+        except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
+            checks.append(_check(name, False, f"{type(error).__name__}: {error}", repair="see the message"))
+        else:
+            checks.append(_check(name, True, detail))
+    return checks
+
+
+def _print(facts: dict[str, Any], checks: list[dict[str, str]]) -> None:
+    memory, graphics = facts["memory"], facts["gpus"]
+    print("Components")
+    for name, version in facts["versions"].items():
+        print(f"  {name:<16} {version or '-'}")
+    print("Machine")
+    print(f"  {'system':<16} {facts['system']}")
+    print(f"  {'cpus':<16} {facts['cpus']}")
+    print(f"  {'memory':<16} {memory['available'] / _GIB:.1f} of {memory['total'] / _GIB:.1f} GiB available")
+    print(f"  {'shared memory':<16} {memory['shared_free'] / _GIB:.1f} of {memory['shared_total'] / _GIB:.1f} GiB free")
+    names = ", ".join(graphics["names"]) or "none"
+    print(f"  {'gpus':<16} {names}" + (f" (driver {graphics['driver'][0]})" if graphics["driver"] else ""))
+    print(f"  {'torch cuda':<16} {graphics['torch_cuda'] or '-'}")
+    print(f"  {'rdma':<16} {', '.join(facts['rdma']) or 'none'}")
+    print("Checks")
+    for check in checks:
+        print(f"  {check['status']}  {check['name']:<16} {check['detail']}")
+        if check["repair"]:
+            print(f"        {'':<16} repair: {check['repair']}")

@@ -1,0 +1,90 @@
+"""`forge run SCRIPT --config FILE [overrides]`: run a program with a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from forge.errors import ConfigError
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `run`."""
+    parser = subparsers.add_parser(
+        "run",
+        help="run a program with a configuration",
+        description="Run SCRIPT with --config and the overrides as its arguments. One controller process drives "
+        "everything; with --nproc_per_node N the script itself is started N times, as torchrun does, for programs "
+        "that are written so.",
+        epilog="example: forge run apps/grpo/main.py --config apps/grpo/tiny.yaml run.seed=7",
+    )
+    parser.add_argument("--nproc_per_node", "--nproc-per-node", metavar="N", type=int, help="start N ranks of SCRIPT")
+    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file")
+    parser.add_argument(
+        "--config", metavar="FILE", action="append", default=[], help="a YAML file; may be given more than once"
+    )
+    parser.add_argument("rest", metavar="OVERRIDE", nargs=argparse.REMAINDER, help="a.b=c or ~a.b, passed to SCRIPT")
+    parser.set_defaults(handler=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    script: Path = arguments.script
+    if not script.is_file():
+        raise ConfigError(
+            "there is no such script", path="SCRIPT", value=str(script), rule="a Python file that exists",
+            repair="check the path; it is relative to the working directory",
+        )  # fmt: skip
+    configs, words = _split(list(arguments.config), list(arguments.rest))
+    for config in configs:
+        if not Path(config).is_file():
+            raise ConfigError(
+                "there is no such configuration file", path="--config", value=config, rule="a YAML file that exists",
+                repair="check the path; it is relative to the working directory",
+            )  # fmt: skip
+    passed = [part for config in configs for part in ("--config", config)] + words
+    num_ranks = arguments.nproc_per_node
+    if num_ranks is None:
+        return _in_this_process(script, passed)
+    if num_ranks < 1:
+        raise ConfigError(
+            "a program needs at least one rank", path="--nproc_per_node", value=num_ranks, rule="N >= 1",
+            repair="leave the flag out for a single controller",
+        )  # fmt: skip
+    return _as_ranks(script, passed, num_ranks)
+
+
+def _split(configs: list[str], words: list[str]) -> tuple[list[str], list[str]]:
+    """`--config` may also stand among the overrides."""
+    left: list[str] = []
+    while words:
+        word = words.pop(0)
+        if word == "--config" and words:
+            configs.append(words.pop(0))
+        elif word.startswith("--config="):
+            configs.append(word.partition("=")[2])
+        else:
+            left.append(word)
+    return configs, left
+
+
+def _in_this_process(script: Path, arguments: list[str]) -> int:
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _as_ranks(script: Path, arguments: list[str], num_ranks: int) -> int:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run([*command, str(script), *arguments], env=environment, check=False).returncode

