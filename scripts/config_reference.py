@@ -1,0 +1,105 @@
+"""Write docs/reference/config.md from the schema. Run it after every change of the schema."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from forge.config import ForgeConfig
+from forge.config.fields import elements_of, sections_of
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "config.md"
+
+HEADER = """\
+# Configuration reference
+
+Every key of `forge.config.ForgeConfig`, with its type, default and limits. Applications add sections of their own; see
+their README and the guide to configuration. This page is made from the schema by `scripts/config_reference.py`.
+"""
+
+
+def make_page() -> str:
+    """The whole page."""
+    return "\n".join([HEADER, *_sections(ForgeConfig)]).rstrip() + "\n"
+
+
+def _sections(root: type[BaseModel]) -> Iterator[str]:
+    waiting: list[tuple[str, type[BaseModel]]] = [("", root)]
+    while waiting:
+        path, section = waiting.pop(0)
+        yield f"## {f'`{path}`' if path else 'The top level'}\n"
+        yield f"{(section.__doc__ or '').strip().splitlines()[0]}\n"
+        yield "| key | type | default | meaning |\n|---|---|---|---|"
+        below = []
+        for name, field in section.model_fields.items():
+            yield _row(name, field)
+            dotted = f"{path}.{name}".lstrip(".")
+            below += [(dotted, found) for found in sections_of(field.annotation)]
+            for placeholder, element in elements_of(field.annotation):
+                below += [(f"{dotted}.{placeholder}", found) for found in sections_of(element)]
+        yield ""
+        waiting = below + waiting
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    limits = _limits(field)
+    meaning = f"{field.description or ''} {f'Limits: {limits}.' if limits else ''}".strip()
+    return f"| `{name}` | {_type(field.annotation)} | {_default(field)} | {meaning} |".replace("\n", " ")
+
+
+def _limits(field: FieldInfo) -> str:
+    signs = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
+    words = []
+    for limit in field.metadata:
+        if type(limit) in signs:
+            sign, attribute = signs[type(limit)]
+            words.append(f"{sign} {getattr(limit, attribute)}")
+        elif isinstance(limit, MinLen):
+            words.append("not empty")
+    return ", ".join(words)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined or isinstance(value, BaseModel):
+        return "see below"
+    if isinstance(value, bool) or value is None:
+        return f"`{str(value).lower().replace('none', 'null')}`"
+    if isinstance(value, dict | tuple):
+        return "empty" if not value else f"`{value}`"
+    return f"`{value}`"
+
+
+def _type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if origin is Annotated:
+        return _type(arguments[0])
+    if origin is Union or origin is types.UnionType:
+        return " or ".join(_type(argument) for argument in arguments)
+    if origin is Literal:
+        return " or ".join(f"`{choice}`" for choice in arguments)
+    if origin is tuple:
+        return f"list of {_type(arguments[0])}"
+    if origin is not None:
+        return f"mapping of {_type(arguments[0])} to {_type(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    names = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
+    return names[annotation]
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(parents=True, exist_ok=True)
+    PAGE.write_text(make_page(), encoding="utf-8")
+    print(f"wrote {PAGE.name}")

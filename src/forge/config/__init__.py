@@ -1,0 +1,51 @@
+"""Typed configuration in layers: defaults, model preset, YAML files, command line.
+
+    config = forge.config.load(ForgeConfig, files=["base.yaml"], overrides=["run.seed=7"])
+
+A loaded configuration is checked as a whole, says where each value came from, and cannot be changed.
+"""
+
+from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.layers import Origin
+from forge.config.loading import Loaded, explain, load, load_with_origins
+from forge.config.model_presets import preset_names
+from forge.config.overrides import split_words
+from forge.config.problems import InvalidConfig, Problem
+from forge.config.saving import dump, save
+from forge.config.schema import (
+    ActorConfig,
+    ForgeConfig,
+    KubernetesConfig,
+    LauncherConfig,
+    ModelConfig,
+    RopeScalingConfig,
+    RunConfig,
+    ServiceConfig,
+    SlurmConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "ConfigModel",
+    "ForgeConfig",
+    "FrozenDict",
+    "InvalidConfig",
+    "KubernetesConfig",
+    "LauncherConfig",
+    "Loaded",
+    "ModelConfig",
+    "Origin",
+    "Problem",
+    "RopeScalingConfig",
+    "RunConfig",
+    "ServiceConfig",
+    "SlurmConfig",
+    "broken_rule",
+    "dump",
+    "explain",
+    "load",
+    "load_with_origins",
+    "preset_names",
+    "save",
+    "split_words",
+]

@@ -1,0 +1,207 @@
+"""Loading: defaults, preset, files and overrides, laid one onto another and then checked against the schema."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
+
+from forge.config.base import ConfigModel, FrozenDict
+from forge.config.diagnosis import diagnose
+from forge.config.fields import fields_below
+from forge.config.layers import DEFAULT, Assignment, Layer, Origin, Removal, Tree
+from forge.config.model_presets import preset_names, read_preset
+from forge.config.overrides import parse_override
+from forge.config.paths import Path, format_path
+from forge.config.problems import InvalidConfig, Problem
+from forge.config.saving import to_plain
+from forge.config.suggest import did_you_mean
+from forge.config.yaml_text import read_yaml, write_yaml
+from forge.errors import ConfigError
+
+C = TypeVar("C", bound=ConfigModel)
+FilePath = str | os.PathLike[str]
+_PRESET: Path = ("model", "preset")
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[C]):
+    """A configuration, and for every leaf of it, by dotted path, who set it."""
+
+    config: C
+    origins: Mapping[str, Origin]
+
+
+def load(
+    schema: type[C],
+    *,
+    files: Iterable[FilePath] = (),
+    overrides: Iterable[str] = (),
+    defaults: Mapping[str, object] | None = None,
+) -> C:
+    """The configuration that these layers make; later ones win.
+
+    The order is: the schema's defaults, `defaults` (an application's own), the preset that `model.preset` names, the
+    files from left to right, the overrides from left to right. The preset is the one named *last*, wherever that is,
+    and still lies beneath every file: `model.preset=other` changes the preset and keeps the user's keys.
+
+    Raises `InvalidConfig`, a `ConfigError`, with everything that is wrong.
+    """
+    return load_with_origins(schema, files=files, overrides=overrides, defaults=defaults).config
+
+
+def load_with_origins(
+    schema: type[C],
+    *,
+    files: Iterable[FilePath] = (),
+    overrides: Iterable[str] = (),
+    defaults: Mapping[str, object] | None = None,
+) -> Loaded[C]:
+    """As `load`, and also who set what."""
+    reading = _read(files, overrides, defaults)
+    has_presets = "preset" in fields_below(schema, ("model",))
+    tree = reading.grow(preset=_chosen_preset(reading) if has_presets else None)
+    problems = [*reading.problems, *(tree.problems if reading.complete else ())]
+    try:
+        config = schema.model_validate_json(json.dumps(tree.data), strict=True)
+    except ValidationError as error:
+        found = diagnose(error, schema=schema, data=tree.data, origins=tree.origins)
+        if not reading.complete:  # what a file that cannot be read would have set is not missing
+            found = [problem for problem in found if problem.origin is not None]
+        raise InvalidConfig([*problems, *found]) from None
+    if problems:
+        raise InvalidConfig(problems)
+    leaves = {path: tree.origins.get(path, DEFAULT) for path, _ in _leaves(to_plain(config), ())}
+    return Loaded(config, FrozenDict({format_path(path): origin for path, origin in leaves.items()}))
+
+
+def explain(loaded: Loaded[Any]) -> str:
+    """One line for each leaf: dotted path, value, and who set it."""
+    rows = []
+    for path, value in _leaves(to_plain(loaded.config), ()):
+        dotted = format_path(path)
+        rows.append((f"{dotted}: {_inline(value)}", str(loaded.origins[dotted])))
+    width = min(60, max((len(left) for left, _ in rows), default=0))
+    return "".join(f"{left:<{width}}  # {origin}\n" for left, origin in rows)
+
+
+@dataclass
+class _Reading:
+    """The layers as read, before they meet."""
+
+    layers: list[Layer]
+    overrides: list[Assignment | Removal]
+    problems: list[Problem]
+    complete: bool = True
+
+    def grow(self, *, preset: str | None) -> Tree:
+        tree = Tree()
+        application = [layer for layer in self.layers if layer.origin.layer == "defaults"]
+        files = [layer for layer in self.layers if layer.origin.layer == "file"]
+        for layer in [*application, *([read_preset(preset)] if preset else ()), *files]:
+            tree.lay(layer)
+        for override in self.overrides:
+            tree.apply(override)
+        return tree
+
+
+def _read(files: Iterable[FilePath], overrides: Iterable[str], defaults: Mapping[str, object] | None) -> _Reading:
+    for name, given in (("files", files), ("overrides", overrides)):
+        if isinstance(given, str | os.PathLike):
+            raise ConfigError(
+                "The configuration cannot be loaded.",
+                path=name,
+                value=given,
+                rule="must be a sequence, even of one",
+                repair=f"write {name}=[{str(given)!r}]",
+            )
+    reading = _Reading([], [], [])
+    if defaults is not None:
+        plain = to_jsonable_python(defaults, inf_nan_mode="constants")
+        reading.layers.append(Layer(plain, Origin("defaults")))
+    for file in files:
+        _read_file(os.fspath(file), reading)
+    for word in overrides:
+        parsed = parse_override(word)
+        if isinstance(parsed, list):
+            reading.problems += parsed
+        else:
+            reading.overrides.append(parsed)
+    return reading
+
+
+def _read_file(file: str, reading: _Reading) -> None:
+    try:
+        with open(file, encoding="utf-8") as stream:
+            text = stream.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reading.problems.append(_file_problem(file, error))
+        reading.complete = False
+        return
+    document = read_yaml(text, source=file)
+    reading.problems += document.problems
+    if document.data is not None and not isinstance(document.data, dict):
+        rule = "the top level of a file must be a mapping of keys to values"
+        repair = "write `section:` and, indented below it, `key: value`"
+        origin = f"{file}:{document.lines[()]}"
+        reading.problems.append(Problem(path=file, value=document.data, rule=rule, repair=repair, origin=origin))
+        document.readable = False
+    if not document.readable:
+        reading.complete = False
+        return
+    reading.layers.append(Layer(document.data or {}, Origin("file", file), document.lines))
+
+
+def _file_problem(file: str, error: OSError | UnicodeDecodeError) -> Problem:
+    if isinstance(error, UnicodeDecodeError):
+        return Problem(path=file, rule=f"must be text in UTF-8: byte {error.start} is not", repair="save it as UTF-8")
+    if isinstance(error, FileNotFoundError):
+        folder = os.path.dirname(file) or "."
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        near = did_you_mean(file, [name if folder == "." else os.path.join(folder, name) for name in names])
+        return Problem(path=file, rule="the file must exist", repair=near or "check the path")
+    if isinstance(error, IsADirectoryError):
+        return Problem(path=file, rule="must be a file; this is a directory", repair="name a YAML file in it")
+    return Problem(path=file, rule=f"must be a file that can be read: {error.strerror}", repair="check its permissions")
+
+
+def _chosen_preset(reading: _Reading) -> str | None:
+    """The preset that the layers name, when all are laid; what they get wrong is found again later."""
+    tree = reading.grow(preset=None)
+    model = tree.data.get("model")
+    name = model.get("preset") if isinstance(model, dict) else None
+    if not isinstance(name, str) or name in preset_names():
+        return name if isinstance(name, str) else None
+    reading.problems.append(
+        Problem(
+            path=format_path(_PRESET),
+            value=name,
+            rule=f"must be one of the presets: {', '.join(preset_names())}",
+            repair=did_you_mean(name, preset_names()) or "choose one of them, or set the model's keys without a preset",
+            origin=str(tree.origins[_PRESET]),
+        )
+    )
+    return None
+
+
+def _leaves(value: Any, path: Path) -> Iterable[tuple[Path, Any]]:
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    if not items or not value:
+        yield path, value
+        return
+    for key, item in items:
+        yield from _leaves(item, (*path, key))
+
+
+def _inline(value: object) -> str:
+    text = write_yaml(value).removesuffix("\n").removesuffix("\n...")
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text

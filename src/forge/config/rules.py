@@ -1,0 +1,96 @@
+"""Kinds of text that a configuration holds, each with a rule that can be said in a sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from forge.config.base import broken_rule
+
+
+def matches(pattern: str, *, rule: str, repair: str) -> AfterValidator:
+    """A validator for text that must match a pattern as a whole; the user sees the rule, not the pattern."""
+    compiled = re.compile(pattern)
+
+    def check(text: str) -> str:
+        if compiled.fullmatch(text) is None:
+            raise broken_rule(rule, repair=repair)
+        return text
+
+    return AfterValidator(check)
+
+
+def _literal(kind: type[str] | type[Path]) -> Callable[[str | Path], str | Path]:
+    def check(path: str | Path) -> str | Path:
+        text = str(path)
+        if text.startswith("~") or "$" in text or not text:
+            rule = "must be a path as it is: neither ~ nor variables such as $HOME are expanded"
+            raise broken_rule(rule, repair="write the path out, or let the shell expand it on the command line")
+        return kind(path)
+
+    return check
+
+
+Name = Annotated[
+    str,
+    matches(
+        r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}",
+        rule="must be 1 to 128 letters, digits, `.`, `_` or `-`, and start with a letter or a digit",
+        repair="it becomes part of file and job names; choose one that fits",
+    ),
+]
+
+EnvName = Annotated[
+    str,
+    matches(
+        r"[A-Za-z_][A-Za-z0-9_]*",
+        rule="must be the name of an environment variable: letters, digits and `_`, not starting with a digit",
+        repair="correct the name",
+    ),
+]
+
+Directory = Annotated[Path, AfterValidator(_literal(Path))]
+PathText = Annotated[str, AfterValidator(_literal(str))]
+
+TimeLimit = Annotated[
+    str,
+    matches(
+        r"\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d+(:\d{2}){0,2}",
+        rule="must be a SLURM time: minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]",
+        repair="write for example 02:00:00 for two hours",
+    ),
+]
+
+SbatchLine = Annotated[
+    str,
+    matches(
+        r"--?[A-Za-z][^\n]*",
+        rule="must be one option of sbatch, such as --constraint=a100, on one line",
+        repair="leave out `#SBATCH` and give each option as an element of the list",
+    ),
+]
+
+KubernetesName = Annotated[
+    str,
+    matches(
+        r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?",
+        rule="must be a Kubernetes name: lower-case letters, digits, `-` and `.`, with a letter or digit at both ends",
+        repair="use the name as `kubectl get` shows it",
+    ),
+]
+
+
+def _check_address(address: str) -> str:
+    rule = "must be an address such as tcp://10.0.0.1:22222 (or tls://…) with a port from 1 to 65535"
+    repair = "use the address that `forge worker` prints when it starts"
+    match = re.fullmatch(r"(?:tcp|tls)://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})", address)
+    if match is None or not 1 <= int(match[1]) <= 65535:
+        raise broken_rule(rule, repair=repair)
+    return address
+
+
+Address = Annotated[str, AfterValidator(_check_address)]

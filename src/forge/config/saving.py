@@ -1,0 +1,56 @@
+"""A configuration as text, and beside the run that it belongs to."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from forge._version import __version__
+from forge.config.base import ConfigModel
+from forge.config.yaml_text import write_yaml
+from forge.errors import ConfigError
+
+FILE_NAME = "config.yaml"
+
+
+def to_plain(config: ConfigModel) -> dict[str, Any]:
+    """The configuration as dicts, lists and scalars, defaults included."""
+    return config.model_dump(mode="json", by_alias=True, warnings=False)
+
+
+def dump(config: ConfigModel) -> str:
+    """YAML that `load` with the same schema reads back to an equal configuration.
+
+    Every key is written, defaults and nulls too, so that the text means the same after a default or a preset changes.
+    """
+    return write_yaml(to_plain(config))
+
+
+def save(config: ConfigModel, run_dir: str | os.PathLike[str]) -> Path:
+    """Write `config.yaml` into the run's folder, which is made where needed, and return its path.
+
+    The file appears whole or not at all: a reader never sees half of it, and an earlier one stays until it is replaced.
+    """
+    target = Path(run_dir) / FILE_NAME
+    text = f"# The resolved configuration of this run, written by forge {__version__}.\n{dump(config)}"
+    temporary = target.with_name(f".{FILE_NAME}.{uuid.uuid4().hex}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(temporary, "x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"The configuration could not be saved: {error.strerror}",
+            path=str(target),
+            rule="the run's folder must be one that can be written",
+            repair="choose another run.output_dir, or correct its permissions",
+        ) from error
+    return target

@@ -1,0 +1,237 @@
+"""The sections that every program has. Applications derive from `ForgeConfig` and add their own.
+
+Descriptions and limits are here and nowhere else: the errors quote them and the reference page is made from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.rules import (
+    Address,
+    Directory,
+    EnvName,
+    KubernetesName,
+    Name,
+    PathText,
+    SbatchLine,
+    TimeLimit,
+)
+
+
+class RunConfig(ConfigModel):
+    """What this run is called and where it writes."""
+
+    name: Name = Field(default="run", description="Name of the run in logs, metrics and job names.")
+    output_dir: Directory = Field(
+        default=Path("runs"),
+        description="Folder for everything that the run writes. A relative path starts at the working directory.",
+    )
+    seed: int = Field(default=0, ge=0, le=2**32 - 1, description="Seed from which every random choice is derived.")
+
+
+class RopeScalingConfig(ConfigModel):
+    """Llama 3's way of stretching rotary embeddings over a longer context."""
+
+    factor: float = Field(gt=0, description="By how much the context was stretched.")
+    low_freq_factor: float = Field(
+        gt=0, description="Wave lengths above original_max_seq_len / this are stretched whole."
+    )
+    high_freq_factor: float = Field(gt=0, description="Wave lengths below original_max_seq_len / this are kept.")
+    original_max_seq_len: int = Field(ge=1, description="Context length before stretching, in tokens.")
+
+
+class ModelConfig(ConfigModel):
+    """Which model, and the facts of its architecture. A preset sets the facts; a key given by the user wins."""
+
+    preset: str | None = Field(
+        default=None,
+        description="Name of a preset (`forge config presets` lists them). It is laid beneath the user's own keys.",
+    )
+    path: PathText | None = Field(
+        default=None, description="Folder with the model's Hugging Face files: weights, tokenizer, config.json."
+    )
+    hf_repo: str | None = Field(
+        default=None, description="Hugging Face repository that the weights come from, such as Qwen/Qwen3-1.7B."
+    )
+    family: Literal["qwen3", "qwen3_moe", "llama"] | None = Field(
+        default=None, description="Architecture, which decides the model definition."
+    )
+    num_layers: int | None = Field(default=None, ge=1, description="Transformer layers.")
+    hidden_size: int | None = Field(default=None, ge=1, description="Width of the residual stream.")
+    intermediate_size: int | None = Field(default=None, ge=1, description="Width inside a dense feed-forward layer.")
+    num_heads: int | None = Field(default=None, ge=1, description="Query heads of a layer.")
+    num_kv_heads: int | None = Field(
+        default=None, ge=1, description="Key and value heads of a layer; num_heads is a multiple of it."
+    )
+    head_dim: int | None = Field(default=None, ge=1, description="Width of one head.")
+    vocab_size: int | None = Field(default=None, ge=1, description="Rows of the embedding, padding rows included.")
+    tie_embeddings: bool | None = Field(
+        default=None, description="Whether the output layer shares the weights of the embedding."
+    )
+    max_seq_len: int | None = Field(
+        default=None, ge=1, description="Longest sequence that the model supports, in tokens."
+    )
+    rope_theta: float | None = Field(default=None, gt=0, description="Base of the rotary embedding's frequencies.")
+    rope_scaling: RopeScalingConfig | None = Field(
+        default=None, description="Stretching of the rotary embedding; null for none."
+    )
+    norm_eps: float | None = Field(default=None, gt=0, description="Epsilon of the RMS norms.")
+    num_experts: int | None = Field(
+        default=None, ge=1, description="Experts of a mixture layer; null for a dense model."
+    )
+    num_experts_per_token: int | None = Field(default=None, ge=1, description="Experts that a token is sent to.")
+    expert_intermediate_size: int | None = Field(default=None, ge=1, description="Width inside one expert.")
+
+    @model_validator(mode="after")
+    def _check_counts(self) -> Self:
+        if self.num_heads is not None and self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            rule = f"must divide num_heads, which is {self.num_heads}"
+            raise broken_rule(rule, repair="set both to what the model's config.json says", key="num_kv_heads")
+        if self.num_experts_per_token is not None and self.num_experts_per_token > (self.num_experts or 0):
+            rule = f"may be at most num_experts, which is {self.num_experts}"
+            raise broken_rule(rule, repair="lower it, or set num_experts", key="num_experts_per_token")
+        return self
+
+
+class SlurmConfig(ConfigModel):
+    """The SLURM job that holds the workers. Used when `launcher.kind` is `slurm`."""
+
+    partition: str | None = Field(default=None, description="Partition; null for the cluster's default.")
+    nodes: int = Field(default=1, ge=1, description="Nodes to ask for, one worker on each.")
+    gpus_per_node: int = Field(default=0, ge=0, description="GPUs to ask for on each node.")
+    time_limit: TimeLimit | None = Field(
+        default=None, description="Longest run time, such as 02:00:00; null for the partition's default."
+    )
+    account: str | None = Field(default=None, description="Account to charge; null for the user's default.")
+    qos: str | None = Field(default=None, description="Quality of service; null for the default.")
+    extra_sbatch: tuple[SbatchLine, ...] = Field(
+        default=(), description="More options of sbatch, one per element, such as --constraint=a100."
+    )
+
+
+class KubernetesConfig(ConfigModel):
+    """The pods that hold the workers. Used when `launcher.kind` is `kubernetes`."""
+
+    namespace: KubernetesName = Field(default="default", description="Namespace of everything that is created.")
+    image: str | None = Field(
+        default=None, min_length=1, description="Container image with this library installed. Needed for this launcher."
+    )
+    num_hosts: int = Field(default=1, ge=1, description="Pods to ask for, one worker in each.")
+    gpus_per_host: int = Field(default=0, ge=0, description="GPUs to ask for in each pod.")
+    service_account: KubernetesName | None = Field(
+        default=None, description="Service account of the pods; null for the namespace's default."
+    )
+    labels: Mapping[str, str] = Field(default_factory=FrozenDict, description="Labels to put on every pod.")
+    port: int = Field(default=22222, ge=1, le=65535, description="Port on which the workers listen inside the cluster.")
+    tls_secret: KubernetesName | None = Field(
+        default=None,
+        description="Secret with tls.crt, tls.key and ca.crt for the channel between hosts; null for plain TCP.",
+    )
+
+
+class LauncherConfig(ConfigModel):
+    """Where worker processes come from."""
+
+    kind: Literal["local", "hosts", "slurm", "kubernetes"] = Field(
+        default="local",
+        description=(
+            "`local`: this machine. `hosts`: workers that already listen on `launcher.hosts`. "
+            "`slurm`, `kubernetes`: a job that is submitted."
+        ),
+    )
+    hosts: tuple[Address, ...] = Field(
+        default=(), description="Addresses of workers, such as tcp://10.0.0.1:22222. Needed for `hosts`."
+    )
+    bind: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address on which the controller listens. Anything but loopback is reachable by others.",
+    )
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="The SLURM job.")
+    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="The Kubernetes pods.")
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.kind == "hosts" and not self.hosts:
+            rule = "may not be empty when launcher.kind is `hosts`"
+            raise broken_rule(rule, repair="start `forge worker` on each host and list the addresses", key="hosts")
+        if len(set(self.hosts)) != len(self.hosts):
+            raise broken_rule("may not name a worker twice", repair="remove the second one", key="hosts")
+        if self.kind == "kubernetes" and self.kubernetes.image is None:
+            rule = "is needed when launcher.kind is `kubernetes`"
+            raise broken_rule(
+                rule, repair="set launcher.kubernetes.image to an image that you built", key="kubernetes.image"
+            )
+        return self
+
+
+class ActorConfig(ConfigModel):
+    """One actor: a mesh of processes that run the same class."""
+
+    procs: int = Field(default=1, ge=1, description="Processes on each host.")
+    hosts: int | None = Field(default=None, ge=1, description="Hosts to spread over; null to share those there are.")
+    with_gpus: bool = Field(default=False, description="Whether each process gets a GPU of its own.")
+    mesh_name: Name | None = Field(
+        default=None, description="Name in logs and process titles; null to take the class's."
+    )
+    env: Mapping[EnvName, str] = Field(
+        default_factory=FrozenDict,
+        description="Environment variables of the processes. Values are text: quote numbers.",
+    )
+    num_threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of each process; null to share the machine's cores out evenly."
+    )
+
+
+class ServiceConfig(ActorConfig):
+    """One service: replicas of an actor behind a router that heals itself."""
+
+    num_replicas: int = Field(default=1, ge=1, description="Replicas, each a mesh of its own.")
+    routing: Literal["round_robin", "least_loaded"] = Field(
+        default="round_robin", description="How a replica is chosen for a call outside a session."
+    )
+    max_concurrency: int | None = Field(
+        default=None, ge=1, description="Calls that one replica may have in hand at a time; null for no limit."
+    )
+    max_queue: int | None = Field(
+        default=None,
+        ge=0,
+        description="Calls that may wait for a replica before callers are refused; null for no limit.",
+    )
+    call_timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds after which a call is cancelled; null for never."
+    )
+    heartbeat_s: float = Field(default=1.0, gt=0, description="Seconds between two heartbeats to a replica.")
+    heartbeat_timeout_s: float = Field(
+        default=30.0, gt=0, description="Seconds without an answer after which a replica counts as dead."
+    )
+    max_restarts: int = Field(
+        default=5, ge=0, description="Restarts in a row after which a replica is given up; 0 for no restart."
+    )
+    restart_backoff_s: float = Field(
+        default=0.1, ge=0, description="Seconds before the first restart; doubled for each one that fails."
+    )
+    setup_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that a replica's setup may take.")
+
+    @model_validator(mode="after")
+    def _check_heartbeat(self) -> Self:
+        if self.heartbeat_timeout_s <= self.heartbeat_s:
+            rule = f"must be longer than heartbeat_s, which is {self.heartbeat_s:g}"
+            raise broken_rule(rule, repair="raise it, or lower heartbeat_s", key="heartbeat_timeout_s")
+        return self
+
+
+class ForgeConfig(ConfigModel):
+    """The whole configuration. Derive from it to add sections."""
+
+    run: RunConfig = Field(default_factory=RunConfig, description="What this run is called and where it writes.")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="Which model.")
+    launcher: LauncherConfig = Field(default_factory=LauncherConfig, description="Where worker processes come from.")
+    services: Mapping[Name, ServiceConfig] = Field(default_factory=FrozenDict, description="Services by name.")
+    actors: Mapping[Name, ActorConfig] = Field(default_factory=FrozenDict, description="Actors by name.")
