@@ -56,20 +56,29 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
     checks += [
         _check("pidfd", facts["pidfd"], "deaths are seen at once", repair="Linux 5.3 or newer is needed"),
         _check(
-            "shared memory", shared >= _GIB, f"{shared / _GIB:.1f} GiB free in /dev/shm", needed=False,
+            "shared memory",
+            shared >= _GIB,
+            f"{shared / _GIB:.1f} GiB free in /dev/shm",
+            needed=False,
             repair="enlarge it: mount -o remount,size=16G /dev/shm, or docker run --shm-size=16g",
         ),
         _check(
-            "open files", limit >= 1024, f"at most {limit}", needed=False, repair="ulimit -n 65536",
+            "open files",
+            limit >= 1024,
+            f"at most {limit}",
+            needed=False,
+            repair="ulimit -n 65536",
         ),
-    ]  # fmt: skip
+    ]
     graphics = facts["gpus"]
     if graphics["present"]:
         checks.append(
             _check(
-                "gpu", bool(graphics["torch_can_use"]), f"{graphics['present']} present, torch CUDA "
-                f"{graphics['torch_cuda']}", repair="install with scripts/install.sh --gpu, and a driver for CUDA 13",
-            )  # fmt: skip
+                "gpu",
+                bool(graphics["torch_can_use"]),
+                f"{graphics['present']} present, torch CUDA {graphics['torch_cuda']}",
+                repair="install with scripts/install.sh --gpu, and a driver for CUDA 13",
+            )
         )
     return checks
 
@@ -77,7 +86,7 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
 def _live_checks() -> list[dict[str, str]]:
     import asyncio
 
-    from forge.service.selftest import call_an_actor, call_a_service
+    from forge.service.selftest import call_a_service, call_an_actor
 
     checks = []
     probes: list[tuple[str, Callable[[], Any]]] = [("process", call_an_actor), ("service", call_a_service)]

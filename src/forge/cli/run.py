@@ -35,25 +35,34 @@ def _run(arguments: argparse.Namespace) -> int:
     script: Path = arguments.script
     if not script.is_file():
         raise ConfigError(
-            "there is no such script", path="SCRIPT", value=str(script), rule="a Python file that exists",
+            "there is no such script",
+            path="SCRIPT",
+            value=str(script),
+            rule="a Python file that exists",
             repair="check the path; it is relative to the working directory",
-        )  # fmt: skip
+        )
     configs, words = _split(list(arguments.config), list(arguments.rest))
     for config in configs:
         if not Path(config).is_file():
             raise ConfigError(
-                "there is no such configuration file", path="--config", value=config, rule="a YAML file that exists",
+                "there is no such configuration file",
+                path="--config",
+                value=config,
+                rule="a YAML file that exists",
                 repair="check the path; it is relative to the working directory",
-            )  # fmt: skip
+            )
     passed = [part for config in configs for part in ("--config", config)] + words
     num_ranks = arguments.nproc_per_node
     if num_ranks is None:
         return _in_this_process(script, passed)
     if num_ranks < 1:
         raise ConfigError(
-            "a program needs at least one rank", path="--nproc_per_node", value=num_ranks, rule="N >= 1",
+            "a program needs at least one rank",
+            path="--nproc_per_node",
+            value=num_ranks,
+            rule="N >= 1",
             repair="leave the flag out for a single controller",
-        )  # fmt: skip
+        )
     return _as_ranks(script, passed, num_ranks)
 
 

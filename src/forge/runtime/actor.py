@@ -33,13 +33,13 @@ class MeshActor(Actor):  # type: ignore[misc]
         dispatcher = self.__dict__.get("_forge_dispatch")
         if dispatcher is None:
             dispatcher = self.__dict__["_forge_dispatch"] = Dispatcher()
-        return dispatcher  # type: ignore[no-any-return]
+        return dispatcher
 
     def _forge_spec(self, name: str) -> EndpointSpec:
         specs = self.__dict__.get("_forge_specs")
         if specs is None:
             specs = self.__dict__["_forge_specs"] = specs_of(type(self))
-        return specs[name]  # type: ignore[no-any-return]
+        return specs[name]
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
     async def _forge_setup(self, port: Any) -> None:
@@ -166,14 +166,16 @@ def check_count(name: str, value: object, *, optional: bool = False, least: int 
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise bad_option(name, value, f"a whole number >= {least}" + (" or None" if optional else ""), f"{name}={least}")
+        raise bad_option(
+            name, value, f"a whole number >= {least}" + (" or None" if optional else ""), f"{name}={least}"
+        )
 
 
 def check_seconds(name: str, value: object, *, optional: bool = False, zero: bool = False) -> None:
     """Raise unless `value` is a positive (or, where allowed, zero) finite number of seconds."""
     if value is None and optional:
         return
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and (0 < value or (zero and value == 0))
+    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and (value > 0 or (zero and value == 0))
     if not fits or value in (float("inf"),) or value != value:
         raise bad_option(name, value, "a finite number of seconds > 0" + (" or None" if optional else ""), f"{name}=60")
 
@@ -195,5 +197,3 @@ class Spawner:
         label = self.chosen.mesh_name or self.cls.__name__
         spec = self.chosen.group_spec(self.cls, args, kwargs, label=label)
         return await runtime().spawn_actor(spec, num_hosts=self.chosen.hosts)
-
-

@@ -6,11 +6,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from monarch._src.actor.endpoint import EndpointProperty
 
 from forge.errors import OptionError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +25,20 @@ class Batch:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise OptionError(
-                "a batch must hold at least one call", path="endpoint(batch=)", value=self.size, rule="size >= 1",
+                "a batch must hold at least one call",
+                path="endpoint(batch=)",
+                value=self.size,
+                rule="size >= 1",
                 repair="Batch(size=8, wait_s=0.005)",
-            )  # fmt: skip
+            )
         if self.wait_s < 0:
             raise OptionError(
-                "a batch cannot wait a negative time", path="endpoint(batch=)", value=self.wait_s, rule="wait_s >= 0",
+                "a batch cannot wait a negative time",
+                path="endpoint(batch=)",
+                value=self.wait_s,
+                rule="wait_s >= 0",
                 repair="Batch(size=8, wait_s=0.005)",
-            )  # fmt: skip
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,12 @@ def _with_port(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=[parameters[0], port, *parameters[1:]])
 
 
+@overload
+def endpoint(method: F) -> F: ...
+@overload
+def endpoint(
+    *, retry: bool = False, concurrent: bool = False, batch: Batch | int | None = None
+) -> Callable[[F], F]: ...
 def endpoint(
     method: Callable[..., Any] | None = None,
     *,
@@ -93,18 +107,24 @@ def endpoint(
     where = f"{getattr(method, '__qualname__', method)}"
     if not inspect.isfunction(method) or inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
         raise OptionError(
-            "an endpoint must be a plain method or an async method", path=where, value=method,
-            rule="def or async def, not a generator, class or property", repair="return a list instead of yielding",
-        )  # fmt: skip
+            "an endpoint must be a plain method or an async method",
+            path=where,
+            value=method,
+            rule="def or async def, not a generator, class or property",
+            repair="return a list instead of yielding",
+        )
     if not inspect.signature(method).parameters:
         raise OptionError(
             "an endpoint must take self", path=where, rule="its first parameter is the actor", repair="add `self`"
         )
     if concurrent and not is_async:
         raise OptionError(
-            "a concurrent endpoint must be async", path=where, value="def", rule="concurrent=True needs async def",
+            "a concurrent endpoint must be async",
+            path=where,
+            value="def",
+            rule="concurrent=True needs async def",
             repair="write `async def`, or drop concurrent=True",
-        )  # fmt: skip
+        )
     chosen = Batch(batch) if isinstance(batch, int) else batch
     return ForgeEndpoint(EndpointSpec(method.__name__, method, is_async, retry, concurrent, chosen))
 

@@ -1,8 +1,8 @@
 """A group of ranks: the processes of one actor, started, watched, failed and ended as a whole.
 
 One group is one Monarch proc mesh. The first death of any rank fails the whole group: pending calls raise
-`ActorFailure` at once, the other ranks are killed, and the mesh is thrown away (a second death inside one mesh may never
-be noticed). Everything here runs on the control loop, except `PendingCalls`.
+`ActorFailure` at once, the other ranks are killed, and the mesh is thrown away (a second death inside one mesh may
+never be noticed). Everything here runs on the control loop, except `PendingCalls`.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class RankGroup:
         return env
 
     async def _identify(self) -> None:
-        """Learn the pids and watch them before any of the user's code runs, so that whatever it does, it can be ended."""
+        """Learn the pids and watch them before any of the user's code runs: whatever it does, it can be ended."""
         probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
         replies = await self._ask(probe.pid.call(), self.spec.spawn_timeout_s, "start")
         pids = []
@@ -199,10 +199,12 @@ class RankGroup:
             if getattr(error, "remote_traceback", None) is not None:
                 raise
             raise LaunchError(
-                f"{label} did not finish its {phase}", path=label, value=f"{timeout_s} s",
+                f"{label} did not finish its {phase}",
+                path=label,
+                value=f"{timeout_s} s",
                 rule=f"{phase} ends within {phase if phase == 'setup' else 'spawn'}_timeout_s",
                 repair=f"raise the limit: options({'setup' if phase == 'setup' else 'spawn'}_timeout_s=...)",
-            ) from None  # fmt: skip
+            ) from None
         finally:
             self.calls.discard(future)
 
@@ -213,9 +215,10 @@ class RankGroup:
             return
         self.calls.fail(
             ActorFailure(
-                f"{self.spec.label} was lost: {reason}", path=self.spec.label,
+                f"{self.spec.label} was lost: {reason}",
+                path=self.spec.label,
                 repair="declare the endpoint @endpoint(retry=True) if running it twice is safe, or catch ActorFailure",
-            )  # fmt: skip
+            )
         )
         self._begin_to_end(kill=True)
         for callback in self._on_death:

@@ -122,7 +122,7 @@ class HostAgent(Actor):  # type: ignore[misc]
         return local_facts()
 
     async def _end_when_abandoned(self) -> None:
-        while (left := self._last_word + self._lease_s - time.monotonic()) > 0:
+        while (left := self._last_word + self._lease_s - time.monotonic()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left)
         # The worker process is the parent of every rank here, and each rank ends with its parent.
         os.kill(os.getppid(), signal.SIGKILL)
@@ -254,10 +254,12 @@ async def attach_host(worker: str, timings: HostTimings) -> Host:
         facts: HostFacts = await asyncio.wait_for(agent.describe.call_one(), timings.attach_s)
     except Exception as error:
         raise LaunchError(
-            f"no worker answers at {worker}: {type(error).__name__}: {error}", path="launcher.hosts", value=worker,
+            f"no worker answers at {worker}: {type(error).__name__}: {error}",
+            path="launcher.hosts",
+            value=worker,
             rule="every address is that of a running `forge worker`",
             repair=f"on that host run `forge worker --address {worker}`, and check that the port is open",
-        ) from error  # fmt: skip
+        ) from error
     host = Host(worker, mesh, address=urlsplit(worker).hostname or "127.0.0.1", facts=facts)
     host.watch = AgentWatch(agent, procs, on_lost=host.mark_lost, timings=timings)
     return host

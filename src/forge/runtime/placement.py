@@ -20,8 +20,8 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 def visible_gpus(environ: Mapping[str, str], num_present: int) -> tuple[str, ...]:
     """The devices that this process may use, as `CUDA_VISIBLE_DEVICES` would name them.
 
-    As CUDA does: unset means all; empty means none; the list ends at the first entry that is no device. A device that is
-    listed twice counts once. UUIDs and MIG names pass through as they are.
+    As CUDA does: unset means all; empty means none; the list ends at the first entry that is no device. A device that
+    is listed twice counts once. UUIDs and MIG names pass through as they are.
     """
     wish = environ.get("CUDA_VISIBLE_DEVICES")
     if wish is None:
@@ -124,8 +124,10 @@ class ThreadLedger:
             self._warned = True
             _log.warning(
                 "host %s: %d threads were asked for on %d cores; over-subscription can cost 10x to 20x",
-                self.host, self.num_claimed, self.num_cpus,
-            )  # fmt: skip
+                self.host,
+                self.num_claimed,
+                self.num_cpus,
+            )
         return chosen
 
     def give_back(self, num_procs: int, num_threads: int) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -31,17 +32,22 @@ def check_address(address: str) -> str:
         port = None
     if parts.scheme not in ("tcp", "tls") or not parts.hostname or port is None or parts.path:
         raise LaunchError(
-            "this is not a worker's address", path="forge worker --address", value=address,
-            rule="tcp://HOST:PORT or tls://HOST:PORT", repair="forge worker --address tcp://127.0.0.1:22222",
-        )  # fmt: skip
+            "this is not a worker's address",
+            path="forge worker --address",
+            value=address,
+            rule="tcp://HOST:PORT or tls://HOST:PORT",
+            repair="forge worker --address tcp://127.0.0.1:22222",
+        )
     if parts.scheme == "tls":
         missing = [name for name in TLS_VARIABLES if not os.environ.get(name)]
         if missing:
             raise LaunchError(
-                "a tls:// worker needs its certificates", path="environment", value=missing,
+                "a tls:// worker needs its certificates",
+                path="environment",
+                value=missing,
                 rule=f"{', '.join(TLS_VARIABLES)} name PEM files",
                 repair=f"export {missing[0]}=/path/to/file.pem (docs/guides/security.md shows how to make them)",
-            )  # fmt: skip
+            )
     return address
 
 
@@ -52,25 +58,24 @@ def serve(address: str, *, once: bool = False) -> int:
     """Keep a worker listening at `address` until SIGTERM or Ctrl-C. With `once`, end with the first run."""
     check_address(address)
     child: subprocess.Popen[bytes] | None = None
-    stopping = False
+    stopping = threading.Event()
 
     def stop(signum: int, _frame: object) -> None:
-        nonlocal stopping
-        stopping = True
+        stopping.set()
         if child is not None:
             child.kill()
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     quick_deaths = 0
-    while not stopping:
+    while not stopping.is_set():
         began = time.monotonic()
         child = subprocess.Popen([sys.executable, "-m", "forge.runtime.worker", address])
-        if stopping:  # the signal came between the test and the start
+        if stopping.is_set():  # the signal came between the test and the start
             child.kill()
         print(f"forge worker: listening at {address} (process {child.pid})", flush=True)
         code = child.wait()
-        if stopping or once:
+        if stopping.is_set() or once:
             break
         failed_at_once = code > 0 and time.monotonic() - began < _QUICK_S
         quick_deaths = quick_deaths + 1 if failed_at_once else 0
@@ -83,8 +88,6 @@ def serve(address: str, *, once: bool = False) -> int:
 
 def main(arguments: Sequence[str]) -> None:
     """The child: serve one controller. Dies with its parent."""
-    import threading
-
     from forge.runtime.rank_main import exit_with
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

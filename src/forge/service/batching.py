@@ -39,9 +39,12 @@ class Batcher:
     def check_item(spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) != 1 or kwargs:
             raise OptionError(
-                f"{spec.name} is batched and takes one item a call", path=f"{spec.name}.route", value=(args, kwargs),
-                rule="exactly one positional argument: the item", repair=f"{spec.name}.route(item)",
-            )  # fmt: skip
+                f"{spec.name} is batched and takes one item a call",
+                path=f"{spec.name}.route",
+                value=(args, kwargs),
+                rule="exactly one positional argument: the item",
+                repair=f"{spec.name}.route(item)",
+            )
 
     async def submit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put one item into the open batch and wait for its answer."""
@@ -100,7 +103,9 @@ def _check_answers(spec: EndpointSpec, values: Any, num_items: int) -> None:
     length = len(values) if isinstance(values, (list, tuple)) else None
     if length != num_items:
         raise OptionError(
-            f"{spec.name} is batched and must answer a list", path=spec.name, value=type(values).__name__ if length is None
-            else f"{length} answers", rule=f"a list with one answer for each of the {num_items} items",
+            f"{spec.name} is batched and must answer a list",
+            path=spec.name,
+            value=type(values).__name__ if length is None else f"{length} answers",
+            rule=f"a list with one answer for each of the {num_items} items",
             repair="return [answer for item in items]",
-        )  # fmt: skip
+        )

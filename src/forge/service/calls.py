@@ -28,7 +28,12 @@ class _Call:
     __slots__ = ("args", "deadline", "kwargs", "spec", "timeout_s", "wish")
 
     def __init__(
-        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions, default_s: float | None
+        self,
+        spec: EndpointSpec,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        wish: CallOptions,
+        default_s: float | None,
     ) -> None:
         self.spec, self.args, self.kwargs, self.wish = spec, args, kwargs, wish
         self.timeout_s = default_s if wish.timeout_s is None else wish.timeout_s
@@ -43,9 +48,7 @@ class CallPath:
         self.num_retried = self.num_timeouts = self.num_cancelled = 0
         self.session: contextvars.ContextVar[str | None] = contextvars.ContextVar(f"session of {table.name}")
 
-    async def route(
-        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions
-    ) -> Any:
+    async def route(self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions) -> Any:
         """Send to one replica and return its answer; after a loss send again, where the endpoint allows it."""
         call = _Call(spec, args, kwargs, wish, self.timeout_s)
         session = wish.session if wish.session is not None else self.session.get(None)
@@ -116,10 +119,12 @@ class CallPath:
     def _late(self, call: _Call, why: str) -> CallTimeout:
         where = f"{self.table.name}.{call.spec.name}"
         return CallTimeout(
-            f"{where}: {why} in time", path=where, value=f"{call.timeout_s} s",
+            f"{where}: {why} in time",
+            path=where,
+            value=f"{call.timeout_s} s",
             rule="a call ends within its time-out, waiting for a slot included",
             repair="raise it: options(call_timeout_s=...) or endpoint.options(timeout_s=...)",
-        )  # fmt: skip
+        )
 
     async def fanout(
         self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions
@@ -197,17 +202,22 @@ class ServiceEndpoint:
         for name, value in wishes.items():
             if name not in known:
                 raise OptionError(
-                    f"endpoint.options() has no {name!r}", path=f"{self._spec.name}.options({name}=)", value=value,
-                    rule=f"one of {', '.join(known)}", repair="remove it",
-                )  # fmt: skip
+                    f"endpoint.options() has no {name!r}",
+                    path=f"{self._spec.name}.options({name}=)",
+                    value=value,
+                    rule=f"one of {', '.join(known)}",
+                    repair="remove it",
+                )
         merged = {name: getattr(self._wish, name) for name in known} | wishes
         session = merged["session"]
         if session is not None and not self._path.table.knows_session(session):
             raise OptionError(
-                f"service {self._path.table.name} has no session {session!r}", path=f"{self._spec.name}.options(session=)",
-                value=session, rule="a session that was started and not yet terminated",
+                f"service {self._path.table.name} has no session {session!r}",
+                path=f"{self._spec.name}.options(session=)",
+                value=session,
+                rule="a session that was started and not yet terminated",
                 repair="session = await service.start_session()",
-            )  # fmt: skip
+            )
         return type(self)(self._service, self._spec, CallOptions(**merged))
 
     async def route(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import threading
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from forge.errors import OptionError
+from forge.errors import CallTimeout, OptionError
 from forge.runtime.backend import Channel
 from forge.runtime.control import control
 from forge.runtime.endpoints import specs_of
@@ -43,9 +43,12 @@ class Service:
         for endpoint_name, spec in specs_of(cls).items():
             if endpoint_name in _RESERVED:
                 raise OptionError(
-                    f"an endpoint of a service cannot be named {endpoint_name!r}", path=f"{cls.__name__}.{endpoint_name}",
-                    value=endpoint_name, rule=f"not one of {', '.join(sorted(_RESERVED))}", repair="rename the endpoint",
-                )  # fmt: skip
+                    f"an endpoint of a service cannot be named {endpoint_name!r}",
+                    path=f"{cls.__name__}.{endpoint_name}",
+                    value=endpoint_name,
+                    rule=f"not one of {', '.join(sorted(_RESERVED))}",
+                    repair="rename the endpoint",
+                )
             setattr(self, endpoint_name, ServiceEndpoint(self, spec))
 
     def __getattr__(self, name: str) -> Any:
@@ -56,7 +59,9 @@ class Service:
         )
 
     @classmethod
-    async def start(cls, actor: type, options: ServiceOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Service:
+    async def start(
+        cls, actor: type, options: ServiceOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Service:
         """Start the replicas of `actor` and return their handle. Users write `Actor.options(...).as_service(...)`."""
         name = options.mesh_name or actor.__name__
         service = cls(actor, options, name=name, uid=uuid.uuid4().hex)
@@ -95,9 +100,12 @@ class Service:
         """End a session. Unknown names raise; a `session()` block ends its own."""
         if not self._table.unpin(session):
             raise OptionError(
-                f"service {self._table.name} has no session {session!r}", path="terminate_session", value=session,
-                rule="a session that was started and not yet terminated", repair="end each session once",
-            )  # fmt: skip
+                f"service {self._table.name} has no session {session!r}",
+                path="terminate_session",
+                value=session,
+                rule="a session that was started and not yet terminated",
+                repair="end each session once",
+            )
 
     # ---- what it is and does
 
@@ -137,13 +145,39 @@ class Service:
             num_rejected=self._table.num_rejected,
         )
 
+    async def wait_until(
+        self, condition: Callable[[ServiceMetrics], bool], *, timeout_s: float | None = None
+    ) -> ServiceMetrics:
+        """Wait until the replicas are as `condition` says, and return the metrics that met it.
+
+        It is looked at again whenever a replica changes its health, as in
+        `await service.wait_until(lambda metrics: metrics.num_healthy == 4, timeout_s=60)`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    change = self._table.next_change()
+                    metrics = await self.get_metrics()
+                    if condition(metrics):
+                        return metrics
+                    await change
+        except TimeoutError:
+            raise CallTimeout(
+                f"service {self.name} did not become what was waited for",
+                value=f"{timeout_s} s",
+                path="wait_until",
+                rule=f"now: {[(replica.index, replica.health) for replica in (await self.get_metrics()).replicas]}",
+                repair="raise timeout_s, or see why the replicas are not healthy (get_metrics: last_failure)",
+            ) from None
+
     async def shutdown(self) -> None:
         """Stop every replica and give back what they held. Calls that wait raise `ServiceStopped`."""
         if self._keeper is None:
             raise OptionError(
-                f"only the process that started service {self.name} can shut it down", path="shutdown",
+                f"only the process that started service {self.name} can shut it down",
+                path="shutdown",
                 repair="call shutdown() where as_service() was awaited",
-            )  # fmt: skip
+            )
         runtime().forget(self)
         await asyncio.shield(control().submit(self.stop()))
 

@@ -103,9 +103,14 @@ class Keeper:
         runtime().forget(group)  # the service stops its own
         replica.group = group
         died = replica.died = asyncio.get_running_loop().create_future()
-        group.on_death(lambda reason: died.done() or died.set_result(reason))
-        if not group.is_alive and not died.done():  # it died between its setup and here
-            died.set_result(group.calls.failure.message if group.calls.failure else "it ended")
+
+        def note_death(reason: str) -> None:
+            if not died.done():
+                died.set_result(reason)
+
+        group.on_death(note_death)
+        if group.calls.failure is not None:  # it died between its setup and here
+            note_death(group.calls.failure.message)
         target = self.table.targets.get(replica.index)
         replica.num_ok_before = target.num_ok if target is not None else 0
         replica.num_served, replica.up_since, replica.health = 0, time.monotonic(), "healthy"
@@ -164,8 +169,12 @@ class Keeper:
                     return
                 _log.warning(
                     "service %s: replica %d was lost (%s); restart %d of at most %d in a row",
-                    self.table.name, replica.index, replica.failure, tries + 1, self.options.max_restarts,
-                )  # fmt: skip
+                    self.table.name,
+                    replica.index,
+                    replica.failure,
+                    tries + 1,
+                    self.options.max_restarts,
+                )
                 await self._back_off(tries)
                 tries += 1
                 if group is not None:
@@ -194,8 +203,11 @@ class Keeper:
         replica.health = "given_up"
         _log.error(
             "service %s: replica %d is given up after %d tries in a row; last failure: %s",
-            self.table.name, replica.index, tries, replica.failure,
-        )  # fmt: skip
+            self.table.name,
+            replica.index,
+            tries,
+            replica.failure,
+        )
         self._publish(replica)
 
     async def stop(self) -> None:

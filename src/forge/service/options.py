@@ -22,8 +22,8 @@ class ServiceOptions(ActorOptions):
         call_timeout_s: how long a call may take, waiting included; None is no limit.
         max_retries: how often a call of an endpoint with `retry=True` is sent again after a loss.
         heartbeat_s: how often each replica is asked for a sign of life.
-        heartbeat_timeout_s: without one for so long, a replica is taken for dead. Longer than any `async` endpoint blocks
-            its event loop; plain `def` endpoints do not block it.
+        heartbeat_timeout_s: without one for so long, a replica is taken for dead. Longer than any `async` endpoint
+            blocks its event loop; plain `def` endpoints do not block it.
         max_restarts: tries in a row, without having served, before a replica is given up.
         restart_backoff_s: the wait before the second try; it doubles from there.
         max_backoff_s: the longest such wait.

@@ -39,8 +39,17 @@ class Target:
     """One generation of a replica, as a caller uses it. Has the fields that the built-in routers read."""
 
     __slots__ = (
-        "calls", "cancel", "entry", "in_flight", "index", "invoke", "last_used", "num_errors", "num_lost", "num_ok",
-    )  # fmt: skip
+        "calls",
+        "cancel",
+        "entry",
+        "in_flight",
+        "index",
+        "invoke",
+        "last_used",
+        "num_errors",
+        "num_lost",
+        "num_ok",
+    )
 
     def __init__(self, entry: Entry, calls: PendingCalls) -> None:
         self.entry, self.index, self.calls = entry, entry.index, calls
@@ -75,6 +84,7 @@ class RoutingTable:
         self._is_built_in = router in BUILT_IN.values()
         self._live: list[Target] = []
         self._waiting: deque[_Waiter] = deque()
+        self._watching: list[tuple[asyncio.Future[None], asyncio.AbstractEventLoop]] = []
         self._pins: dict[str, int | None] = {}
         self._used = 0
         self._guard = threading.Lock()
@@ -88,7 +98,9 @@ class RoutingTable:
             target = self.targets.get(entry.index)
             if target is not None and (entry.health != "healthy" or entry.generation != target.entry.generation):
                 reason = f": {entry.failure}" if entry.failure else ""
-                target.calls.fail(ActorFailure(f"replica {entry.index} of {self.name} was lost{reason}", path=self.name))
+                target.calls.fail(
+                    ActorFailure(f"replica {entry.index} of {self.name} was lost{reason}", path=self.name)
+                )
             if entry.health == "healthy" and (target is None or target.entry.generation != entry.generation):
                 fresh = Target(entry, calls if calls is not None else PendingCalls())
                 if target is not None:
@@ -99,6 +111,14 @@ class RoutingTable:
                 self.targets[index] for index, known in sorted(self.entries.items()) if known.health == "healthy"
             ]
             self._wake_all()
+
+    def next_change(self) -> asyncio.Future[None]:
+        """Done at the next change of any replica."""
+        loop = asyncio.get_running_loop()
+        change: asyncio.Future[None] = loop.create_future()
+        with self._guard:
+            self._watching.append((change, loop))
+        return change
 
     def live(self) -> list[Target]:
         """The replicas that are healthy now."""
@@ -200,12 +220,15 @@ class RoutingTable:
         """Wake the first waiter that could be served now. Others are woken in turn as it leaves the queue."""
         for waiter in self._waiting:
             if self._candidates(waiter.request.session):
-                _wake(waiter)
+                _wake(waiter.ready, waiter.loop)
                 return
 
     def _wake_all(self) -> None:
         for waiter in self._waiting:
-            _wake(waiter)
+            _wake(waiter.ready, waiter.loop)
+        for change, loop in self._watching:
+            _wake(change, loop)
+        self._watching.clear()
 
     def _check_hope(self) -> None:
         """Raise if no replica is up and none will be."""
@@ -215,27 +238,31 @@ class RoutingTable:
         if states and all(state in ("given_up", "stopped") for state in states):
             reasons = {entry.index: entry.failure for entry in self.entries.values()}
             raise ServiceStopped(
-                f"service {self.name} has no replica left: all were given up", path=self.name, value=reasons,
+                f"service {self.name} has no replica left: all were given up",
+                path=self.name,
+                value=reasons,
                 rule="a replica is given up after max_restarts tries in a row",
                 repair="read the failure above, mend its cause, and start the service again",
-            )  # fmt: skip
+            )
 
     def _overloaded(self) -> Overloaded:
         return Overloaded(
-            f"service {self.name}: {len(self._waiting)} calls already wait for a slot", path="options(max_queue=)",
-            value=self._max_queue, rule="no more calls wait than max_queue",
+            f"service {self.name}: {len(self._waiting)} calls already wait for a slot",
+            path="options(max_queue=)",
+            value=self._max_queue,
+            rule="no more calls wait than max_queue",
             repair="send fewer calls at a time, or raise max_queue, max_concurrency or num_replicas",
-        )  # fmt: skip
+        )
 
 
-def _wake(waiter: _Waiter) -> None:
+def _wake(sleeper: asyncio.Future[None], loop: asyncio.AbstractEventLoop) -> None:
     def settle() -> None:
-        if not waiter.ready.done():
-            waiter.ready.set_result(None)
+        if not sleeper.done():
+            sleeper.set_result(None)
 
-    if waiter.loop.is_closed():
+    if loop.is_closed():
         return
-    if asyncio._get_running_loop() is waiter.loop:
+    if asyncio._get_running_loop() is loop:
         settle()
     else:
-        waiter.loop.call_soon_threadsafe(settle)
+        loop.call_soon_threadsafe(settle)

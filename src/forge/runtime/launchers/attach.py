@@ -43,9 +43,12 @@ class HostsLauncher:
     async def launch(self) -> Allocation:
         if not self._config.hosts:
             raise LaunchError(
-                "the launcher `hosts` has no address", path="launcher.hosts", value=[], rule="at least one worker address",
+                "the launcher `hosts` has no address",
+                path="launcher.hosts",
+                value=[],
+                rule="at least one worker address",
                 repair="launcher.hosts=[tcp://10.0.0.7:22222], with `forge worker` running there",
-            )  # fmt: skip
+            )
         return await attach_all(self._config.hosts, bind=self._config.bind, timings=self._timings)
 
 
@@ -54,17 +57,22 @@ def open_transport(addresses: Sequence[str], *, bind: str) -> None:
     schemes = {urlsplit(address).scheme for address in addresses}
     if len(schemes) != 1:
         raise LaunchError(
-            "the workers' addresses mix channels", path="launcher.hosts", value=sorted(addresses),
-            rule="all tcp:// or all tls://", repair="start every worker with the same kind of address",
-        )  # fmt: skip
+            "the workers' addresses mix channels",
+            path="launcher.hosts",
+            value=sorted(addresses),
+            rule="all tcp:// or all tls://",
+            repair="start every worker with the same kind of address",
+        )
     host = f"[{bind}]" if ":" in bind else bind
     try:
         monarch_actor.enable_transport(f"{schemes.pop()}://{host}:0")
     except RuntimeError as error:
         raise LaunchError(
-            f"this process already uses Monarch over another channel: {error}", path="forge.run(launcher=)",
-            rule="hosts are chosen before anything is spawned", repair="call forge.run(launcher=...) first in the program",
-        ) from error  # fmt: skip
+            f"this process already uses Monarch over another channel: {error}",
+            path="forge.run(launcher=)",
+            rule="hosts are chosen before anything is spawned",
+            repair="call forge.run(launcher=...) first in the program",
+        ) from error
 
 
 async def attach_all(
@@ -74,9 +82,7 @@ async def attach_all(
     fresh one for the next run."""
     timings = timings or HostTimings()
     open_transport(addresses, bind=bind)
-    attached = await asyncio.gather(
-        *(attach_host(address, timings) for address in addresses), return_exceptions=True
-    )
+    attached = await asyncio.gather(*(attach_host(address, timings) for address in addresses), return_exceptions=True)
     hosts = tuple(host for host in attached if isinstance(host, Host))
 
     async def release() -> None:

@@ -1,0 +1,56 @@
+# Every target sets up its own environment through scripts/install.sh, which answers at once when nothing has changed.
+#   make test PYTHON=python3.12          choose the interpreter
+#   make test-fast ARGS="-k routing"     pass arguments to pytest
+#   make quickstart INSTALL_ARGS=--gpu   pass arguments to scripts/install.sh
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+VENV ?= .venv
+ARGS ?=
+INSTALL_ARGS ?=
+
+install := scripts/install.sh --venv "$(VENV)" $(if $(PYTHON),--python "$(PYTHON)") $(INSTALL_ARGS)
+py := "$(VENV)/bin/python"
+
+.PHONY: help env env-dev quickstart test test-fast lint bench docs clean
+
+help: ## Show this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
+
+env:
+	@$(install)
+
+env-dev:
+	@$(install) --dev
+
+quickstart: env ## Run the first example
+	@$(py) apps/quickstart/main.py $(ARGS)
+
+test: env-dev ## Run every test, with a coverage report
+	@rc=0; $(py) -m coverage run -m pytest tests $(ARGS) || rc=$$?; $(py) -m coverage report || rc=$${rc/#0/1}; exit $$rc
+
+test-fast: env-dev ## Run the unit tests only
+	@$(py) -m pytest tests/unit $(ARGS)
+
+lint: env-dev ## Check style, types and import layers
+	@rc=0; \
+	$(py) -m ruff check . || rc=1; \
+	$(py) -m ruff format --check . || rc=1; \
+	$(py) -m mypy || rc=1; \
+	"$(VENV)/bin/lint-imports" || rc=1; \
+	exit $$rc
+
+bench: env-dev ## Run every benchmark
+	@shopt -s nullglob; rc=0; \
+	for file in benchmarks/*.py; do echo "== $$file"; $(py) "$$file" $(ARGS) || { rc=1; echo "== $$file failed" >&2; }; done; \
+	exit $$rc
+
+docs: env-dev ## Build the documentation; a warning is an error
+	@$(py) -m sphinx -W -n --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+clean: ## Remove what the targets made, except the environment
+	@rm -rf build dist htmlcov .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis docs/_build
+	@find apps benchmarks docs src tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
