@@ -19,6 +19,12 @@ class MeshActor(Actor):  # type: ignore[misc]
     a service restarts a replica. Load models there, not in `__init__`.
     """
 
+    # Monarch's base class has read-only properties of these names, which only make sense on a mesh. A user's actor may
+    # have attributes so named.
+    extent: Any = None
+    initialized: Any = None
+    sizes: Any = None
+
     @classmethod
     def options(cls, **keywords: Any) -> Spawner:
         """This class with options for spawning (see `ActorOptions`). The class itself never changes."""

@@ -131,7 +131,7 @@ class CallPath:
     ) -> list[Outcome]:
         """Send to every healthy replica, limits or not, and say what each made of it."""
         call = _Call(spec, args, kwargs, wish, self.timeout_s)
-        while not (targets := list(self.table.live())):
+        while not (targets := self.table.live()):
             target = await self._acquire(Request(spec.name, None, 0), call)
             self.table.release(target)
 

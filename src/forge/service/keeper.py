@@ -30,7 +30,7 @@ class Replica:
     def __init__(self, index: int) -> None:
         self.index = index
         self.generation = -1
-        self.restarts = 0
+        self.num_starts = 0
         self.health: Health = "starting"
         self.failure: str | None = None
         self.group: RankGroup | None = None
@@ -49,7 +49,7 @@ class Replica:
             actor=group.actor if group is not None and self.health == "healthy" else None,
             host=", ".join(host.name for host in group.hosts) if group is not None else "",
             num_ranks=len(group.pids) if group is not None else 0,
-            restarts=self.restarts,
+            restarts=max(self.num_starts - 1, 0),
             pids=tuple(pid for _, pid in group.pids) if group is not None and self.health == "healthy" else (),
             failure=self.failure,
         )
@@ -103,18 +103,21 @@ class Keeper:
         runtime().forget(group)  # the service stops its own
         replica.group = group
         died = replica.died = asyncio.get_running_loop().create_future()
+        target = self.table.targets.get(replica.index)
+        replica.num_ok_before = target.num_ok if target is not None else 0
+        replica.num_served, replica.up_since, replica.health = 0, time.monotonic(), "healthy"
+        replica.num_starts += 1
+        self._publish(replica)
 
         def note_death(reason: str) -> None:
             if not died.done():
+                replica.health, replica.failure = "restarting", reason
+                self._publish(replica)
                 died.set_result(reason)
 
         group.on_death(note_death)
         if group.calls.failure is not None:  # it died between its setup and here
             note_death(group.calls.failure.message)
-        target = self.table.targets.get(replica.index)
-        replica.num_ok_before = target.num_ok if target is not None else 0
-        replica.num_served, replica.up_since, replica.health = 0, time.monotonic(), "healthy"
-        self._publish(replica)
         beat = asyncio.create_task(self._beat(replica, group))
         replica.tasks.add(beat)
         beat.add_done_callback(replica.tasks.discard)
@@ -157,9 +160,7 @@ class Keeper:
         tries = 0
         while True:
             assert replica.died is not None
-            reason = await replica.died
-            replica.health, replica.failure = "restarting", reason
-            self._publish(replica)
+            await replica.died
             if self._has_served(replica):
                 tries = 0
             group = replica.group
@@ -184,14 +185,15 @@ class Keeper:
                 except Exception as error:  # noqa: BLE001 - counted as a try; given up in the end
                     replica.failure = f"{type(error).__name__}: {error}"
                     continue
-                replica.restarts += 1
-                self._publish(replica)
                 _log.info("service %s: replica %d is back", self.table.name, replica.index)
                 break
 
     async def _back_off(self, tries: int) -> None:
         if tries > 0:
-            await asyncio.sleep(min(self.options.restart_backoff_s * 2 ** (tries - 1), self.options.max_backoff_s))
+            await self.sleep(min(self.options.restart_backoff_s * 2 ** (tries - 1), self.options.max_backoff_s))
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
     def _has_served(self, replica: Replica) -> bool:
         target = self.table.targets.get(replica.index)

@@ -122,7 +122,7 @@ class RoutingTable:
 
     def live(self) -> list[Target]:
         """The replicas that are healthy now."""
-        return self._live
+        return [target for target in self._live if target.calls.failure is None]
 
     @property
     def num_waiting(self) -> int:
@@ -173,7 +173,8 @@ class RoutingTable:
         return target
 
     def _candidates(self, session: str | None) -> Sequence[Target]:
-        live = self._live
+        # A death reaches the pending calls a moment before it reaches the table.
+        live = [target for target in self._live if target.calls.failure is None]
         if session is not None:
             pinned = self._pins.get(session)
             live = [target for target in live if target.index == pinned] or live

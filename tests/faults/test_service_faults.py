@@ -1,0 +1,214 @@
+"""What a service survives: kills under load, hangs, lost ranks, crash loops. Real processes, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+
+import pytest
+from actors import DiesWhenRestarted, Worker
+
+from forge.errors import ActorFailure, ServiceStopped
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+NUM_CALLERS = 64
+
+
+async def ended(pidfd: int) -> None:
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pidfd, done.set)
+    await done.wait()
+    loop.remove_reader(pidfd)
+    os.close(pidfd)
+
+
+async def recovered(service, *, restarts: int) -> None:
+    await service.wait_until(
+        lambda metrics: metrics.restarts >= restarts and metrics.num_healthy == len(metrics.replicas), timeout_s=60
+    )
+
+
+def test_kill_under_load_loses_no_call_that_may_be_retried(drive):
+    async def body():
+        service = await Worker.options(num_replicas=3).as_service()
+        kills_left, served = 3, 0
+        stop = asyncio.Event()
+
+        async def caller() -> int:
+            count = 0
+            while not stop.is_set():
+                assert await service.nap.route(0.005) > 0
+                count += 1
+            return count
+
+        callers = [asyncio.create_task(caller()) for _ in range(NUM_CALLERS)]
+        for kill in range(kills_left):
+            victim = (await service.get_metrics()).replicas[kill]
+            os.kill(victim.pids[0], signal.SIGKILL)
+            await recovered(service, restarts=kill + 1)
+        stop.set()
+        served = sum(await asyncio.gather(*callers))
+        metrics = await service.get_metrics()
+        assert metrics.restarts == 3
+        assert metrics.num_retried >= 1, "no call was in flight at any kill: the test shows nothing"
+        assert served == sum(replica.num_ok for replica in metrics.replicas)
+        assert {facts["is_ready"] for facts in await service.describe.fanout()} == {True}, "setup ran again"
+
+    drive(body())
+
+
+def test_kill_under_load_raises_for_calls_that_may_not_be_retried(drive):
+    async def body():
+        service = await Worker.options(num_replicas=2).as_service()
+        victim, other = (replica.pids[0] for replica in (await service.get_metrics()).replicas)
+        calls = [asyncio.ensure_future(service.hold.route("gate")) for _ in range(NUM_CALLERS)]
+        await _all_arrived(service, NUM_CALLERS)
+        os.kill(victim, signal.SIGKILL)
+        await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+        assert await service.pid.route() > 0, "calls to the others go on meanwhile"
+        await service.open.fanout("gate")
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        lost = [outcome for outcome in outcomes if isinstance(outcome, ActorFailure)]
+        assert len(lost) == NUM_CALLERS // 2
+        assert all("was lost" in str(failure) for failure in lost)
+        assert {outcome for outcome in outcomes if outcome not in lost} == {other}
+        await recovered(service, restarts=1)
+
+    drive(body())
+
+
+async def _all_arrived(service, count: int) -> None:
+    while sum(len(log) for log in await service.read_log.fanout()) < count:
+        pass
+
+
+def test_a_call_that_kills_its_replica_is_retried_elsewhere(drive, tmp_path):
+    async def body():
+        service = await Worker.options(num_replicas=2).as_service()
+        assert await service.die_in.route(str(tmp_path)) in await service.pid.fanout()
+        await recovered(service, restarts=1)
+        with pytest.raises(ActorFailure):
+            await service.die.route()
+        await recovered(service, restarts=2)
+
+    drive(body())
+
+
+def test_calls_wait_while_the_only_replica_restarts(drive):
+    async def body():
+        service = await Worker.as_service()
+        first = await service.pid.route()
+        os.kill(first, signal.SIGKILL)
+        answers = await asyncio.gather(*(service.pid.route() for _ in range(NUM_CALLERS)))
+        assert first not in answers
+        assert len(set(answers)) == 1
+
+    drive(body())
+
+
+@pytest.mark.parametrize("fault", ["blocked event loop", "SIGSTOP"])
+def test_a_hung_replica_is_found_by_its_heartbeat(drive, fault):
+    async def body():
+        service = await Worker.options(num_replicas=2, heartbeat_s=0.1, heartbeat_timeout_s=1.0).as_service()
+        victim = (await service.get_metrics()).replicas[0].pids[0]
+        pidfd = os.pidfd_open(victim)
+        calls = [asyncio.ensure_future(service.hold.route("never")) for _ in range(2)]
+        await _all_arrived(service, 2)
+        if fault == "SIGSTOP":
+            os.kill(victim, signal.SIGSTOP)
+        else:
+            calls.append(asyncio.ensure_future(service.block_loop.route(1000)))
+        failed, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+        with pytest.raises(ActorFailure, match="no heartbeat"):
+            failed.pop().result()
+        for call in waiting:
+            call.cancel()
+        await ended(pidfd)
+        await recovered(service, restarts=1)
+        assert victim not in await service.pid.fanout()
+
+    drive(body())
+
+
+def test_a_busy_replica_is_not_taken_for_hung(drive, tmp_path):
+    async def body():
+        service = await Worker.options(heartbeat_s=0.05, heartbeat_timeout_s=0.5).as_service()
+        gate = tmp_path / "go"
+        busy = asyncio.ensure_future(service.block_thread.route(str(gate)))
+        done, _ = await asyncio.wait({busy}, timeout=1.5)  # three times the limit, in a plain `def` endpoint
+        assert not done
+        gate.touch()
+        assert await busy == await service.pid.route()
+        assert (await service.get_metrics()).restarts == 0
+
+    drive(body())
+
+
+def test_one_lost_rank_replaces_the_whole_replica(drive):
+    async def body():
+        service = await Worker.options(num_replicas=2, procs=2).as_service()
+        before = (await service.get_metrics()).replicas[0]
+        survivor = os.pidfd_open(before.pids[0])
+        os.kill(before.pids[1], signal.SIGKILL)
+        await recovered(service, restarts=1)
+        await ended(survivor)
+        after = (await service.get_metrics()).replicas[0]
+        assert len(after.pids) == 2
+        assert not set(after.pids) & set(before.pids)
+        assert await service.all_reduce.options(all_ranks=True).route() == (3.0, 3.0)
+
+    drive(body())
+
+
+def test_a_replica_that_keeps_dying_is_given_up(drive, tmp_path, caplog):
+    async def body():
+        options = DiesWhenRestarted.options(num_replicas=2, max_restarts=2, restart_backoff_s=0.01)
+        service = await options.as_service(str(tmp_path))
+        first, second = (replica.pids[0] for replica in (await service.get_metrics()).replicas)
+        os.kill(first, signal.SIGKILL)
+        metrics = await service.wait_until(lambda metrics: metrics.replicas[0].health == "given_up", timeout_s=60)
+        assert metrics.num_healthy == 1
+        assert "failed with 5" in metrics.replicas[0].last_failure
+        assert {await service.pid.route() for _ in range(4)} == {second}
+        os.kill(second, signal.SIGKILL)
+        with pytest.raises(ServiceStopped, match="all were given up") as caught:
+            await _until_stopped(service)
+        assert "failed with 5" in str(caught.value)
+
+    with caplog.at_level(logging.WARNING, logger="forge.service"):
+        drive(body())
+    said = [record.getMessage() for record in caplog.records if "given up after 2 tries" in record.getMessage()]
+    assert len(said) == 2
+
+
+async def _until_stopped(service) -> None:
+    """A first call may still meet the dying replica; one that comes later must be told that nobody is left."""
+    while True:
+        try:
+            await service.pid.route()
+        except ActorFailure:
+            continue
+
+
+def test_the_first_restart_is_at_once_and_later_ones_back_off(drive, tmp_path):
+    """Checked on the keeper's own waits, not on the clock."""
+
+    async def body():
+        from forge.runtime.control import control
+        from forge.service.keeper import Keeper
+
+        service = await Worker.options(restart_backoff_s=0.25, max_backoff_s=1.0).as_service()
+        waits: list[float] = []
+
+        class Recorded(Keeper):
+            async def sleep(self, seconds: float) -> None:
+                waits.append(seconds)
+
+        keeper = Recorded(service._keeper.spec, service._options, service._table)
+        for tries in range(5):
+            await control().submit(keeper._back_off(tries))
+        assert waits == [0.25, 0.5, 1.0, 1.0]
+
+    drive(body())
