@@ -1,0 +1,31 @@
+"""A controller program that the tests run as a process of its own, to end it in every way there is.
+
+It prints one JSON line with the pids of everything it started, then does what its argument says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from actors import Worker
+
+import forge
+
+
+async def main(how: str) -> None:
+    async with forge.run():
+        service = await Worker.options(num_replicas=2).as_service()
+        actor = await Worker.options(procs=2).as_actor()
+        pids = [pid for replica in (await service.get_metrics()).replicas for pid in replica.pids] + list(actor.pids)
+        print(json.dumps(pids), flush=True)
+        if how == "exception":
+            raise ValueError("the user's own mistake")
+        if how == "return":
+            return
+        await service.hold.route("never")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,147 @@
+"""However a controller ends, nothing of it stays: no process, no shared memory, no socket."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from actors import Worker
+
+import forge
+
+CONTROLLER = Path(__file__).parent.parent / "controller.py"
+GRACE_S = 20
+"""How long workers may take to end by themselves. Seen: well under a second."""
+
+
+def start(how: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """The controller in a process group of its own (as a terminal starts it), and pidfds of its workers."""
+    controller = subprocess.Popen(
+        [sys.executable, str(CONTROLLER), how],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert controller.stdout is not None
+    pids = json.loads(controller.stdout.readline())
+    assert len(pids) == 4
+    return controller, [os.pidfd_open(pid) for pid in pids]
+
+
+def still_running(pidfds: list[int]) -> int:
+    """How many of the processes have not ended within the grace time."""
+    left = set(pidfds)
+    while left:
+        gone, _, _ = select.select(list(left), [], [], GRACE_S)
+        if not gone:
+            break
+        left -= set(gone)
+    for pidfd in pidfds:
+        os.close(pidfd)
+    return len(left)
+
+
+def sockets_and_segments() -> set[str]:
+    """What a run could leave in the file system."""
+    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} | {
+        f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith((".tmp", "forge", "monarch"))
+    }
+
+
+@pytest.mark.parametrize(("how", "code"), [("return", 0), ("exception", 1)])
+def test_the_end_of_the_block_ends_everything(how, code):
+    before = sockets_and_segments()
+    controller, workers = start(how)
+    _, errors = controller.communicate(timeout=60)
+    assert controller.returncode == code
+    assert ("the user's own mistake" in errors) == (how == "exception")
+    assert still_running(workers) == 0
+    assert sockets_and_segments() - before == set()
+
+
+@pytest.mark.parametrize("whom", ["the whole group, as a terminal does", "the controller alone"])
+def test_ctrl_c_ends_everything(whom):
+    before = sockets_and_segments()
+    controller, workers = start("wait")
+    if whom.startswith("the whole"):
+        os.killpg(controller.pid, signal.SIGINT)
+    else:
+        controller.send_signal(signal.SIGINT)
+    _, errors = controller.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors
+    assert errors.count("Traceback") <= 2, "workers must not answer Ctrl-C with tracebacks of their own:\n" + errors
+    assert still_running(workers) == 0
+    assert sockets_and_segments() - before == set()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_do_not_outlive_a_controller_that_is_killed(sent):
+    controller, workers = start("wait")
+    controller.send_signal(sent)
+    controller.communicate(timeout=60)
+    assert still_running(workers) == 0
+
+
+def test_shutdown_can_be_repeated_and_the_runtime_used_again():
+    async def once() -> list[int]:
+        await forge.shutdown()
+        worker = await Worker.options(procs=2).as_actor()
+        pids = list(worker.pids)
+        await forge.shutdown()
+        await forge.shutdown()
+        return pids
+
+    pids = [pid for _ in range(2) for pid in asyncio.run(once())]
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_cancelled_block_still_cleans_up():
+    async def body() -> list[int]:
+        started: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+
+        async def inside() -> None:
+            async with forge.run():
+                worker = await Worker.as_actor()
+                started.set_result(list(worker.pids))
+                await worker.hold.call_one("never")
+
+        task = asyncio.create_task(inside())
+        pids = await started
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return pids
+
+    assert not any(psutil.pid_exists(pid) for pid in asyncio.run(body()))
+
+
+def test_twenty_kills_leak_nothing(drive):
+    """Processes, file descriptors and threads return to what they were; memory stays within noise."""
+    process = psutil.Process()
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        return len(process.children(recursive=True)), process.num_fds(), process.memory_info().rss
+
+    async def body() -> None:
+        service = await Worker.options(num_replicas=2).as_service()
+        counts = []
+        for kill in range(24):
+            if kill in (4, 23):
+                counts.append(held())
+            os.kill(await service.pid.route(), signal.SIGKILL)
+            await service.wait_until(lambda metrics, kill=kill: metrics.restarts == kill + 1, timeout_s=60)
+            assert await service.pid.route() > 0
+        (children, fds, memory), (children_after, fds_after, memory_after) = counts
+        assert children_after == children
+        assert fds_after <= fds + 4
+        assert memory_after - memory < 40 * 2**20, "19 restarts; Monarch itself keeps about 0.5 MB of each"
+
+    drive(body())

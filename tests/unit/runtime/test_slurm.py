@@ -1,0 +1,461 @@
+"""The SLURM launcher: the exact job, and what is done with SLURM's answers. The programs are stand-ins on PATH."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from stand_in_programs import Programs
+
+from forge.config import LauncherConfig, SlurmConfig
+from forge.errors import LaunchError
+from forge.runtime.launchers import make_launcher
+from forge.runtime.launchers.attach import Allocation
+from forge.runtime.launchers.slurm import JobState, SlurmLauncher, job_script, parse_state
+from forge.runtime.worker import TLS_VARIABLES
+
+GOLDEN = Path(__file__).parent / "golden"
+ACCEPTED = {"sbatch": [{"out": "41;cluster\n"}], "scancel": [{}]}
+
+
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.naps: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
+        await asyncio.sleep(0)
+
+
+class Attached:
+    """Stands where `attach_all` would connect, and notes what it was asked to do."""
+
+    def __init__(self, error: Exception | None = None, release_error: Exception | None = None) -> None:
+        self.error, self.release_error = error, release_error
+        self.addresses: list[str] = []
+        self.bind = ""
+        self.num_releases = 0
+
+    async def __call__(self, addresses: Sequence[str], *, bind: str) -> Allocation:
+        self.addresses, self.bind = list(addresses), bind
+        if self.error is not None:
+            raise self.error
+
+        async def release() -> None:
+            self.num_releases += 1
+            if self.release_error is not None:
+                raise self.release_error
+
+        return Allocation((), release)
+
+
+@pytest.fixture
+def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def put_on_path(plan: dict[str, list[dict[str, Any]]]) -> Programs:
+        programs = Programs(tmp_path / "bin", plan)
+        monkeypatch.setenv("PATH", str(programs.folder))
+        monkeypatch.chdir(tmp_path)
+        return programs
+
+    return put_on_path
+
+
+def config(**slurm: Any) -> LauncherConfig:
+    return LauncherConfig(kind="slurm", bind="10.0.0.1", slurm=SlurmConfig(**slurm))
+
+
+def plan(*states: str, nodes: str = "127.0.0.1\n") -> dict[str, list[dict[str, Any]]]:
+    return {**ACCEPTED, "squeue": [{"out": state + "\n"} for state in states], "scontrol": [{"out": nodes}]}
+
+
+def running(launcher_config: LauncherConfig, clock: Clock, attach: Attached) -> SlurmLauncher:
+    return SlurmLauncher(launcher_config, attach=attach, clock=clock, sleep=clock.sleep)
+
+
+def refused(launcher: SlurmLauncher) -> LaunchError:
+    with pytest.raises(LaunchError) as caught:
+        asyncio.run(launcher.launch())
+    assert None not in (caught.value.path, caught.value.rule, caught.value.repair)
+    return caught.value
+
+
+@contextlib.contextmanager
+def listeners(*hosts: str) -> Any:
+    """Something that accepts connections on the same port of each host."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(socket.create_server((hosts[0], 0)))
+        port = first.getsockname()[1]
+        for host in hosts[1:]:
+            stack.enter_context(socket.create_server((host, port)))
+        yield port
+
+
+def test_the_smallest_job() -> None:
+    script = job_script(LauncherConfig(kind="slurm"), log_dir=Path("/shared/logs"), python="/opt/env/bin/python")
+    assert script == (GOLDEN / "slurm_smallest.sh").read_text()
+
+
+def test_a_job_with_every_option() -> None:
+    every = LauncherConfig(
+        kind="slurm",
+        job_name="qwen3-grpo",
+        slurm=SlurmConfig(
+            partition="gpu", nodes=4, gpus_per_node=8, time_limit="1-12:00:00", account="rl team", qos="high",
+            exclusive=False, extra_sbatch=("--constraint=h200", "--cpus-per-task=96"), port=23456, tls=True,
+        ),
+    )  # fmt: skip
+    script = job_script(every, log_dir=Path("/shared/100% logs"), python="/opt/my env/bin/python")
+    assert script == (GOLDEN / "slurm_every_option.sh").read_text()
+
+
+@pytest.mark.parametrize("name", ["slurm_smallest.sh", "slurm_every_option.sh"])
+def test_the_golden_scripts_are_shell(name: str) -> None:
+    subprocess.run(["bash", "-n", str(GOLDEN / name)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("PENDING|Resources|\n", JobState("PENDING", "Resources", "")),
+        ("RUNNING|None|gpu[01-02,7]\n", JobState("RUNNING", "None", "gpu[01-02,7]")),
+        ("PENDING|a|b|\n", JobState("PENDING", "a|b", "")),
+        ("\n", None),
+    ],
+)
+def test_states_are_read(text: str, found: JobState | None) -> None:
+    assert parse_state(text) == found
+
+
+def test_a_launch_waits_attaches_and_cancels_at_the_end(use: Any, caplog: pytest.LogCaptureFixture) -> None:
+    states = (
+        "PENDING|Resources|",
+        "PENDING|Resources|",
+        "PENDING|Priority|",
+        "CONFIGURING|None|",
+        "RUNNING|None|n[1-2]",
+    )
+    programs = use(plan(*states, nodes="127.0.0.1\n127.0.0.2\n"))
+    clock, attach = Clock(), Attached()
+    with caplog.at_level(logging.WARNING), listeners("127.0.0.1", "127.0.0.2") as port:
+        wanted = config(nodes=2, port=port)
+
+        async def use_it() -> None:
+            allocation = await running(wanted, clock, attach).launch()
+            assert programs.calls("scancel") == []
+            await allocation.release()
+
+        asyncio.run(use_it())
+    folder = Path.cwd() / "runs/slurm"
+    assert folder.is_dir()
+    assert programs.stdin_of("sbatch") == job_script(wanted, log_dir=folder)
+    squeue = ["squeue", "--noheader", "--states=all", "--jobs=41", "--format=%T|%r|%N"]
+    assert programs.calls() == [
+        ["sbatch", "--parsable"],
+        *[squeue] * 5,
+        ["scontrol", "show", "hostnames", "n[1-2]"],
+        ["scancel", "41"],
+    ]
+    assert attach.addresses == [f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.2:{port}"]
+    assert (attach.bind, attach.num_releases) == ("10.0.0.1", 1)
+    assert clock.naps == [1.0, 2.0, 4.0, 8.0]
+    said = [message for message in caplog.messages if " is " in message]
+    assert said == [
+        "SLURM job 41 is PENDING (Resources)",
+        "SLURM job 41 is PENDING (Priority)",
+        "SLURM job 41 is CONFIGURING (None)",
+        "SLURM job 41 is RUNNING (None)",
+    ]
+
+
+def test_no_sbatch_on_path(use: Any) -> None:
+    use({"squeue": [{}]})
+    error = refused(SlurmLauncher(config()))
+    assert "`sbatch`" in str(error)
+    assert error.path == "PATH"
+
+
+def test_sbatch_refuses(use: Any) -> None:
+    programs = use(
+        {**plan("RUNNING||n1"), "sbatch": [{"err": "sbatch: error: invalid partition specified: gpuu\n", "code": 1}]}
+    )
+    error = refused(SlurmLauncher(config(partition="gpuu")))
+    assert "invalid partition specified: gpuu" in str(error)
+    assert error.path == "launcher.slurm"
+    assert [call[0] for call in programs.calls()] == ["sbatch"]
+
+
+@pytest.mark.parametrize(
+    "state", ["FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "COMPLETED", "COMPLETING", "PREEMPTED"]
+)
+def test_the_job_ends_before_it_runs(use: Any, state: str) -> None:
+    programs = use(plan("PENDING|Resources|", f"{state}|JobLaunchFailure|"))
+    error = refused(running(config(), Clock(), Attached()))
+    assert f"{state} (JobLaunchFailure)" in str(error)
+    assert error.value == state
+    assert str(Path.cwd() / "runs/slurm/forge-41.log") in str(error.repair)
+    assert programs.calls("scancel") == [["scancel", "41"]]
+
+
+def test_the_job_ends_before_its_worker_listens(use: Any) -> None:
+    with listeners("127.0.0.1") as port:
+        pass
+    programs = use(plan("RUNNING|None|n1", "RUNNING|None|n1", "FAILED|NonZeroExitCode|n1"))
+    error = refused(running(config(port=port), Clock(), Attached()))
+    assert "FAILED (NonZeroExitCode)" in str(error)
+    assert programs.calls("scancel") == [["scancel", "41"]]
+
+
+def test_the_queue_is_too_long(use: Any) -> None:
+    programs = use(plan("PENDING|Priority|"))
+    clock = Clock()
+    error = refused(running(config(start_timeout_s=40.5), clock, Attached()))
+    assert (error.path, error.value) == ("launcher.slurm.start_timeout_s", 40.5)
+    assert "PENDING (Priority)" in str(error)
+    assert clock.naps == [1.0, 2.0, 4.0, 8.0, 15.0, 10.5]
+    assert programs.calls("scancel") == [["scancel", "41"]]
+
+
+def test_a_worker_that_never_listens(use: Any) -> None:
+    with listeners("127.0.0.1") as port:
+        pass
+    use(plan("RUNNING|None|n1"))
+    error = refused(running(config(port=port, start_timeout_s=5), Clock(), Attached()))
+    assert f"no worker listens at tcp://127.0.0.1:{port}" in str(error)
+
+
+def test_squeue_may_fail_for_a_while(use: Any) -> None:
+    silent = {"err": "slurm_load_jobs error: Socket timed out\n", "code": 1}
+    answers = {**plan(), "squeue": [silent, silent, {"out": "\n"}, silent, {"out": "RUNNING|None|n1\n"}]}
+    use(answers)
+    attach = Attached()
+    with listeners("127.0.0.1") as port:
+        asyncio.run(running(config(port=port), Clock(), attach).launch())
+    assert attach.addresses == [f"tcp://127.0.0.1:{port}"]
+
+
+def test_squeue_that_never_knows_the_job(use: Any) -> None:
+    programs = use({**plan(), "squeue": [{"err": "slurm_load_jobs error: Invalid job id specified\n", "code": 1}]})
+    error = refused(running(config(), Clock(), Attached()))
+    assert "5 times in a row" in str(error)
+    assert len(programs.calls("squeue")) == 5
+
+
+def test_too_few_nodes(use: Any) -> None:
+    programs = use(plan("RUNNING|None|n1", nodes="127.0.0.1\n"))
+    error = refused(running(config(nodes=2), Clock(), Attached()))
+    assert (error.path, error.value) == ("launcher.slurm.nodes", "n1")
+    assert "1 node(s) instead of 2" in str(error)
+    assert programs.calls("scancel") == [["scancel", "41"]]
+
+
+def test_a_loopback_controller_cannot_serve_two_nodes(use: Any) -> None:
+    programs = use(plan("RUNNING|None|n[1-2]"))
+    error = refused(SlurmLauncher(LauncherConfig(kind="slurm", slurm=SlurmConfig(nodes=2))))
+    assert (error.path, error.value) == ("launcher.bind", "127.0.0.1")
+    assert programs.calls() == []
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "::1", "localhost", "0.0.0.0"])
+def test_a_loopback_controller_cannot_serve_another_node(use: Any, bind: str) -> None:
+    programs = use(plan("RUNNING|None|node7.invalid", nodes="node7.invalid\n"))
+    launcher_config = LauncherConfig(kind="slurm", bind=bind)
+    error = refused(running(launcher_config, Clock(), Attached()))
+    assert (error.path, error.value) == ("launcher.bind", bind)
+    assert programs.calls("scancel") == [["scancel", "41"]]
+
+
+def test_tls_needs_the_controllers_certificates(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(plan("RUNNING|None|n1"))
+    for name in TLS_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    error = refused(SlurmLauncher(config(tls=True)))
+    assert (error.path, error.value) == ("environment", list(TLS_VARIABLES))
+
+
+def test_a_log_folder_that_cannot_be_made(use: Any, tmp_path: Path) -> None:
+    programs = use(plan("RUNNING|None|n1"))
+    (tmp_path / "file").write_text("")
+    error = refused(SlurmLauncher(config(log_dir=tmp_path / "file" / "logs")))
+    assert error.path == "launcher.slurm.log_dir"
+    assert programs.calls() == []
+
+
+def test_the_job_is_cancelled_when_attaching_fails(use: Any) -> None:
+    programs = use(plan("RUNNING|None|n1"))
+    with listeners("127.0.0.1") as port, pytest.raises(LaunchError, match="no worker answers"):
+        asyncio.run(running(config(port=port), Clock(), Attached(LaunchError("no worker answers"))).launch())
+    assert programs.calls("scancel") == [["scancel", "41"]]
+
+
+def test_the_job_is_cancelled_when_the_release_fails(use: Any) -> None:
+    programs = use(plan("RUNNING|None|n1"))
+
+    async def use_it(port: int) -> None:
+        attach = Attached(release_error=RuntimeError("lost"))
+        allocation = await running(config(port=port), Clock(), attach).launch()
+        await allocation.release()
+
+    with listeners("127.0.0.1") as port, pytest.raises(RuntimeError, match="lost"):
+        asyncio.run(use_it(port))
+    assert programs.calls("scancel") == [["scancel", "41"]]
+
+
+def test_the_job_is_cancelled_with_the_wait_for_it(use: Any) -> None:
+    programs = use(plan("PENDING|Priority|"))
+
+    async def give_up() -> None:
+        asleep = asyncio.Event()
+
+        async def sleep(seconds: float) -> None:
+            asleep.set()
+            await asyncio.Event().wait()
+
+        waiting = asyncio.create_task(SlurmLauncher(config(), attach=Attached(), sleep=sleep).launch())
+        await asleep.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(give_up())
+    assert programs.calls("scancel") == [["scancel", "41"]]
+
+
+def test_a_job_that_was_being_submitted_is_cancelled(use: Any, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    programs = use({**plan("PENDING|Priority|"), "sbatch": [{"out": "41\n", "tell": str(gate)}]})
+
+    async def give_up() -> None:
+        submitting = asyncio.create_task(SlurmLauncher(config(), attach=Attached()).launch())
+        reader = os.open(gate, os.O_RDONLY | os.O_NONBLOCK)
+        began = asyncio.Event()
+        asyncio.get_running_loop().add_reader(reader, began.set)
+        await began.wait()
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        asyncio.get_running_loop().remove_reader(reader)
+        os.close(reader)
+
+    asyncio.run(give_up())
+    assert programs.calls("scancel") == [["scancel", "41"]]
+
+
+def test_a_job_that_cannot_be_cancelled_is_named(use: Any, caplog: pytest.LogCaptureFixture) -> None:
+    use(
+        {
+            **plan("FAILED|None|"),
+            "scancel": [{"err": "scancel: error: Unable to contact slurm controller\n", "code": 1}],
+        }
+    )
+    refused(running(config(), Clock(), Attached()))
+    assert any("run `scancel 41`" in message for message in caplog.messages)
+
+
+def test_the_configuration_chooses_it() -> None:
+    assert isinstance(make_launcher(config()), SlurmLauncher)
+
+
+RUN = """
+import asyncio, logging, os, sys
+import forge
+from forge import ForgeActor, endpoint
+from forge.config import LauncherConfig, SlurmConfig
+
+class Where(ForgeActor):
+    @endpoint
+    async def parent(self):
+        return os.getppid()
+
+async def main():
+    async with forge.run(LauncherConfig(kind="slurm", slurm=SlurmConfig(port=int(sys.argv[1])))) as runtime:
+        actor = await Where.options(procs=1).as_actor()
+        print("hosts", [host.name for host in runtime.hosts], "parents", list((await actor.parent.call()).values()))
+
+asyncio.run(main())
+"""
+
+
+def start_program(programs: Programs, folder: Path, port: int, **kwargs: Any) -> subprocess.Popen[str]:
+    script = folder / "program.py"
+    script.write_text(RUN)
+    env = {**os.environ, "PATH": f"{programs.folder}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.Popen([sys.executable, str(script), str(port)], cwd=folder, env=env, text=True, **kwargs)
+
+
+def end_job(programs: Programs) -> None:
+    file = programs.folder / "job.pid"
+    if file.exists():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(file.read_text()), signal.SIGKILL)
+
+
+def test_a_real_worker_is_started_by_the_job_and_used(tmp_path: Path) -> None:
+    with listeners("127.0.0.1") as port:
+        pass
+    programs = Programs(
+        tmp_path / "bin",
+        {
+            "sbatch": [{"out": "7\n", "do": "start"}],
+            "srun": [{"do": "run", "node": "127.0.0.1"}],
+            "squeue": [{"out": "RUNNING|None|127.0.0.1\n"}],
+            "scontrol": [{"out": "127.0.0.1\n"}],
+            "scancel": [{"do": "stop"}],
+        },
+    )
+    output = tmp_path / "output.txt"
+    with output.open("w") as file:  # a file: ranks inherit it and could keep a pipe open
+        program = start_program(programs, tmp_path, port, stdout=file, stderr=file)
+    try:
+        code = program.wait(timeout=120)
+        log = (programs.folder / "job.log").read_text()
+        assert code == 0, output.read_text() + log
+        job = int((programs.folder / "job.pid").read_text())
+        worker = int(log.split("(process ")[1].split(")")[0])
+        assert f"hosts ['tcp://127.0.0.1:{port}'] parents [{worker}]" in output.read_text()
+        srun = programs.calls("srun")[0]
+        assert srun[-3:-1] == ["bash", "-c"]
+        assert programs.calls("scancel") == [["scancel", "7"]]
+        for pid in (job, worker):
+            assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    finally:
+        program.kill()
+        program.wait()
+        end_job(programs)
+
+
+def test_ctrl_c_in_the_queue_gives_the_job_back(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    programs = Programs(tmp_path / "bin", {**plan("PENDING|Priority|"), "scancel": [{"tell": str(told)}]})
+    reader = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
+    program = start_program(programs, tmp_path, 1, stderr=subprocess.PIPE)
+    try:
+        assert program.stderr is not None
+        assert any("is PENDING (Priority)" in line for line in program.stderr)
+        program.send_signal(signal.SIGINT)
+        assert select.select([reader], [], [], 60)[0], "the job was not cancelled"
+        assert programs.calls("scancel") == [["scancel", "41"]]
+    finally:
+        os.close(reader)
+        program.kill()
+        program.communicate()
