@@ -110,8 +110,26 @@ class SlurmConfig(ConfigModel):
     )
     account: str | None = Field(default=None, description="Account to charge; null for the user's default.")
     qos: str | None = Field(default=None, description="Quality of service; null for the default.")
+    exclusive: bool = Field(
+        default=True,
+        description="Whether the nodes are shared with no other job: all their cores and memory are yours.",
+    )
     extra_sbatch: tuple[SbatchLine, ...] = Field(
         default=(), description="More options of sbatch, one per element, such as --constraint=a100."
+    )
+    port: int = Field(default=22222, ge=1, le=65535, description="Port on which the workers listen on their nodes.")
+    tls: bool = Field(
+        default=False,
+        description="Whether the channel is tls://, with the certificates that HYPERACTOR_TLS_* name on every node.",
+    )
+    log_dir: Directory = Field(
+        default=Path("runs/slurm"),
+        description="Folder for the job's log. A relative path starts at the working directory.",
+    )
+    start_timeout_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="Seconds that the job may wait in the queue and its workers may take to start.",
     )
 
 
@@ -133,6 +151,9 @@ class KubernetesConfig(ConfigModel):
         default=None,
         description="Secret with tls.crt, tls.key and ca.crt for the channel between hosts; null for plain TCP.",
     )
+    start_timeout_s: float = Field(
+        default=900.0, ge=1, description="Seconds in which every pod must be ready, image pull included."
+    )
 
 
 class LauncherConfig(ConfigModel):
@@ -152,6 +173,9 @@ class LauncherConfig(ConfigModel):
         default="127.0.0.1",
         min_length=1,
         description="Address on which the controller listens. Anything but loopback is reachable by others.",
+    )
+    job_name: Name = Field(
+        default="forge", description="Name of the SLURM job, or of the Kubernetes objects, that holds the workers."
     )
     slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="The SLURM job.")
     kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="The Kubernetes pods.")

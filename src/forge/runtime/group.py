@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge.errors import ActorFailure, ForgeError, LaunchError
-from forge.runtime.backend import OWNED, Actor, SupervisionError, default_bootstrap_cmd, monarch_actor
+from forge.runtime.backend import OWNED, Actor, SupervisionError, context, default_bootstrap_cmd, monarch_actor
 from forge.runtime.hosts import Host, joint_mesh
 from forge.runtime.placement import THREAD_VARIABLES, GpuLease, rank_environment
 
@@ -98,6 +98,7 @@ class RankGroup:
         self.pids: tuple[tuple[Host, int], ...] = ()
         self.actor: Any = None
         self._procs: Any = None
+        self._probe: Any = None
         self._leases: list[tuple[Host, GpuLease]] = []
         self._placed: list[Host] = []
         self._num_threads = 1
@@ -166,8 +167,8 @@ class RankGroup:
 
     async def _identify(self) -> None:
         """Learn the pids and watch them before any of the user's code runs: whatever it does, it can be ended."""
-        probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
-        replies = await self._ask(probe.pid.call(), self.spec.spawn_timeout_s, "start")
+        self._probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
+        replies = await self._ask(self._probe.pid.call(), self.spec.spawn_timeout_s, "start")
         pids = []
         for point, pid in replies.items():
             pids.append((self.hosts[int(point.rank) // self.spec.num_procs], int(pid)))
@@ -283,12 +284,17 @@ class RankGroup:
         self._placed.clear()
 
     def _forget_mesh(self) -> None:
-        """Drop Monarch's own list entries for this mesh, which would otherwise grow with every restart."""
-        if self._procs is not None:
-            known = self._procs._host_mesh._proc_meshes
-            if self._procs in known:
-                known.remove(self._procs)
-            self._procs = None
+        """Drop the entries that Monarch keeps of this mesh for ever, which would grow with every restart."""
+        if self._procs is None:
+            return
+        gone = {id(mesh) for mesh in (self._procs, self._probe, self.actor)}
+        host_mesh = self._procs._host_mesh
+        kept_by = context().actor_instance._children or []
+        for entries in (host_mesh._proc_meshes, kept_by):
+            entries[:] = [entry for entry in entries if id(entry) not in gone]
+        spawns = host_mesh._pending_spawns
+        spawns[:] = [spawn for spawn in spawns if spawn.poll() is None]
+        self._procs = self._probe = None
 
 
 def translate(error: BaseException, label: str) -> BaseException:

@@ -38,7 +38,9 @@ if answer.get("do") == "start":
     with open(script, "w") as file:
         file.write(stdin)
     with open(log, "w") as file:
-        job = subprocess.Popen(["bash", script], stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+        job = subprocess.Popen(
+            ["bash", script], stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
     with open(os.path.join(here, "job.pid"), "w") as file:
         file.write(str(job.pid))
 if answer.get("do") == "stop":
