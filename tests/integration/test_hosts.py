@@ -1,0 +1,120 @@
+"""Two real worker processes on loopback stand for two hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forge.runtime.hosts import free_port
+
+CONTROLLER = Path(__file__).parent.parent / "hosts_controller.py"
+
+
+class Workers:
+    """Two `forge worker` processes."""
+
+    def __init__(self) -> None:
+        self.addresses = [f"tcp://127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "forge.cli", "worker", "--address", address], stdout=subprocess.PIPE, text=True
+            )
+            for address in self.addresses
+        ]
+        for process in self.processes:
+            assert "listening" in self.says(process)
+
+    def says(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline()
+
+    def run(self, scenario: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(CONTROLLER), scenario, *self.addresses, str(self.processes[0].pid)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    def stop(self) -> list[int]:
+        for process in self.processes:
+            process.send_signal(signal.SIGTERM)
+        codes = [process.wait(timeout=30) for process in self.processes]
+        for process in self.processes:
+            assert process.stdout is not None
+            process.stdout.close()
+        return codes
+
+
+@pytest.fixture
+def workers(leaves_nothing: None) -> Iterator[Workers]:
+    started = Workers()
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+def answer(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_replicas_and_ranks_spread_over_both_hosts_run_after_run(workers):
+    for _ in range(2):  # a worker serves one run after another
+        said = answer(workers.run("spread"))
+        assert said["hosts"] == sorted(workers.addresses)
+        assert said["ranks"] == ["0", "1", "2", "3"]
+        assert said["sums"] == [10.0] * 4, "a gloo all-reduce across both hosts"
+        assert "asked for 3 host(s), and 2 of 2 can be used" in said["refusal"]
+    assert workers.stop() == [0, 0]
+
+
+def test_the_service_goes_on_when_a_host_is_lost(workers):
+    said = answer(workers.run("lose"))
+    assert said["before"] == sorted(workers.addresses)
+    assert said["hosts"] == [workers.addresses[1]], "everything moved to the host that is left"
+    assert said["restarts"] == 2
+    assert said["after"] == 4
+    assert said["served"] > 0
+
+
+def test_hosts_end_their_ranks_when_the_controller_is_killed(workers):
+    done = workers.run("die")
+    assert done.returncode == -signal.SIGKILL
+    left = set()
+    for pid in json.loads(done.stdout.splitlines()[-1]):
+        if psutil.pid_exists(pid):
+            left.add(os.pidfd_open(pid))
+    while left:
+        gone, _, _ = select.select(list(left), [], [], 30)
+        assert gone, "ranks outlive their controller"
+        for pidfd in gone:
+            os.close(pidfd)
+        left -= set(gone)
+    assert "a fresh worker takes over" in workers.says(workers.processes[0])
+
+
+def test_an_address_where_nobody_listens_is_named():
+    program = f"""
+import asyncio, forge
+from forge.config import LauncherConfig
+from forge.errors import LaunchError
+from forge.runtime.hosts import HostTimings
+from forge.runtime.launchers import HostsLauncher
+async def main():
+    config = LauncherConfig(kind="hosts", hosts=("tcp://127.0.0.1:{free_port("127.0.0.1")}",))
+    try:
+        await HostsLauncher(config, HostTimings(attach_s=3)).launch()
+    except LaunchError as error:
+        print(error)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert "no worker answers at tcp://127.0.0.1:" in done.stdout, done.stderr
+    assert "forge worker --address" in done.stdout
