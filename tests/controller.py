@@ -9,9 +9,8 @@ import asyncio
 import json
 import sys
 
-from actors import Worker
-
 import forge
+from actors import Worker
 
 
 async def main(how: str) -> None:

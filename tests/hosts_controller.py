@@ -11,9 +11,8 @@ import os
 import signal
 import sys
 
-from actors import Worker
-
 import forge
+from actors import Worker
 from forge.config import LauncherConfig
 from forge.errors import PlacementError
 

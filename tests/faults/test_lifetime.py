@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from actors import Worker
 
 import forge
+from actors import Worker
 
 CONTROLLER = Path(__file__).parent.parent / "controller.py"
 GRACE_S = 20

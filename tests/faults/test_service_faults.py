@@ -8,8 +8,8 @@ import os
 import signal
 
 import pytest
-from actors import DiesWhenRestarted, Worker
 
+from actors import DiesWhenRestarted, Worker
 from forge.errors import ActorFailure, ServiceStopped
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -8,8 +8,8 @@ import signal
 import time
 
 import pytest
-from actors import Cleaner, DiesInSetup, FailsInInit, FailsInSetup, HangsInInit, TaskFailed, Worker
 
+from actors import Cleaner, DiesInSetup, FailsInInit, FailsInSetup, HangsInInit, TaskFailed, Worker
 from forge.errors import ActorFailure, LaunchError, OptionError, PlacementError, RemoteError
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

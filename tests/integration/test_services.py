@@ -8,8 +8,8 @@ import signal
 from collections import Counter
 
 import pytest
-from actors import Caller, FailsInSetup, Owner, Scorer, TaskFailed, Worker
 
+from actors import Caller, FailsInSetup, Owner, Scorer, TaskFailed, Worker
 from forge.errors import ActorFailure, CallTimeout, FanoutError, OptionError, Overloaded, ServiceStopped
 from forge.service import Outcome
 

@@ -6,6 +6,7 @@ A loaded configuration is checked as a whole, says where each value came from, a
 """
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.command_line import from_command_line
 from forge.config.layers import Origin
 from forge.config.loading import Loaded, explain, load, load_with_origins
 from forge.config.model_presets import preset_names
@@ -43,6 +44,7 @@ __all__ = [
     "broken_rule",
     "dump",
     "explain",
+    "from_command_line",
     "load",
     "load_with_origins",
     "preset_names",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -209,8 +209,15 @@ class ActorConfig(ConfigModel):
         description="Environment variables of the processes. Values are text: quote numbers.",
     )
     num_threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of each process; null to share the machine's cores out evenly."
+        default=None, ge=1, description="CPU threads of each process; null for one, so that processes do not compete."
     )
+    setup_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that an actor's setup may take.")
+    spawn_timeout_s: float = Field(default=120.0, gt=0, description="Seconds that starting the processes may take.")
+
+    def options(self) -> dict[str, Any]:
+        """The keywords for `Actor.options(...)`."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
 class ServiceConfig(ActorConfig):
@@ -221,7 +228,9 @@ class ServiceConfig(ActorConfig):
         default="round_robin", description="How a replica is chosen for a call outside a session."
     )
     max_concurrency: int | None = Field(
-        default=None, ge=1, description="Calls that one replica may have in hand at a time; null for no limit."
+        default=None,
+        ge=1,
+        description="Calls that one calling process may have in flight at a replica; null for no limit.",
     )
     max_queue: int | None = Field(
         default=None,
@@ -239,9 +248,15 @@ class ServiceConfig(ActorConfig):
         default=5, ge=0, description="Restarts in a row after which a replica is given up; 0 for no restart."
     )
     restart_backoff_s: float = Field(
-        default=0.1, ge=0, description="Seconds before the first restart; doubled for each one that fails."
+        default=0.1, ge=0, description="Seconds before the second restart in a row; doubled for each further one."
     )
-    setup_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that a replica's setup may take.")
+    max_backoff_s: float = Field(default=30.0, gt=0, description="Longest wait before a restart, in seconds.")
+    stable_s: float = Field(
+        default=2.0, ge=0, description="A replica that was up for so many seconds counts as having served."
+    )
+    max_retries: int = Field(
+        default=10, ge=0, description="How often a call of an endpoint with retry=True is sent again after a loss."
+    )
 
     @model_validator(mode="after")
     def _check_heartbeat(self) -> Self:

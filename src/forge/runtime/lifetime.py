@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import threading
@@ -18,9 +19,19 @@ from forge.runtime.handle import ActorHandle
 from forge.runtime.hosts import Host, local_host
 
 if TYPE_CHECKING:
-    from forge.config import LauncherConfig
+    from forge.config import ForgeConfig, LauncherConfig
 
 _log = logging.getLogger("forge.runtime")
+
+
+class Block:
+    """What was spawned inside one `async with forge.run():`."""
+
+    def __init__(self) -> None:
+        self.owned: dict[Any, None] = {}
+
+
+_current_block: contextvars.ContextVar[Block | None] = contextvars.ContextVar("forge block", default=None)
 
 
 class Runtime:
@@ -30,7 +41,8 @@ class Runtime:
         self.pid = os.getpid()
         self._hosts: tuple[Host, ...] | None = None
         self._release: Callable[[], Awaitable[None]] | None = None
-        self._owned: dict[Any, None] = {}
+        self._outside = Block()
+        self._blocks: list[Block] = [self._outside]
         self._guard = asyncio.Lock()
 
     async def open(self, launcher: LauncherConfig | None = None) -> None:
@@ -87,11 +99,11 @@ class Runtime:
     async def start_group(self, spec: GroupSpec, hosts: Sequence[Host]) -> RankGroup:
         """Start a group of ranks. Called on the control loop."""
         group = RankGroup(spec, hosts)
-        self._owned[group] = None
+        self.own(group)
         try:
             await group.start()
         except BaseException:
-            self._owned.pop(group, None)
+            self.forget(group)
             raise
         return group
 
@@ -105,22 +117,41 @@ class Runtime:
         return ActorHandle(group.actor, spec.label, group=group)
 
     def own(self, thing: Any) -> None:
-        """Remember something with an async `stop()`, to be stopped at shutdown, last first."""
-        self._owned[thing] = None
+        """Remember something with an async `stop()`, to be stopped with the block it was made in, last first."""
+        (_current_block.get() or self._outside).owned[thing] = None
 
     def forget(self, thing: Any) -> None:
-        self._owned.pop(thing, None)
+        for block in self._blocks:
+            block.owned.pop(thing, None)
+
+    def enter(self) -> Block:
+        """Begin a block; what is spawned in the current context from here on belongs to it."""
+        block = Block()
+        self._blocks.append(block)
+        return block
+
+    async def leave(self, block: Block) -> None:
+        """Stop what a block owns; with the last block, stop the rest and let the hosts go. On the control loop."""
+        await self._stop_all(block)
+        if block in self._blocks:
+            self._blocks.remove(block)
+        if self._blocks == [self._outside]:
+            await self.close()
+
+    async def _stop_all(self, block: Block) -> None:
+        while block.owned:
+            thing = next(reversed(block.owned))
+            block.owned.pop(thing, None)
+            try:
+                await thing.stop()
+            except Exception:  # noqa: BLE001 - the rest must be stopped too
+                _log.exception("%r did not stop cleanly", thing)
 
     async def close(self) -> None:
         """Stop everything that is owned, then let the hosts go. Called on the control loop."""
         async with self._guard:
-            while self._owned:
-                thing = next(reversed(self._owned))
-                self._owned.pop(thing, None)
-                try:
-                    await thing.stop()
-                except Exception:  # noqa: BLE001 - the rest must be stopped too
-                    _log.exception("%r did not stop cleanly", thing)
+            for block in reversed(self._blocks):
+                await self._stop_all(block)
             hosts, self._hosts = self._hosts or (), None
             for host in hosts:
                 try:
@@ -145,6 +176,17 @@ def runtime() -> Runtime:
         return _runtime
 
 
+def _launcher_of(config: ForgeConfig | LauncherConfig | None) -> LauncherConfig | None:
+    if config is None:
+        return None
+    from forge.config import ForgeConfig, save
+
+    if not isinstance(config, ForgeConfig):
+        return config
+    save(config, config.run.output_dir / config.run.name)
+    return config.launcher
+
+
 async def shutdown() -> None:
     """Stop every actor and service of this process and wait until their processes are gone.
 
@@ -157,11 +199,18 @@ async def shutdown() -> None:
 
 
 @contextlib.asynccontextmanager
-async def run(launcher: LauncherConfig | None = None) -> AsyncIterator[Runtime]:
-    """Everything spawned inside `async with forge.run():` is gone when the block ends, however it ends."""
+async def run(config: ForgeConfig | LauncherConfig | None = None) -> AsyncIterator[Runtime]:
+    """Everything spawned inside `async with forge.run():` is gone when the block ends, however it ends.
+
+    Given a whole configuration, its `launcher` says where processes go, and the resolved configuration is saved as
+    `<run.output_dir>/<run.name>/config.yaml`. Given a launcher alone, nothing is saved.
+    """
     current = runtime()
-    await control().submit(current.open(launcher))
+    await control().submit(current.open(_launcher_of(config)))
+    block = current.enter()
+    token = _current_block.set(block)
     try:
         yield current
     finally:
-        await shutdown()
+        _current_block.reset(token)
+        await asyncio.shield(control().submit(current.leave(block)))

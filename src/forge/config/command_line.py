@@ -1,0 +1,33 @@
+"""A program's own command line: `--config FILE` and overrides, as `forge run` passes them on."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TypeVar
+
+from forge.config.loading import load
+from forge.config.overrides import split_words
+from forge.config.schema import ForgeConfig
+from forge.errors import ConfigError
+
+Schema = TypeVar("Schema", bound=ForgeConfig)
+
+
+def from_command_line(schema: type[Schema], arguments: Sequence[str] | None = None) -> Schema:
+    """The configuration that `program.py --config FILE [--config FILE] [a.b=c …]` asks for.
+
+    Without arguments these are the process's own. A configuration that breaks a rule is printed and ends the program
+    with exit code 2, as a command line does.
+    """
+    parser = argparse.ArgumentParser(description=schema.__doc__)
+    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="a YAML file; later ones win")
+    parser.add_argument("words", metavar="OVERRIDE", nargs="*", help="a.b=c sets a value, ~a.b removes one")
+    parsed = parser.parse_intermixed_args(arguments)
+    files, overrides = split_words(parsed.words)
+    try:
+        return load(schema, files=[*parsed.config, *files], overrides=overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
