@@ -8,7 +8,9 @@ project = "TorchForge"
 author = "The TorchForge authors"
 release = version = installed_version("torchforge")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 exclude_patterns = ["_build"]
 
 html_theme = "furo"
@@ -25,4 +27,4 @@ default_role = "code"
 # Every reference to a name of ours must resolve. Names of other projects are not checked: their inventories would have
 # to be fetched, and the build needs no network.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!forge\.).*"), (r"py:.*", r"forge\..*\._.*")]
+nitpick_ignore_regex = [(r"py:.*", r"(?!forge\.).*"), (r"py:.*", r"forge\..*\._.*"), (r"py:.*", r"forge\..*\.(F|C|Schema)")]

@@ -114,7 +114,7 @@ class Worker(ForgeActor):
 
     @endpoint
     async def block_loop(self, seconds: float) -> None:
-        time.sleep(seconds)  # noqa: ASYNC251 - that is the fault
+        time.sleep(seconds)  # that is the fault
 
     @endpoint
     def block_thread(self, path: str) -> int:

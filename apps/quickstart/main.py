@@ -62,9 +62,7 @@ async def main() -> None:
         served = sum(await asyncio.gather(*callers))
 
         metrics = await policy.get_metrics()
-        print(
-            f"{served} calls were answered, {metrics.num_retried} of them were sent again after the kill, none was lost"
-        )
+        print(f"{served} calls were answered, {metrics.num_retried} of them sent again after the kill, none was lost")
         for replica in metrics.replicas:
             print(
                 f"  replica {replica.index}: {replica.health}, process {replica.pids[0]}, "

@@ -185,7 +185,7 @@ def test_the_calling_thread_may_block_without_harm(drive):
 
     async def body():
         service = await Worker.options(heartbeat_s=0.05, heartbeat_timeout_s=0.4).as_service()
-        time.sleep(1.0)  # noqa: ASYNC251 - longer than the heartbeat's limit: that is the test
+        time.sleep(1.0)  # longer than the heartbeat's limit: that is the test
         assert (await service.get_metrics()).restarts == 0
         assert await service.add.route(1) == 2
 
