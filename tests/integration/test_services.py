@@ -334,6 +334,21 @@ def test_a_service_can_be_started_inside_an_actor(drive):
     drive(body())
 
 
+def test_a_service_ends_with_the_actor_that_started_it(drive):
+    async def body():
+        owner = await Owner.as_actor()
+        inner = [os.pidfd_open(pid) for pid in await owner.call.call_one()]
+        os.kill(owner.pids[0], signal.SIGKILL)
+        for pidfd in inner:
+            ended = asyncio.Event()
+            asyncio.get_running_loop().add_reader(pidfd, ended.set)
+            await ended.wait()
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    drive(body())
+
+
 def test_a_service_that_cannot_start_leaves_nothing(drive):
     async def body():
         with pytest.raises(TaskFailed):

@@ -21,6 +21,7 @@ from forge.errors import ActorFailure, ForgeError, LaunchError
 from forge.runtime.backend import OWNED, Actor, SupervisionError, context, default_bootstrap_cmd, monarch_actor
 from forge.runtime.hosts import Host, joint_mesh
 from forge.runtime.placement import THREAD_VARIABLES, GpuLease, rank_environment
+from forge.runtime.rank_main import OWNER
 
 _log = logging.getLogger("forge.runtime")
 _serial = itertools.count(1)
@@ -144,6 +145,8 @@ class RankGroup:
             host = self.hosts[rank // self.spec.num_procs]
             env = self._environment(rank, meeting_port)
             env["CUDA_VISIBLE_DEVICES"] = devices.get(host, "")
+            if host.is_local:
+                env[OWNER] = str(os.getpid())
             bootstrap = default_bootstrap_cmd().with_env({**env, **self.spec.env})
             bootstrap.args = ["-m", "forge.runtime.rank_main"]
             return bootstrap

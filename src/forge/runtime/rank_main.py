@@ -12,20 +12,24 @@ import select
 import signal
 import threading
 
+OWNER = "FORGE_OWNER_PID"
+"""Names the process that asked for this rank, where that is another than its parent and on the same machine."""
 
-def exit_with(parent: int) -> None:
-    """End this process as soon as `parent` has ended."""
+
+def exit_with(*pids: int) -> None:
+    """End this process as soon as one of the others has ended."""
     try:
-        watched = os.pidfd_open(parent)
+        watched = [os.pidfd_open(pid) for pid in pids]
     except ProcessLookupError:
         os._exit(1)
-    select.select([watched], [], [])
+    select.select(watched, [], [])
     os._exit(1)
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=exit_with, args=(os.getppid(),), name="forge-parent-watch", daemon=True).start()
+    masters = {os.getppid(), int(os.environ.get(OWNER, os.getppid()))}
+    threading.Thread(target=exit_with, args=tuple(masters), name="forge-parent-watch", daemon=True).start()
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)
 
 
