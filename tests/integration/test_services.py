@@ -170,7 +170,8 @@ def test_cancelling_a_caller_cancels_the_request_never_the_replica(drive):
     async def body():
         service = await Worker.options(max_concurrency=1).as_service()
         caller = asyncio.ensure_future(service.hold_serial.route("a"))
-        await settle()
+        while not (await service.read_log.fanout())[0]:  # until the call has arrived
+            pass
         waiting = asyncio.ensure_future(service.pid.route())
         await settle()
         caller.cancel()

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from forge.errors import OptionError
-from forge.runtime.backend import Actor, monarch_actor
+from forge.runtime.backend import Actor, monarch_actor, note_fault
 from forge.runtime.dispatch import Dispatcher, portable
 from forge.runtime.endpoints import EndpointSpec, specs_of
 from forge.runtime.group import GroupSpec
+from forge.runtime.replies import ReplyTo
+from forge.runtime.wire import decode
 
 
 class MeshActor(Actor):  # type: ignore[misc]
@@ -45,6 +47,8 @@ class MeshActor(Actor):  # type: ignore[misc]
         specs = self.__dict__.get("_forge_specs")
         if specs is None:
             specs = self.__dict__["_forge_specs"] = specs_of(type(self))
+        if name not in specs:
+            raise AttributeError(f"{type(self).__name__} has no endpoint {name!r}")
         return specs[name]
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
@@ -55,26 +59,34 @@ class MeshActor(Actor):  # type: ignore[misc]
         self._forge_dispatcher().start(self, port, self._forge_spec("setup"), (), {})
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
-    async def _forge_invoke(self, port: Any, call_id: int, name: str, args: tuple[Any, ...], kwargs: Any) -> None:
+    async def _forge_connect(self, port: Any, caller: int, desk: Any) -> None:
+        """A calling process introduces itself: answers to its calls go to `desk`."""
+        self._forge_dispatcher().outbox(caller).connect(desk)
+
+    @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
+    async def _forge_invoke(self, port: Any, caller: int, call_id: int, name: str, payload: bytes) -> None:
+        """A call of a service. Whatever goes wrong here is the caller's to hear: it must not end the actor."""
+        dispatcher = self._forge_dispatcher()
+        reply = ReplyTo(dispatcher.outbox(caller), call_id)
         try:
+            args, kwargs = decode(payload)
             spec = self._forge_spec(name)
-        except KeyError:
-            port.exception(portable(AttributeError(f"{type(self).__name__} has no endpoint {name!r}")))
+        except Exception as error:  # noqa: BLE001 - arguments that cannot be read here, or no such endpoint
+            reply.exception(portable(error))
             return
-        self._forge_dispatcher().start(self, port, spec, args, kwargs, call_id)
+        dispatcher.start(self, reply, spec, args, kwargs, call_id)
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
     async def _forge_cancel(self, port: Any, call_id: int) -> None:
         self._forge_dispatcher().cancel(call_id)
 
-    @monarch_actor.endpoint(instrument=False)
-    async def _forge_ping(self) -> int:
-        return self._forge_dispatcher().num_served
+    @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
+    async def _forge_ping(self, port: Any, caller: int, call_id: int) -> None:
+        dispatcher = self._forge_dispatcher()
+        dispatcher.outbox(caller).send(call_id, True, dispatcher.num_served)
 
     async def __supervise__(self, failure: Any) -> bool:
-        from forge.runtime.backend import is_ours
-
-        return is_ours(str(failure.mesh_name))
+        return note_fault(failure)
 
     async def _handle_undeliverable_message(self, message: Any) -> bool:
         # A caller or a replica that has gone: whoever waited for it has heard of that by other means.

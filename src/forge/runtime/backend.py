@@ -46,9 +46,12 @@ __all__ = [
     "context",
     "current_rank",
     "default_bootstrap_cmd",
+    "forget_faults",
     "install_fault_hook",
     "monarch_actor",
+    "note_fault",
     "this_host",
+    "watch_faults",
 ]
 
 OWNED = "forge"
@@ -58,9 +61,37 @@ _log = logging.getLogger("forge.runtime")
 _installed = threading.Event()
 
 
-def is_ours(mesh_name: str) -> bool:
-    """Whether a fault in this mesh is ours to deal with (Monarch's own log forwarders fault along with a process)."""
-    return mesh_name.startswith((OWNED, "logger-"))
+_on_fault: dict[str, Callable[[str], None]] = {}
+
+
+def watch_faults(mesh: str, on_fault: Callable[[str], None]) -> None:
+    """Call `on_fault(report)`, on some thread, when Monarch reports a fault of this mesh.
+
+    A backstop: an actor can fail in a process that lives on, where no pidfd sees it.
+    """
+    _on_fault[mesh] = on_fault
+
+
+def forget_faults(mesh: str) -> None:
+    _on_fault.pop(mesh, None)
+
+
+def note_fault(failure: Any) -> bool:
+    """Pass a fault on to whoever watches that mesh; False for a mesh that is none of ours.
+
+    Monarch's own log forwarders fault along with a process; that says nothing new.
+    """
+    mesh_name = str(failure.mesh_name)
+    if mesh_name.startswith("logger-"):
+        return True
+    if not mesh_name.startswith(OWNED):
+        return False
+    report = str(failure.report())
+    _log.debug("fault in %s: %s", mesh_name, report)
+    on_fault = _on_fault.get(mesh_name.rpartition("-")[0])  # Monarch adds a random word to the name
+    if on_fault is not None:
+        on_fault(report)
+    return True
 
 
 def install_fault_hook() -> None:
@@ -71,9 +102,7 @@ def install_fault_hook() -> None:
     previous: Callable[[Any], None] = monarch_actor.unhandled_fault_hook
 
     def hook(failure: Any) -> None:
-        if is_ours(str(failure.mesh_name)):
-            _log.debug("fault in %s: %s", failure.mesh_name, failure.report())
-            return
-        previous(failure)
+        if not note_fault(failure):
+            previous(failure)
 
     monarch_actor.unhandled_fault_hook = hook

@@ -10,15 +10,14 @@ import asyncio
 import contextvars
 import functools
 import logging
-import pickle
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import cloudpickle
-
 from forge.errors import RemoteError
 from forge.runtime.endpoints import EndpointSpec
+from forge.runtime.replies import Outbox
+from forge.runtime.wire import decode, encode
 
 _log = logging.getLogger("forge.runtime")
 _FORGET_AFTER = 4096
@@ -34,6 +33,14 @@ class Dispatcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._by_call: dict[int, asyncio.Task[None]] = {}
         self._cancelled_early: dict[int, None] = {}
+        self._outboxes: dict[int, Outbox] = {}
+
+    def outbox(self, caller: int) -> Outbox:
+        """The way back to a calling process."""
+        box = self._outboxes.get(caller)
+        if box is None:
+            box = self._outboxes[caller] = Outbox()
+        return box
 
     def start(
         self, actor: Any, port: Any, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], call_id: int = 0
@@ -116,6 +123,6 @@ def portable(error: BaseException) -> Exception:
 
 def _survives(error: Exception) -> bool:
     try:
-        return type(pickle.loads(cloudpickle.dumps(error))) is type(error)
+        return type(decode(encode(error))) is type(error)
     except Exception:  # noqa: BLE001 - any failure to copy it means the same: send a stand-in
         return False

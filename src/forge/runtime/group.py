@@ -18,7 +18,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge.errors import ActorFailure, ForgeError, LaunchError
-from forge.runtime.backend import OWNED, Actor, SupervisionError, context, default_bootstrap_cmd, monarch_actor
+from forge.runtime.backend import (
+    OWNED,
+    Actor,
+    SupervisionError,
+    context,
+    default_bootstrap_cmd,
+    forget_faults,
+    monarch_actor,
+    watch_faults,
+)
 from forge.runtime.hosts import Host, joint_mesh
 from forge.runtime.placement import THREAD_VARIABLES, GpuLease, rank_environment
 from forge.runtime.rank_main import OWNER
@@ -185,8 +194,18 @@ class RankGroup:
         self.fail(f"rank {rank} (process {pid}) ended")
 
     async def _set_up(self) -> None:
+        self._watch_for_faults()
         self.actor = self._procs.spawn(self.name, self.spec.cls, *self.spec.args, **self.spec.kwargs)
         await self._ask(self.actor._forge_setup.call(), self.spec.setup_timeout_s, "setup")
+
+    def _watch_for_faults(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def on_fault(report: str) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self.fail, f"its actor failed:\n{report}")
+
+        watch_faults(self.name, on_fault)
 
     async def _ask(self, reply: Any, timeout_s: float, phase: str) -> Any:
         """Await a call of the start-up; a death, a time-out or a failing constructor becomes a `LaunchError`."""
@@ -290,6 +309,7 @@ class RankGroup:
         """Drop the entries that Monarch keeps of this mesh for ever, which would grow with every restart."""
         if self._procs is None:
             return
+        forget_faults(self.name)
         gone = {id(mesh) for mesh in (self._procs, self._probe, self.actor)}
         host_mesh = self._procs._host_mesh
         kept_by = context().actor_instance._children or []

@@ -9,6 +9,7 @@ the controller has been silent for too long.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -114,6 +115,7 @@ class HostAgent(Actor):  # type: ignore[misc]
         self._lease_s = lease_s
         self._last_word = time.monotonic()
         self._guard: asyncio.Task[None] | None = None
+        self._port: Any = None
 
     @monarch_actor.endpoint
     async def describe(self) -> HostFacts:
@@ -129,16 +131,23 @@ class HostAgent(Actor):  # type: ignore[misc]
         os._exit(1)
 
     @monarch_actor.endpoint
-    async def ping(self) -> None:
+    async def connect(self, port: Port) -> None:
+        """Where word of deaths, and the answers to heartbeats, go."""
+        port.return_undeliverable = False
+        self._port = port
+
+    @monarch_actor.endpoint(explicit_response_port=True)
+    async def ping(self, port: Port) -> None:
         self._last_word = time.monotonic()
+        self._port.send(None)
 
     @monarch_actor.endpoint
-    async def watch(self, pid: int, port: Port) -> None:
+    async def watch(self, pid: int) -> None:
         self._pids.add(pid)
 
         def ended() -> None:
             self._pids.discard(pid)
-            port.send(pid)
+            self._port.send(pid)
 
         await self._watch.watch(pid, ended)
 
@@ -161,13 +170,20 @@ class AgentWatch:
         self._agent, self._procs, self._on_lost, self._timings = agent, procs, on_lost, timings
         self._exits: dict[int, Callable[[], None]] = {}
         self._is_lost = False
-        self._port, self._deaths = Channel.open()
+        self._port, self._words = Channel.open()
+        self._heard = asyncio.Event()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
+
+    async def connect(self) -> None:
+        """Tell the agent where to send word. Before anything else."""
+        await asyncio.wait_for(self._agent.connect.call_one(self._port), self._timings.timeout_s)
 
     async def _receive(self) -> None:
         while True:
-            pid = await self._deaths.recv()
-            self._ended(pid)
+            pid = await self._words.recv()
+            self._heard.set()
+            if pid is not None:
+                self._ended(pid)
 
     def _ended(self, pid: int) -> None:
         on_exit = self._exits.pop(pid, None)
@@ -177,11 +193,14 @@ class AgentWatch:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._timings.heartbeat_s)
-            try:
-                await asyncio.wait_for(self._agent.ping.call_one(), self._timings.timeout_s)
-            except Exception as error:  # noqa: BLE001 - whatever went wrong, the host does not answer
-                _log.warning("host lost: %s", type(error).__name__)
+            self._heard.clear()
+            self._agent.ping.broadcast()
+            for _ in range(2):  # in halves: after a stall of this very loop the answer still gets its chance
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._heard.wait(), self._timings.timeout_s / 2)
+            if not self._heard.is_set():
                 break
+        _log.warning("a host does not answer its heartbeat and counts as lost")
         self._is_lost = True
         self._on_lost()
         for pid in list(self._exits):
@@ -189,7 +208,7 @@ class AgentWatch:
 
     async def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
         self._exits[pid] = on_exit
-        await asyncio.wait_for(self._agent.watch.call_one(pid, self._port), self._timings.timeout_s)
+        await asyncio.wait_for(self._agent.watch.call_one(pid), self._timings.timeout_s)
 
     async def kill(self, pids: Sequence[int]) -> None:
         await asyncio.wait_for(self._agent.kill.call_one(list(pids)), self._timings.timeout_s)
@@ -261,7 +280,8 @@ async def attach_host(worker: str, timings: HostTimings) -> Host:
             repair=f"on that host run `forge worker --address {worker}`, and check that the port is open",
         ) from error
     host = Host(worker, mesh, address=urlsplit(worker).hostname or "127.0.0.1", facts=facts)
-    host.watch = AgentWatch(agent, procs, on_lost=host.mark_lost, timings=timings)
+    host.watch = watch = AgentWatch(agent, procs, on_lost=host.mark_lost, timings=timings)
+    await watch.connect()
     return host
 
 

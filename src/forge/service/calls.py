@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import itertools
-import random
 from typing import TYPE_CHECKING, Any, Self
 
 from forge.errors import ActorFailure, CallTimeout, FanoutError, ForgeError, OptionError
 from forge.runtime.actor import check_seconds
-from forge.runtime.backend import SupervisionError
 from forge.runtime.endpoints import EndpointSpec
+from forge.runtime.replies import read_answers, reply_desk
+from forge.runtime.wire import encode
 from forge.service.batching import Batcher
 from forge.service.records import Outcome, Request
 from forge.service.table import RoutingTable, Target
 
 if TYPE_CHECKING:
     from forge.service.handle import Service
-
-_call_ids = itertools.count(random.getrandbits(60) << 16)
 
 
 class _Call:
@@ -78,13 +75,16 @@ class CallPath:
             raise self._late(call, "no replica had a free slot") from None
 
     async def _send(self, target: Target, call: _Call) -> Any:
-        loop = asyncio.get_running_loop()
-        call_id = next(_call_ids)
-        reply = target.invoke(call_id, call.spec.name, call.args, call.kwargs).as_asyncio()
+        loop, desk = asyncio.get_running_loop(), reply_desk()
+        payload = encode((call.args, call.kwargs))
+        call_id, reply = desk.open(target.entry.num_ranks)
         target.calls.add(reply, loop)
         timer = None if call.deadline is None else loop.call_at(call.deadline, _expire, reply)
         try:
-            answer = await reply
+            if not target.is_connected:
+                target.connect(desk)
+            target.invoke(desk.caller, call_id, call.spec.name, payload)
+            values = read_answers(await reply)
         except _Expired:
             self._abandon(target, call_id)
             self.num_timeouts += 1
@@ -93,9 +93,6 @@ class CallPath:
             self._abandon(target, call_id)
             self.num_cancelled += 1
             raise
-        except SupervisionError as error:
-            target.num_lost += 1
-            raise ActorFailure(f"replica {target.index} of {self.table.name} was lost: {error}") from None
         except Exception as error:
             if isinstance(error, ActorFailure) and not is_remote(error):
                 target.num_lost += 1
@@ -103,14 +100,12 @@ class CallPath:
                 target.num_errors += 1
             raise
         finally:
+            desk.close(call_id)
             target.calls.discard(reply)
             if timer is not None:
                 timer.cancel()
         target.num_ok += 1
-        if target.entry.num_ranks == 1:
-            return (answer,) if call.wish.all_ranks else answer
-        values = tuple(answer.values())
-        return values if call.wish.all_ranks else values[0]
+        return tuple(values) if call.wish.all_ranks else values[0]
 
     def _abandon(self, target: Target, call_id: int) -> None:
         if target.calls.failure is None:

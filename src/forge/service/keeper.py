@@ -17,6 +17,7 @@ from typing import Any
 from forge.runtime.backend import Channel
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.lifetime import runtime
+from forge.runtime.replies import read_answers, reply_desk
 from forge.service.options import ServiceOptions
 from forge.service.records import Health
 from forge.service.table import Entry, RoutingTable
@@ -139,22 +140,23 @@ class Keeper:
 
     async def _beat(self, replica: Replica, group: RankGroup) -> None:
         """Ask for a sign of life over and over; a group that gives none in time is failed."""
-        limit = self.options.heartbeat_timeout_s
+        limit, desk = self.options.heartbeat_timeout_s, reply_desk()
+        group.actor._forge_connect.broadcast(desk.caller, desk.port)
         while True:
             await asyncio.sleep(self.options.heartbeat_s)
             if not group.is_alive:
                 return
-            reply = group.actor._forge_ping.call().as_asyncio()
-            for _ in range(2):  # in halves: after a stall of this very loop the answer still gets its chance
-                await asyncio.wait({reply}, timeout=limit / 2)
-            if not reply.done():
-                reply.cancel()
-                group.fail(f"no heartbeat for {limit} s (its event loop is blocked, or the process is stopped)")
-                return
-            if (error := reply.exception()) is not None:
-                group.fail(f"the heartbeat failed: {error}")
-                return
-            replica.num_served = max(replica.num_served, min(reply.result().values()))
+            call_id, reply = desk.open(len(group.pids))
+            try:
+                group.actor._forge_ping.broadcast(desk.caller, call_id)
+                for _ in range(2):  # in halves: after a stall of this very loop the answer still gets its chance
+                    await asyncio.wait({reply}, timeout=limit / 2)
+                if not reply.done():
+                    group.fail(f"no heartbeat for {limit} s (its event loop is blocked, or the process is stopped)")
+                    return
+                replica.num_served = max(replica.num_served, *read_answers(reply.result()))
+            finally:
+                desk.close(call_id)
 
     async def _keep(self, replica: Replica) -> None:
         tries = 0

@@ -16,6 +16,7 @@ from typing import Any
 
 from forge.errors import ActorFailure, Overloaded, ServiceStopped
 from forge.runtime.group import PendingCalls
+from forge.runtime.replies import ReplyDesk
 from forge.service.records import Health, ReplicaState, Request
 from forge.service.routing import BUILT_IN, check_choice
 
@@ -45,6 +46,7 @@ class Target:
         "in_flight",
         "index",
         "invoke",
+        "is_connected",
         "last_used",
         "num_errors",
         "num_lost",
@@ -53,10 +55,16 @@ class Target:
 
     def __init__(self, entry: Entry, calls: PendingCalls) -> None:
         self.entry, self.index, self.calls = entry, entry.index, calls
-        self.invoke = entry.actor._forge_invoke.call_one if entry.num_ranks == 1 else entry.actor._forge_invoke.call
+        self.invoke = entry.actor._forge_invoke.broadcast
+        self.is_connected = False
         self.cancel = entry.actor._forge_cancel.broadcast
         self.in_flight = self.last_used = 0
         self.num_ok = self.num_errors = self.num_lost = 0
+
+    def connect(self, desk: ReplyDesk) -> None:
+        """Introduce this process before its first call, so that the replica knows where answers go."""
+        self.is_connected = True
+        self.entry.actor._forge_connect.broadcast(desk.caller, desk.port)
 
     def state(self) -> ReplicaState:
         entry = self.entry
