@@ -178,9 +178,8 @@ def test_a_command_that_runs_regardless_survives_its_caller(tmp_path: Path) -> N
     go, goes = os.pipe()  # the command ends only after its caller was cancelled
 
     async def give_up() -> None:
-        program = (
-            f"import os; os.read(os.open('/proc/{os.getpid()}/fd/{go}', os.O_RDONLY), 1); open({str(mark)!r}, 'w')"
-        )
+        wait = f"import os; os.read(os.open('/proc/{os.getpid()}/fd/{go}', os.O_RDONLY), 1)"
+        program = f"{wait}; open({str(mark)!r}, 'w').write(str(os.getsid(0) == os.getpid()))"
         task = asyncio.create_task(run_regardless(python(program)))
         await asyncio.sleep(0)
         task.cancel()
@@ -192,4 +191,4 @@ def test_a_command_that_runs_regardless_survives_its_caller(tmp_path: Path) -> N
     asyncio.run(give_up())  # returns when the thread that waits for the command has ended
     os.close(go)
     os.close(goes)
-    assert mark.exists()
+    assert mark.read_text() == "True", "a session of its own: the terminal's Ctrl-C does not reach it"

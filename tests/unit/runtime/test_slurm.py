@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
-import signal
+import re
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+import yaml
 from stand_in_programs import Programs
 
 from forge.config import LauncherConfig, SlurmConfig
@@ -127,6 +125,15 @@ def test_a_job_with_every_option() -> None:
     assert script == (GOLDEN / "slurm_every_option.sh").read_text()
 
 
+def test_the_guide_shows_the_job_that_is_submitted() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "hosts.md").read_text(encoding="utf-8")
+    (settings,) = re.findall(r"```yaml\n(launcher:\n  kind: slurm\n.*?)```", guide, re.DOTALL)
+    (shown,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", guide, re.DOTALL)
+    home = Path("/home/me/project")
+    wanted = LauncherConfig.model_validate(yaml.safe_load(settings)["launcher"])
+    assert job_script(wanted, log_dir=home / "runs/slurm", python=str(home / ".venv/bin/python")) == shown
+
+
 @pytest.mark.parametrize("name", ["slurm_smallest.sh", "slurm_every_option.sh"])
 def test_the_golden_scripts_are_shell(name: str) -> None:
     subprocess.run(["bash", "-n", str(GOLDEN / name)], check=True)
@@ -219,7 +226,7 @@ def test_the_job_ends_before_its_worker_listens(use: Any) -> None:
     with listeners("127.0.0.1") as port:
         pass
     programs = use(plan("RUNNING|None|n1", "RUNNING|None|n1", "FAILED|NonZeroExitCode|n1"))
-    error = refused(running(config(port=port), Clock(), Attached()))
+    error = refused(running(config(port=port, start_timeout_s=60), Clock(), Attached()))
     assert "FAILED (NonZeroExitCode)" in str(error)
     assert programs.calls("scancel") == [["scancel", "41"]]
 
@@ -277,7 +284,7 @@ def test_a_loopback_controller_cannot_serve_two_nodes(use: Any) -> None:
 @pytest.mark.parametrize("bind", ["127.0.0.1", "::1", "localhost", "0.0.0.0"])
 def test_a_loopback_controller_cannot_serve_another_node(use: Any, bind: str) -> None:
     programs = use(plan("RUNNING|None|node7.invalid", nodes="node7.invalid\n"))
-    launcher_config = LauncherConfig(kind="slurm", bind=bind)
+    launcher_config = LauncherConfig(kind="slurm", bind=bind, slurm=SlurmConfig(start_timeout_s=5))
     error = refused(running(launcher_config, Clock(), Attached()))
     assert (error.path, error.value) == ("launcher.bind", bind)
     assert programs.calls("scancel") == [["scancel", "41"]]
@@ -373,89 +380,3 @@ def test_a_job_that_cannot_be_cancelled_is_named(use: Any, caplog: pytest.LogCap
 
 def test_the_configuration_chooses_it() -> None:
     assert isinstance(make_launcher(config()), SlurmLauncher)
-
-
-RUN = """
-import asyncio, logging, os, sys
-import forge
-from forge import ForgeActor, endpoint
-from forge.config import LauncherConfig, SlurmConfig
-
-class Where(ForgeActor):
-    @endpoint
-    async def parent(self):
-        return os.getppid()
-
-async def main():
-    async with forge.run(LauncherConfig(kind="slurm", slurm=SlurmConfig(port=int(sys.argv[1])))) as runtime:
-        actor = await Where.options(procs=1).as_actor()
-        print("hosts", [host.name for host in runtime.hosts], "parents", list((await actor.parent.call()).values()))
-
-asyncio.run(main())
-"""
-
-
-def start_program(programs: Programs, folder: Path, port: int, **kwargs: Any) -> subprocess.Popen[str]:
-    script = folder / "program.py"
-    script.write_text(RUN)
-    env = {**os.environ, "PATH": f"{programs.folder}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.Popen([sys.executable, str(script), str(port)], cwd=folder, env=env, text=True, **kwargs)
-
-
-def end_job(programs: Programs) -> None:
-    file = programs.folder / "job.pid"
-    if file.exists():
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(int(file.read_text()), signal.SIGKILL)
-
-
-def test_a_real_worker_is_started_by_the_job_and_used(tmp_path: Path) -> None:
-    with listeners("127.0.0.1") as port:
-        pass
-    programs = Programs(
-        tmp_path / "bin",
-        {
-            "sbatch": [{"out": "7\n", "do": "start"}],
-            "srun": [{"do": "run", "node": "127.0.0.1"}],
-            "squeue": [{"out": "RUNNING|None|127.0.0.1\n"}],
-            "scontrol": [{"out": "127.0.0.1\n"}],
-            "scancel": [{"do": "stop"}],
-        },
-    )
-    output = tmp_path / "output.txt"
-    with output.open("w") as file:  # a file: ranks inherit it and could keep a pipe open
-        program = start_program(programs, tmp_path, port, stdout=file, stderr=file)
-    try:
-        code = program.wait(timeout=120)
-        log = (programs.folder / "job.log").read_text()
-        assert code == 0, output.read_text() + log
-        job = int((programs.folder / "job.pid").read_text())
-        worker = int(log.split("(process ")[1].split(")")[0])
-        assert f"hosts ['tcp://127.0.0.1:{port}'] parents [{worker}]" in output.read_text()
-        srun = programs.calls("srun")[0]
-        assert srun[-3:-1] == ["bash", "-c"]
-        assert programs.calls("scancel") == [["scancel", "7"]]
-        for pid in (job, worker):
-            assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    finally:
-        program.kill()
-        program.wait()
-        end_job(programs)
-
-
-def test_ctrl_c_in_the_queue_gives_the_job_back(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    os.mkfifo(told)
-    programs = Programs(tmp_path / "bin", {**plan("PENDING|Priority|"), "scancel": [{"tell": str(told)}]})
-    reader = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
-    program = start_program(programs, tmp_path, 1, stderr=subprocess.PIPE)
-    try:
-        assert program.stderr is not None
-        assert any("is PENDING (Priority)" in line for line in program.stderr)
-        program.send_signal(signal.SIGINT)
-        assert select.select([reader], [], [], 60)[0], "the job was not cancelled"
-        assert programs.calls("scancel") == [["scancel", "41"]]
-    finally:
-        os.close(reader)
-        program.kill()
-        program.communicate()

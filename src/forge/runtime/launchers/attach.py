@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from forge.errors import LaunchError
 from forge.runtime.backend import monarch_actor
 from forge.runtime.hosts import Host, HostTimings, attach_host
+from forge.runtime.launchers.submit import check_tls
 
 if TYPE_CHECKING:
     from forge.config import LauncherConfig
@@ -63,6 +64,8 @@ def open_transport(addresses: Sequence[str], *, bind: str) -> None:
             rule="all tcp:// or all tls://",
             repair="start every worker with the same kind of address",
         )
+    if "tls" in schemes:
+        check_tls()
     host = f"[{bind}]" if ":" in bind else bind
     try:
         monarch_actor.enable_transport(f"{schemes.pop()}://{host}:0")
