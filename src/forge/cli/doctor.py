@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 _GIB = 1024**3
@@ -85,14 +84,13 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
 
 def _live_checks() -> list[dict[str, str]]:
     import asyncio
-
-    from forge.service.selftest import call_a_service, call_an_actor
+    from importlib import import_module
 
     checks = []
-    probes: list[tuple[str, Callable[[], Any]]] = [("process", call_an_actor), ("service", call_a_service)]
-    for name, probe in probes:
+    for name, probe in (("process", "call_an_actor"), ("service", "call_a_service")):
         try:
-            detail = asyncio.run(asyncio.wait_for(probe(), 120))
+            selftest: Any = import_module("forge.service.selftest")
+            detail = asyncio.run(asyncio.wait_for(getattr(selftest, probe)(), 120))
         except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
             checks.append(_check(name, False, f"{type(error).__name__}: {error}", repair="see the message"))
         else:

@@ -7,9 +7,10 @@ import os
 import runpy
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
-from forge.errors import ConfigError
+from forge.errors import ConfigError, ForgeError, OptionError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,7 +72,14 @@ def _split(configs: list[str], words: list[str]) -> tuple[list[str], list[str]]:
     left: list[str] = []
     while words:
         word = words.pop(0)
-        if word == "--config" and words:
+        if word == "--config":
+            if not words:
+                raise ConfigError(
+                    "--config needs a file",
+                    path="--config",
+                    rule="--config FILE",
+                    repair="name the file, or leave the flag out",
+                )
             configs.append(words.pop(0))
         elif word.startswith("--config="):
             configs.append(word.partition("=")[2])
@@ -89,6 +97,11 @@ def _in_this_process(script: Path, arguments: list[str]) -> int:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0
         print(ended.code, file=sys.stderr)
+        return 1
+    except ForgeError as error:
+        if isinstance(error, (ConfigError, OptionError)) and not hasattr(error, "remote_traceback"):
+            raise  # wrong input: its text says all
+        traceback.print_exception(error)
         return 1
     return 0
 

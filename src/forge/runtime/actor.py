@@ -10,6 +10,7 @@ from forge.runtime.backend import Actor, monarch_actor, note_fault
 from forge.runtime.dispatch import Dispatcher, portable
 from forge.runtime.endpoints import EndpointSpec, specs_of
 from forge.runtime.group import GroupSpec
+from forge.runtime.placement import GPU_VARIABLE, RANK_VARIABLES
 from forge.runtime.replies import ReplyTo
 from forge.runtime.wire import decode
 
@@ -130,6 +131,9 @@ class ActorOptions:
             isinstance(key, str) and isinstance(value, str) for key, value in self.env.items()
         ):
             raise bad_option("env", self.env, "a dict of strings to strings", "env={'NAME': 'value'}")
+        taken = [name for name in self.env if name in RANK_VARIABLES or (self.with_gpus and name == GPU_VARIABLE)]
+        if taken:
+            raise bad_option("env", taken, "not a variable that placement sets for each rank", "remove it from env")
 
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
@@ -195,7 +199,12 @@ def check_seconds(name: str, value: object, *, optional: bool = False, zero: boo
         return
     fits = isinstance(value, (int, float)) and not isinstance(value, bool) and (value > 0 or (zero and value == 0))
     if not fits or value in (float("inf"),) or value != value:
-        raise bad_option(name, value, "a finite number of seconds > 0" + (" or None" if optional else ""), f"{name}=60")
+        raise bad_option(
+            name,
+            value,
+            f"a finite number of seconds >{'=' if zero else ''} 0" + (" or None" if optional else ""),
+            f"{name}=60",
+        )
 
 
 class Spawner:

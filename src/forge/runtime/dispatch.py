@@ -115,10 +115,17 @@ def portable(error: BaseException) -> Exception:
         traveller: Exception = error
         traveller.__traceback__ = None
     else:
-        traveller = RemoteError(f"{name}: {error}", type_name=name)
+        traveller = RemoteError(f"{name}: {_text(error)}", type_name=name)
     traveller.__dict__["remote_traceback"] = text
     traveller.add_note(f"\nRemote traceback:\n{text}")
     return traveller
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the caller must hear of it, printable or not
+        return "<its text could not be made>"
 
 
 def _survives(error: Exception) -> bool:

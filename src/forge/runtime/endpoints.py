@@ -23,20 +23,20 @@ class Batch:
     wait_s: float = 0.005
 
     def __post_init__(self) -> None:
-        if self.size < 1:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise OptionError(
                 "a batch must hold at least one call",
                 path="endpoint(batch=)",
                 value=self.size,
-                rule="size >= 1",
+                rule="size is a whole number >= 1",
                 repair="Batch(size=8, wait_s=0.005)",
             )
-        if self.wait_s < 0:
+        if not isinstance(self.wait_s, (int, float)) or not 0 <= self.wait_s < float("inf"):
             raise OptionError(
-                "a batch cannot wait a negative time",
+                "a batch waits a finite time",
                 path="endpoint(batch=)",
                 value=self.wait_s,
-                rule="wait_s >= 0",
+                rule="wait_s is a finite number of seconds >= 0",
                 repair="Batch(size=8, wait_s=0.005)",
             )
 
@@ -125,7 +125,7 @@ def endpoint(
             rule="concurrent=True needs async def",
             repair="write `async def`, or drop concurrent=True",
         )
-    chosen = Batch(batch) if isinstance(batch, int) else batch
+    chosen = batch if batch is None or isinstance(batch, Batch) else Batch(batch)
     return ForgeEndpoint(EndpointSpec(method.__name__, method, is_async, retry, concurrent, chosen))
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from forge.errors import PlacementError
 
 _log = logging.getLogger("forge.runtime")
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -28,8 +30,8 @@ def visible_gpus(environ: Mapping[str, str], num_present: int) -> tuple[str, ...
         return tuple(str(index) for index in range(num_present))
     found: list[str] = []
     for word in (part.strip() for part in wish.split(",")):
-        if word.lstrip("-").isdigit():
-            if not 0 <= int(word) < num_present:
+        if word.isascii() and word.isdecimal():
+            if int(word) >= num_present:
                 break
             word = str(int(word))
         elif not word.startswith(("GPU-", "MIG-")):
@@ -68,18 +70,18 @@ class GpuPool:
     def __init__(self, host: str, devices: Sequence[str]) -> None:
         self.host = host
         self.devices = tuple(dict.fromkeys(devices))
-        self._holders: dict[str, str] = {}
+        self._leases: dict[str, GpuLease] = {}
         self._guard = threading.Lock()
 
     @property
     def free(self) -> tuple[str, ...]:
         with self._guard:
-            return tuple(device for device in self.devices if device not in self._holders)
+            return tuple(device for device in self.devices if device not in self._leases)
 
     def take(self, count: int, *, holder: str) -> GpuLease:
         """Lease `count` GPUs, lowest first, or raise with who holds the rest."""
         with self._guard:
-            free = [device for device in self.devices if device not in self._holders]
+            free = [device for device in self.devices if device not in self._leases]
             if count > len(free):
                 raise PlacementError(
                     f"{holder} asked for {count} GPU(s) on host {self.host}, where {len(free)} of "
@@ -90,22 +92,22 @@ class GpuPool:
                     repair="ask for fewer procs, stop a holder, or make more GPUs visible (CUDA_VISIBLE_DEVICES)",
                 )
             lease = GpuLease(holder, tuple(free[:count]))
-            self._holders.update(dict.fromkeys(lease.devices, holder))
+            self._leases.update(dict.fromkeys(lease.devices, lease))
             return lease
 
     def give_back(self, lease: GpuLease) -> None:
         """Return a lease; giving it back twice does nothing."""
         with self._guard:
             for device in lease.devices:
-                if self._holders.get(device) == lease.holder:
-                    del self._holders[device]
+                if self._leases.get(device) is lease:
+                    del self._leases[device]
 
     def _held(self) -> str:
-        if not self._holders:
+        if not self._leases:
             return "none is held"
         held: dict[str, list[str]] = {}
-        for device, holder in self._holders.items():
-            held.setdefault(holder, []).append(device)
+        for device, lease in self._leases.items():
+            held.setdefault(lease.holder, []).append(device)
         return "; ".join(f"{holder} holds {', '.join(devices)}" for holder, devices in sorted(held.items()))
 
 

@@ -25,12 +25,13 @@ _MAX_QUICK_DEATHS = 5
 
 def check_address(address: str) -> str:
     """An address such as `tcp://127.0.0.1:22222`; anything else raises with the rule."""
-    parts = urlsplit(address)
     try:
-        port = parts.port
+        parts = urlsplit(address)
+        # a colon, a port that is one, and nothing before, between or after them
+        fits = parts.scheme in ("tcp", "tls") and bool(parts.hostname) and bool(parts.port)
     except ValueError:
-        port = None
-    if parts.scheme not in ("tcp", "tls") or not parts.hostname or port is None or parts.path:
+        fits = False
+    if not fits or address != f"{parts.scheme}://{parts.netloc}" or "@" in address or len(address.split()) != 1:
         raise LaunchError(
             "this is not a worker's address",
             path="forge worker --address",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from forge.errors import OptionError
+from forge.errors import OptionError, RemoteError
 from forge.runtime.endpoints import Batch, EndpointSpec
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Batcher:
     async def _send(self, items: list[tuple[Any, asyncio.Future[Any]]]) -> None:
         try:
             values = await self._path.route(self._spec, ([item for item, _ in items],), {}, self._wish)
-            _check_answers(self._spec, values, len(items))
+            check_answers(self._spec, values, len(items))
         except Exception as error:  # noqa: BLE001 - every caller of the batch gets it
             for _, answer in items:
                 if not answer.done():
@@ -93,13 +93,15 @@ class Batcher:
         for (_, answer), value in zip(items, values, strict=True):
             if answer.done():
                 continue
-            if isinstance(value, Exception):
+            if isinstance(value, StopIteration):  # asyncio refuses it
+                answer.set_exception(RemoteError(f"StopIteration: {value}", type_name="builtins.StopIteration"))
+            elif isinstance(value, Exception):
                 answer.set_exception(value)
             else:
                 answer.set_result(value)
 
 
-def _check_answers(spec: EndpointSpec, values: Any, num_items: int) -> None:
+def check_answers(spec: EndpointSpec, values: Any, num_items: int) -> None:
     length = len(values) if isinstance(values, (list, tuple)) else None
     if length != num_items:
         raise OptionError(

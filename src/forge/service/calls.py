@@ -11,7 +11,7 @@ from forge.runtime.actor import check_seconds
 from forge.runtime.endpoints import EndpointSpec
 from forge.runtime.replies import read_answers, reply_desk
 from forge.runtime.wire import encode
-from forge.service.batching import Batcher
+from forge.service.batching import Batcher, check_answers
 from forge.service.records import Outcome, Request
 from forge.service.table import RoutingTable, Target
 
@@ -233,7 +233,7 @@ class ServiceEndpoint:
             args, kwargs = _one_item_batch(self._spec, args, kwargs)
         outcomes = await self._path.fanout(self._spec, args, kwargs, self._wish)
         if self._spec.batch is not None:
-            outcomes = [Outcome(o.replica, o.value[0]) if o.ok and o.value else o for o in outcomes]
+            outcomes = [_only_item(self._spec, outcome) for outcome in outcomes]
         if self._wish.partial:
             return outcomes
         failed = [outcome for outcome in outcomes if not outcome.ok]
@@ -256,6 +256,18 @@ def _one_item_batch(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     Batcher.check_item(spec, args, kwargs)
     return ([args[0]],), {}
+
+
+def _only_item(spec: EndpointSpec, outcome: Outcome) -> Outcome:
+    """The outcome of a batch of one, as that of its item: an exception in its place is this replica's error."""
+    if not outcome.ok:
+        return outcome
+    try:
+        check_answers(spec, outcome.value, 1)
+    except OptionError as error:
+        return Outcome(outcome.replica, error=error)
+    item = outcome.value[0]
+    return Outcome(outcome.replica, error=item) if isinstance(item, Exception) else Outcome(outcome.replica, item)
 
 
 def _first_line(error: Exception | None) -> str:

@@ -55,7 +55,7 @@ class ServiceOptions(ActorOptions):
             check_seconds(name, getattr(self, name))
         for name in ("restart_backoff_s", "stable_s"):
             check_seconds(name, getattr(self, name), zero=True)
-        if not callable(self.routing) and self.routing not in BUILT_IN:
+        if not callable(self.routing) and self.routing not in list(BUILT_IN):
             raise bad_option(
                 "routing", self.routing, f"one of {', '.join(BUILT_IN)}, or a function", "routing='least_loaded'"
             )

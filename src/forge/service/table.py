@@ -148,7 +148,9 @@ class RoutingTable:
 
     def unpin(self, session: str) -> bool:
         with self._guard:
-            return self._pins.pop(session, self) is not self
+            was_known = self._pins.pop(session, self) is not self
+            self._wake_next()  # its waiting calls may go anywhere now
+            return was_known
 
     def knows_session(self, session: str) -> bool:
         return session in self._pins
@@ -158,9 +160,16 @@ class RoutingTable:
     def try_acquire(self, request: Request) -> Target | None:
         """A replica with a free slot, now held; None if there is none or others have waited longer."""
         with self._guard:
-            if self._waiting and request.session is None:
-                return None
-            return self._take(request)
+            return self._take_in_turn(request)
+
+    def _take_in_turn(self, request: Request) -> Target | None:
+        """As `_take`, unless a call that has waited longer can have a slot: it has been woken and takes it next."""
+        if self._waiting and (
+            not self._candidates(request.session)
+            or any(self._candidates(waiter.request.session) for waiter in self._waiting)
+        ):
+            return None
+        return self._take(request)
 
     def _take(self, request: Request) -> Target | None:
         candidates = self._candidates(request.session)
@@ -176,7 +185,7 @@ class RoutingTable:
         self._used += 1
         target.last_used = self._used
         target.in_flight += 1
-        if request.session is not None:
+        if request.session in self._pins:  # not one that has been terminated meanwhile
             self._pins[request.session] = target.index
         return target
 
@@ -193,25 +202,30 @@ class RoutingTable:
     async def acquire(self, request: Request) -> Target:
         """Wait for a slot. Raises `Overloaded` when the queue is full and `ServiceStopped` when none will ever come."""
         loop = asyncio.get_running_loop()
-        while True:
-            with self._guard:
-                target = None if self._waiting and request.session is None else self._take(request)
-                if target is not None:
-                    return target
-                self._check_hope()
-                if self._live and self._max_queue is not None and len(self._waiting) >= self._max_queue:
-                    self.num_rejected += 1
-                    raise self._overloaded()
-                waiter = _Waiter(loop.create_future(), loop, request)
-                self._waiting.append(waiter)
-            try:
+        with self._guard:
+            target = self._take_in_turn(request)
+            if target is not None:
+                return target
+            self._check_hope()
+            if self._live and request.attempt == 0 and self._is_queue_full():
+                self.num_rejected += 1
+                raise self._overloaded()
+            waiter = _Waiter(loop.create_future(), loop, request)
+            self._waiting.append(waiter)
+        try:
+            while True:
                 await waiter.ready
                 with self._guard:
                     target = self._take(request)
-            finally:
-                self._leave(waiter)
-            if target is not None:
-                return target
+                    if target is not None:
+                        return target
+                    self._check_hope()
+                    waiter.ready = loop.create_future()  # it keeps its place
+        finally:
+            self._leave(waiter)
+
+    def _is_queue_full(self) -> bool:
+        return self._max_queue is not None and len(self._waiting) >= self._max_queue
 
     def _leave(self, waiter: _Waiter) -> None:
         with self._guard:
