@@ -26,6 +26,9 @@ class NotPicklable(Exception):
         super().__init__(reason)
 
 
+FAILURE = TaskFailed(99)
+
+
 class Worker(ForgeActor):
     """Does what a test tells it to."""
 
@@ -104,6 +107,28 @@ class Worker(ForgeActor):
         if how == "stop iteration":
             raise StopIteration("done")
         return lambda: asyncio.get_running_loop()  # an answer that can travel only by value
+
+    @endpoint
+    def fail_in_thread(self) -> None:
+        next(iter(()))  # StopIteration, which no future can hold
+
+    @endpoint
+    async def fail_again(self) -> None:
+        """Raise the same object each time."""
+        raise FAILURE
+
+    @endpoint
+    async def call_own(self, left: int) -> int:
+        """An endpoint may call another one of its actor as a method."""
+        return self.add(left) + 1
+
+    @endpoint
+    async def change_rank(self, value: str | None) -> None:
+        """What some libraries do."""
+        if value is None:
+            os.environ.pop("RANK", None)
+        else:
+            os.environ["RANK"] = value
 
     @endpoint
     async def fail_on(self, pid: int) -> int:
@@ -199,11 +224,15 @@ class Owner(ForgeActor):
 
     @endpoint
     async def setup(self) -> None:
-        self.service = await Worker.options(num_replicas=2).as_service()
+        self.service = await Worker.options(num_replicas=2, heartbeat_s=0.2, heartbeat_timeout_s=2).as_service()
 
     @endpoint
     async def call(self) -> list[int]:
         return await self.service.pid.fanout()  # type: ignore[no-any-return]
+
+    @endpoint
+    async def handle(self) -> Any:
+        return self.service
 
     @endpoint
     async def close(self) -> None:
@@ -248,6 +277,40 @@ class DiesWhenRestarted(ForgeActor):
     @endpoint
     async def pid(self) -> int:
         return os.getpid()
+
+
+class DiesSoon(ForgeActor):
+    """Comes up every time, dies a moment later, never serves."""
+
+    @endpoint
+    async def setup(self) -> None:
+        self.end = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        await asyncio.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SlowToStart(ForgeActor):
+    """Says that its setup has begun, then takes its time."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @endpoint
+    async def setup(self) -> None:
+        with open(self.path, "w") as pipe:
+            pipe.write(f"{os.getpid()}\n")
+        await asyncio.sleep(1000)
+
+
+class Extended(Worker):
+    """Extends an endpoint of its base."""
+
+    @endpoint
+    async def setup(self) -> None:
+        await super().setup()
+        self.tag += "+"
 
 
 class Cleaner(ForgeActor):

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
-from actors import DiesWhenRestarted, Worker
-from forge.errors import ActorFailure, ServiceStopped
+from actors import Caller, DiesSoon, DiesWhenRestarted, Owner, SlowToStart, Worker
+from forge.errors import ActorFailure, LaunchError, ServiceStopped
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 NUM_CALLERS = 64
@@ -210,5 +211,177 @@ def test_the_first_restart_is_at_once_and_later_ones_back_off(drive, tmp_path):
         for tries in range(5):
             await control().submit(keeper._back_off(tries))
         assert waits == [0.25, 0.5, 1.0, 1.0]
+
+    drive(body())
+
+
+@pytest.mark.parametrize("what", ["service", "actor"])
+def test_stopping_under_load_leaves_the_controller_alone(drive, what):
+    """Messages that reach a rank which has just stopped in order come back to the controller: that is no fault."""
+
+    async def body():
+        for _ in range(3):
+            if what == "service":
+                victim = await Worker.options(num_replicas=2).as_service()
+                call, stop = victim.pid.route, victim.shutdown
+            else:
+                victim = await Worker.as_actor()
+                call, stop = victim.pid.call_one, victim.stop
+
+            async def caller(call=call) -> None:
+                while True:
+                    await call()
+
+            callers = [asyncio.create_task(caller()) for _ in range(NUM_CALLERS)]
+            await asyncio.gather(*(call() for _ in range(NUM_CALLERS)))
+            await stop()
+            outcomes = await asyncio.gather(*callers, return_exceptions=True)
+            assert {type(outcome) for outcome in outcomes} <= {ActorFailure, ServiceStopped}
+        assert await (await Worker.as_service()).add.route(1) == 2
+
+    drive(body())
+
+
+def test_a_replica_that_comes_up_and_never_serves_is_given_up(drive):
+    async def body():
+        service = await DiesSoon.options(max_restarts=2, restart_backoff_s=0.01, stable_s=60).as_service()
+        metrics = await service.wait_until(lambda metrics: metrics.replicas[0].health == "given_up", timeout_s=60)
+        assert metrics.restarts == 2, "its setup does not count as having served"
+
+    drive(body())
+
+
+def make_pipe(folder: Path) -> str:
+    """A named pipe through which processes say that they have started."""
+    path = str(folder / "pids")
+    os.mkfifo(path)
+    return path
+
+
+async def started(path: str, count: int) -> list[int]:
+    """Pidfds of the first `count` processes that wrote their pid into the pipe."""
+    pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
+    loop, readable, text = asyncio.get_running_loop(), asyncio.Event(), ""
+    loop.add_reader(pipe, readable.set)
+    while text.count("\n") < count:
+        await readable.wait()
+        readable.clear()
+        text += os.read(pipe, 1024).decode()
+    loop.remove_reader(pipe)
+    os.close(pipe)
+    return [os.pidfd_open(int(line)) for line in text.split()]
+
+
+def test_a_cancelled_start_leaves_nothing(drive, tmp_path):
+    async def body():
+        pipe = make_pipe(tmp_path)
+        start = asyncio.ensure_future(SlowToStart.options(num_replicas=2).as_service(pipe))
+        one = asyncio.ensure_future(SlowToStart.as_actor(pipe))
+        pidfds = await started(pipe, 3)
+        for task in (start, one):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        for pidfd in pidfds:
+            await ended(pidfd)
+
+    drive(body())
+
+
+def test_the_end_of_a_block_ends_what_is_still_starting(tmp_path):
+    import forge
+
+    async def body():
+        async with forge.run():
+            pipe = make_pipe(tmp_path)
+            start = asyncio.ensure_future(SlowToStart.options(num_replicas=2).as_service(pipe))
+            pidfds = await started(pipe, 2)
+        for pidfd in pidfds:
+            await ended(pidfd)
+        with pytest.raises((ServiceStopped, LaunchError, asyncio.CancelledError)):
+            await start
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_can_be_lost_while_it_boots(drive, sent):
+    """Before it can say who it is: the start fails, or is stopped, and the process is gone."""
+
+    async def body():
+        from forge.runtime.hosts import find_ranks
+
+        start = asyncio.ensure_future(Worker.options(mesh_name=f"boot{sent}", spawn_timeout_s=3).as_actor())
+        found: list[int] = []
+        while not found:
+            await asyncio.sleep(0)
+            found = [pid for pid in _children() if f"boot{sent}" in _group_of(pid)]
+        os.kill(found[0], sent)
+        pidfd = os.pidfd_open(found[0])
+        with pytest.raises(LaunchError):
+            await start
+        await ended(pidfd)
+        assert find_ranks("nobody") == {}
+
+    drive(body())
+
+
+def _children() -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process().children()]
+
+
+def _group_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            words = file.read().split(b"\0")
+    except OSError:
+        return ""
+    return next((word.decode() for word in words if word.startswith(b"FORGE_GROUP=")), "")
+
+
+def test_ranks_are_known_whatever_the_users_code_does_to_the_environment(drive):
+    async def body():
+        service = await Worker.options(procs=2, heartbeat_s=0.1, heartbeat_timeout_s=1.0).as_service()
+        for value in ("0", None):
+            await service.change_rank.route(value)
+            assert len(await service.pid.options(all_ranks=True).route()) == 2
+        assert (await service.get_metrics()).restarts == 0
+
+    drive(body())
+
+
+def test_a_handle_elsewhere_hears_of_the_end_of_its_service(drive):
+    async def body():
+        service = await Worker.options(heartbeat_s=0.1, heartbeat_timeout_s=1.0).as_service()
+        used, unused = await asyncio.gather(*(Caller.as_actor(service) for _ in range(2)))
+        assert len(await used.call.call_one(1)) == 1
+        pending = asyncio.ensure_future(used.hold.call_one("never"))
+        while not (await service.read_log.fanout())[0]:
+            pass
+        await service.shutdown()
+        with pytest.raises((ActorFailure, ServiceStopped)):
+            await pending
+        for caller in (used, unused):
+            with pytest.raises(ServiceStopped):
+                await caller.call.call_one(1)
+
+    drive(body())
+
+
+def test_a_handle_elsewhere_hears_of_the_death_of_its_owner(drive):
+    async def body():
+        owner = await Owner.as_actor()
+        service = await owner.handle.call_one()
+        assert len(await service.pid.fanout()) == 2
+        pending = asyncio.ensure_future(service.hold.route("never"))
+        while not any(await service.read_log.fanout()):
+            pass
+        os.kill(owner.pids[0], signal.SIGKILL)
+        with pytest.raises((ActorFailure, ServiceStopped)):
+            await pending
+        with pytest.raises(ServiceStopped, match="shut down"):
+            await service.pid.route()
 
     drive(body())

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from actors import Cleaner, DiesInSetup, FailsInInit, FailsInSetup, HangsInInit, TaskFailed, Worker
+from actors import Cleaner, DiesInSetup, Extended, FailsInInit, FailsInSetup, HangsInInit, TaskFailed, Worker
+from forge import endpoint
 from forge.errors import ActorFailure, LaunchError, OptionError, PlacementError, RemoteError
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -190,3 +191,46 @@ def test_the_calling_thread_may_block_without_harm(drive):
         assert await service.add.route(1) == 2
 
     drive(body())
+
+
+def test_odd_exceptions_do_no_harm(drive):
+    async def body():
+        service = await Worker.as_service()
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await service.fail_in_thread.route()
+        sizes = []
+        for _ in range(3):
+            with pytest.raises(TaskFailed) as caught:
+                await service.fail_again.route()
+            sizes.append(len(caught.value.remote_traceback))
+            assert len(caught.value.__notes__) == 1
+        assert len(set(sizes)) == 1, "the actor's own object must not grow"
+        assert await service.add.route(1) == 2
+
+    drive(body())
+
+
+def test_endpoints_are_methods_inside_their_actor(drive):
+    async def body():
+        extended = await Extended.as_actor("base")
+        assert await extended.call_own.call_one(1) == 3
+        facts = await extended.describe.call_one()
+        assert facts["is_ready"]
+        assert facts["tag"] == "base+"
+
+    drive(body())
+
+
+@pytest.mark.parametrize("env", [{"A=B": "1"}, {"": "1"}, {"A": "x\0y"}, {"RANK": "3"}, {"A": 1}])
+def test_odd_variables_are_refused(env):
+    with pytest.raises(OptionError, match="'env'"):
+        Worker.options(env=env)
+
+
+def test_endpoint_names_that_handles_use_are_refused():
+    class Bad(Worker):
+        @endpoint
+        async def slice(self) -> None: ...
+
+    with pytest.raises(OptionError, match="cannot be named 'slice'"):
+        Bad.options()

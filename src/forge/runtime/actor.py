@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
+from monarch._src.actor.actor_mesh import ActorMesh
+
 from forge.errors import OptionError
 from forge.runtime.backend import Actor, monarch_actor, note_fault
 from forge.runtime.dispatch import Dispatcher, portable
@@ -131,6 +133,9 @@ class ActorOptions:
             isinstance(key, str) and isinstance(value, str) for key, value in self.env.items()
         ):
             raise bad_option("env", self.env, "a dict of strings to strings", "env={'NAME': 'value'}")
+        odd = [name for name, value in self.env.items() if not name or "=" in name or "\0" in name + value]
+        if odd:
+            raise bad_option("env", odd, "names without `=`, and no NUL anywhere", "env={'NAME': 'value'}")
         taken = [name for name in self.env if name in RANK_VARIABLES or (self.with_gpus and name == GPU_VARIABLE)]
         if taken:
             raise bad_option("env", taken, "not a variable that placement sets for each rank", "remove it from env")
@@ -207,11 +212,23 @@ def check_seconds(name: str, value: object, *, optional: bool = False, zero: boo
         )
 
 
+_MESH_NAMES = frozenset(name for name in dir(ActorMesh) if not name.startswith("_")) | {"pids", "is_alive"}
+
+
 class Spawner:
     """What `options(...)` gives: a class with its options, ready to be spawned any number of times."""
 
     def __init__(self, cls: type, options: ActorOptions) -> None:
         self.cls, self.chosen = cls, options
+        for name in specs_of(cls):
+            if name in _MESH_NAMES:
+                raise OptionError(
+                    f"an endpoint cannot be named {name!r}: handles have that name themselves",
+                    path=f"{cls.__name__}.{name}",
+                    value=name,
+                    rule=f"not one of {', '.join(sorted(_MESH_NAMES))}",
+                    repair="rename the endpoint",
+                )
 
     def options(self, **keywords: Any) -> Self:
         """The same with some options changed; this one stays as it is."""

@@ -84,14 +84,19 @@ def note_fault(failure: Any) -> bool:
     mesh_name = str(failure.mesh_name)
     if mesh_name.startswith("logger-"):
         return True
-    if not mesh_name.startswith(OWNED):
-        return False
     report = str(failure.report())
+    if not mesh_name.startswith(OWNED):
+        return _is_late_message(report)
     _log.debug("fault in %s: %s", mesh_name, report)
     on_fault = _on_fault.get(mesh_name.rpartition("-")[0])  # Monarch adds a random word to the name
     if on_fault is not None:
         on_fault(report)
     return True
+
+
+def _is_late_message(report: str) -> bool:
+    """A message to one of our ranks that had just stopped in order. Its sender has heard of the stop by other means."""
+    return "undeliverable message" in report and f"dest: {OWNED}-" in report
 
 
 def install_fault_hook() -> None:

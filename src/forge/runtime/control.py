@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import contextvars
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> bool:
+    """Call `callback` soon on a loop of any thread; False if that loop has ended, where nobody waits any more."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        return False
+    return True
 
 
 class ControlLoop:
@@ -35,51 +45,43 @@ class ControlLoop:
             self.loop.run_until_complete(asyncio.wait(left, timeout=1))
         self.loop.close()
 
-    def submit(self, coro: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-        """Run `coro` on the control loop, in the caller's context; await the result on the caller's own loop.
-
-        Cancelling the returned future cancels the coroutine.
-        """
-        caller = asyncio.get_running_loop()
-        outcome: asyncio.Future[T] = caller.create_future()
+    def start(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run `coro` on the control loop, in the caller's context. Cancelling the result cancels the coroutine."""
+        outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
         context = contextvars.copy_context()
-        task: asyncio.Task[T] | None = None
 
-        def deliver(done: asyncio.Task[T]) -> None:
-            def settle() -> None:
-                if outcome.done():
-                    return
-                if done.cancelled():
-                    outcome.cancel()
-                elif (error := done.exception()) is not None:
-                    outcome.set_exception(error)
-                else:
-                    outcome.set_result(done.result())
-
-            if not done.cancelled():
-                done.exception()  # marks it as retrieved: the caller may have gone
-            if not caller.is_closed():
-                caller.call_soon_threadsafe(settle)
-
-        def start() -> None:
-            nonlocal task
+        def begin() -> None:
+            if outcome.cancelled():
+                coro.close()
+                return
             task = self.loop.create_task(coro, context=context)
             task.add_done_callback(deliver)
-            if outcome.cancelled():
-                task.cancel()
+            outcome.add_done_callback(lambda done: post(self.loop, task.cancel) if done.cancelled() else None)
 
-        def forward_cancel(done: asyncio.Future[T]) -> None:
-            if done.cancelled() and task is not None and not self.loop.is_closed():
-                self.loop.call_soon_threadsafe(task.cancel)
+        def deliver(task: asyncio.Task[T]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if task.cancelled():
+                outcome.cancel()
+            elif not outcome.set_running_or_notify_cancel():
+                return  # nobody waits any more
+            elif error is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(task.result())
 
-        outcome.add_done_callback(forward_cancel)
-        self.loop.call_soon_threadsafe(start)
+        if not post(self.loop, begin):
+            coro.close()
+            outcome.cancel()
         return outcome
+
+    def submit(self, coro: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """As `start`, to be awaited on the caller's own loop."""
+        return asyncio.wrap_future(self.start(coro))
 
     def stop(self) -> None:
         """End the loop's thread; nothing may be submitted afterwards."""
         if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            post(self.loop, self.loop.stop)
             if threading.current_thread() is not self._thread:
                 self._thread.join(timeout=5)
 

@@ -21,6 +21,7 @@ from forge.runtime.wire import decode, encode
 
 _log = logging.getLogger("forge.runtime")
 _FORGET_AFTER = 4096
+SETUP = "setup"
 
 
 class Dispatcher:
@@ -76,10 +77,11 @@ class Dispatcher:
     ) -> None:
         try:
             port.send(await self.invoke(actor, spec, args, kwargs))
-            self.num_served += 1
-        except asyncio.CancelledError:
-            port.exception(RemoteError(f"{spec.name} was cancelled", type_name="asyncio.CancelledError"))
-            raise
+            self.num_served += spec.name != SETUP
+        except asyncio.CancelledError as error:
+            port.exception(portable(error))
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # by us, and not by the user's own code
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
             port.exception(portable(error))
 
@@ -96,7 +98,7 @@ class Dispatcher:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="forge-endpoint")
         run = contextvars.copy_context().run
-        running = asyncio.get_running_loop().run_in_executor(self._thread, run, call)
+        running = asyncio.get_running_loop().run_in_executor(self._thread, run, _without_stop_iteration, call)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -107,18 +109,41 @@ class Dispatcher:
             raise
 
 
-def portable(error: BaseException) -> Exception:
-    """`error` with its traceback attached, or a `RemoteError` that stands for it where it cannot travel."""
+def _without_stop_iteration(call: functools.partial[Any]) -> Any:
+    try:
+        return call()
+    except StopIteration as error:  # no future can hold one: as in a coroutine, it becomes a RuntimeError
+        raise RuntimeError("the endpoint raised StopIteration") from error
+
+
+class Traveller(Exception):
+    """Carries an exception and its traceback; where it arrives it is that exception, with the traceback attached.
+
+    The original gets no note: an actor may raise the same object again.
+    """
+
+    def __init__(self, error: Exception, text: str) -> None:
+        super().__init__()
+        self.error, self.text = error, text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_arrive, (self.error, self.text))
+
+
+def _arrive(error: Exception, text: str) -> Exception:
+    error.__dict__["remote_traceback"] = text
+    error.add_note(f"\nRemote traceback:\n{text}")
+    return error
+
+
+def portable(error: BaseException) -> Traveller:
+    """`error` ready to travel, or a `RemoteError` that stands for it where it cannot."""
     text = "".join(traceback.format_exception(error))
+    error.__traceback__ = None  # told; an object that is raised again would collect the frames of every time
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     if isinstance(error, Exception) and not isinstance(error, StopIteration) and _survives(error):
-        traveller: Exception = error
-        traveller.__traceback__ = None
-    else:
-        traveller = RemoteError(f"{name}: {_text(error)}", type_name=name)
-    traveller.__dict__["remote_traceback"] = text
-    traveller.add_note(f"\nRemote traceback:\n{text}")
-    return traveller
+        return Traveller(error, text)
+    return Traveller(RemoteError(f"{name}: {_text(error)}", type_name=name), text)
 
 
 def _text(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 from monarch._src.actor.endpoint import EndpointProperty
@@ -66,6 +66,20 @@ class ForgeEndpoint(EndpointProperty):  # type: ignore[misc]
         serve.__signature__ = _with_port(inspect.signature(spec.method))  # type: ignore[attr-defined]
         super().__init__(serve, propagator=None, explicit_response_port=True, instrument=False)
         self.__doc__ = spec.method.__doc__
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else BoundEndpoint(self, instance)
+
+
+class BoundEndpoint(EndpointProperty):  # type: ignore[misc]
+    """An endpoint seen from inside its actor: `self.other(...)` and `super().setup()` simply call the method."""
+
+    def __init__(self, endpoint: ForgeEndpoint, actor: Any) -> None:
+        super().__init__(endpoint._method, propagator=None, explicit_response_port=True, instrument=False)
+        self._spec, self._actor = endpoint.spec, actor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._spec.method(self._actor, *args, **kwargs)
 
 
 def _with_port(signature: inspect.Signature) -> inspect.Signature:
@@ -135,5 +149,5 @@ def specs_of(cls: type) -> dict[str, EndpointSpec]:
     for name in dir(cls):
         value = inspect.getattr_static(cls, name, None)
         if isinstance(value, ForgeEndpoint):
-            found[name] = value.spec
+            found[name] = replace(value.spec, name=name)
     return found

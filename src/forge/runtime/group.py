@@ -28,9 +28,10 @@ from forge.runtime.backend import (
     monarch_actor,
     watch_faults,
 )
+from forge.runtime.control import post
 from forge.runtime.hosts import Host, joint_mesh
 from forge.runtime.placement import THREAD_VARIABLES, GpuLease, rank_environment
-from forge.runtime.rank_main import OWNER
+from forge.runtime.rank_main import GROUP, OWNER, RANK
 
 _log = logging.getLogger("forge.runtime")
 _serial = itertools.count(1)
@@ -80,8 +81,7 @@ class PendingCalls:
             return
         self.failure = failure
         for reply, loop in list(self._waiting.items()):
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_settle, reply, failure)
+            post(loop, _settle, reply, failure)
 
 
 def _settle(reply: asyncio.Future[Any], failure: ActorFailure) -> None:
@@ -113,7 +113,10 @@ class RankGroup:
         self._placed: list[Host] = []
         self._num_threads = 1
         self._on_death: list[Callable[[str], None]] = []
+        self._pid_of_rank: dict[int, int] = {}
         self._exited: dict[int, asyncio.Event] = {}
+        self._is_starting = False
+        self._start_ended = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
         self.released = asyncio.Event()
         """Set when every rank has ended and what the group held (GPUs, threads) has been given back."""
@@ -128,14 +131,18 @@ class RankGroup:
 
     async def start(self) -> None:
         """Spawn, construct, watch, and run `setup`; on failure nothing is left behind."""
+        self._is_starting = True
         try:
             self._place()
             await self._spawn()
             await self._identify()
             await self._set_up()
         except BaseException:
+            self._start_ended.set()  # whoever ends it waits for this to give up
             await self.stop(kill=True)
             raise
+        finally:
+            self._start_ended.set()
 
     def _place(self) -> None:
         for host in self.hosts:
@@ -152,7 +159,7 @@ class RankGroup:
         def command(point: Any) -> Any:
             rank = int(point.rank)
             host = self.hosts[rank // self.spec.num_procs]
-            env = self._environment(rank, meeting_port)
+            env = self._environment(rank, meeting_port) | {GROUP: self.name, RANK: str(rank)}
             env["CUDA_VISIBLE_DEVICES"] = devices.get(host, "")
             if host.is_local:
                 env[OWNER] = str(os.getpid())
@@ -179,15 +186,36 @@ class RankGroup:
 
     async def _identify(self) -> None:
         """Learn the pids and watch them before any of the user's code runs: whatever it does, it can be ended."""
-        self._probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
-        replies = await self._ask(self._probe.pid.call(), self.spec.spawn_timeout_s, "start")
-        pids = []
+        boot = asyncio.create_task(self._watch_boot())
+        try:
+            self._probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
+            replies = await self._ask(self._probe.pid.call(), self.spec.spawn_timeout_s, "start")
+        finally:
+            boot.cancel()
+            await asyncio.gather(boot, return_exceptions=True)
         for point, pid in replies.items():
-            pids.append((self.hosts[int(point.rank) // self.spec.num_procs], int(pid)))
-        self.pids = tuple(pids)
-        for rank, (host, pid) in enumerate(self.pids):
-            self._exited[rank] = asyncio.Event()
-            await host.watch.watch(pid, functools.partial(self._rank_ended, rank, pid))
+            await self._watch_rank(int(point.rank), int(pid))
+        self.pids = tuple(
+            (self.hosts[rank // self.spec.num_procs], pid) for rank, pid in sorted(self._pid_of_rank.items())
+        )
+
+    async def _watch_boot(self) -> None:
+        """Find the ranks by their environment while they boot, so that a death before they can speak is seen too."""
+        pause = 0.02
+        while len(self._pid_of_rank) < self.spec.num_procs * len(self.hosts):
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, 0.5)
+            for host in self.hosts:
+                for rank, pid in (await host.watch.find(self.name)).items():
+                    await self._watch_rank(rank, pid)
+
+    async def _watch_rank(self, rank: int, pid: int) -> None:
+        if rank in self._pid_of_rank:
+            return
+        self._pid_of_rank[rank] = pid
+        self._exited[rank] = asyncio.Event()
+        host = self.hosts[rank // self.spec.num_procs]
+        await host.watch.watch(pid, functools.partial(self._rank_ended, rank, pid))
 
     def _rank_ended(self, rank: int, pid: int) -> None:
         self._exited[rank].set()
@@ -202,8 +230,7 @@ class RankGroup:
         loop = asyncio.get_running_loop()
 
         def on_fault(report: str) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(self.fail, f"its actor failed:\n{report}")
+            post(loop, self.fail, f"its actor failed:\n{report}")
 
         watch_faults(self.name, on_fault)
 
@@ -214,6 +241,10 @@ class RankGroup:
         label = self.spec.label
         try:
             return await asyncio.wait_for(future, timeout_s)
+        except ValueError as error:
+            if phase != "start":
+                raise
+            raise LaunchError(f"{label} could not be started: {error}", path=label) from None
         except SupervisionError as error:
             raise LaunchError(f"{label} failed in its {phase}:\n{error}", path=label) from None
         except ActorFailure as error:
@@ -257,12 +288,15 @@ class RankGroup:
         return self._ending
 
     async def _end(self, *, kill: bool) -> None:
+        self.calls.fail(ActorFailure(f"{self.spec.label} was stopped", path=self.spec.label))
+        if self._is_starting and not self._start_ended.is_set():
+            kill = True
+            await self._start_ended.wait()  # soon: what it waits for has just failed
         if not kill:
             await self._stop_mesh()
         try:
             await self._kill_all()
         finally:
-            self.calls.fail(ActorFailure(f"{self.spec.label} was stopped", path=self.spec.label))
             self._return_everything()
             self.released.set()
         if kill:
@@ -281,15 +315,15 @@ class RankGroup:
             _log.debug("%s: stop failed: %s", self.spec.label, error)
 
     async def _kill_all(self) -> None:
-        by_host: dict[Host, list[int]] = {}
-        for host, pid in self.pids:
-            by_host.setdefault(host, []).append(pid)
-        for host, pids in by_host.items():
+        for host in self.hosts:
             try:
-                if not host.is_lost:
-                    await host.watch.kill(pids)
-            except (TimeoutError, SupervisionError) as error:
-                _log.warning("host %s did not confirm the end of %s: %s", host.name, pids, type(error).__name__)
+                if not host.is_lost and self._procs is not None:
+                    for rank, pid in (await host.watch.find(self.name)).items():  # also those still booting
+                        await self._watch_rank(rank, pid)
+                    ranks = [rank for rank in self._pid_of_rank if self.hosts[rank // self.spec.num_procs] is host]
+                    await host.watch.kill([self._pid_of_rank[rank] for rank in ranks])
+            except LaunchError as error:
+                _log.warning("host %s did not confirm the end of %s: %s", host.name, self.spec.label, error.message)
         exits = [asyncio.create_task(event.wait()) for event in self._exited.values()]
         if exits:
             _, waiting = await asyncio.wait(exits, timeout=STOP_S)
@@ -316,8 +350,15 @@ class RankGroup:
         for entries in (host_mesh._proc_meshes, kept_by):
             entries[:] = [entry for entry in entries if id(entry) not in gone]
         spawns = host_mesh._pending_spawns
-        spawns[:] = [spawn for spawn in spawns if spawn.poll() is None]
+        spawns[:] = [spawn for spawn in spawns if _is_under_way(spawn)]
         self._procs = self._probe = None
+
+
+def _is_under_way(spawn: Any) -> bool:
+    try:
+        return spawn.poll() is None
+    except Exception:  # noqa: BLE001 - it failed, and its own group has raised that
+        return False
 
 
 def translate(error: BaseException, label: str) -> BaseException:

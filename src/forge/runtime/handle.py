@@ -1,7 +1,8 @@
 """The handle of a spawned actor: Monarch's verbs, with errors as a caller wants them.
 
 `call_one`, `call`, `choose`, `stream`, `broadcast` and `rref` behave as Monarch's do, except that a user's exception is
-raised as itself and the death of a process raises `ActorFailure` within milliseconds.
+raised as itself and the death of a process raises `ActorFailure`: within milliseconds at the actor's owner, within
+seconds through a handle that was sent to another process.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from forge.errors import CallTimeout
+from forge.errors import ActorFailure, CallTimeout
 from forge.runtime.control import control
 from forge.runtime.group import PendingCalls, RankGroup, translate
 
@@ -38,14 +39,14 @@ class Reply:
 
     def get(self, timeout: float | None = None) -> Any:
         """Block until the result is there. Not inside an event loop: `await` there."""
+        waiting = control().start(self._wait())
         try:
-            return self._future.get(timeout)
+            return waiting.result(timeout)
         except TimeoutError as error:
             if getattr(error, "remote_traceback", None) is not None:
                 raise
+            waiting.cancel()
             raise CallTimeout(f"{self._label} did not answer", value=f"{timeout} s") from None
-        except Exception as error:  # noqa: BLE001 - translated, never swallowed
-            raise translate(error, self._label) from None
 
 
 class EndpointVerbs:
@@ -125,6 +126,8 @@ class ActorHandle:
         return self._group
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._group is not None and not self._group.is_alive:
+            raise ActorFailure(f"{self._label} has ended; its handle cannot be sent any more", path=self._label)
         return (ActorHandle, (self._actor, self._label))
 
     def __repr__(self) -> str:

@@ -17,12 +17,14 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
 from forge.runtime.backend import OWNED, Actor, Channel, Port, default_bootstrap_cmd, monarch_actor, this_host
 from forge.runtime.placement import GpuPool, ThreadLedger, count_cpus, count_gpus, visible_gpus
+from forge.runtime.rank_main import GROUP, RANK
 
 _log = logging.getLogger("forge.runtime")
 
@@ -47,6 +49,22 @@ def free_port(address: str = "") -> int:
         return int(probe.getsockname()[1])
 
 
+def find_ranks(group: str) -> dict[int, int]:
+    """The processes of this machine whose environment says that they are ranks of `group`."""
+    mark, found = f"{GROUP}={group}".encode(), {}
+    for entry in os.scandir("/proc"):
+        if not entry.name.isdecimal():
+            continue
+        try:
+            words = Path(entry.path, "environ").read_bytes().split(b"\0")
+        except OSError:  # it ended, or is another user's
+            continue
+        if mark in words:
+            rank = next(word for word in words if word.startswith(f"{RANK}=".encode()))
+            found[int(rank.partition(b"=")[2])] = int(entry.name)
+    return found
+
+
 class ProcessWatch(Protocol):
     """Sees and ends processes on one host. Everything here runs on the control loop."""
 
@@ -55,6 +73,9 @@ class ProcessWatch(Protocol):
 
     async def kill(self, pids: Sequence[int]) -> None:
         """SIGKILL processes that were watched; those that have ended are passed over."""
+
+    async def find(self, group: str) -> dict[int, int]:
+        """The process of each rank of a group, as far as they have been started."""
 
     async def free_port(self) -> int: ...
 
@@ -97,6 +118,9 @@ class LocalWatch:
                 except ProcessLookupError:
                     continue
 
+    async def find(self, group: str) -> dict[int, int]:
+        return find_ranks(group)
+
     async def free_port(self) -> int:
         return free_port("127.0.0.1")
 
@@ -116,10 +140,16 @@ class HostAgent(Actor):  # type: ignore[misc]
         self._last_word = time.monotonic()
         self._guard: asyncio.Task[None] | None = None
         self._port: Any = None
+        self._claim = socket.socket(socket.AF_UNIX)
 
     @monarch_actor.endpoint
-    async def describe(self) -> HostFacts:
+    async def describe(self) -> HostFacts | None:
+        """What this host has; None if another controller uses it."""
         self._last_word = time.monotonic()
+        try:
+            self._claim.bind(f"\0forge-host-{os.getppid()}")  # held as long as this process lives
+        except OSError:
+            return None
         self._guard = asyncio.create_task(self._end_when_abandoned())
         return local_facts()
 
@@ -156,6 +186,10 @@ class HostAgent(Actor):  # type: ignore[misc]
         await self._watch.kill(pids)
 
     @monarch_actor.endpoint
+    async def find(self, group: str) -> dict[int, int]:
+        return find_ranks(group)
+
+    @monarch_actor.endpoint
     async def free_port(self) -> int:
         return free_port()
 
@@ -166,17 +200,32 @@ class HostAgent(Actor):  # type: ignore[misc]
 class AgentWatch:
     """Watches processes of another host through its `HostAgent`."""
 
-    def __init__(self, agent: Any, procs: Any, *, on_lost: Callable[[], None], timings: HostTimings) -> None:
-        self._agent, self._procs, self._on_lost, self._timings = agent, procs, on_lost, timings
+    def __init__(self, host: Host, agent: Any, procs: Any, timings: HostTimings) -> None:
+        self._host, self._agent, self._procs, self._timings = host, agent, procs, timings
         self._exits: dict[int, Callable[[], None]] = {}
-        self._is_lost = False
+        self._lost = asyncio.Event()
         self._port, self._words = Channel.open()
         self._heard = asyncio.Event()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
 
     async def connect(self) -> None:
         """Tell the agent where to send word. Before anything else."""
-        await asyncio.wait_for(self._agent.connect.call_one(self._port), self._timings.timeout_s)
+        await self._ask(self._agent.connect.call_one(self._port))
+
+    async def _ask(self, reply: Any) -> Any:
+        """The agent's answer; a host that is lost, or does not answer in time, is a `LaunchError`."""
+        answer = reply.as_asyncio()
+        lost = asyncio.create_task(self._lost.wait())
+        try:
+            await asyncio.wait({answer, lost}, timeout=self._timings.timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and answer.exception() is None:
+                return answer.result()
+        finally:
+            lost.cancel()
+            answer.cancel()
+        raise LaunchError(
+            f"host {self._host.name} {'was lost' if self._lost.is_set() else 'does not answer'}", path=self._host.name
+        )
 
     async def _receive(self) -> None:
         while True:
@@ -200,27 +249,31 @@ class AgentWatch:
                     await asyncio.wait_for(self._heard.wait(), self._timings.timeout_s / 2)
             if not self._heard.is_set():
                 break
-        _log.warning("a host does not answer its heartbeat and counts as lost")
-        self._is_lost = True
-        self._on_lost()
+        _log.warning("host %s does not answer its heartbeat and counts as lost", self._host.name)
+        self._lost.set()
+        self._host.is_lost = True
         for pid in list(self._exits):
             self._ended(pid)
 
     async def watch(self, pid: int, on_exit: Callable[[], None]) -> None:
         self._exits[pid] = on_exit
-        await asyncio.wait_for(self._agent.watch.call_one(pid), self._timings.timeout_s)
+        await self._ask(self._agent.watch.call_one(pid))
 
     async def kill(self, pids: Sequence[int]) -> None:
-        await asyncio.wait_for(self._agent.kill.call_one(list(pids)), self._timings.timeout_s)
+        await self._ask(self._agent.kill.call_one(list(pids)))
+
+    async def find(self, group: str) -> dict[int, int]:
+        found: dict[int, int] = await self._ask(self._agent.find.call_one(group))
+        return found
 
     async def free_port(self) -> int:
-        return int(await asyncio.wait_for(self._agent.free_port.call_one(), self._timings.timeout_s))
+        return int(await self._ask(self._agent.free_port.call_one()))
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if not self._is_lost:
+        if not self._lost.is_set():
             await asyncio.wait_for(self._procs.stop(), self._timings.timeout_s)
 
 
@@ -252,9 +305,6 @@ class Host:
     def is_local(self) -> bool:
         return isinstance(self.watch, LocalWatch)
 
-    def mark_lost(self) -> None:
-        self.is_lost = True
-
 
 def local_host() -> Host:
     """The controller's own machine."""
@@ -270,7 +320,7 @@ async def attach_host(worker: str, timings: HostTimings) -> Host:
         command.args = ["-m", "forge.runtime.rank_main"]
         procs = mesh.spawn_procs(name=f"{OWNED}-agent", bootstrap_command=command)
         agent = procs.spawn(f"{OWNED}-agent", HostAgent, timings.lease_s).slice(hosts=0)
-        facts: HostFacts = await asyncio.wait_for(agent.describe.call_one(), timings.attach_s)
+        facts: HostFacts | None = await asyncio.wait_for(agent.describe.call_one(), timings.attach_s)
     except Exception as error:
         raise LaunchError(
             f"no worker answers at {worker}: {type(error).__name__}: {error}",
@@ -279,8 +329,17 @@ async def attach_host(worker: str, timings: HostTimings) -> Host:
             rule="every address is that of a running `forge worker`",
             repair=f"on that host run `forge worker --address {worker}`, and check that the port is open",
         ) from error
+    if facts is None:
+        await asyncio.wait_for(procs.stop(), timings.timeout_s)
+        raise LaunchError(
+            f"the worker at {worker} serves another controller",
+            path="launcher.hosts",
+            value=worker,
+            rule="a worker serves one controller at a time",
+            repair="wait for that run to end, or start another `forge worker` on another port",
+        )
     host = Host(worker, mesh, address=urlsplit(worker).hostname or "127.0.0.1", facts=facts)
-    host.watch = watch = AgentWatch(agent, procs, on_lost=host.mark_lost, timings=timings)
+    host.watch = watch = AgentWatch(host, agent, procs, timings)
     await watch.connect()
     return host
 

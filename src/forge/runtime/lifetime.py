@@ -108,11 +108,20 @@ class Runtime:
         return group
 
     async def spawn_actor(self, spec: GroupSpec, *, num_hosts: int | None) -> ActorHandle:
+        started: list[RankGroup] = []
+
         async def start() -> RankGroup:
             await self.open()
-            return await self.start_group(spec, self.pick_hosts(num_hosts or 1, spec=spec))
+            started.append(await self.start_group(spec, self.pick_hosts(num_hosts or 1, spec=spec)))
+            return started[0]
 
-        group = await control().submit(start())
+        try:
+            group = await control().submit(start())
+        except BaseException:
+            for group in started:  # it came up, but nobody waits for it any more
+                await asyncio.shield(control().submit(group.stop(kill=True)))
+                self.forget(group)
+            raise
         group.on_death(lambda reason: _log.error("%s was lost: %s", spec.label, reason))
         return ActorHandle(group.actor, spec.label, group=group)
 

@@ -12,6 +12,10 @@ import select
 import signal
 import threading
 
+GROUP = "FORGE_GROUP"
+RANK = "FORGE_RANK"
+"""Which group of ranks a process belongs to, and which of them it is: found even in one that hangs while it starts."""
+
 OWNER = "FORGE_OWNER_PID"
 """Names the process that asked for this rank, where that is another than its parent and on the same machine."""
 

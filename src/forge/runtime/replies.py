@@ -17,10 +17,13 @@ import threading
 from typing import Any
 
 from forge.runtime.backend import Channel
+from forge.runtime.control import post
+from forge.runtime.rank_main import RANK
 from forge.runtime.wire import decode, encode
 
 _log = logging.getLogger("forge.runtime")
 
+_RANK = int(os.environ.get(RANK, "0"))  # read once, before the user's code can change it
 Answer = tuple[bool, bytes]
 """Whether the call succeeded, and the value or the exception, encoded."""
 
@@ -70,11 +73,8 @@ class ReplyDesk:
             if waiting is None:
                 continue
             waiting.answers[rank] = (is_ok, payload)
-            if len(waiting.answers) == waiting.num_ranks and not waiting.loop.is_closed():
-                try:
-                    waiting.loop.call_soon_threadsafe(_settle, waiting)
-                except RuntimeError:  # the loop was closed meanwhile: nobody waits any more
-                    self.close(call_id)
+            if len(waiting.answers) == waiting.num_ranks and not post(waiting.loop, _settle, waiting):
+                self.close(call_id)
 
 
 def _settle(waiting: _Waiting) -> None:
@@ -128,7 +128,7 @@ class Outbox:
     """In the answering process: the way to one caller's desk. What is ready before the way is known waits here."""
 
     def __init__(self) -> None:
-        self._rank = int(os.environ.get("RANK", "0"))
+        self._rank = _RANK
         self._port: Any = None
         self._unsent: list[tuple[int, int, bool, bytes]] = []
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -52,12 +53,30 @@ def check_address(address: str) -> str:
     return address
 
 
+def check_free(address: str) -> None:
+    """Raise unless this machine can listen at `address` now."""
+    parts = urlsplit(address)
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError as error:
+        raise LaunchError(
+            f"this machine cannot listen there: {error.strerror or error}",
+            path="forge worker --address",
+            value=address,
+            rule="an address of this machine, and a port that nobody uses",
+            repair="choose another port, or end the worker that listens there",
+        ) from error
+
+
 TLS_VARIABLES = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
 
 
 def serve(address: str, *, once: bool = False) -> int:
     """Keep a worker listening at `address` until SIGTERM or Ctrl-C. With `once`, end with the first run."""
-    check_address(address)
+    check_free(check_address(address))
     child: subprocess.Popen[bytes] | None = None
     stopping = threading.Event()
 

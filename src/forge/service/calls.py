@@ -30,10 +30,9 @@ class _Call:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         wish: CallOptions,
-        default_s: float | None,
+        limit_s: float | None,
     ) -> None:
-        self.spec, self.args, self.kwargs, self.wish = spec, args, kwargs, wish
-        self.timeout_s = default_s if wish.timeout_s is None else wish.timeout_s
+        self.spec, self.args, self.kwargs, self.wish, self.timeout_s = spec, args, kwargs, wish, limit_s
         self.deadline = None if self.timeout_s is None else asyncio.get_running_loop().time() + self.timeout_s
 
 
@@ -45,9 +44,13 @@ class CallPath:
         self.num_retried = self.num_timeouts = self.num_cancelled = 0
         self.session: contextvars.ContextVar[str | None] = contextvars.ContextVar(f"session of {table.name}")
 
+    def limit_s(self, wish: CallOptions) -> float | None:
+        """How long a call with these options may take."""
+        return self.timeout_s if wish.timeout_s is None else wish.timeout_s
+
     async def route(self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions) -> Any:
         """Send to one replica and return its answer; after a loss send again, where the endpoint allows it."""
-        call = _Call(spec, args, kwargs, wish, self.timeout_s)
+        call = _Call(spec, args, kwargs, wish, self.limit_s(wish))
         session = wish.session if wish.session is not None else self.session.get(None)
         retries_left = self.max_retries if (spec.retry if wish.retry is None else wish.retry) else 0
         attempt = 0
@@ -125,7 +128,7 @@ class CallPath:
         self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions
     ) -> list[Outcome]:
         """Send to every healthy replica, limits or not, and say what each made of it."""
-        call = _Call(spec, args, kwargs, wish, self.timeout_s)
+        call = _Call(spec, args, kwargs, wish, self.limit_s(wish))
         while not (targets := self.table.live()):
             target = await self._acquire(Request(spec.name, None, 0), call)
             self.table.release(target)
@@ -181,7 +184,7 @@ class ServiceEndpoint:
     def __init__(self, service: Service, spec: EndpointSpec, wish: CallOptions = _PLAIN) -> None:
         self._service, self._spec, self._wish = service, spec, wish
         self._path = service._path
-        self._batcher = None if spec.batch is None else Batcher(spec, self._path, wish)
+        self._batcher = None if spec.batch is None else service._batcher(spec, wish)
 
     def options(self, **wishes: Any) -> Self:
         """This endpoint with other call options.
@@ -218,7 +221,7 @@ class ServiceEndpoint:
     async def route(self, *args: Any, **kwargs: Any) -> Any:
         """Call one healthy replica and return its answer. The user's exception is raised as itself."""
         if self._service._keeper is None:
-            await self._service._ready()
+            await self._service._ready(self._path.limit_s(self._wish))
         if self._batcher is not None:
             return await self._batcher.submit(args, kwargs)
         return await self._path.route(self._spec, args, kwargs, self._wish)
@@ -228,7 +231,7 @@ class ServiceEndpoint:
 
         With `options(partial=True)` it returns an `Outcome` for each replica and raises nothing.
         """
-        await self._service._ready()
+        await self._service._ready(self._path.limit_s(self._wish))
         if self._spec.batch is not None:
             args, kwargs = _one_item_batch(self._spec, args, kwargs)
         outcomes = await self._path.fanout(self._spec, args, kwargs, self._wish)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 import uuid
@@ -12,9 +13,11 @@ from typing import Any
 from forge.errors import CallTimeout, OptionError
 from forge.runtime.backend import Channel
 from forge.runtime.control import control
-from forge.runtime.endpoints import specs_of
+from forge.runtime.endpoints import EndpointSpec, specs_of
 from forge.runtime.lifetime import runtime
-from forge.service.calls import CallPath, ServiceEndpoint
+from forge.service.batching import Batcher
+from forge.service.calls import CallOptions, CallPath, ServiceEndpoint
+from forge.service.directory import Gone, Message, directory
 from forge.service.keeper import Keeper
 from forge.service.options import ServiceOptions
 from forge.service.records import ReplicaMetrics, ServiceMetrics
@@ -37,9 +40,10 @@ class Service:
             name, router=options.router(), limit=options.max_concurrency, max_queue=options.max_queue
         )
         self._path = CallPath(self._table, max_retries=options.max_retries, timeout_s=options.call_timeout_s)
+        self._batchers: dict[tuple[Any, ...], Batcher] = {}
         self._keeper: Keeper | None = None
         self._owner_port: Any = None
-        self._subscription: asyncio.Future[None] | None = None
+        self._subscription: concurrent.futures.Future[None] | None = None
         for endpoint_name, spec in specs_of(cls).items():
             if endpoint_name in _RESERVED:
                 raise OptionError(
@@ -50,6 +54,13 @@ class Service:
                     repair="rename the endpoint",
                 )
             setattr(self, endpoint_name, ServiceEndpoint(self, spec))
+
+    def _batcher(self, spec: EndpointSpec, wish: CallOptions) -> Batcher:
+        """The one batcher for calls with these options, however often `endpoint.options(...)` is written."""
+        key = (spec.name, *(getattr(wish, name) for name in wish.__slots__))
+        if key not in self._batchers:
+            self._batchers[key] = Batcher(spec, self._path, wish)
+        return self._batchers[key]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -65,13 +76,21 @@ class Service:
         """Start the replicas of `actor` and return their handle. Users write `Actor.options(...).as_service(...)`."""
         name = options.mesh_name or actor.__name__
         service = cls(actor, options, name=name, uid=uuid.uuid4().hex)
-        keeper = Keeper(options.group_spec(actor, args, kwargs, label=name), options, service._table)
-        await control().submit(keeper.start())
-        service._keeper, service._owner_port = keeper, keeper.port
-        with _known_guard:
-            _known[service._uid] = service
+        keeper = service._keeper = Keeper(options.group_spec(actor, args, kwargs, label=name), options, service._table)
         runtime().own(service)
+        try:
+            service._owner_port = await control().submit(service._open(keeper))
+        except BaseException:
+            await asyncio.shield(control().submit(service.stop()))
+            raise
         return service
+
+    async def _open(self, keeper: Keeper) -> Any:
+        await keeper.start()
+        directory().add(self._uid, keeper)
+        with _known_guard:
+            _known[self._uid] = self
+        return directory().port
 
     # ---- sessions
 
@@ -178,15 +197,16 @@ class Service:
                 path="shutdown",
                 repair="call shutdown() where as_service() was awaited",
             )
-        runtime().forget(self)
         await asyncio.shield(control().submit(self.stop()))
 
     async def stop(self) -> None:
         """As `shutdown`, on the control loop; the runtime calls it."""
         assert self._keeper is not None
-        await self._keeper.stop()
+        directory().remove(self._uid)
         with _known_guard:
             _known.pop(self._uid, None)
+        await self._keeper.stop()
+        runtime().forget(self)
 
     def __repr__(self) -> str:
         healthy = len(self._table.live())
@@ -197,28 +217,48 @@ class Service:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_arrive, (self._cls, self._options, self.name, self._uid, self._owner_port))
 
-    async def _ready(self) -> None:
+    async def _ready(self, timeout_s: float | None = None) -> None:
         """In another process than the owner's: wait for the first copy of the table."""
         if self._keeper is not None:
             return
-        if self._subscription is None:
-            self._subscription = control().submit(self._subscribe())
-        await asyncio.shield(self._subscription)
+        with _known_guard:
+            if self._subscription is None:
+                self._subscription = control().start(self._subscribe())
+            subscription = self._subscription
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(asyncio.wrap_future(subscription))
+        except TimeoutError:
+            raise CallTimeout(f"the owner of service {self.name} does not answer", value=f"{timeout_s} s") from None
 
     async def _subscribe(self) -> None:
-        port, changes = Channel.open()
-        self._owner_port.send(port)
+        port, words = Channel.open()
+        self._owner_port.send((self._uid, port))
         for _ in range(self._options.num_replicas):
-            self._note(await changes.recv())
+            if not self._note(await self._hear(words)):
+                return
+        self._following = asyncio.create_task(self._follow(words))
 
-        async def follow() -> None:
-            while True:
-                self._note(await changes.recv())
+    async def _follow(self, words: Any) -> None:
+        while self._note(await self._hear(words)):
+            pass
 
-        self._following = asyncio.create_task(follow())
+    async def _hear(self, words: Any) -> Message:
+        """The owner's next word. It ticks even when nothing changes: silence means that it is gone."""
+        try:
+            word: Message = await asyncio.wait_for(words.recv(), self._options.heartbeat_timeout_s)
+        except TimeoutError:
+            return Gone()
+        return word
 
-    def _note(self, entry: Entry) -> None:
-        self._table.update(entry)
+    def _note(self, word: Message) -> bool:
+        """Bring the table up to date; False when there will be no more."""
+        if isinstance(word, Entry):
+            self._table.update(word)
+        elif isinstance(word, Gone):
+            for index in range(self._options.num_replicas):
+                self._table.update(Entry(index, -1, "stopped", None, "", 0, failure="the service's owner is gone"))
+        return not isinstance(word, Gone)
 
 
 def _arrive(cls: type, options: ServiceOptions, name: str, uid: str, owner_port: Any) -> Service:

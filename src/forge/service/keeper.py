@@ -14,10 +14,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from forge.runtime.backend import Channel
+from forge.errors import ServiceStopped
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.lifetime import runtime
 from forge.runtime.replies import read_answers, reply_desk
+from forge.service.directory import Tick
 from forge.service.options import ServiceOptions
 from forge.service.records import Health
 from forge.service.table import Entry, RoutingTable
@@ -64,27 +65,24 @@ class Keeper:
         self.replicas = [Replica(index) for index in range(options.num_replicas)]
         self._subscribers: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._is_stopping = False
-        self.port: Any = None
+        self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start every replica; if one cannot start, stop them all and raise its error."""
+        """Start every replica; if one cannot start, raise its error. The caller stops what did start."""
         await runtime().open()
-        self.port, wishes = Channel.open()
+        starts = [asyncio.create_task(self._start(replica)) for replica in self.replicas]
+        self._tasks = starts
         try:
-            starts = [asyncio.create_task(self._start(replica)) for replica in self.replicas]
-            try:
-                await asyncio.gather(*starts)
-            except BaseException:
-                for task in starts:
-                    task.cancel()
-                await asyncio.gather(*starts, return_exceptions=True)
-                raise
+            await asyncio.gather(*starts)
         except BaseException:
-            await self.stop()
+            for task in starts:
+                task.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
             raise
+        if self._stopping is not None:
+            raise ServiceStopped(f"service {self.table.name} was shut down while it started", path=self.table.name)
         self._tasks = [asyncio.create_task(self._keep(replica)) for replica in self.replicas]
-        self._tasks.append(asyncio.create_task(self._serve_subscribers(wishes)))
+        self._tasks.append(asyncio.create_task(self._tick()))
         for task in self._tasks:
             task.add_done_callback(self._report_a_bug)
 
@@ -101,8 +99,8 @@ class Keeper:
         )
         hosts = runtime().pick_hosts(self.options.hosts or 1, spec=spec)
         group = await runtime().start_group(spec, hosts)
-        runtime().forget(group)  # the service stops its own
         replica.group = group
+        runtime().forget(group)  # the service stops its own
         died = replica.died = asyncio.get_running_loop().create_future()
         target = self.table.targets.get(replica.index)
         replica.num_ok_before = target.num_ok if target is not None else 0
@@ -129,14 +127,18 @@ class Keeper:
         for subscriber in self._subscribers:
             subscriber.send(entry)
 
-    async def _serve_subscribers(self, wishes: Any) -> None:
-        """Other processes that hold a handle ask for the table once and then get every change."""
+    def subscribe(self, port: Any) -> None:
+        """Another process that holds a handle gets the table now and then every change."""
+        for replica in self.replicas:
+            port.send(replica.entry())
+        self._subscribers.append(port)
+
+    async def _tick(self) -> None:
+        """Tell subscribers that their owner is alive: without a word they would wait for one for ever."""
         while True:
-            subscriber = await wishes.recv()
-            subscriber.return_undeliverable = False
-            for replica in self.replicas:
-                subscriber.send(replica.entry())
-            self._subscribers.append(subscriber)
+            await asyncio.sleep(self.options.heartbeat_s)
+            for subscriber in self._subscribers:
+                subscriber.send(Tick())
 
     async def _beat(self, replica: Replica, group: RankGroup) -> None:
         """Ask for a sign of life over and over; a group that gives none in time is failed."""
@@ -215,16 +217,21 @@ class Keeper:
         self._publish(replica)
 
     async def stop(self) -> None:
-        """Stop every replica; calls that wait raise `ServiceStopped`."""
-        if self._is_stopping:
-            return
-        self._is_stopping = True
+        """Stop every replica; calls that wait raise `ServiceStopped`. However often it is called, it ends once."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _stop(self) -> None:
         tasks = [*self._tasks, *(task for replica in self.replicas for task in replica.tasks)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        groups = [replica.group for replica in self.replicas if replica.group is not None]
-        await asyncio.gather(*(group.stop() for group in groups))
         for replica in self.replicas:
             replica.health = "stopped"
             self._publish(replica)
+        groups = [replica.group for replica in self.replicas if replica.group is not None]
+        outcomes = await asyncio.gather(*(group.stop() for group in groups), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                _log.error("service %s: a replica did not stop cleanly", self.table.name, exc_info=outcome)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.errors import ActorFailure, Overloaded, ServiceStopped
+from forge.runtime.control import post
 from forge.runtime.group import PendingCalls
 from forge.runtime.replies import ReplyDesk
 from forge.service.records import Health, ReplicaState, Request
@@ -105,10 +106,9 @@ class RoutingTable:
             self.entries[entry.index] = entry
             target = self.targets.get(entry.index)
             if target is not None and (entry.health != "healthy" or entry.generation != target.entry.generation):
-                reason = f": {entry.failure}" if entry.failure else ""
-                target.calls.fail(
-                    ActorFailure(f"replica {entry.index} of {self.name} was lost{reason}", path=self.name)
-                )
+                what = "was shut down" if entry.health == "stopped" else "was lost"
+                reason = f": {entry.failure}" if entry.failure and entry.health != "stopped" else ""
+                target.calls.fail(ActorFailure(f"replica {entry.index} of {self.name} {what}{reason}", path=self.name))
             if entry.health == "healthy" and (target is None or target.entry.generation != entry.generation):
                 fresh = Target(entry, calls if calls is not None else PendingCalls())
                 if target is not None:
@@ -283,9 +283,7 @@ def _wake(sleeper: asyncio.Future[None], loop: asyncio.AbstractEventLoop) -> Non
         if not sleeper.done():
             sleeper.set_result(None)
 
-    if loop.is_closed():
-        return
     if asyncio._get_running_loop() is loop:
         settle()
     else:
-        loop.call_soon_threadsafe(settle)
+        post(loop, settle)

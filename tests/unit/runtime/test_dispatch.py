@@ -17,6 +17,7 @@ from forge.errors import ConfigError, RemoteError
 from forge.runtime import dispatch
 from forge.runtime.dispatch import Dispatcher, portable
 from forge.runtime.endpoints import endpoint, specs_of
+from forge.runtime.wire import decode, encode
 
 LIMIT_S = 30
 tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="nobody")
@@ -36,7 +37,7 @@ class RecordingPort:
         self.arrived.set()
 
     def exception(self, error: Exception) -> None:
-        self.answers.append(("error", error))
+        self.answers.append(("error", decode(encode(error))))  # as it arrives
         self.arrived.set()
 
     async def answer(self) -> tuple[str, Any]:
@@ -168,7 +169,7 @@ def test_a_running_call_can_be_cancelled_and_the_next_one_takes_its_turn() -> No
         first, second = bench.call("wait", "a", call_id=7), bench.call("write", "b", call_id=8)
         await bench.desk.begun.wait()
         bench.dispatcher.cancel(7)
-        assert (await first.error()).type_name == "asyncio.CancelledError"
+        assert (await first.error()).type_name == "asyncio.exceptions.CancelledError"
         assert await second.answer() == ("value", 4)
         assert bench.desk.log == ["a waits", "a leaves", "b begins", "b ends"]
         assert bench.dispatcher.num_served == 1

@@ -328,7 +328,7 @@ def test_a_host_with_enough_gpus_is_preferred_to_an_idle_one_without() -> None:
 
 def test_more_hosts_than_can_be_used_are_refused() -> None:
     hosts = [make_host(name) for name in ("one", "two", "three")]
-    hosts[1].mark_lost()
+    hosts[1].is_lost = True
     with pytest.raises(PlacementError) as caught:
         open_on(*hosts).pick_hosts(3, spec=spec("policy"))
     error = caught.value

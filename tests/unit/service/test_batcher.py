@@ -39,6 +39,9 @@ class RecordingPath:
         self.num_cancelled = 0
         self._answers = answers
 
+    def limit_s(self, wish: CallOptions) -> float | None:
+        return wish.timeout_s
+
     async def route(self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions) -> Any:
         assert (spec.name, len(args), kwargs) == ("score", 1, {})
         self.batches.append(args[0])
@@ -288,7 +291,10 @@ class OwnersService:
     def __init__(self, path: RecordingPath) -> None:
         self._path, self._keeper = path, self
 
-    async def _ready(self) -> None: ...
+    async def _ready(self, timeout_s: float | None = None) -> None: ...
+
+    def _batcher(self, spec: Any, wish: Any) -> Batcher:
+        return Batcher(spec, self._path, wish)  # type: ignore[arg-type]
 
 
 def endpoint_of(*answers: Answer) -> ServiceEndpoint:
