@@ -261,15 +261,18 @@ def make_pipe(folder: Path) -> str:
 async def started(path: str, count: int) -> list[int]:
     """Pidfds of the first `count` processes that wrote their pid into the pipe."""
     pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-    loop, readable, text = asyncio.get_running_loop(), asyncio.Event(), ""
-    loop.add_reader(pipe, readable.set)
-    while text.count("\n") < count:
-        await readable.wait()
-        readable.clear()
-        text += os.read(pipe, 1024).decode()
+    loop, complete, said = asyncio.get_running_loop(), asyncio.Event(), bytearray()
+
+    def read() -> None:
+        said.extend(os.read(pipe, 1024))
+        if said.count(b"\n") >= count:
+            complete.set()
+
+    loop.add_reader(pipe, read)
+    await complete.wait()
     loop.remove_reader(pipe)
     os.close(pipe)
-    return [os.pidfd_open(int(line)) for line in text.split()]
+    return [os.pidfd_open(int(line)) for line in said.split()]
 
 
 def test_a_cancelled_start_leaves_nothing(drive, tmp_path):
