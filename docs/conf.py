@@ -27,4 +27,8 @@ default_role = "code"
 # Every reference to a name of ours must resolve. Names of other projects are not checked: their inventories would have
 # to be fetched, and the build needs no network.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!forge\.).*"), (r"py:.*", r"forge\..*\._.*"), (r"py:.*", r"forge\..*\.(F|C|Schema)")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!forge\.).*"),
+    (r"py:.*", r"forge\..*\._.*"),
+    (r"py:.*", r"forge\..*\.(F|C|Schema)"),
+]
