@@ -324,3 +324,22 @@ class Cleaner(ForgeActor):
 
     @endpoint
     async def ping(self) -> None: ...
+
+
+class GpuWorker(ForgeActor):
+    """Computes on the GPU that it was given."""
+
+    @endpoint
+    def count(self) -> int:
+        import torch
+
+        return torch.cuda.device_count()
+
+    @endpoint(retry=True)
+    def multiply(self, size: int) -> float:
+        """The sum of a product of two matrices of ones: size cubed."""
+        import torch
+
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        ones = torch.ones(size, size, device=device, dtype=torch.float64)
+        return float((ones @ ones).sum())

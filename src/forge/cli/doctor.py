@@ -46,6 +46,14 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
             "python", sys.version_info >= (3, 11), facts["versions"]["python"], repair="install Python 3.11 or newer"
         )
     ]
+    checks.append(
+        _check(
+            "torchforge",
+            facts["versions"]["torchforge"] is not None,
+            facts["versions"]["torchforge"] or "not installed, run from its source",
+            repair="pip install -e . in the repository, or scripts/install.sh",
+        )
+    )
     for name, pin in pins.items():
         found = facts["versions"].get(name)
         fits = found is not None and found.split("+")[0] == pin

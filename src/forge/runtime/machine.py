@@ -44,7 +44,11 @@ def versions() -> dict[str, str | None]:
 def required_versions() -> dict[str, str]:
     """What this library pins exactly, by component."""
     pins: dict[str, str] = {}
-    for requirement in metadata.requires("torchforge") or []:
+    try:
+        requirements = metadata.requires("torchforge") or []
+    except metadata.PackageNotFoundError:  # run from its source, not installed
+        return pins
+    for requirement in requirements:
         name, separator, version = requirement.partition("==")
         if separator and ";" not in requirement:
             pins[name.strip()] = version.strip()
