@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -143,17 +146,12 @@ class ActorOptions:
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
         """Build from the keywords of `options(...)`; an unknown one raises with the nearest name."""
-        known = [entry.name for entry in fields(cls)]
-        for name in keywords:
-            if name not in known:
-                raise _unknown_option(name, keywords[name], known)
+        _check_known(keywords, [entry.name for entry in fields(cls)])
         return cls(**keywords)
 
     def replaced(self, **keywords: Any) -> Self:
-        known = [entry.name for entry in fields(self)]
-        for name in keywords:
-            if name not in known:
-                raise _unknown_option(name, keywords[name], known)
+        """The same with some options changed."""
+        _check_known(keywords, [entry.name for entry in fields(self)])
         return replace(self, **keywords)
 
     def group_spec(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, label: str) -> GroupSpec:
@@ -171,17 +169,18 @@ class ActorOptions:
         )
 
 
-def _unknown_option(name: str, value: object, known: list[str]) -> OptionError:
-    import difflib
-
-    near = difflib.get_close_matches(name, known, n=1)
-    return OptionError(
-        f"options() has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
-        path=f"options({name}=)",
-        value=value,
-        rule=f"one of {', '.join(known)}",
-        repair=f"write options({near[0]}=...)" if near else "remove it",
-    )
+def _check_known(keywords: Mapping[str, object], known: Sequence[str]) -> None:
+    for name, value in keywords.items():
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        raise OptionError(
+            f"options() has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
+            path=f"options({name}=)",
+            value=value,
+            rule=f"one of {', '.join(known)}",
+            repair=f"write options({near[0]}=...)" if near else "remove it",
+        )
 
 
 def bad_option(name: str, value: object, rule: str, repair: str) -> OptionError:
@@ -202,8 +201,8 @@ def check_seconds(name: str, value: object, *, optional: bool = False, zero: boo
     """Raise unless `value` is a positive (or, where allowed, zero) finite number of seconds."""
     if value is None and optional:
         return
-    fits = isinstance(value, (int, float)) and not isinstance(value, bool) and (value > 0 or (zero and value == 0))
-    if not fits or value in (float("inf"),) or value != value:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not (0 < value < math.inf or (zero and value == 0)):
         raise bad_option(
             name,
             value,

@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,18 @@ class GroupSpec:
     env: dict[str, str] = field(default_factory=dict)
     setup_timeout_s: float = 600.0
     spawn_timeout_s: float = 120.0
+
+
+def module_path(paths: Sequence[str]) -> str:
+    """The places of the user's own modules, for the ranks: what the interpreter finds by itself is left out."""
+    own = {os.path.realpath(place) for place in sysconfig.get_paths().values()}
+    found = []
+    for path in paths:
+        place = os.path.realpath(path) if path else ""
+        is_builtin = place in own or place.startswith(tuple(f"{place}{os.sep}" for place in own))
+        if place and not is_builtin and ":" not in place and not place.endswith(".zip"):
+            found.append(place)
+    return ":".join(dict.fromkeys(found))
 
 
 class PendingCalls:
@@ -181,7 +194,7 @@ class RankGroup:
         env["MASTER_ADDR"] = self.hosts[0].address
         env["MASTER_PORT"] = str(meeting_port)
         env.update(dict.fromkeys(THREAD_VARIABLES, str(self._num_threads)))
-        env["PYTHONPATH"] = ":".join(path for path in sys.path if path and "site-packages" not in path)
+        env["PYTHONPATH"] = module_path(sys.path)
         return env
 
     async def _identify(self) -> None:

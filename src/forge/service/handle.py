@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import threading
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ class Service:
             name, router=options.router(), limit=options.max_concurrency, max_queue=options.max_queue
         )
         self._path = CallPath(self._table, max_retries=options.max_retries, timeout_s=options.call_timeout_s)
-        self._batchers: dict[tuple[Any, ...], Batcher] = {}
+        self._batchers: weakref.WeakValueDictionary[tuple[Any, ...], Batcher] = weakref.WeakValueDictionary()
         self._keeper: Keeper | None = None
         self._owner_port: Any = None
         self._subscription: concurrent.futures.Future[None] | None = None
@@ -58,9 +59,10 @@ class Service:
     def _batcher(self, spec: EndpointSpec, wish: CallOptions) -> Batcher:
         """The one batcher for calls with these options, however often `endpoint.options(...)` is written."""
         key = (spec.name, *(getattr(wish, name) for name in wish.__slots__))
-        if key not in self._batchers:
-            self._batchers[key] = Batcher(spec, self._path, wish)
-        return self._batchers[key]
+        batcher = self._batchers.get(key)
+        if batcher is None:
+            batcher = self._batchers[key] = Batcher(spec, self._path, wish)
+        return batcher
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
