@@ -201,8 +201,11 @@ def check_seconds(name: str, value: object, *, optional: bool = False, zero: boo
     """Raise unless `value` is a positive (or, where allowed, zero) finite number of seconds."""
     if value is None and optional:
         return
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (0 < value < math.inf or (zero and value == 0)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not (0 < value < math.inf or (zero and value == 0))
+    ):
         raise bad_option(
             name,
             value,
