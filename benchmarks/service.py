@@ -33,9 +33,9 @@ import psutil
 import forge
 from forge import ForgeActor, endpoint
 from forge.errors import ActorFailure
+from harness.ray_peer import RayPeer, make_environment
 from harness.report import comparison_table, machine, table, verdict
 from harness.windows import Side, alternate, calling, compare, cpu_s, resident_b, spread
-from ray_peer import RayPeer, make_environment
 
 NUM_CALLERS = 64
 GIVE_UP_S = 60.0

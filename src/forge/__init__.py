@@ -23,10 +23,14 @@ _HOMES = {
     "__version__": "forge._version",
 }
 
+_PACKAGES = ("config", "errors", "runtime", "service")
+
 __all__ = ["ForgeActor", "Service", "__version__", "endpoint", "run", "shutdown"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"forge.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'forge' has no attribute {name!r}")

@@ -81,11 +81,29 @@ def test_ctrl_c_ends_everything(whom):
     assert sockets_and_segments() - before == set()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_do_not_outlive_a_controller_that_is_killed(sent):
+def test_workers_do_not_outlive_a_controller_that_is_killed():
     controller, workers = start("wait")
-    controller.send_signal(sent)
+    controller.kill()
     controller.communicate(timeout=60)
+    assert still_running(workers) == 0
+
+
+def test_a_controller_that_is_told_to_end_ends_in_order():
+    before = sockets_and_segments()
+    controller, workers = start("wait")
+    controller.terminate()
+    _, errors = controller.communicate(timeout=60)
+    assert controller.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in errors
+    assert still_running(workers) == 0
+    assert sockets_and_segments() - before == set()
+
+
+def test_a_program_that_just_ends_takes_its_processes_with_it():
+    controller, workers = start("forget")
+    _, errors = controller.communicate(timeout=60)
+    assert controller.returncode == 0
+    assert "was lost" not in errors
     assert still_running(workers) == 0
 
 

@@ -193,6 +193,17 @@ def test_the_calling_thread_may_block_without_harm(drive):
     drive(body())
 
 
+def test_misuse_of_a_handle_is_explained(drive):
+    async def body():
+        worker = await Worker.as_actor()
+        with pytest.raises(AttributeError, match="has no endpoint 'pidd'; its class declares: add,"):
+            _ = worker.pidd
+        with pytest.raises(TypeError, match="say how to call it"):
+            worker.pid()
+
+    drive(body())
+
+
 def test_odd_exceptions_do_no_harm(drive):
     async def body():
         service = await Worker.as_service()

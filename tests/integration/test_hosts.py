@@ -100,15 +100,18 @@ def test_hosts_end_their_ranks_when_the_controller_is_killed(workers):
     assert "a fresh worker takes over" in workers.says(workers.processes[0])
 
 
-def test_an_address_where_nobody_listens_is_named():
+def test_an_address_where_nobody_listens_is_named(workers):
+    """Beside one that is there, which is let go in order and serves the next run."""
     program = f"""
 import asyncio, forge
 from forge.config import LauncherConfig
 from forge.errors import LaunchError
+from forge.runtime.backend import install_fault_hook
 from forge.runtime.hosts import HostTimings
 from forge.runtime.launchers import HostsLauncher
 async def main():
-    config = LauncherConfig(kind="hosts", hosts=("tcp://127.0.0.1:{free_port("127.0.0.1")}",))
+    config = LauncherConfig(kind="hosts", hosts=("tcp://127.0.0.1:{free_port("127.0.0.1")}", "{workers.addresses[0]}"))
+    install_fault_hook()
     try:
         await HostsLauncher(config, HostTimings(attach_s=3)).launch()
     except LaunchError as error:
@@ -118,3 +121,6 @@ asyncio.run(main())
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert "no worker answers at tcp://127.0.0.1:" in done.stdout, done.stderr
     assert "forge worker --address" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert "Unhandled" not in done.stderr
+    assert answer(workers.run("spread"))["hosts"] == sorted(workers.addresses)

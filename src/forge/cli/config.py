@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge.config import ForgeConfig, Loaded
 
-_WORDS_HELP = "YAML files, and overrides such as run.seed=7 or ~launcher.hosts, in any order; later ones win"
+_WORDS_HELP = "YAML files, and overrides such as run.seed=7 or ~launcher.hosts; overrides win, then later files"
 
 
 class _AnyOrderParser(argparse.ArgumentParser):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from typing import Any
 
@@ -94,6 +95,7 @@ def _live_checks() -> list[dict[str, str]]:
     import asyncio
     from importlib import import_module
 
+    logging.getLogger("forge").setLevel(logging.CRITICAL)  # the replica that is killed here is no news
     checks = []
     for name, probe in (("process", "call_an_actor"), ("service", "call_a_service")):
         try:

@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Run SCRIPT with --config and the overrides as its arguments. One controller process drives "
         "everything; with --nproc_per_node N the script itself is started N times, as torchrun does, for programs "
         "that are written so.",
-        epilog="example: forge run apps/grpo/main.py --config apps/grpo/tiny.yaml run.seed=7",
+        epilog="example: forge run train.py --config train.yaml run.seed=7",
     )
     parser.add_argument("--nproc_per_node", "--nproc-per-node", metavar="N", type=int, help="start N ranks of SCRIPT")
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file")

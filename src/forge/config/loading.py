@@ -164,7 +164,8 @@ def _file_problem(file: str, error: OSError | UnicodeDecodeError) -> Problem:
         folder = os.path.dirname(file) or "."
         names = os.listdir(folder) if os.path.isdir(folder) else []
         near = did_you_mean(file, [name if folder == "." else os.path.join(folder, name) for name in names])
-        return Problem(path=file, rule="the file must exist", repair=near or "check the path")
+        as_override = "" if "/" in file or "." not in file else f"; for an override write {file}=VALUE"
+        return Problem(path=file, rule="the file must exist", repair=(near or "check the path") + as_override)
     if isinstance(error, IsADirectoryError):
         return Problem(path=file, rule="must be a file; this is a directory", repair="name a YAML file in it")
     return Problem(path=file, rule=f"must be a file that can be read: {error.strerror}", repair="check its permissions")

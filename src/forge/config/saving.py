@@ -28,10 +28,21 @@ def dump(config: ConfigModel) -> str:
     return write_yaml(to_plain(config))
 
 
+def _keep_other(target: Path, text: str) -> None:
+    """Keep an earlier run's configuration that differs under a name of its own: `config.1.yaml` and so on."""
+    if not target.exists() or target.read_text(encoding="utf-8") == text:
+        return
+    number = 1
+    while (aside := target.with_name(f"config.{number}.yaml")).exists():
+        number += 1
+    os.link(target, aside)
+
+
 def save(config: ConfigModel, run_dir: str | os.PathLike[str]) -> Path:
     """Write `config.yaml` into the run's folder, which is made where needed, and return its path.
 
-    The file appears whole or not at all: a reader never sees half of it, and an earlier one stays until it is replaced.
+    The file appears whole or not at all: a reader never sees half of it. An earlier one that differs is kept beside it
+    as `config.1.yaml`, `config.2.yaml` and so on.
     """
     target = Path(run_dir) / FILE_NAME
     text = f"# The resolved configuration of this run, written by forge {__version__}.\n{dump(config)}"
@@ -43,6 +54,7 @@ def save(config: ConfigModel, run_dir: str | os.PathLike[str]) -> Path:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
+            _keep_other(target, text)
             os.replace(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)

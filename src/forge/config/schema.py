@@ -182,6 +182,9 @@ class LauncherConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
+        if self.bind in ("0.0.0.0", "::", "[::]", "*"):
+            rule = "must be an address that workers can connect to, not one that stands for all"
+            raise broken_rule(rule, repair="name the controller's address on the private network", key="bind")
         if self.kind == "hosts" and not self.hosts:
             rule = "may not be empty when launcher.kind is `hosts`"
             raise broken_rule(rule, repair="start `forge worker` on each host and list the addresses", key="hosts")
@@ -202,7 +205,7 @@ class ActorConfig(ConfigModel):
     hosts: int | None = Field(default=None, ge=1, description="Hosts to spread over; null to share those there are.")
     with_gpus: bool = Field(default=False, description="Whether each process gets a GPU of its own.")
     mesh_name: Name | None = Field(
-        default=None, description="Name in logs and process titles; null to take the class's."
+        default=None, description="Name in logs, metrics and errors; null to take the class's."
     )
     env: Mapping[EnvName, str] = Field(
         default_factory=FrozenDict,

@@ -284,7 +284,8 @@ class RankGroup:
             ActorFailure(
                 f"{self.spec.label} was lost: {reason}",
                 path=self.spec.label,
-                repair="declare the endpoint @endpoint(retry=True) if running it twice is safe, or catch ActorFailure",
+                repair="catch ActorFailure and spawn it again; a service does that by itself, and repeats calls of "
+                "endpoints that are declared @endpoint(retry=True)",
             )
         )
         self._begin_to_end(kill=True)

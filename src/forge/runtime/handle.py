@@ -13,6 +13,7 @@ from typing import Any
 
 from forge.errors import ActorFailure, CallTimeout
 from forge.runtime.control import control
+from forge.runtime.endpoints import specs_of
 from forge.runtime.group import PendingCalls, RankGroup, translate
 
 
@@ -72,6 +73,9 @@ class EndpointVerbs:
         for future in self._endpoint.stream(*args, **kwargs):
             yield Reply(future, self._calls, self._label)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("say how to call it: .call_one(...), .call(...), .choose(...), .stream(...) or .broadcast(...)")
+
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """Send to every rank without waiting. An exception there is logged in that process."""
         self._endpoint.broadcast(*args, **kwargs)
@@ -89,7 +93,12 @@ class ActorHandle:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = getattr(self._actor, name)
+        value = getattr(self._actor, name, None)
+        if value is None:
+            declared = ", ".join(specs_of(self._actor._class))
+            raise AttributeError(
+                f"actor {self._label} has no endpoint {name!r}; its class declares: {declared or 'none'}"
+            )
         if hasattr(value, "call_one"):
             return EndpointVerbs(value, self._group.calls if self._group else None, self._label)
         return value

@@ -204,6 +204,7 @@ class AgentWatch:
         self._host, self._agent, self._procs, self._timings = host, agent, procs, timings
         self._exits: dict[int, Callable[[], None]] = {}
         self._lost = asyncio.Event()
+        self._is_closed = False
         self._port, self._words = Channel.open()
         self._heard = asyncio.Event()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
@@ -270,6 +271,9 @@ class AgentWatch:
         return int(await self._ask(self._agent.free_port.call_one()))
 
     async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -313,22 +317,28 @@ def local_host() -> Host:
 
 async def attach_host(worker: str, timings: HostTimings) -> Host:
     """Join a host on which `forge worker` listens at `worker` (such as `tcp://10.0.0.7:22222`)."""
+    patience = asyncio.get_running_loop().call_later(
+        2.0, _log.warning, "waiting for the worker at %s, for up to %g s", worker, timings.attach_s
+    )
     mesh = monarch_actor.attach_to_workers(ca="trust_all_connections", workers=[worker])
     try:
-        await asyncio.wait_for(mesh.initialized, timings.attach_s)
-        command = default_bootstrap_cmd()
-        command.args = ["-m", "forge.runtime.rank_main"]
-        procs = mesh.spawn_procs(name=f"{OWNED}-agent", bootstrap_command=command)
-        agent = procs.spawn(f"{OWNED}-agent", HostAgent, timings.lease_s).slice(hosts=0)
-        facts: HostFacts | None = await asyncio.wait_for(agent.describe.call_one(), timings.attach_s)
-    except Exception as error:
+        async with asyncio.timeout(timings.attach_s):
+            await mesh.initialized
+            command = default_bootstrap_cmd()
+            command.args = ["-m", "forge.runtime.rank_main"]
+            procs = mesh.spawn_procs(name=f"{OWNED}-agent", bootstrap_command=command)
+            agent = procs.spawn(f"{OWNED}-agent", HostAgent, timings.lease_s).slice(hosts=0)
+            facts: HostFacts | None = await agent.describe.call_one()
+    except Exception as error:  # noqa: BLE001 - whatever it was, the worker cannot be used
         raise LaunchError(
-            f"no worker answers at {worker}: {type(error).__name__}: {error}",
+            f"no worker answers at {worker}" + (f": {error}" if str(error) else ""),
             path="launcher.hosts",
             value=worker,
-            rule="every address is that of a running `forge worker`",
+            rule=f"every address is that of a running `forge worker`, which answers within {timings.attach_s:g} s",
             repair=f"on that host run `forge worker --address {worker}`, and check that the port is open",
-        ) from error
+        ) from None
+    finally:
+        patience.cancel()
     if facts is None:
         await asyncio.wait_for(procs.stop(), timings.timeout_s)
         raise LaunchError(

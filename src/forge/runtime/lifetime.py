@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import concurrent.futures
 import contextlib
 import contextvars
+import functools
 import logging
 import os
+import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import LaunchError, PlacementError
@@ -59,14 +63,16 @@ class Runtime:
                     )
                 return
             if launcher is None or launcher.kind == "local":
-                this_host()  # starts Monarch in this process
                 install_fault_hook()
+                this_host()  # starts Monarch in this process
+                _close_at_exit()
                 self._hosts = (local_host(),)
                 return
             from forge.runtime.launchers import launch
 
-            allocation = await launch(launcher)
             install_fault_hook()
+            allocation = await launch(launcher)
+            _close_at_exit()
             self._hosts, self._release = allocation.hosts, allocation.release
 
     @property
@@ -97,7 +103,7 @@ class Runtime:
         return tuple(usable[index] for index in sorted(order[:count]))
 
     async def start_group(self, spec: GroupSpec, hosts: Sequence[Host]) -> RankGroup:
-        """Start a group of ranks. Called on the control loop."""
+        """Start a group of ranks that ends with the current block. Called on the control loop."""
         group = RankGroup(spec, hosts)
         self.own(group)
         try:
@@ -185,6 +191,19 @@ def runtime() -> Runtime:
         return _runtime
 
 
+@functools.cache
+def _close_at_exit() -> None:
+    """A program that ends without `shutdown` still ends its processes in order. Registered once Monarch runs, so that
+    it comes before Monarch's own end."""
+
+    def close() -> None:
+        if _runtime is not None and _runtime.pid == os.getpid():
+            with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+                control().start(_runtime.close()).result(timeout=10)
+
+    atexit.register(close)
+
+
 def _launcher_of(config: ForgeConfig | LauncherConfig | None) -> LauncherConfig | None:
     if config is None:
         return None
@@ -218,8 +237,32 @@ async def run(config: ForgeConfig | LauncherConfig | None = None) -> AsyncIterat
     await control().submit(current.open(_launcher_of(config)))
     block = current.enter()
     token = _current_block.set(block)
+    with _ending_in_order() as terminated:
+        try:
+            yield current
+        finally:
+            _current_block.reset(token)
+            await asyncio.shield(control().submit(current.leave(block)))
+            if terminated.is_set():
+                raise SystemExit(128 + signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[asyncio.Event]:
+    """Treat SIGTERM as Ctrl-C is treated: the block is left, and everything is cleaned up. Only where the program has
+    not decided otherwise, and in the main thread, which alone gets signals."""
+    terminated, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield terminated
+        return
+
+    def end() -> None:
+        terminated.set()
+        if task is not None:
+            task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
     try:
-        yield current
+        yield terminated
     finally:
-        _current_block.reset(token)
-        await asyncio.shield(control().submit(current.leave(block)))
+        loop.remove_signal_handler(signal.SIGTERM)

@@ -25,7 +25,10 @@ COMPONENTS = (
     "tokenizers",
     "safetensors",
     "huggingface_hub",
+    "cloudpickle",
     "pydantic",
+    "pyyaml",
+    "tqdm",
     "wandb",
 )
 

@@ -98,9 +98,9 @@ class Keeper:
             env={"FORGE_REPLICA": str(replica.index), **self.spec.env},
         )
         hosts = runtime().pick_hosts(self.options.hosts or 1, spec=spec)
-        group = await runtime().start_group(spec, hosts)
+        group = RankGroup(spec, hosts)
+        await group.start()
         replica.group = group
-        runtime().forget(group)  # the service stops its own
         died = replica.died = asyncio.get_running_loop().create_future()
         target = self.table.targets.get(replica.index)
         replica.num_ok_before = target.num_ok if target is not None else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,8 @@ class ServiceOptions(ActorOptions):
             check_seconds(name, getattr(self, name))
         for name in ("restart_backoff_s", "stable_s"):
             check_seconds(name, getattr(self, name), zero=True)
+        if inspect.iscoroutinefunction(self.routing):
+            raise bad_option("routing", self.routing, "a plain function: it must answer at once", "write `def`")
         if not callable(self.routing) and self.routing not in list(BUILT_IN):
             raise bad_option(
                 "routing", self.routing, f"one of {', '.join(BUILT_IN)}, or a function", "routing='least_loaded'"

@@ -32,3 +32,10 @@ def test_configured_actors_and_services_have_the_defaults_of_the_options():
     assert ServiceOptions.from_keywords(**ServiceConfig().options()) == ServiceOptions()
     chosen = ServiceOptions.from_keywords(**ServiceConfig(num_replicas=3, env={"A": "1"}, hosts=2).options())
     assert (chosen.num_replicas, chosen.env, chosen.hosts) == (3, {"A": "1"}, 2)
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0", "::", "*"])
+def test_a_controller_names_an_address_that_can_be_reached(bind, capsys):
+    with pytest.raises(SystemExit):
+        from_command_line(ForgeConfig, [f"launcher.bind='{bind}'"])
+    assert "launcher.bind" in capsys.readouterr().err

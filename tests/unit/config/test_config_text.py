@@ -165,7 +165,10 @@ def test_saving_is_whole_and_says_who_wrote_it(tmp_path: Path) -> None:
     assert file.read_text().startswith("#")
     save(load(ForgeConfig, overrides=["run.seed=8"]), file.parent)
     assert load(ForgeConfig, files=[file]).run.seed == 8
-    assert os.listdir(file.parent) == ["config.yaml"]
+    assert sorted(os.listdir(file.parent)) == ["config.1.yaml", "config.yaml"], "an earlier one that differs is kept"
+    assert load(ForgeConfig, files=[file.with_name("config.1.yaml")]).run.seed == 7
+    save(load(ForgeConfig, overrides=["run.seed=8"]), file.parent)
+    assert len(os.listdir(file.parent)) == 2, "the same one is not kept twice"
 
 
 def test_a_save_that_fails_keeps_the_old_file_and_leaves_no_rubbish(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_no_kubectl_on_path(use: Any) -> None:
     assert error.path == "PATH"
 
 
-@pytest.mark.parametrize("bind", ["127.0.0.1", "localhost", "0.0.0.0", "::"])
+@pytest.mark.parametrize("bind", ["127.0.0.1", "localhost"])
 def test_a_loopback_controller_cannot_serve_pods(use: Any, bind: str) -> None:
     programs = use(READY)
     error = refused(launcher(bind=bind))

@@ -281,7 +281,7 @@ def test_a_loopback_controller_cannot_serve_two_nodes(use: Any) -> None:
     assert programs.calls() == []
 
 
-@pytest.mark.parametrize("bind", ["127.0.0.1", "::1", "localhost", "0.0.0.0"])
+@pytest.mark.parametrize("bind", ["127.0.0.1", "::1", "localhost"])
 def test_a_loopback_controller_cannot_serve_another_node(use: Any, bind: str) -> None:
     programs = use(plan("RUNNING|None|node7.invalid", nodes="node7.invalid\n"))
     launcher_config = LauncherConfig(kind="slurm", bind=bind, slurm=SlurmConfig(start_timeout_s=5))

@@ -99,9 +99,9 @@ async def attach_all(
 
 
 async def _let_go(host: Host, timings: HostTimings) -> None:
-    if host.is_lost:
-        return
     try:
-        await asyncio.wait_for(host.mesh.shutdown(), timings.timeout_s)
+        await host.watch.close()  # before the worker ends: a heartbeat to one that is gone would come back as a fault
+        if not host.is_lost:
+            await asyncio.wait_for(host.mesh.shutdown(), timings.timeout_s)
     except Exception as error:  # noqa: BLE001 - it ends by itself when the controller falls silent
         _log.warning("host %s did not confirm its release: %s", host.name, type(error).__name__)
