@@ -123,6 +123,22 @@ class Worker(ForgeActor):
         return self.add(left) + 1
 
     @endpoint
+    async def start_children(self, pipe: str) -> None:
+        """Start a process of its own, as engines and sandboxes do; it says its pid through the pipe."""
+        import subprocess
+
+        for _ in range(2):
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            with open(pipe, "w") as words:
+                words.write(f"{child.pid}\n")
+
+    @endpoint
+    async def cancel_everything(self) -> None:
+        """Break the actor, not its process."""
+        for task in asyncio.all_tasks():
+            task.cancel()
+
+    @endpoint
     async def change_rank(self, value: str | None) -> None:
         """What some libraries do."""
         if value is None:
@@ -217,6 +233,19 @@ class Caller(ForgeActor):
     @endpoint
     async def same_service(self, other: Any) -> bool:
         return other is self.service
+
+
+class Holder(ForgeActor):
+    """Three of them on one machine each start a service of their own."""
+
+    @endpoint
+    async def setup(self) -> None:
+        self.service = await Worker.options(num_replicas=2).as_service()
+
+    @endpoint
+    async def believed_and_real(self) -> tuple[list[int], list[int]]:
+        metrics = await self.service.get_metrics()
+        return [replica.pids[0] for replica in metrics.replicas], await self.service.pid.fanout()
 
 
 class Owner(ForgeActor):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import Caller, DiesSoon, DiesWhenRestarted, Owner, SlowToStart, Worker
+from actors import Caller, DiesSoon, DiesWhenRestarted, Holder, Owner, SlowToStart, Worker
 from forge.errors import ActorFailure, LaunchError, ServiceStopped
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -386,5 +386,78 @@ def test_a_handle_elsewhere_hears_of_the_death_of_its_owner(drive):
             await pending
         with pytest.raises(ServiceStopped, match="shut down"):
             await service.pid.route()
+
+    drive(body())
+
+
+def test_groups_of_other_processes_are_never_taken_for_ones_own(drive):
+    async def body():
+        holders = await Holder.options(procs=3).as_actor()
+        seen: set[int] = set()
+        for believed, real in (await holders.believed_and_real.call()).values():
+            assert believed == real
+            assert not seen & set(real)
+            seen |= set(real)
+
+    drive(body())
+
+
+@pytest.mark.parametrize("end", ["kill -9", "shutdown"])
+def test_what_a_replica_has_started_ends_with_it(drive, tmp_path, end):
+    async def body():
+        service = await Worker.as_service()
+        pipe = make_pipe(tmp_path)
+        children = asyncio.ensure_future(started(pipe, 2))
+        await service.start_children.route(pipe)
+        pidfds = await children
+        if end == "kill -9":
+            os.kill(await service.pid.route(), signal.SIGKILL)
+        else:
+            await service.shutdown()
+        for pidfd in pidfds:
+            await ended(pidfd)
+
+    drive(body())
+
+
+def test_a_subprocess_during_boot_is_not_taken_for_the_rank(drive, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import subprocess\nsubprocess.run(['sleep', '0.3'])\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def body():
+        service = await Worker.options(num_replicas=2).as_service()
+        assert [replica.pids[0] for replica in (await service.get_metrics()).replicas] == await service.pid.fanout()
+
+    drive(body())
+
+
+def test_an_actor_that_fails_in_a_living_process_is_replaced(drive):
+    """No pidfd sees it, and the heartbeat would take 30 s: Monarch's own word is the backstop."""
+
+    async def body():
+        service = await Worker.as_service()
+        first = await service.pid.route()
+        await service.cancel_everything.route()
+        await service.wait_until(lambda metrics: metrics.restarts == 1, timeout_s=20)
+        assert await service.pid.route() != first
+
+    drive(body())
+
+
+def test_a_handle_elsewhere_recovers_from_a_stall_of_its_own_process(drive):
+    async def body():
+        service = await Worker.options(heartbeat_s=0.1, heartbeat_timeout_s=0.6).as_service()
+        caller = await Caller.as_actor(service)
+        pids = await caller.call.call_one(2)
+        os.kill(caller.pids[0], signal.SIGSTOP)
+        done, _ = await asyncio.wait({asyncio.ensure_future(service.hold.route("never"))}, timeout=2.0)
+        assert not done
+        os.kill(caller.pids[0], signal.SIGCONT)
+        while True:
+            try:
+                assert await caller.call.call_one(2) == pids
+                break
+            except ServiceStopped:
+                continue  # it has not heard the owner yet
 
     drive(body())

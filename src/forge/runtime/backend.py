@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,7 @@ __all__ = [
 OWNED = "forge"
 """Every mesh of ours has a name that starts so."""
 
+_TO_OURS = re.compile(rf"dest: (\S*[.@])?{OWNED}-")
 _log = logging.getLogger("forge.runtime")
 _installed = threading.Event()
 
@@ -96,7 +98,7 @@ def note_fault(failure: Any) -> bool:
 
 def _is_late_message(report: str) -> bool:
     """A message to one of our ranks that had just stopped in order. Its sender has heard of the stop by other means."""
-    return "undeliverable message" in report and f"dest: {OWNED}-" in report
+    return "undeliverable message" in report and _TO_OURS.search(report) is not None
 
 
 def install_fault_hook() -> None:

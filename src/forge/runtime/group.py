@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import sysconfig
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,9 @@ from forge.runtime.rank_main import GROUP, OWNER, RANK
 
 _log = logging.getLogger("forge.runtime")
 _serial = itertools.count(1)
+_RUN = uuid.uuid4().hex[:12]
+"""Tells this process's groups from those of every other process on the machine."""
+
 STOP_S = 5.0
 """How long a group may take to stop by itself before it is killed."""
 
@@ -116,7 +120,7 @@ class RankGroup:
 
     def __init__(self, spec: GroupSpec, hosts: Sequence[Host]) -> None:
         self.spec, self.hosts = spec, tuple(hosts)
-        self.name = f"{OWNED}-{spec.label}-{next(_serial)}"
+        self.name = f"{OWNED}-{_plain(spec.label)}-{next(_serial)}-{_RUN}"
         self.calls = PendingCalls()
         self.pids: tuple[tuple[Host, int], ...] = ()
         self.actor: Any = None
@@ -174,8 +178,7 @@ class RankGroup:
             host = self.hosts[rank // self.spec.num_procs]
             env = self._environment(rank, meeting_port) | {GROUP: self.name, RANK: str(rank)}
             env["CUDA_VISIBLE_DEVICES"] = devices.get(host, "")
-            if host.is_local:
-                env[OWNER] = str(os.getpid())
+            env[OWNER] = str(host.facts.pid)
             bootstrap = default_bootstrap_cmd().with_env({**env, **self.spec.env})
             bootstrap.args = ["-m", "forge.runtime.rank_main"]
             return bootstrap
@@ -223,7 +226,7 @@ class RankGroup:
                     await self._watch_rank(rank, pid)
 
     async def _watch_rank(self, rank: int, pid: int) -> None:
-        if rank in self._pid_of_rank:
+        if self._pid_of_rank.get(rank) == pid:
             return
         self._pid_of_rank[rank] = pid
         self._exited[rank] = asyncio.Event()
@@ -231,6 +234,8 @@ class RankGroup:
         await host.watch.watch(pid, functools.partial(self._rank_ended, rank, pid))
 
     def _rank_ended(self, rank: int, pid: int) -> None:
+        if self._pid_of_rank[rank] != pid:
+            return  # not the rank after all
         self._exited[rank].set()
         self.fail(f"rank {rank} (process {pid}) ended")
 
@@ -343,6 +348,16 @@ class RankGroup:
             _, waiting = await asyncio.wait(exits, timeout=STOP_S)
             for task in waiting:
                 task.cancel()
+        await self._kill_children()
+
+    async def _kill_children(self) -> None:
+        """End what the ranks themselves had started: engines, sandboxes, tools. They carry the group's mark."""
+        for host in self.hosts:
+            try:
+                if not host.is_lost and self._procs is not None:
+                    await host.watch.end(self.name)
+            except LaunchError as error:
+                _log.warning("host %s did not confirm the end of %s: %s", host.name, self.spec.label, error.message)
 
     def _return_everything(self) -> None:
         for host, lease in self._leases:
@@ -366,6 +381,11 @@ class RankGroup:
         spawns = host_mesh._pending_spawns
         spawns[:] = [spawn for spawn in spawns if _is_under_way(spawn)]
         self._procs = self._probe = None
+
+
+def _plain(label: str) -> str:
+    """A label as Monarch would write it in a name: it keeps small letters and digits only."""
+    return "".join(letter for letter in label.lower() if letter.isascii() and letter.isalnum())
 
 
 def _is_under_way(spawn: Any) -> bool:

@@ -36,10 +36,12 @@ class HostFacts:
     hostname: str
     num_cpus: int
     gpus: tuple[str, ...]
+    pid: int
+    """The process that answers for the host; its ranks end with it."""
 
 
 def local_facts() -> HostFacts:
-    return HostFacts(socket.gethostname(), count_cpus(), visible_gpus(os.environ, count_gpus()))
+    return HostFacts(socket.gethostname(), count_cpus(), visible_gpus(os.environ, count_gpus()), os.getpid())
 
 
 def free_port(address: str = "") -> int:
@@ -49,9 +51,10 @@ def free_port(address: str = "") -> int:
         return int(probe.getsockname()[1])
 
 
-def find_ranks(group: str) -> dict[int, int]:
-    """The processes of this machine whose environment says that they are ranks of `group`."""
-    mark, found = f"{GROUP}={group}".encode(), {}
+def find_marked(group: str) -> dict[int, int]:
+    """The rank of every process of this machine that belongs to `group`: its ranks, and what those have started."""
+    mark, rank_mark = f"{GROUP}={group}".encode(), f"{RANK}=".encode()
+    found = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
@@ -60,9 +63,38 @@ def find_ranks(group: str) -> dict[int, int]:
         except OSError:  # it ended, or is another user's
             continue
         if mark in words:
-            rank = next(word for word in words if word.startswith(f"{RANK}=".encode()))
-            found[int(rank.partition(b"=")[2])] = int(entry.name)
+            rank = next((word for word in words if word.startswith(rank_mark)), rank_mark + b"0")
+            found[int(entry.name)] = int(rank.removeprefix(rank_mark))
     return found
+
+
+def find_ranks(group: str) -> dict[int, int]:
+    """The process of each rank of `group`. What a rank has started carries its mark too, but has a marked parent."""
+    marked = find_marked(group)
+    return {rank: pid for pid, rank in marked.items() if _parent(pid) not in marked}
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def end_marked(group: str) -> None:
+    """SIGKILL every process of `group` that is left."""
+    for pid in find_marked(group):
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if pid in find_marked(group):  # still the same process, now that the pidfd holds it
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        finally:
+            os.close(pidfd)
 
 
 class ProcessWatch(Protocol):
@@ -76,6 +108,9 @@ class ProcessWatch(Protocol):
 
     async def find(self, group: str) -> dict[int, int]:
         """The process of each rank of a group, as far as they have been started."""
+
+    async def end(self, group: str) -> None:
+        """SIGKILL whatever is left of a group, also what its ranks have started."""
 
     async def free_port(self) -> int: ...
 
@@ -120,6 +155,9 @@ class LocalWatch:
 
     async def find(self, group: str) -> dict[int, int]:
         return find_ranks(group)
+
+    async def end(self, group: str) -> None:
+        end_marked(group)
 
     async def free_port(self) -> int:
         return free_port("127.0.0.1")
@@ -188,6 +226,10 @@ class HostAgent(Actor):  # type: ignore[misc]
     @monarch_actor.endpoint
     async def find(self, group: str) -> dict[int, int]:
         return find_ranks(group)
+
+    @monarch_actor.endpoint
+    async def end(self, group: str) -> None:
+        end_marked(group)
 
     @monarch_actor.endpoint
     async def free_port(self) -> int:
@@ -266,6 +308,9 @@ class AgentWatch:
     async def find(self, group: str) -> dict[int, int]:
         found: dict[int, int] = await self._ask(self._agent.find.call_one(group))
         return found
+
+    async def end(self, group: str) -> None:
+        await self._ask(self._agent.end.call_one(group))
 
     async def free_port(self) -> int:
         return int(await self._ask(self._agent.free_port.call_one()))

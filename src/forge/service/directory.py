@@ -15,10 +15,18 @@ from typing import Any, Protocol
 from forge.runtime.backend import Channel
 from forge.service.table import Entry
 
+RENEW_AFTER = 20
+"""A subscriber asks again after so many ticks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gone:
     """The answer for a service that this process does not have (any more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """The owner has not been heard for too long. It may come back: it, or this process, may have been held up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +37,7 @@ class Tick:
 class Publisher(Protocol):
     """What the directory needs of a service's keeper."""
 
-    def subscribe(self, port: Any) -> None: ...
+    def subscribe(self, subscriber: int, port: Any) -> None: ...
 
 
 class Directory:
@@ -49,13 +57,13 @@ class Directory:
 
     async def _serve(self) -> None:
         while True:
-            uid, port = await self._wishes.recv()
+            uid, subscriber, port = await self._wishes.recv()
             port.return_undeliverable = False
             publisher = self._services.get(uid)
             if publisher is None:
                 port.send(Gone())
             else:
-                publisher.subscribe(port)
+                publisher.subscribe(subscriber, port)
 
 
 _directory: Directory | None = None
@@ -69,4 +77,4 @@ def directory() -> Directory:
     return _directory
 
 
-Message = Entry | Gone | Tick
+Message = Entry | Gone | Silence | Tick

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import random
 import threading
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from forge.errors import CallTimeout, OptionError
+from forge.errors import CallTimeout, OptionError, ServiceStopped
 from forge.runtime.backend import Channel
 from forge.runtime.control import control
 from forge.runtime.endpoints import EndpointSpec, specs_of
 from forge.runtime.lifetime import runtime
 from forge.service.batching import Batcher
 from forge.service.calls import CallOptions, CallPath, ServiceEndpoint
-from forge.service.directory import Gone, Message, directory
+from forge.service.directory import RENEW_AFTER, Gone, Message, Silence, Tick, directory
 from forge.service.keeper import Keeper
 from forge.service.options import ServiceOptions
 from forge.service.records import ReplicaMetrics, ServiceMetrics
@@ -44,6 +45,7 @@ class Service:
         self._batchers: weakref.WeakValueDictionary[tuple[Any, ...], Batcher] = weakref.WeakValueDictionary()
         self._keeper: Keeper | None = None
         self._owner_port: Any = None
+        self._subscriber = random.getrandbits(60)
         self._subscription: concurrent.futures.Future[None] | None = None
         for endpoint_name, spec in specs_of(cls).items():
             if endpoint_name in _RESERVED:
@@ -235,32 +237,67 @@ class Service:
 
     async def _subscribe(self) -> None:
         port, words = Channel.open()
-        self._owner_port.send((self._uid, port))
+        self._ask_owner(port)
         for _ in range(self._options.num_replicas):
-            if not self._note(await self._hear(words)):
+            word = await self._hear(words)
+            if isinstance(word, Silence):
+                self._subscription = None  # the next call asks again
+                raise ServiceStopped(f"the owner of service {self.name} does not answer", path=self.name)
+            if not self._note(word):
                 return
-        self._following = asyncio.create_task(self._follow(words))
+        self._following = asyncio.create_task(self._follow(port, words))
 
-    async def _follow(self, words: Any) -> None:
-        while self._note(await self._hear(words)):
-            pass
+    def _ask_owner(self, port: Any) -> None:
+        self._owner_port.send((self._uid, self._subscriber, port))
+
+    async def _follow(self, port: Any, words: Any) -> None:
+        """Keep the table up to date until the service is gone."""
+        num_ticks = 0
+        while True:
+            word = await self._hear(words)
+            if isinstance(word, Silence):
+                word = await self._wait_out(words)
+            if not self._note(word):
+                return
+            num_ticks += isinstance(word, Tick)
+            if num_ticks >= RENEW_AFTER:
+                num_ticks = 0
+                self._ask_owner(port)
 
     async def _hear(self, words: Any) -> Message:
-        """The owner's next word. It ticks even when nothing changes: silence means that it is gone."""
-        try:
-            word: Message = await asyncio.wait_for(words.recv(), self._options.heartbeat_timeout_s)
-        except TimeoutError:
-            return Gone()
+        """The owner's next word. It ticks even when nothing changes, so silence means something."""
+        limit = self._options.heartbeat_s + self._options.heartbeat_timeout_s
+        word = asyncio.ensure_future(words.recv().as_asyncio())
+        for _ in range(2):  # in halves: after a stall of this very process a word that lies ready still counts
+            await asyncio.wait({word}, timeout=limit / 2)
+        if word.done():
+            heard: Message = word.result()
+            return heard
+        self._unheard = word
+        return Silence()
+
+    async def _wait_out(self, words: Any) -> Message:
+        """The owner is silent: nobody can be called until it speaks again, if it does."""
+        known = dict(self._table.entries)
+        self._note(Silence())
+        word: Message = await self._unheard
+        if not isinstance(word, Gone):
+            for entry in known.values():
+                self._table.update(entry)
         return word
 
     def _note(self, word: Message) -> bool:
         """Bring the table up to date; False when there will be no more."""
         if isinstance(word, Entry):
             self._table.update(word)
-        elif isinstance(word, Gone):
+        elif isinstance(word, (Gone, Silence)):
             for index in range(self._options.num_replicas):
                 self._table.update(Entry(index, -1, "stopped", None, "", 0, failure="the service's owner is gone"))
-        return not isinstance(word, Gone)
+        if isinstance(word, Gone):
+            with _known_guard:
+                if _known.get(self._uid) is self:
+                    del _known[self._uid]
+        return not isinstance(word, (Gone, Silence))
 
 
 def _arrive(cls: type, options: ServiceOptions, name: str, uid: str, owner_port: Any) -> Service:

@@ -18,7 +18,7 @@ from forge.errors import ServiceStopped
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.lifetime import runtime
 from forge.runtime.replies import read_answers, reply_desk
-from forge.service.directory import Tick
+from forge.service.directory import RENEW_AFTER, Tick
 from forge.service.options import ServiceOptions
 from forge.service.records import Health
 from forge.service.table import Entry, RoutingTable
@@ -63,7 +63,7 @@ class Keeper:
     def __init__(self, spec: GroupSpec, options: ServiceOptions, table: RoutingTable) -> None:
         self.spec, self.options, self.table = spec, options, table
         self.replicas = [Replica(index) for index in range(options.num_replicas)]
-        self._subscribers: list[Any] = []
+        self._subscribers: dict[int, tuple[Any, float]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
 
@@ -124,21 +124,27 @@ class Keeper:
     def _publish(self, replica: Replica) -> None:
         entry = replica.entry()
         self.table.update(entry, replica.group.calls if replica.group is not None else None)
-        for subscriber in self._subscribers:
-            subscriber.send(entry)
+        for port, _ in self._subscribers.values():
+            port.send(entry)
 
-    def subscribe(self, port: Any) -> None:
-        """Another process that holds a handle gets the table now and then every change."""
-        for replica in self.replicas:
-            port.send(replica.entry())
-        self._subscribers.append(port)
+    def subscribe(self, subscriber: int, port: Any) -> None:
+        """Another process that holds a handle gets the table now and then every change. It asks again from time to
+        time; one that does not is forgotten."""
+        if subscriber not in self._subscribers:
+            for replica in self.replicas:
+                port.send(replica.entry())
+        self._subscribers[subscriber] = (port, time.monotonic())
 
     async def _tick(self) -> None:
         """Tell subscribers that their owner is alive: without a word they would wait for one for ever."""
         while True:
             await asyncio.sleep(self.options.heartbeat_s)
-            for subscriber in self._subscribers:
-                subscriber.send(Tick())
+            patience_s = 3 * RENEW_AFTER * self.options.heartbeat_s
+            for subscriber, (port, asked) in list(self._subscribers.items()):
+                if time.monotonic() - asked > patience_s:
+                    del self._subscribers[subscriber]
+                else:
+                    port.send(Tick())
 
     async def _beat(self, replica: Replica, group: RankGroup) -> None:
         """Ask for a sign of life over and over; a group that gives none in time is failed."""

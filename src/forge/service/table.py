@@ -109,7 +109,10 @@ class RoutingTable:
                 what = "was shut down" if entry.health == "stopped" else "was lost"
                 reason = f": {entry.failure}" if entry.failure and entry.health != "stopped" else ""
                 target.calls.fail(ActorFailure(f"replica {entry.index} of {self.name} {what}{reason}", path=self.name))
-            if entry.health == "healthy" and (target is None or target.entry.generation != entry.generation):
+            is_new = target is None or target.entry.generation != entry.generation
+            # in a process that had lost sight of the owner, a replica can come back as it was
+            is_back = calls is None and target is not None and target.calls.failure is not None
+            if entry.health == "healthy" and (is_new or is_back):
                 fresh = Target(entry, calls if calls is not None else PendingCalls())
                 if target is not None:
                     fresh.last_used = target.last_used

@@ -239,7 +239,7 @@ def test_ranks_are_numbered_as_torch_distributed_expects() -> None:
 
 def make_host(name: str = "box", *, num_gpus: int = 4) -> Host:
     gpus = tuple(str(index) for index in range(num_gpus))
-    return Host(name, None, address="127.0.0.1", facts=HostFacts(name, 8, gpus))
+    return Host(name, None, address="127.0.0.1", facts=HostFacts(name, 8, gpus, pid=1))
 
 
 def spec(label: str = "policy", *, procs: int = 1, with_gpus: bool = True, threads: int | None = None) -> GroupSpec:
