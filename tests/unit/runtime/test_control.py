@@ -102,6 +102,7 @@ def test_cancelling_before_it_began_keeps_it_from_beginning(side: ControlLoop) -
         blocking = side.submit(block())
         outcome = side.submit(work())
         outcome.cancel()
+        await asyncio.sleep(0)  # the word travels with the next turn of this loop
         gate.set()
         await blocking
         await side.submit(asyncio.sleep(0))
