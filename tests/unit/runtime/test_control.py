@@ -89,10 +89,11 @@ def test_cancelling_the_outcome_cancels_the_coroutine(side: ControlLoop) -> None
 
 
 def test_cancelling_before_it_began_keeps_it_from_beginning(side: ControlLoop) -> None:
-    gate = threading.Event()
+    gate, is_blocked = threading.Event(), threading.Event()
     ran: list[str] = []
 
     async def block() -> None:
+        is_blocked.set()
         gate.wait(LIMIT_S)
 
     async def work() -> None:
@@ -100,6 +101,7 @@ def test_cancelling_before_it_began_keeps_it_from_beginning(side: ControlLoop) -
 
     async def body() -> None:
         blocking = side.submit(block())
+        await asyncio.to_thread(is_blocked.wait, LIMIT_S)
         outcome = side.submit(work())
         outcome.cancel()
         await asyncio.sleep(0)  # the word travels with the next turn of this loop
