@@ -47,9 +47,9 @@ class RayPeer:
     """A Ray driver in a process of its own. Each method is one request and waits for its answer."""
 
     def __init__(self, environment: Path) -> None:
-        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
         env |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", _LOOPBACK_ONLY: "0"}
-        command = [str(environment / "bin" / "python"), __file__, "--serve"]
+        command = [str(environment / "bin" / "python"), "-m", "harness.ray_peer", "--serve"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         hello = self._read()
         self.pid, self.version = self._process.pid, str(hello["version"])
