@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_PROGRAM = """#!{python} -S
+# Shell and Python at once: the path of the interpreter may hold spaces, which a #! line cannot.
+_PROGRAM = """#!/bin/sh
+"exec" "{python}" "-S" "$0" "$@"
 import json, os, signal, subprocess, sys
 here = os.path.dirname(os.path.abspath(__file__))
 name, arguments = os.path.basename(__file__), sys.argv[1:]
