@@ -244,7 +244,9 @@ def test_stopping_under_load_leaves_the_controller_alone(drive, what):
 
 def test_a_replica_that_comes_up_and_never_serves_is_given_up(drive):
     async def body():
-        service = await DiesSoon.options(max_restarts=2, restart_backoff_s=0.01, stable_s=60).as_service()
+        service = await DiesSoon.options(
+            max_restarts=2, restart_backoff_s=0.01, stable_s=60, heartbeat_s=0.02
+        ).as_service()
         metrics = await service.wait_until(lambda metrics: metrics.replicas[0].health == "given_up", timeout_s=60)
         assert metrics.restarts == 2, "its setup does not count as having served"
 
