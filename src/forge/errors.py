@@ -129,3 +129,21 @@ class FanoutError(ForgeError, RuntimeError):
     def __init__(self, message: str, *, outcomes: Sequence[Any]) -> None:
         super().__init__(message)
         self.outcomes = tuple(outcomes)
+
+
+class StoreError(ForgeError, RuntimeError):
+    """The tensor store could not do what was asked."""
+
+
+class StoreKeyError(StoreError, KeyError):
+    """There is nothing under that key, or no such version of it."""
+
+    __str__ = ForgeError.__str__
+
+
+class WeightMismatch(StoreError):
+    """The weights that arrived are not those that were published. `tensors` names the ones that differ."""
+
+    def __init__(self, message: str, *, tensors: Sequence[str] = (), **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.tensors = tuple(tensors)

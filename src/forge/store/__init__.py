@@ -1,0 +1,1 @@
+"""Moves tensors between processes: put, get, reshard, and versions of weights."""

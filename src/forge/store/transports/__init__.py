@@ -1,0 +1,1 @@
+"""The ways in which bytes move, behind one seam."""
