@@ -27,9 +27,32 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """What both cover; None if that is nothing."""
-        start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        shape = tuple(min(a, b) - c for a, b, c in zip(self.end, other.end, start, strict=True))
-        return None if any(size <= 0 for size in shape) else Box(start, shape)
+        start: list[int] = []
+        shape: list[int] = []
+        for a, a_size, b, b_size in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            low = a if a > b else b
+            high = min(a + a_size, b + b_size)
+            if high <= low:
+                return None
+            start.append(low)
+            shape.append(high - low)
+        return Box(tuple(start), tuple(shape))
+
+    def minus(self, other: Box) -> list[Box]:
+        """What is left of this box without the other: disjoint boxes, none of them empty."""
+        shared = self.intersect(other)
+        if shared is None:
+            return [] if 0 in self.shape else [self]
+        left: list[Box] = []
+        offset, shape = list(self.offset), list(self.shape)
+        for dim, (low, size) in enumerate(zip(shared.offset, shared.shape, strict=True)):
+            for start, end in ((offset[dim], low), (low + size, offset[dim] + shape[dim])):
+                if start < end:
+                    left.append(
+                        Box((*offset[:dim], start, *offset[dim + 1 :]), (*shape[:dim], end - start, *shape[dim + 1 :]))
+                    )
+            offset[dim], shape[dim] = low, size
+        return left
 
     def relative_to(self, other: Box) -> tuple[int, ...]:
         """Where this box begins, counted from the beginning of the other."""

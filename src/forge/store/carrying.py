@@ -1,0 +1,251 @@
+"""How a process gives its segments to others, and gets at theirs, when memory cannot be shared."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from forge.errors import StoreError, StoreKeyError
+from forge.runtime.meeting import MEETING, environment, run_secret
+from forge.store import kernel
+from forge.store.records import Holder, SegmentRecord
+from forge.store.rects import Rects
+from forge.store.segments import Segment, SegmentPool, open_segment
+from forge.store.transports import rdma
+from forge.store.transports.base import Range
+from forge.store.transports.tcp import DataClient
+from forge.store.transports.tcp_server import DataServer
+from forge.store.verifying import rows_of, table_of
+
+if TYPE_CHECKING:
+    from forge.store.client import StoreClient
+
+_log = logging.getLogger("forge.store")
+SPARES = 2
+"""How many segments a volume keeps for the next versions that are handed to it."""
+
+
+class Shelf:
+    """The segments that a data server gives out: this process's own, and those that it adopted for others."""
+
+    def __init__(self, pool: SegmentPool) -> None:
+        self._pool = pool
+        self._adopted: dict[str, Segment] = {}
+        self._pins: dict[str, tuple[int, int, int]] = {}
+        self._received: set[str] = set()
+        self._spares: list[str] = []
+        self._guard = threading.Lock()
+
+    def open(self, name: str) -> tuple[int, int]:
+        with self._guard:
+            if name in self._pins:
+                fd, size, count = self._pins[name]
+                self._pins[name] = (fd, size, count + 1)
+                return fd, size
+            segment = self._pool.get(name) or self._adopted.get(name)
+            if segment is None or segment.fd < 0:
+                raise StoreKeyError(f"process {os.getpid()} does not hold segment {name!r} any more", path=name)
+            fd = os.dup(segment.fd)
+            self._pins[name] = (fd, segment.size, 1)
+            return fd, segment.size
+
+    def release(self, name: str) -> None:
+        with self._guard:
+            fd, size, count = self._pins[name]
+            if count > 1:
+                self._pins[name] = (fd, size, count - 1)
+            else:
+                del self._pins[name]
+                os.close(fd)
+
+    def create(self, size: int) -> str:
+        """A segment for somebody who pushes: one that is free again, or a new one."""
+        with self._guard:
+            for name in self._spares:
+                segment = self._pool.get(name)
+                if segment is not None and size <= segment.size <= 2 * size:
+                    self._spares.remove(name)
+                    return name
+        segment = self._pool.create("volume", size)
+        with self._guard:
+            self._received.add(segment.name)
+        return segment.name
+
+    def adopt(self, name: str, *, pid: int, fd: int, size: int) -> int:
+        """Hold a segment of a process on this host too; the descriptor under which others can open it here."""
+        with self._guard:
+            known = self._adopted.get(name)
+            if known is None:
+                known = self._adopted[name] = open_segment(name, pid=pid, fd=fd, size=size, keep_fd=True)
+            return known.fd
+
+    @property
+    def num_held(self) -> int:
+        """Segments that were adopted or received and are in use."""
+        with self._guard:
+            return len(self._adopted) + len(self._received) - len(self._spares)
+
+    def keep_spare(self, name: str) -> bool:
+        """Whether a received segment that is no longer needed stays for the next one."""
+        with self._guard:
+            if name not in self._received or name in self._spares:
+                return False
+            self._spares.append(name)
+            if len(self._spares) <= SPARES:
+                return True
+            name = self._spares.pop(0)
+            self._received.discard(name)
+        self._pool.drop(name)
+        return True
+
+    def drop(self, name: str) -> None:
+        with self._guard:
+            segment = self._adopted.pop(name, None)
+        if segment is not None:
+            segment.close_fd()
+
+
+class Carrier:
+    """The data plane of one process."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+        self.shelf = Shelf(client.segments)
+        self._server: DataServer | None = None
+        self._readers: dict[str, DataClient] = {}
+        self._rdma: Any = None
+        self._registered: dict[str, bytes] = {}
+        self._guard = threading.Lock()
+
+    # giving
+
+    def serve(self) -> DataServer:
+        """This process's data server, started on first use."""
+        with self._guard:
+            if self._server is None:
+                self._server = DataServer(run_secret(), bind=own_address(), segments=self.shelf, on_ask=self._answer)
+            return self._server
+
+    def _answer(self, name: str, payload: Any) -> Any:
+        answers: dict[str, Callable[..., Any]] = {"adopt": self._adopt, "digests": self._digests}
+        if name not in answers:
+            raise StoreError(f"a data server has no answer to {name!r}", value=name, rule=f"one of {sorted(answers)}")
+        return answers[name](*payload)
+
+    def _adopt(self, segment: str, pid: int, fd: int, size: int) -> int:
+        return self.shelf.adopt(segment, pid=pid, fd=fd, size=size)
+
+    def _digests(self, segment: str, rows: list[list[int]], num_slots: int) -> list[int]:
+        """Digests of stored pieces, as they are here."""
+        table = table_of(rows, num_slots=num_slots)
+        fd, size = self.shelf.open(segment)
+        try:
+            mapped = open_segment(segment, pid=os.getpid(), fd=fd, size=size)
+            return kernel.digest_only(table, [mapped.flat().data_ptr()])
+        finally:
+            self.shelf.release(segment)
+
+    def hold(self, segment: Segment, record: SegmentRecord, volumes: Sequence[Holder]) -> tuple[Holder, ...]:
+        """Make a written segment readable for others: here, and on the volumes if there are any."""
+        given: list[Holder] = []
+        is_shared = not volumes
+        for volume in volumes:
+            try:
+                handed = self._hand_over(segment, record, volume)
+            except StoreError as error:
+                _log.warning("%s did not take segment %s: %s", volume.describe(), segment.name, error.message)
+                continue
+            is_shared |= handed[0].segment == segment.name
+            given.extend(handed)
+        if volumes and not given:
+            _log.warning("no storage volume took segment %s: its publisher keeps it", segment.name)
+            is_shared = True
+        return (*self._own(segment), *given) if is_shared else tuple(given)
+
+    def _own(self, segment: Segment) -> list[Holder]:
+        here = self._client
+        shared = Holder("shm", here.host, here.pid, here.session, segment=segment.name, fd=segment.fd)
+        if not is_spread():
+            return [shared]
+        holders = [shared]
+        if rdma.available():
+            token = self._register(segment)
+            holders.append(Holder("rdma", here.host, here.pid, here.session, segment=segment.name, token=token))
+        address = self.serve().address
+        holders.append(Holder("tcp", here.host, here.pid, here.session, segment=segment.name, address=address))
+        return holders
+
+    def _register(self, segment: Segment) -> bytes:
+        raise NotImplementedError
+
+    def _hand_over(self, segment: Segment, record: SegmentRecord, volume: Holder) -> list[Holder]:
+        from dataclasses import replace
+
+        reader = self._reader(volume.address)
+        if volume.host == self._client.host:
+            fd = reader.ask("adopt", (segment.name, self._client.pid, segment.fd, segment.size))
+            held = replace(volume, segment=segment.name)
+            return [replace(held, way="shm", fd=fd, address=""), held]
+        name = reader.create(segment.size)
+        reader.write(name, [(0, memoryview(segment.map)[: record.size])])
+        return [replace(volume, segment=name)]
+
+    # getting
+
+    def _reader(self, address: str) -> DataClient:
+        with self._guard:
+            reader = self._readers.get(address)
+            if reader is None:
+                reader = self._readers[address] = DataClient(address, run_secret())
+            return reader
+
+    def read(self, holder: Holder, ranges: Sequence[Range]) -> None:
+        """Fill ranges from a segment that a process elsewhere holds."""
+        self._reader(holder.address).read(holder.segment, ranges)
+
+    def digests(self, holder: Holder, table: Rects) -> list[int]:
+        """The digests of pieces, made where they are held."""
+        answer: list[int] = self._reader(holder.address).ask(
+            "digests", (holder.segment, rows_of(table), table.num_slots)
+        )
+        return answer
+
+    def drop(self, segment: str) -> bool:
+        """A segment is no longer needed. True if it is kept for the next version all the same."""
+        self.shelf.drop(segment)
+        return self.shelf.keep_spare(segment)
+
+    def close(self) -> None:
+        with self._guard:
+            server, self._server = self._server, None
+            readers, self._readers = list(self._readers.values()), {}
+        if server is not None:
+            server.close()
+        for reader in readers:
+            reader.close()
+
+
+def is_spread() -> bool:
+    """Whether processes of this run may be on other hosts, or are to behave as if they were."""
+    from forge.store.client import WAYS
+
+    if os.environ.get(WAYS):
+        return True
+    return any(address.startswith("tcp:") for address in environment()[MEETING].split())
+
+
+def own_address() -> str:
+    """The address of this host as others of the run reach it: the one from which it reaches the run's root."""
+    for address in environment()[MEETING].split():
+        if address.startswith("tcp:"):
+            host, _, port = address.removeprefix("tcp:").rpartition(":")
+            host = host.strip("[]")
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, int(port)))  # sends nothing: it only chooses the way
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,166 @@
+"""The store as one process sees it: its line to the registry, its own segments, and those of others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import ParamSpec, TypeVar
+
+from forge.errors import StoreError
+from forge.runtime.meeting import Line, host_id, meet, run_id
+from forge.store.carrying import Carrier
+from forge.store.records import Acquire, Begin, Holder, Layout, Lease, SegmentRecord, Ticket
+from forge.store.segments import Segment, SegmentPool, open_segment
+
+_log = logging.getLogger("forge.store")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+WAYS = "FORGE_STORE_WAYS"
+"""Which ways a reader of this process may take, best first, with commas. Unset: all of them."""
+ALL_WAYS = ("cuda", "shm", "rdma", "tcp")
+
+
+class StoreClient:
+    """One for each process and run; `client()` gives it. Every method may be called from any thread, and blocks."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.line: Line = meet("store")
+        self.host = host_id()
+        self.session = int(self.line.call("hello", None))
+        self.segments = SegmentPool(run_id())
+        self._opened: dict[str, Segment] = {}
+        self._layouts: dict[tuple[str, str], dict[str, Layout]] = {}
+        self._guard = threading.RLock()
+        self.carrier = Carrier(self)
+        self.line.on_push(self._pushed)
+
+    def _pushed(self, message: tuple[str, str]) -> None:
+        what, segment = message
+        if what == "drop":
+            self.drop(segment)
+
+    def drop(self, segment: str) -> None:
+        """Let go of a segment, own or opened."""
+        with self._guard:
+            self._opened.pop(segment, None)
+        if not self.carrier.drop(segment):
+            self.segments.drop(segment)
+
+    def close(self) -> None:
+        """Let go of everything; what others have mapped stays with them."""
+        self.carrier.close()
+        self.segments.close()
+        with self._guard:
+            self._opened.clear()
+
+    # versions
+
+    def begin(self, wish: Begin, layout: Layout) -> Ticket:
+        """Join a version; waits until every rank has."""
+        ticket: Ticket = self.line.call("begin", wish)
+        if ticket.needs_layout:
+            ticket = self.line.call("begin", replace(wish, layout=layout))
+        return ticket
+
+    async def acquire(self, wish: Acquire, *, wait_s: float = 0.0) -> Lease:
+        """Lease a version; `layouts` of the answer has all that it needs."""
+        return self._with_layouts(wish, await self.line.ask("acquire", (self._with_known(wish), wait_s)))
+
+    def acquire_blocking(self, wish: Acquire, *, wait_s: float = 0.0) -> Lease:
+        return self._with_layouts(wish, self.line.call("acquire", (self._with_known(wish), wait_s)))
+
+    def _with_known(self, wish: Acquire) -> Acquire:
+        with self._guard:
+            return replace(wish, known=frozenset(self._layouts.get((wish.kind, wish.key), ())))
+
+    def _with_layouts(self, wish: Acquire, lease: Lease) -> Lease:
+        """Complete a lease with the layouts that were known, and remember those of this key for the next one."""
+        key = (wish.kind, wish.key)
+        with self._guard:
+            known = self._layouts.pop(key, {})
+            used = {part.layout for part in lease.version.parts}
+            layouts = {name: lease.layouts.get(name) or known[name] for name in used}
+            self._layouts[key] = layouts
+            if len(self._layouts) > 256:  # values that are read once and never again
+                del self._layouts[next(iter(self._layouts))]
+        return replace(lease, layouts=layouts)
+
+    def release(self, lease: int) -> None:
+        """Let a version go. Answers nothing, and does nothing when the run has ended."""
+        if self.line.is_open:
+            self.line.tell("release", lease)
+
+    # segments of others
+
+    def ways(self) -> tuple[str, ...]:
+        """The ways that readers here may take, best first."""
+        chosen = tuple(way for way in os.environ.get(WAYS, "").split(",") if way) or ALL_WAYS
+        unknown = [way for way in chosen if way not in ALL_WAYS]
+        if unknown:
+            raise StoreError(
+                f"{WAYS} names an unknown way", path=WAYS, value=unknown, rule=f"some of {','.join(ALL_WAYS)}"
+            )
+        return chosen
+
+    def open(self, holder: Holder, record: SegmentRecord, *, is_private: bool = False) -> Segment:
+        """Map a segment that a process on this host holds. OSError if it cannot be had from there."""
+        if not is_private:
+            own = self.segments.get(holder.segment)
+            if own is not None:
+                return own
+            with self._guard:
+                known = self._opened.get(holder.segment)
+            if known is not None and known.size >= record.size:
+                return known
+        segment = open_segment(holder.segment, pid=holder.pid, fd=holder.fd, size=record.size, is_private=is_private)
+        if not is_private:
+            with self._guard:
+                self._opened[holder.segment] = segment
+        return segment
+
+
+_client: StoreClient | None = None
+_guard = threading.Lock()
+
+
+def client() -> StoreClient:
+    """This process's client; a new one after a fork, and when a new run has begun."""
+    global _client
+    with _guard:
+        if _client is None or _client.pid != os.getpid() or not _client.line.is_open:
+            if _client is not None and _client.pid == os.getpid():
+                _client.close()
+            _client = StoreClient()
+        return _client
+
+
+@functools.cache
+def _threads(purpose: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(8 if purpose == "fetch" else 1, thread_name_prefix=f"forge-{purpose}")
+
+
+def start(purpose: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Run a blocking call on a thread kept for that purpose, in the caller's context."""
+    context = contextvars.copy_context()
+    return _threads(purpose).submit(context.run, functools.partial(call, *args, **kwargs))
+
+
+async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Await a blocking call. A caller that is cancelled waits for its end: the call may be writing into its memory."""
+    running = asyncio.wrap_future(start("fetch", call, *args, **kwargs))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        if not running.cancelled():
+            running.exception()
+        raise

@@ -1,0 +1,180 @@
+"""The store's desk at the run's meeting point: brings requests to the registry, and its decisions to processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from dataclasses import replace
+from typing import Any
+
+from forge.errors import StoreError
+from forge.runtime.meeting import Session, host_id
+from forge.store.records import Acquire, Begin, Commit, Holder, Lease, Part, Ticket, VersionInfo
+from forge.store.registry import Key, Registry
+
+_log = logging.getLogger("forge.store")
+HERE = 0
+"""Stands for the registry's own process where a session is named."""
+
+
+def open_desk() -> StoreDesk:
+    return StoreDesk()
+
+
+class StoreDesk:
+    """One for a run, in its root process, on the control loop."""
+
+    def __init__(self) -> None:
+        self._registry = Registry(self)
+        self._sessions: dict[int, Session] = {}
+        self._waiting: dict[Key, list[asyncio.Event]] = {}
+        self._held: dict[str, int] = {}
+
+    # what the registry tells others
+
+    def changed(self, key: Key) -> None:
+        for event in self._waiting.pop(key, ()):
+            event.set()
+
+    def drop(self, session: int, segment: str) -> None:
+        if session == HERE:
+            fd = self._held.pop(segment, None)
+            if fd is not None:
+                os.close(fd)
+        elif session in self._sessions:
+            self._sessions[session].push(("drop", segment))
+
+    # sessions
+
+    def joined(self, session: Session) -> None:
+        self._sessions[session.id] = session
+
+    def left(self, session: Session) -> None:
+        self._sessions.pop(session.id, None)
+        self._registry.left(session.id, f"pid {session.pid} on host {session.host}")
+
+    async def answer(self, session: Session, name: str, body: Any) -> Any:
+        if name not in _ANSWERS:
+            raise StoreError(f"the store has no request {name!r}", value=name, rule=f"one of {sorted(_ANSWERS)}")
+        return await getattr(self, f"_{name}")(session, body)
+
+    async def close(self) -> None:
+        for fd in self._held.values():
+            os.close(fd)
+        self._held.clear()
+
+    async def _changes(self, key: Key) -> None:
+        """Wait until something happens to a key."""
+        event = asyncio.Event()
+        waiting = self._waiting.setdefault(key, [])
+        waiting.append(event)
+        try:
+            await event.wait()
+        finally:
+            if event in waiting:
+                waiting.remove(event)
+                if not waiting and self._waiting.get(key) is waiting:
+                    del self._waiting[key]
+
+    # requests
+
+    async def _hello(self, session: Session, _: None) -> int:
+        return session.id
+
+    async def _begin(self, session: Session, wish: Begin) -> Ticket:
+        number = self._registry.begin(session.id, wish)
+        if number is None:
+            return Ticket(0, -1, needs_layout=True)
+        try:
+            while (ticket := self._registry.ticket(number)) is None:
+                await self._changes((wish.kind, wish.key))
+        except BaseException:
+            self._registry.close_ticket(number)
+            raise
+        return ticket
+
+    async def _commit(self, session: Session, body: tuple[Key, Commit]) -> tuple[int, str]:
+        """Answers when the version is complete: with its number and digest."""
+        key, commit = body
+        try:
+            self._registry.commit(session.id, replace(commit, part=self._hold(commit.part)))
+            while (version := self._registry.outcome(commit.ticket)) is None:
+                await self._changes(key)
+        finally:
+            self._registry.close_ticket(commit.ticket)
+        return version.number, version.digest
+
+    async def _give_up(self, session: Session, body: tuple[int, str]) -> None:
+        self._registry.close_ticket(*body)
+
+    def _hold(self, part: Part) -> Part:
+        """Where the publisher is on this host, hold its segment too: the data then outlives it."""
+        holders = part.segment.holders
+        mine = [holder for holder in holders if holder.way == "shm" and not holder.volume]
+        if not mine or mine[0].host != host_id() or mine[0].pid == os.getpid():
+            return part
+        holder = mine[0]
+        if holder.segment not in self._held:
+            try:
+                self._held[holder.segment] = os.open(f"/proc/{holder.pid}/fd/{holder.fd}", os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                _log.warning("segment %s could not be opened here: %s", holder.segment, error)
+                return part
+        own = Holder("shm", holder.host, os.getpid(), HERE, segment=holder.segment, fd=self._held[holder.segment])
+        return replace(part, segment=replace(part.segment, holders=(*holders, own)))
+
+    async def _acquire(self, session: Session, body: tuple[Acquire, float]) -> Lease:
+        """A version; waits up to so many seconds for it to come."""
+        wish, wait_s = body
+        if wait_s > 0:
+            with contextlib.suppress(TimeoutError):  # the registry says what is missing
+                await asyncio.wait_for(self._wait_for((wish.kind, wish.key), wish.version), wait_s)
+        return self._registry.acquire(session.id, wish)
+
+    async def _wait_for(self, key: Key, number: int | None) -> None:
+        while not any(number is None or info.number == number for info in self._registry.versions(key)):
+            await self._changes(key)
+
+    async def _release(self, session: Session, lease: int) -> None:
+        self._registry.release(lease)
+
+    async def _wait(self, session: Session, body: tuple[Key, int]) -> int:
+        key, at_least = body
+        while (newest := self._registry.newest(key)) is None or newest < at_least:
+            await self._changes(key)
+        return newest
+
+    async def _versions(self, session: Session, key: Key) -> list[VersionInfo]:
+        return self._registry.versions(key)
+
+    async def _keys(self, session: Session, body: tuple[str, str]) -> list[str]:
+        return self._registry.keys(*body)
+
+    async def _exists(self, session: Session, key: Key) -> bool:
+        return self._registry.newest(key) is not None
+
+    async def _delete(self, session: Session, body: tuple[str, list[str]]) -> int:
+        kind, names = body
+        return self._registry.delete(kind, names)
+
+    async def _retire(self, session: Session, body: tuple[Key, int]) -> list[int]:
+        key, keep = body
+        return self._registry.retire(key, keep=keep)
+
+    async def _rewind(self, session: Session, body: tuple[Key, int]) -> list[int]:
+        key, to = body
+        return self._registry.rewind(key, to=to)
+
+    async def _volume(self, session: Session, volume: Holder) -> None:
+        self._registry.add_volume(session.id, volume)
+
+    async def _copies(self, session: Session, copies: int) -> None:
+        self._registry.set_copies(copies)
+
+
+_ANSWERS = frozenset(
+    ("hello", "begin", "commit", "give_up", "acquire", "release", "wait", "versions")
+    + ("keys", "exists", "delete", "retire", "rewind", "volume", "copies")
+)

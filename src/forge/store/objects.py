@@ -1,0 +1,204 @@
+"""Values by key: tensors, DTensors, nested dicts of them, and small Python objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.errors import StoreError
+from forge.store.client import client, in_thread
+from forge.store.reading import Reader, check_names
+from forge.store.records import Acquire, Lease
+from forge.store.targets import At, Spec, Target, allocate, is_place, resolve
+from forge.store.trees import put_together, read_structure, take_apart, write_structure
+from forge.store.verifying import Verify, check_verify
+from forge.store.writing import Contribution, Published, Writer
+
+KIND = "object"
+COPY_BELOW = 1 << 20
+"""Values smaller than this are copied rather than mapped: a mapping keeps a page table and a lease."""
+
+
+async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Published:
+    """Store a value under a key, in place of what was there. Readers see the old value or the new one, never both.
+
+    A value is a tensor, a DTensor, a nested dict, list or tuple of them, or a small picklable object. A DTensor is put
+    by every rank of its mesh; the value appears when all have. `dtype` converts floating-point tensors on the way.
+    """
+    check_key(key)
+    structure, leaves = take_apart(value, lambda node: isinstance(node, Tensor))
+    rank, world_size = participants(leaves)
+    extra = write_structure(key, structure)
+    contribution = Contribution(key, KIND, None, rank, world_size, keep=1, extra=extra)
+
+    def write() -> Published:
+        writer = Writer(client(), on="host")
+        staged = writer.stage(contribution, leaves, dtype=dtype, ready=ready)
+        return writer.commit(staged, snapshot_s=0.0)
+
+    ready = Writer(client(), on="host").record_stream(leaves)
+    return await in_thread(write)
+
+
+def participants(leaves: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Which of how many ranks put a value: those of the device mesh, or of all meshes together, of its DTensors."""
+    meshes = {tensor.device_mesh for tensor in leaves.values() if hasattr(tensor, "device_mesh")}
+    if not meshes:
+        return 0, 1
+    me = torch.distributed.get_rank()
+    if len(meshes) > 1:
+        return me, torch.distributed.get_world_size()
+    ranks = sorted(int(rank) for rank in next(iter(meshes)).mesh.flatten().tolist())
+    if me not in ranks:
+        raise StoreError(
+            "this rank is not in the device mesh of the value",
+            value=me,
+            rule=f"one of {ranks}",
+            repair="put it from the ranks of its mesh only",
+        )
+    return ranks.index(me), len(ranks)
+
+
+async def get(
+    key: str,
+    into: Any = None,
+    *,
+    spec: Spec | Mapping[str, Spec] | None = None,
+    verify: Verify = "cheap",
+    cast: bool = False,
+    wait_s: float = 0.0,
+) -> Any:
+    """What is stored under a key.
+
+    With `into` (a tensor, a DTensor, an `At`, or a dict of them) what each wants is copied there, and `into` is
+    returned. With `spec` (a `Region`, a `Chunk` or a `Placed`, or a dict of them by name) only that part is fetched,
+    into new tensors. Otherwise the value as it was put: large tensors are views of the shared memory where it is on
+    this host, yours to change without anybody seeing it.
+    """
+    check_key(key)
+    check_verify("get(verify=)", verify)
+    here = client()
+    lease = await here.acquire(Acquire(key, KIND, None), wait_s=wait_s)
+
+    def read() -> Any:
+        reader = Reader(here)
+        if into is not None:
+            return _fill(reader, lease, into, verify=verify, cast=cast)
+        structure = read_structure(lease.version.extra)
+        if spec is not None:
+            tensors = _parts(reader, lease, spec, verify=verify)
+        else:
+            tensors = reader.views(lease, verify=verify, copy_below=COPY_BELOW).tensors
+        return put_together(structure, tensors.__getitem__)
+
+    return await in_thread(read)
+
+
+def _fill(reader: Reader, lease: Lease, into: Any, *, verify: Verify, cast: bool) -> Any:
+    _, places = take_apart(into, is_place)
+    reader.fill(lease, places, verify=verify, strict=False, cast=cast)
+    return into
+
+
+def _parts(reader: Reader, lease: Lease, spec: Spec | Mapping[str, Spec], *, verify: Verify) -> dict[str, Tensor]:
+    """New tensors for the wanted parts of a value; tensors that the specification does not name come whole."""
+    try:
+        known = reader.catalog(lease)
+        chosen = dict(spec) if isinstance(spec, Mapping) else dict.fromkeys(known.entries, spec)
+        check_spec(lease.version.key, chosen, known.entries)
+        tensors: dict[str, Tensor] = {}
+        targets: list[Target] = []
+        for name, entry in known.entries.items():
+            tensors[name], target = allocate(name, chosen.get(name), entry.shape, entry.dtype)
+            targets.append(target)
+        reader.fill_targets(lease, known, targets, verify=verify)
+    finally:
+        reader.client.release(lease.id)
+    return tensors
+
+
+def check_spec(key: str, spec: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+    unknown = sorted(set(spec) - set(entries))
+    if unknown:
+        raise StoreError(
+            f"the value of {key!r} has no tensor {unknown[0]!r}",
+            path=f"get({key!r}, spec=)",
+            value=unknown,
+            rule=f"one of {sorted(entries)[:8]}",
+            repair="name tensors by the way to them, with dots",
+        )
+
+
+async def put_state_dict(key: str, state_dict: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> Published:
+    """Store a state dict; the same as `put`, for those who look for the name."""
+    if not isinstance(state_dict, Mapping):
+        raise StoreError(
+            "a state dict is a dict",
+            path=f"put_state_dict({key!r})",
+            value=type(state_dict).__name__,
+            rule="a dict from names to tensors",
+            repair="put_state_dict(key, model.state_dict())",
+        )
+    return await put(key, dict(state_dict), dtype=dtype)
+
+
+async def get_state_dict(
+    key: str,
+    into: Mapping[str, Any] | None = None,
+    *,
+    strict: bool = True,
+    verify: Verify = "cheap",
+    cast: bool = False,
+    wait_s: float = 0.0,
+) -> Any:
+    """A state dict, into memory or new; with `strict` its names and those of `into` must be the same."""
+    if into is None:
+        return await get(key, verify=verify, wait_s=wait_s)
+    check_key(key)
+    check_verify("get_state_dict(verify=)", verify)
+    here = client()
+    lease = await here.acquire(Acquire(key, KIND, None), wait_s=wait_s)
+    _, places = take_apart(into, is_place)
+    await in_thread(Reader(here).fill, lease, places, verify=verify, strict=strict, cast=cast)
+    return into
+
+
+async def keys(prefix: str = "") -> list[str]:
+    """The keys that there are, sorted; with a prefix, those that begin with it."""
+    found: list[str] = await client().line.ask("keys", (KIND, prefix))
+    return found
+
+
+async def exists(key: str) -> bool:
+    """Whether there is a value under this key."""
+    check_key(key)
+    return bool(await client().line.ask("exists", (KIND, key)))
+
+
+async def delete(key: str | None = None, *, prefix: str | None = None) -> int:
+    """Forget a key, or every key that begins with a prefix; a key that ends with `/` is a prefix too. How many there
+    were: 0 if there was none. Who is reading the value goes on reading it."""
+    if (key is None) == (prefix is None):
+        raise StoreError(
+            "say what to delete", path="delete(key, prefix=)", value=(key, prefix), rule="a key or a prefix, not both"
+        )
+    if prefix is None and key is not None and key.endswith("/"):
+        prefix = key
+    if prefix is not None:
+        names = await keys(prefix)
+    else:
+        check_key(key)
+        names = [str(key)]
+    count: int = await client().line.ask("delete", (KIND, names))
+    return count
+
+
+def check_key(key: object) -> None:
+    if not isinstance(key, str) or not key:
+        raise StoreError("a key is a string", path="key", value=key, rule="a non-empty string", repair='"batch/1"')
+
+
+__all__ = ["At", "check_names", "delete", "exists", "get", "get_state_dict", "keys", "put", "put_state_dict", "resolve"]

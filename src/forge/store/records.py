@@ -1,0 +1,176 @@
+"""What the store's processes tell each other. Plain values, small, without tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Final
+
+from forge.store.boxes import Held
+
+ALIGN: Final = 256
+"""Every piece begins at a multiple of this: good for vector loads, for views as any dtype, and for DMA."""
+
+HEADER: Final = 4096
+"""Bytes at the beginning of a segment that hold its stamp."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What one rank holds of a state dict: the tensors' names, and for each what the rank has of it.
+
+    The pieces of a layout are numbered through, tensor by tensor; everything else refers to those numbers.
+    """
+
+    names: tuple[str, ...]
+    helds: tuple[Held, ...]
+    id: str
+    """Equal for equal layouts, in every process."""
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], helds: tuple[Held, ...]) -> Layout:
+        return cls(names, helds, hashlib.sha256(repr((names, helds)).encode()).hexdigest()[:32])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and other.id == self.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that can give out the bytes of a segment, and how it is asked."""
+
+    way: str
+    """`shm`: open `/proc/<pid>/fd/<fd>` on the same host; `tcp`: ask the data server at `address`; `cuda`: open the
+    CUDA IPC handle in `token`; `rdma`: read through the descriptor in `token`."""
+    host: str
+    pid: int
+    session: int
+    """The process's session at the registry: it is told when the segment is no longer needed."""
+    segment: str = ""
+    """The segment's name there."""
+    fd: int = -1
+    address: str = ""
+    token: bytes = b""
+    volume: str = ""
+    """The storage volume that this is; empty for the process that published."""
+
+    def describe(self) -> str:
+        who = f"volume {self.volume}" if self.volume else "the publisher"
+        return f"{who} (pid {self.pid} on host {self.host}" + (f", {self.address})" if self.address else ")")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRecord:
+    """A packed segment: where its bytes can be had, and the stamp that tells this filling of it from the next."""
+
+    size: int
+    stamp: int
+    holders: tuple[Holder, ...] = ()
+    inline: bytes | None = None
+    """The bytes themselves, where they are so few that a segment would cost more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank contributed to a version."""
+
+    rank: int
+    layout: str
+    written: tuple[int, ...] | None
+    """The numbers of the pieces that are in the segment; None means all. The others are written by other ranks."""
+    segment: SegmentRecord
+    digests: bytes
+    """One 64-bit digest for each written piece."""
+    samples: bytes
+    """A few elements of each written piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A published version, whole."""
+
+    key: str
+    number: int
+    parts: tuple[Part, ...]
+    digest: str
+    """Of all tensors together, independent of how they are laid out."""
+    extra: bytes = b""
+    """What belongs to the value but is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A rank wants to contribute to a version."""
+
+    key: str
+    kind: str
+    """`weights` or `object`."""
+    version: int | None
+    """None: the next one of this key."""
+    rank: int
+    world_size: int
+    layout_id: str
+    layout: Layout | None
+    """None where the registry may know it already; it asks again if it does not."""
+    keep: int = 2
+    """How many complete versions stay when a newer one is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The answer to `Begin`: what to write, and where."""
+
+    id: int
+    version: int
+    needs_layout: bool = False
+    written: tuple[int, ...] | None = None
+    reuse: str | None = None
+    """A segment of this process that is free again."""
+    volumes: tuple[Holder, ...] = ()
+    """The storage volumes that shall hold the part; empty: the publisher itself does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A rank's part is written and can be read."""
+
+    ticket: int
+    part: Part
+    extra: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """A reader wants a version, and will hold it until it says otherwise or its process ends."""
+
+    key: str
+    kind: str
+    version: int | None
+    """None: the newest."""
+    known: frozenset[str] = frozenset()
+    """Layouts that the reader has already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The answer to `Acquire`."""
+
+    id: int
+    version: Version
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    """Those of the version's layouts that the reader did not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """One version, as `Weights.versions()` shows it."""
+
+    number: int
+    digest: str
+    num_bytes: int
+    num_readers: int
+    is_lost: bool = False
+    """Whether a part of it was only in processes that have died."""

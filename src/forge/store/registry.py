@@ -1,0 +1,495 @@
+"""The index of the store: which versions there are, who writes them, who reads them, and which memory is free again.
+
+A state machine without input or output: sessions are numbers, time does not pass, and what others must hear is handed
+to an `Outside`. That a version is visible whole or not at all, that no segment is reused while somebody reads it, and
+that the death of a process loses nothing but its own, is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from forge.errors import StoreError, StoreKeyError
+from forge.store.assignment import share_out
+from forge.store.packing import packing
+from forge.store.proof import version_digest
+from forge.store.records import (
+    Acquire,
+    Begin,
+    Commit,
+    Holder,
+    Layout,
+    Lease,
+    Part,
+    Ticket,
+    Version,
+    VersionInfo,
+)
+
+Key = tuple[str, str]
+"""Kind and name."""
+
+SPARES = 1
+"""How many free segments a process keeps for the next version of a key."""
+
+
+class Outside(Protocol):
+    """Whoever carries the registry's decisions to the processes that they concern."""
+
+    def changed(self, key: Key) -> None:
+        """Something that others may wait for has happened to this key."""
+
+    def drop(self, session: int, segment: str) -> None:
+        """This process need not keep the segment any longer."""
+
+
+@dataclass(eq=False)
+class _Building:
+    """A version that is being written."""
+
+    key: Key
+    number: int
+    world_size: int
+    keep: int
+    writers: dict[int, _Writer] = field(default_factory=dict)
+    shares: list[tuple[int, ...] | None] | None = None
+    parts: dict[int, Part] = field(default_factory=dict)
+    extra: bytes = b""
+    failure: StoreError | None = None
+    is_complete: bool = False
+
+
+@dataclass(eq=False)
+class _Writer:
+    """One rank of a version that is being written."""
+
+    ticket: int
+    session: int
+    rank: int
+    layout: str
+    building: _Building
+    reuse: _Spare | None = None
+    volumes: tuple[Holder, ...] = ()
+    has_share: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    """A segment that can be written again, and the sessions that may have mapped it."""
+
+    name: str
+    size: int
+    openers: frozenset[int]
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A complete version."""
+
+    version: Version
+    owners: dict[int, int]
+    """The session that wrote each rank's part."""
+    leases: set[int] = field(default_factory=set)
+    openers: set[int] = field(default_factory=set)
+    """Sessions that may have mapped its segments."""
+    is_retired: bool = False
+    """Nobody new gets it; it goes with its last reader."""
+    losses: dict[int, str] = field(default_factory=dict)
+    """For each rank whose part lost a copy, who held that."""
+
+
+class Registry:
+    """All keys of one run."""
+
+    def __init__(self, outside: Outside) -> None:
+        self._outside = outside
+        self._ids = itertools.count(1)
+        self._kept: dict[Key, dict[int, _Kept]] = {}
+        self._building: dict[Key, list[_Building]] = {}
+        self._newest: dict[Key, int] = {}
+        self._writers: dict[int, _Writer] = {}
+        self._leases: dict[int, tuple[int, Key, _Kept]] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._layout_uses: Counter[str] = Counter()
+        self._spares: dict[tuple[int, Key], list[_Spare]] = {}
+        self._volumes: dict[int, Holder] = {}
+        self._copies = 1
+        self._shares: dict[tuple[str, ...], list[tuple[int, ...] | None]] = {}
+
+    # writing
+
+    def begin(self, session: int, wish: Begin) -> int | None:
+        """A rank joins a version. Its ticket's number; None if its layout has to be told first."""
+        key = (wish.kind, wish.key)
+        if wish.layout is not None:
+            self._layouts.setdefault(wish.layout_id, wish.layout)
+        elif wish.layout_id not in self._layouts:
+            return None
+        building = self._join(key, wish)
+        writer = _Writer(next(self._ids), session, wish.rank, wish.layout_id, building)
+        building.writers[wish.rank] = writer
+        self._writers[writer.ticket] = writer
+        self._layout_uses[wish.layout_id] += 1
+        if len(building.writers) == building.world_size:
+            self._share_out(building)
+        return writer.ticket
+
+    def _join(self, key: Key, wish: Begin) -> _Building:
+        under_way = self._building.setdefault(key, [])
+        for building in under_way:
+            if wish.version is None and wish.rank in building.writers:
+                continue
+            if wish.version is not None and building.number != wish.version:
+                continue
+            self._check_joining(building, wish)
+            return building
+        newest = self._newest.get(key, -1)
+        number = wish.version
+        if number is None:
+            number = max([newest, *(building.number for building in under_way)]) + 1
+        elif number <= newest:
+            raise StoreError(
+                f"version {number} of {wish.key!r} comes too late: version {newest} is published",
+                path=f"{wish.key}.publish(version=)",
+                value=number,
+                rule=f"versions grow: more than {newest}",
+                repair=f"publish version {newest + 1}, or go back first: `await weights.rewind(to={number - 1})`",
+            )
+        building = _Building(key, number, wish.world_size, wish.keep)
+        under_way.append(building)
+        return building
+
+    def _check_joining(self, building: _Building, wish: Begin) -> None:
+        if building.world_size != wish.world_size:
+            raise StoreError(
+                f"the ranks that publish version {building.number} of {wish.key!r} disagree about how many they are",
+                path=f"{wish.key}.publish()",
+                value=f"rank {wish.rank} says world_size={wish.world_size}",
+                rule=f"as the first that came: world_size={building.world_size}",
+                repair="give all ranks the same world_size",
+            )
+        if wish.rank in building.writers:
+            raise StoreError(
+                f"rank {wish.rank} publishes version {building.number} of {wish.key!r} already",
+                path=f"{wish.key}.publish()",
+                value=f"rank {wish.rank} of {wish.world_size}",
+                rule="each rank publishes a version once",
+                repair="await the first publication, use another version, or give each process its own rank=",
+            )
+
+    def _share_out(self, building: _Building) -> None:
+        names = [building.writers[rank].layout for rank in range(building.world_size)]
+        try:
+            shares = self._shares.get(tuple(names))
+            if shares is None:
+                shares = share_out(building.key[1], [self._layouts[name] for name in names])
+                if len(self._shares) > 256:
+                    self._shares.clear()
+                self._shares[tuple(names)] = shares
+            building.shares = shares
+        except StoreError as error:
+            self._fail(building, error)
+        self._outside.changed(building.key)
+
+    def ticket(self, number: int) -> Ticket | None:
+        """What a rank is to write; None while other ranks have not joined yet."""
+        writer = self._writers[number]
+        building = writer.building
+        if building.failure is not None:
+            raise building.failure
+        if building.shares is None:
+            return None
+        if not writer.has_share:
+            writer.has_share = True
+            writer.reuse = self._spare_for(writer, building.shares[writer.rank])
+            writer.volumes = self._volumes_for(writer.rank)
+        return Ticket(
+            id=number,
+            version=building.number,
+            written=building.shares[writer.rank],
+            reuse=writer.reuse.name if writer.reuse is not None else None,
+            volumes=writer.volumes,
+        )
+
+    def _spare_for(self, writer: _Writer, written: tuple[int, ...] | None) -> _Spare | None:
+        """A free segment of the writer's that fits; those that do not are given up."""
+        size = packing(self._layouts[writer.layout], written).size
+        for spare in self._spares.pop((writer.session, writer.building.key), []):
+            if size <= spare.size <= 2 * size:
+                return spare
+            self._drop(spare.name, spare.openers | {writer.session})
+        return None
+
+    def commit(self, session: int, commit: Commit) -> None:
+        """A rank's part is written. With the last one the version becomes visible."""
+        writer = self._writers[commit.ticket]
+        building = writer.building
+        if building.failure is not None:
+            raise building.failure
+        building.parts[writer.rank] = commit.part
+        building.extra = building.extra or commit.extra
+        if len(building.parts) == building.world_size:
+            self._complete(building)
+
+    def _complete(self, building: _Building) -> None:
+        parts = tuple(building.parts[rank] for rank in range(building.world_size))
+        digest = version_digest(parts, self._layouts, building.extra)
+        version = Version(building.key[1], building.number, parts, digest, building.extra)
+        building.is_complete = True
+        self._building[building.key].remove(building)
+        owners = {rank: writer.session for rank, writer in building.writers.items()}
+        openers = {session for writer in building.writers.values() if writer.reuse for session in writer.reuse.openers}
+        self._kept.setdefault(building.key, {})[building.number] = _Kept(version, owners, openers=openers)
+        self._newest[building.key] = max(building.number, self._newest.get(building.key, -1))
+        self.retire(building.key, keep=building.keep)
+        self._outside.changed(building.key)
+
+    def outcome(self, ticket: int) -> Version | None:
+        """The version that a rank contributed to, once it is complete."""
+        building = self._writers[ticket].building
+        if building.failure is not None:
+            raise building.failure
+        if not building.is_complete:
+            return None
+        kept = self._kept.get(building.key, {}).get(building.number)
+        if kept is not None:
+            return kept.version
+        return Version(building.key[1], building.number, (), "", b"")  # complete, and retired since
+
+    def close_ticket(self, ticket: int, why: str = "") -> None:
+        """A writer is done, or gives up: an unfinished version is then abandoned."""
+        writer = self._writers.pop(ticket, None)
+        if writer is None:
+            return
+        building = writer.building
+        if not building.is_complete:
+            number, name = building.number, building.key[1]
+            reason = why or f"rank {writer.rank} gave up before version {number} of {name!r} was complete"
+            self._fail(building, StoreError(reason, path=name, value=number, repair="publish again, from every rank"))
+        if building.failure is not None or writer.rank not in building.parts:
+            self._layout_done(writer.layout)
+            self._take_back(writer)
+
+    def _take_back(self, writer: _Writer) -> None:
+        """A segment that a writer got for a version that came to nothing is free again."""
+        if writer.reuse is not None:
+            self._spares.setdefault((writer.session, writer.building.key), []).append(writer.reuse)
+
+    def _fail(self, building: _Building, failure: StoreError) -> None:
+        if building.failure is None:
+            building.failure = failure
+            self._building[building.key].remove(building)
+            self._outside.changed(building.key)
+
+    # reading
+
+    def acquire(self, session: int, wish: Acquire) -> Lease:
+        """Give a reader a version, which stays as it is until the reader releases it."""
+        key = (wish.kind, wish.key)
+        kept = self._find(key, wish.version)
+        number = next(self._ids)
+        kept.leases.add(number)
+        kept.openers.add(session)
+        self._leases[number] = (session, key, kept)
+        needed = {part.layout for part in kept.version.parts} - wish.known
+        return Lease(number, kept.version, {name: self._layouts[name] for name in needed})
+
+    def _find(self, key: Key, number: int | None) -> _Kept:
+        usable = {number: kept for number, kept in self._kept.get(key, {}).items() if not kept.is_retired}
+        if number is None and usable:
+            number = max(usable)
+        if number is None or number not in usable:
+            raise self._nothing(key, number, sorted(usable))
+        kept = usable[number]
+        for part in kept.version.parts:
+            if part.segment.inline is None and not part.segment.holders:
+                raise StoreError(
+                    f"version {number} of {key[1]!r} is lost: the only copy of rank {part.rank}'s part was held by "
+                    f"{kept.losses.get(part.rank, 'a process')}, which has ended",
+                    path=key[1],
+                    value=number,
+                    rule="the data outlives its publisher on the controller's host, or on storage volumes",
+                    repair="publish again; to survive this, keep copies: `await ts.setup(volumes=2, copies=2)`",
+                )
+        return kept
+
+    def _nothing(self, key: Key, number: int | None, usable: list[int]) -> StoreKeyError:
+        kind, name = key
+        what = name if number is None else f"{name} version {number}"
+        under_way = [
+            f"version {b.number} has {len(b.parts)} of {b.world_size} rank(s), missing "
+            f"{sorted(set(range(b.world_size)) - set(b.parts))}"
+            for b in self._building.get(key, ())
+        ]
+        near = sorted(other for other_kind, other in self._kept if other_kind == kind)[:8]
+        if kind == "weights":
+            repair = "publish it, or wait for it: `await weights.wait(at_least=...)`"
+        else:
+            repair = "put it first, or wait for it: `ts.get(key, wait_s=...)`"
+        return StoreKeyError(
+            f"the store has no {what!r}",
+            path=name,
+            value=number if number is not None else "latest",
+            rule=(f"published versions: {usable}" if usable else f"keys: {near}")
+            + (f"; under way: {'; '.join(under_way)}" if under_way else ""),
+            repair=repair,
+        )
+
+    def release(self, lease: int) -> None:
+        """A reader lets go. Doing so twice is harmless."""
+        entry = self._leases.pop(lease, None)
+        if entry is None:
+            return
+        _, key, kept = entry
+        kept.leases.discard(lease)
+        if kept.is_retired and not kept.leases:
+            self._free(key, kept)
+
+    def newest(self, key: Key) -> int | None:
+        """The newest version that can be read."""
+        usable = [number for number, kept in self._kept.get(key, {}).items() if not kept.is_retired]
+        return max(usable, default=None)
+
+    def versions(self, key: Key) -> list[VersionInfo]:
+        """The versions that can be read, oldest first."""
+        found = []
+        for number, kept in sorted(self._kept.get(key, {}).items()):
+            if kept.is_retired:
+                continue
+            segments = [part.segment for part in kept.version.parts]
+            is_lost = any(segment.inline is None and not segment.holders for segment in segments)
+            size = sum(segment.size for segment in segments)
+            found.append(VersionInfo(number, kept.version.digest, size, len(kept.leases), is_lost))
+        return found
+
+    def keys(self, kind: str, prefix: str = "") -> list[str]:
+        return sorted(
+            name
+            for (its_kind, name), versions in self._kept.items()
+            if its_kind == kind and name.startswith(prefix) and any(not kept.is_retired for kept in versions.values())
+        )
+
+    # letting go
+
+    def retire(self, key: Key, *, keep: int) -> list[int]:
+        """Keep the newest `keep` versions. Those that are being read stay until they are let go, but nobody new gets
+        them. Returns the numbers that were retired."""
+        numbers = sorted(number for number, kept in self._kept.get(key, {}).items() if not kept.is_retired)
+        return self._retire(key, numbers[: max(0, len(numbers) - keep)])
+
+    def rewind(self, key: Key, *, to: int) -> list[int]:
+        """Take back every version after `to`, so that the numbers after it can be published again."""
+        for building in [b for b in self._building.get(key, ()) if b.number > to]:
+            self._fail(building, StoreError(f"{key[1]!r} was rewound to version {to}", path=key[1], value=to))
+        retired = self._retire(key, [number for number in self._kept.get(key, {}) if number > to])
+        self._newest[key] = min(to, self._newest.get(key, -1))
+        return retired
+
+    def delete(self, kind: str, names: Iterable[str]) -> int:
+        """Forget keys; how many there were."""
+        count = 0
+        for name in names:
+            count += bool(self._retire((kind, name), list(self._kept.get((kind, name), {}))))
+        return count
+
+    def _retire(self, key: Key, numbers: Iterable[int]) -> list[int]:
+        retired = []
+        for number in numbers:
+            kept = self._kept[key][number]
+            if kept.is_retired:
+                continue
+            retired.append(number)
+            kept.is_retired = True
+            if not kept.leases:
+                self._free(key, kept)
+        if retired:
+            self._outside.changed(key)
+        return retired
+
+    def _free(self, key: Key, kept: _Kept) -> None:
+        """Nobody reads a retired version any more: its memory goes back to its writers, or is given up."""
+        versions = self._kept[key]
+        if versions.get(kept.version.number) is kept:
+            del versions[kept.version.number]
+        if not versions:
+            del self._kept[key]
+            if key[0] == "object" and not self._building.get(key):
+                self._newest.pop(key, None)
+                self._building.pop(key, None)
+        for part in kept.version.parts:
+            self._layout_done(part.layout)
+            owner = kept.owners[part.rank]
+            spares = self._spares.setdefault((owner, key), [])
+            owned = [holder.segment for holder in part.segment.holders if holder.session == owner]
+            is_wanted = key[0] == "weights" or key in self._kept or self._building.get(key)
+            if owned and is_wanted and len(spares) < SPARES:
+                openers = kept.openers | {holder.session for holder in part.segment.holders}
+                spares.append(_Spare(owned[0], part.segment.size, frozenset(openers)))
+                continue
+            for holder in part.segment.holders:
+                self._drop(holder.segment, {holder.session} | kept.openers)
+            if not spares:
+                del self._spares[owner, key]
+
+    def _drop(self, segment: str, sessions: Iterable[int]) -> None:
+        for session in sessions:
+            self._outside.drop(session, segment)
+
+    def _layout_done(self, name: str) -> None:
+        self._layout_uses[name] -= 1
+        if self._layout_uses[name] <= 0:
+            del self._layout_uses[name]
+            self._layouts.pop(name, None)
+
+    # processes
+
+    def left(self, session: int, who: str = "a process") -> None:
+        """A process (`who`, for messages) has ended, or closed its line: what only it needed or held is let go."""
+        for lease in [number for number, (its, _, _) in self._leases.items() if its == session]:
+            self.release(lease)
+        self._volumes.pop(session, None)
+        for writer in [writer for writer in self._writers.values() if writer.session == session]:
+            building = writer.building
+            self.close_ticket(
+                writer.ticket,
+                f"version {building.number} of {building.key[1]!r} was abandoned: rank {writer.rank}, {who}, ended "
+                "before it was complete",
+            )
+        for owner, key in [entry for entry in self._spares if entry[0] == session]:
+            for spare in self._spares.pop((owner, key)):
+                self._drop(spare.name, spare.openers - {session})
+        for versions in self._kept.values():
+            for kept in versions.values():
+                kept.openers.discard(session)
+                for part in kept.version.parts:
+                    if any(holder.session == session for holder in part.segment.holders):
+                        kept.losses[part.rank] = who
+                kept.version = _without(kept.version, session)
+
+    def add_volume(self, session: int, volume: Holder) -> None:
+        """A storage volume is ready."""
+        self._volumes[session] = replace(volume, session=session)
+
+    def set_copies(self, copies: int) -> None:
+        """How many volumes hold each part."""
+        self._copies = copies
+
+    def _volumes_for(self, rank: int) -> tuple[Holder, ...]:
+        volumes = sorted(self._volumes.values(), key=lambda volume: volume.volume)
+        count = min(self._copies, len(volumes))
+        return tuple(volumes[(rank + step) % len(volumes)] for step in range(count))
+
+
+def _without(version: Version, session: int) -> Version:
+    """The version without the copies that a process held."""
+    if not any(holder.session == session for part in version.parts for holder in part.segment.holders):
+        return version
+    parts = []
+    for part in version.parts:
+        left = tuple(holder for holder in part.segment.holders if holder.session != session)
+        parts.append(replace(part, segment=replace(part.segment, holders=left)))
+    return replace(version, parts=tuple(parts))

@@ -1,0 +1,201 @@
+"""What a reader wants: into which memory, and which part of a stored tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from forge.errors import StoreError
+from forge.store.boxes import Piece
+from forge.store.layout import dtype_name, dtype_of, held_by, local, region_pieces, wanted
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangle of a stored tensor: where it begins, and how large it is."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def resolve(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return tuple(self.offset), tuple(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part `index` of `count` of a stored tensor along `dim`, cut as `torch.chunk` cuts: the last may be smaller."""
+
+    dim: int
+    index: int
+    count: int
+
+    def resolve(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if not -len(shape) <= self.dim < len(shape) or not 0 <= self.index < self.count:
+            raise StoreError(
+                "a chunk is not one of its tensor",
+                value=self,
+                rule=f"0 <= index < count, along one of the dimensions of {list(shape)}",
+                repair="Chunk(dim=0, index=rank, count=world_size)",
+            )
+        dim = self.dim % len(shape)
+        step = -(-shape[dim] // self.count)
+        start = min(self.index * step, shape[dim])
+        extent = min(step, shape[dim] - start)
+        offset = tuple(start if axis == dim else 0 for axis in range(len(shape)))
+        return offset, tuple(extent if axis == dim else size for axis, size in enumerate(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """This rank's shard under a device mesh and placements: `get(key, spec=Placed(mesh, placements))` is a DTensor."""
+
+    mesh: DeviceMesh
+    placements: Sequence[Placement]
+
+
+Spec = Region | Chunk | Placed
+"""Which part of a stored tensor is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Memory for a part of a stored tensor, in a place of its own.
+
+    `At(tensor, (1024, 0))` is filled with the rectangle that begins at row 1024 and is as large as `tensor`;
+    `At(tensor, Chunk(0, rank, 4))` with a chunk. `of` names the stored tensor where that is not the name under which
+    this stands: three `At`s can fill one fused tensor, or one stored tensor be spread over several.
+    """
+
+    tensor: Tensor
+    where: tuple[int, ...] | Region | Chunk = ()
+    of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Memory to fill, and the pieces of the stored tensor that belong in it."""
+
+    name: str
+    """Of the stored tensor."""
+    label: str
+    """Where it stands in what the reader gave, for messages."""
+    memory: Tensor
+    pieces: tuple[Piece, ...]
+
+
+def is_place(value: Any) -> bool:
+    """Whether a value says where something is to go: a tensor, an `At`, or a list of those."""
+    if isinstance(value, (Tensor, At)):
+        return True
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, At) for entry in value)
+
+
+def resolve(
+    label: str, place: Any, shapes: Mapping[str, tuple[tuple[int, ...], str]], *, cast: bool = False
+) -> list[Target]:
+    """The targets of one place. `shapes` has the shape and dtype of every stored tensor; the name must be in it."""
+    entries = place if isinstance(place, list) else [place]
+    return [_one(label, entry, shapes, cast=cast) for entry in entries]
+
+
+def stored_name(label: str, entry: Any) -> str:
+    """The stored tensor that fills a place."""
+    return entry.of if isinstance(entry, At) and entry.of is not None else label
+
+
+def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str]], *, cast: bool) -> Target:
+    name = stored_name(label, entry)
+    shape, dtype = shapes[name]
+    if isinstance(entry, At):
+        tensor = entry.tensor
+        if isinstance(entry.where, tuple):
+            offset = tuple(entry.where) or (0,) * len(shape)
+        else:
+            offset, extent = entry.where.resolve(shape)
+            _check_extent(label, tuple(tensor.shape), extent)
+        want = wanted(tensor, shape=shape, offset=offset, name=label)
+    else:
+        tensor = entry
+        want = wanted(tensor, name=label)
+        if want.shape != shape:
+            raise StoreError(
+                f"{label!r} has another shape than what is stored",
+                path=label,
+                value=list(want.shape),
+                rule=f"the stored shape {list(shape)}",
+                repair="give a tensor of that shape, or say which part it is: At(tensor, offset)",
+            )
+    if want.dtype != dtype and not cast:
+        raise StoreError(
+            f"{label!r} has another dtype than what is stored",
+            path=label,
+            value=want.dtype,
+            rule=f"the stored dtype {dtype}",
+            repair="give a tensor of that dtype, allow the conversion (cast=True), or publish in another (dtype=)",
+        )
+    return Target(name, label, local(tensor, name=label), want.pieces)
+
+
+def _check_extent(label: str, found: tuple[int, ...], extent: tuple[int, ...]) -> None:
+    if found != extent:
+        raise StoreError(
+            f"{label!r} does not have the size of the part that it is to hold",
+            path=label,
+            value=list(found),
+            rule=f"the part is {list(extent)} large",
+            repair="give a tensor of that size",
+        )
+
+
+def allocate(
+    name: str, spec: Spec | None, shape: tuple[int, ...], dtype: str, *, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Target]:
+    """New memory for a stored tensor or a part of it: what the reader gets, and what to fill."""
+    kind = dtype_of(dtype)
+    if isinstance(spec, Placed):
+        return _sharded(name, spec, shape, kind)
+    offset, extent = ((0,) * len(shape), shape) if spec is None else spec.resolve(shape)
+    tensor = torch.empty(extent, dtype=kind, device=device)
+    return tensor, Target(name, name, tensor, region_pieces(shape, offset, extent, name=name))
+
+
+def _sharded(name: str, spec: Placed, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Target]:
+    from torch.distributed.tensor import DTensor
+
+    have = held_by(shape, dtype, spec.mesh, spec.placements)
+    extent = [0] * len(shape)
+    if have.pieces:
+        extent = [
+            max(at + size for at, size in zip(column, sizes, strict=True))
+            for column, sizes in zip(
+                zip(*(piece.at for piece in have.pieces), strict=True),
+                zip(*(piece.box.shape for piece in have.pieces), strict=True),
+                strict=True,
+            )
+        ]
+    else:  # nothing here: torch keeps the other dimensions as they are
+        extent = list(_empty_extent(shape, spec))
+    tensor = torch.empty(extent, dtype=dtype, device=spec.mesh.device_type)
+    strides = torch.empty(shape, dtype=dtype, device="meta").stride()
+    whole = DTensor.from_local(
+        tensor, spec.mesh, list(spec.placements), run_check=False, shape=torch.Size(shape), stride=strides
+    )
+    return whole, Target(name, name, tensor, have.pieces)
+
+
+def _empty_extent(shape: tuple[int, ...], spec: Placed) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    extent, _ = compute_local_shape_and_global_offset(shape, spec.mesh, list(spec.placements))
+    return tuple(extent)
+
+
+__all__ = ["At", "Chunk", "Placed", "Region", "Spec", "Target", "allocate", "dtype_name", "is_place", "resolve"]

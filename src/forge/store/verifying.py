@@ -1,0 +1,141 @@
+"""Whether what arrived is what was published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+import torch
+
+from forge.errors import StoreError, WeightMismatch
+from forge.store import kernel
+from forge.store.catalog import Catalog, published_digests
+from forge.store.proof import MODULUS, sample_seed
+from forge.store.records import Part, Version
+from forge.store.rects import SLOT, Places, Rects, byte_offset, row_bytes, row_major
+
+Verify = Literal["cheap", "full", "off"]
+"""How a reader checks what it got.
+
+- `cheap`: pieces that are read whole are digested while they are copied, of others a few elements are compared. The
+  memory that was filled is not read again.
+- `full`: the digest of what is in the reader's memory afterwards is compared, and of pieces that are read in part the
+  source is digested too.
+- `off`: nothing but that the segment was not overwritten meanwhile.
+"""
+
+
+def check_verify(path: str, value: object) -> Verify:
+    if value not in get_args(Verify):
+        raise StoreError(
+            "there is no such way to verify",
+            path=path,
+            value=value,
+            rule=f"one of {', '.join(get_args(Verify))}",
+            repair="verify='cheap'",
+        )
+    return value  # type: ignore[return-value]
+
+
+def compare_digests(catalog: Catalog, version: Version, found: Sequence[int], times: dict[int, int]) -> set[str]:
+    """The tensors whose digests differ from what was published, for slots that were read whole so many times."""
+    published = published_digests(version.parts)
+    return {catalog.owner[slot] for slot, count in times.items() if found[slot] != published[slot] * count % MODULUS}
+
+
+def compare_samples(
+    catalog: Catalog, version: Version, tables: Iterable[Rects], targets: Sequence[int], slots: Sequence[int]
+) -> set[str]:
+    """The tensors of which a sampled element is not in the reader's memory as it was published."""
+    if not slots:
+        return set()
+    wanted = frozenset(slots)
+    samples = b"".join(part.samples for part in version.parts)
+    seed = sample_seed(version.key, version.number)
+    differ: set[str] = set()
+    for table in tables:
+        if len(table):
+            wrong = kernel.check_samples(table, targets, places=catalog.places, samples=samples, seed=seed)
+            differ |= {catalog.owner[slot] for slot in wrong if slot in wanted}
+    return differ
+
+
+def check_part(catalog: Catalog, version: Version, index: int, *, address: int, verify: Verify) -> set[str]:
+    """The tensors of one part that are not in its memory as they were published."""
+    part = version.parts[index]
+    first, count = catalog.first_slot[index], len(part.digests) // 8
+    differ: set[str] = set()
+    if verify == "full":
+        table = digest_table(catalog, index, range(first, first + count))
+        found = kernel.digest_only(table, [address], num_threads=torch.get_num_threads())
+        published = published_digests((part,))
+        differ |= {
+            catalog.owner[first + number] for number in range(count) if found[first + number] != published[number]
+        }
+    elif verify == "cheap":
+        places = part_places(catalog, first, count)
+        found_bytes = kernel.sample(address, places, seed=sample_seed(version.key, version.number))
+        size = kernel.SAMPLE_BYTES
+        differ |= {
+            catalog.owner[first + number]
+            for number in range(count)
+            if found_bytes[number * size : (number + 1) * size] != part.samples[number * size : (number + 1) * size]
+        }
+    return differ
+
+
+def part_places(catalog: Catalog, first: int, count: int) -> Places:
+    columns = catalog.places
+    cut = slice(first, first + count)
+    return Places(columns.starts[cut], columns.numels[cut], columns.itemsizes[cut], columns.numbers[cut])
+
+
+def digest_table(catalog: Catalog, index: int, slots: Iterable[int]) -> Rects:
+    """A table that digests whole stored pieces of one part, whose memory is base 0."""
+    wanted = frozenset(slots)
+    table = Rects(num_slots=catalog.num_slots)
+    for entry in catalog.entries.values():
+        for stored, slot in zip(entry.stored, entry.slots, strict=True):
+            if slot not in wanted or stored.part != index:
+                continue
+            size = int(catalog.places.itemsizes[slot])
+            strides = row_major(entry.shape, size)
+            image = (slot, byte_offset(stored.box.offset, strides), strides)
+            source = (0, stored.start, row_major(stored.box.shape, size))
+            table.add(stored.box.shape, itemsize=size, src=source, image=image)
+    return table
+
+
+def rows_of(table: Rects) -> list[list[int]]:
+    """A table as plain numbers, to be sent to another process."""
+    return [table.row(index) for index in range(len(table))]
+
+
+def table_of(rows: Iterable[list[int]], *, num_slots: int) -> Rects:
+    """The table again."""
+    table = Rects(num_slots=num_slots)
+    for row in rows:
+        table.append_row(row, row_bytes(row))
+    return table
+
+
+def only(table: Rects, slots: Iterable[int]) -> Rects:
+    """The rows of a table that belong to some slots."""
+    wanted = frozenset(slots)
+    return table_of((row for row in rows_of(table) if row[SLOT] in wanted), num_slots=table.num_slots)
+
+
+def raise_if_any(version: Version, names: set[str], *, why: str, parts: Sequence[Part] = ()) -> None:
+    """Raise `WeightMismatch` for these tensors, if there are any."""
+    if not names:
+        return
+    tensors = sorted(names)
+    shown = ", ".join(tensors[:8]) + (f" and {len(tensors) - 8} more" if len(tensors) > 8 else "")
+    raise WeightMismatch(
+        f"{len(tensors)} tensor(s) of version {version.number} of {version.key!r} are not what was published: {shown}",
+        tensors=tensors,
+        path=version.key,
+        value=version.number,
+        rule=why,
+        repair="fetch again; if that fails too, publish again and look for a process that writes into shared memory",
+    )

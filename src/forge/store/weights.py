@@ -1,0 +1,334 @@
+"""Versions of weights: published by every rank of a trainer, fetched by any number of readers, whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Mapping
+from concurrent.futures import Future
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from forge.errors import StoreError
+from forge.store.client import StoreClient, client, in_thread, start
+from forge.store.reading import Fetched, Reader, Verify, check_verify
+from forge.store.records import Acquire, Lease, VersionInfo
+from forge.store.writing import Contribution, Published, Writer, ranks_of
+
+_log = logging.getLogger("forge.store")
+KIND = "weights"
+
+
+class Publication:
+    """A version on its way. It began when `publish` was called; nothing has to be awaited for it to go on.
+
+    `await publication.snapshot()` returns when the weights have been copied and may change again. `await publication`
+    returns when the version is complete, that is when readers can see it.
+    """
+
+    def __init__(self, snapshot: Future[float], done: Future[Published]) -> None:
+        self._snapshot, self._done = snapshot, done
+        self._is_seen = False
+
+    def __await__(self) -> Generator[Any, None, Published]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Published:
+        import asyncio
+
+        self._is_seen = True
+        return await asyncio.shield(asyncio.wrap_future(self._done))
+
+    async def snapshot(self) -> float:
+        """Wait until the weights may be changed; how long taking the snapshot took, in seconds."""
+        import asyncio
+
+        self._is_seen = True
+        return await asyncio.shield(asyncio.wrap_future(self._snapshot))
+
+    def snapshot_blocking(self, timeout_s: float | None = None) -> float:
+        """As `snapshot`, where no event loop runs."""
+        self._is_seen = True
+        return self._snapshot.result(timeout_s)
+
+    def result(self, timeout_s: float | None = None) -> Published:
+        """Block until the version is complete."""
+        self._is_seen = True
+        return self._done.result(timeout_s)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._done.done() and self._done.exception() is None
+
+    def __del__(self) -> None:
+        if not self._is_seen and self._done.done() and (error := self._done.exception()) is not None:
+            _log.error("a publication that nobody awaited failed: %s", error)
+
+
+class Weights:
+    """The versions of one set of weights, such as `Weights("policy")`. Make one in every process that needs it.
+
+    Args:
+        name: what they are called; all processes of the run that use this name mean the same weights.
+        keep: how many complete versions stay readable; older ones go when a newer one is complete and nobody reads
+            them any more.
+        dtype: publish floating-point tensors in this dtype; the conversion happens in the copy.
+        rank, world_size: which of how many publishing ranks this process is. By default as in `torch.distributed`, or
+            else as the actor's rank among its processes.
+        verify: how `fetch` checks what it got: `cheap`, `full` or `off`.
+        on: where a publisher keeps the data until it is fetched: `host` (shared memory), `cuda` (the publisher's GPU),
+            or `auto` (on the GPU where the weights are).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        keep: int = 2,
+        dtype: torch.dtype | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        verify: Verify = "cheap",
+        on: Literal["auto", "host", "cuda"] = "auto",
+    ) -> None:
+        _check_name(name)
+        _check_whole("Weights(keep=)", keep, least=1)
+        if (rank is None) != (world_size is None):
+            raise StoreError(
+                "rank and world_size belong together",
+                path="Weights(rank=, world_size=)",
+                value=(rank, world_size),
+                rule="both or neither",
+                repair="give both, or leave both out",
+            )
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+            raise StoreError(
+                "rank is not one of the ranks",
+                path="Weights(rank=, world_size=)",
+                value=(rank, world_size),
+                rule="0 <= rank < world_size",
+                repair="Weights(name, rank=0, world_size=1)",
+            )
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise StoreError(
+                "weights are published in a floating-point dtype",
+                path="Weights(dtype=)",
+                value=dtype,
+                rule="a floating-point torch.dtype or None",
+                repair="dtype=torch.bfloat16",
+            )
+        check_verify("Weights(verify=)", verify)
+        if on not in ("auto", "host", "cuda"):
+            raise StoreError(
+                "there is no such place for weights", path="Weights(on=)", value=on, rule="auto, host or cuda"
+            )
+        self.name, self.keep, self.dtype, self.verify, self.on = name, keep, dtype, verify, on
+        self._rank, self._world_size = rank, world_size
+        self._writer: Writer | None = None
+        self._reader: Reader | None = None
+
+    def __repr__(self) -> str:
+        return f"Weights({self.name!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (self.name, self.keep, self.dtype, self.verify, self.on, self._rank, self._world_size))
+
+    # writing
+
+    def publish(self, state_dict: Mapping[str, Tensor], *, version: int) -> Publication:
+        """Publish this rank's part of a version. Every rank calls it, with the same version and the same names.
+
+        Tensors may be plain or DTensors; what several ranks hold is stored once. The snapshot is taken in the
+        background, beginning now: wait for `snapshot()` before the weights change, and for the publication itself
+        before telling anybody of the version. Readers see it when every rank's part is there, and never before; if a
+        rank dies on the way the others' publications raise, and readers keep the version they had.
+        """
+        _check_whole("publish(version=)", version, least=0)
+        tensors = _named_tensors(self.name, state_dict)
+        rank, world_size = ranks_of(self._rank, self._world_size)
+        writer = self._writer_here()
+        contribution = Contribution(
+            key=self.name,
+            kind=KIND,
+            version=version,
+            rank=rank,
+            world_size=world_size,
+            keep=self.keep,
+        )
+        done: Future[Published] = Future()
+        done.set_running_or_notify_cancel()
+        ready = writer.record_stream(tensors)
+
+        def snapshot() -> float:
+            began = time.perf_counter()
+            try:
+                staged = writer.stage(contribution, tensors, dtype=self.dtype, ready=ready)
+                took_s = time.perf_counter() - began
+            except BaseException as error:
+                done.set_exception(error)
+                raise
+            start("publish", finish, staged, took_s)
+            return took_s
+
+        def finish(staged: Any, took_s: float) -> None:
+            try:
+                done.set_result(writer.commit(staged, snapshot_s=took_s))
+            except BaseException as error:  # noqa: BLE001 - it is the publication's outcome
+                done.set_exception(error)
+
+        return Publication(start("snapshot", snapshot), done)
+
+    def _writer_here(self) -> Writer:
+        here = client()
+        if self._writer is None or self._writer.client is not here:
+            self._writer = Writer(here, on=self.on)
+        return self._writer
+
+    # reading
+
+    async def fetch(
+        self,
+        into: Mapping[str, Any] | None = None,
+        *,
+        version: int | Literal["latest"] = "latest",
+        verify: Verify | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        wait_s: float = 0.0,
+    ) -> Fetched:
+        """Get a version, whole.
+
+        With `into`, a dict from names to tensors, DTensors or `At`s, exactly their part of each tensor is copied there.
+        Without, the result's `tensors` are views of the shared memory where a tensor lies there in one piece on this
+        host, and new tensors otherwise; the version stays as it is for as long as any of them lives.
+
+        Args:
+            into: the memory to fill. Until `fetch` returns it may hold anything; whatever goes wrong raises.
+            version: a number, or the newest.
+            verify: overrides the `verify` of these weights.
+            strict: raise `WeightMismatch` if a published tensor is not in `into`. A tensor in `into` that was not
+                published raises in any case.
+            cast: allow `into` to have other dtypes than the published ones.
+            wait_s: how long to wait for the version to appear.
+        """
+        checked = check_verify("fetch(verify=)", self.verify if verify is None else verify)
+        wish = self._wish(version)
+        here = client()
+        lease = await here.acquire(wish, wait_s=wait_s)
+        return await in_thread(self._read, here, lease, into, checked, strict, cast)
+
+    def fetch_blocking(
+        self,
+        into: Mapping[str, Any] | None = None,
+        *,
+        version: int | Literal["latest"] = "latest",
+        verify: Verify | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        wait_s: float = 0.0,
+    ) -> Fetched:
+        """As `fetch`, for programs without an event loop, such as the workers of an inference engine."""
+        checked = check_verify("fetch(verify=)", self.verify if verify is None else verify)
+        here = client()
+        lease = here.acquire_blocking(self._wish(version), wait_s=wait_s)
+        return self._read(here, lease, into, checked, strict, cast)
+
+    def _wish(self, version: int | Literal["latest"]) -> Acquire:
+        if version != "latest":
+            _check_whole("fetch(version=)", version, least=0)
+        return Acquire(self.name, KIND, None if version == "latest" else version)
+
+    def _read(
+        self, here: StoreClient, lease: Lease, into: Mapping[str, Any] | None, verify: Verify, strict: bool, cast: bool
+    ) -> Fetched:
+        if self._reader is None or self._reader.client is not here:
+            self._reader = Reader(here)
+        if into is None:
+            return self._reader.views(lease, verify=verify)
+        return self._reader.fill(lease, into, verify=verify, strict=strict, cast=cast)
+
+    async def wait(self, *, at_least: int = 0, timeout_s: float | None = None) -> int:
+        """Wait until a version of at least this number can be fetched; the newest number."""
+        import asyncio
+
+        _check_whole("wait(at_least=)", at_least, least=0)
+        waiting = client().line.ask("wait", ((KIND, self.name), at_least))
+        try:
+            return int(await asyncio.wait_for(waiting, timeout_s))
+        except TimeoutError:
+            known = [info.number for info in await self.versions()]
+            raise StoreError(
+                f"no version {at_least} or newer of {self.name!r} came in time",
+                path=f"Weights({self.name!r}).wait(at_least={at_least})",
+                value=f"{timeout_s} s",
+                rule=f"published versions: {known}",
+                repair="wait longer, and see that every trainer rank publishes",
+            ) from None
+
+    async def versions(self) -> list[VersionInfo]:
+        """The versions that can be fetched now, oldest first."""
+        found: list[VersionInfo] = await client().line.ask("versions", (KIND, self.name))
+        return found
+
+    async def retire(self, *, keep: int = 1) -> list[int]:
+        """Let go of all but the newest `keep` versions; the numbers that went. A version that is being read stays
+        until its readers let it go, but nobody new gets it."""
+        _check_whole("retire(keep=)", keep, least=0)
+        retired: list[int] = await client().line.ask("retire", ((KIND, self.name), keep))
+        return retired
+
+    async def rewind(self, *, to: int) -> list[int]:
+        """Take back every version after `to`, so that a trainer that went back to a checkpoint can publish those
+        numbers again. The numbers that went."""
+        _check_whole("rewind(to=)", to, least=-1)
+        retired: list[int] = await client().line.ask("rewind", ((KIND, self.name), to))
+        return retired
+
+
+def _rebuild(
+    name: str, keep: int, dtype: Any, verify: Verify, on: Any, rank: int | None, world_size: int | None
+) -> Weights:
+    return Weights(name, keep=keep, dtype=dtype, rank=rank, world_size=world_size, verify=verify, on=on)
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name.strip():
+        raise StoreError(
+            "weights need a name",
+            path="Weights(name)",
+            value=name,
+            rule="a non-empty string",
+            repair='Weights("policy")',
+        )
+
+
+def _check_whole(path: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise StoreError(
+            f"{path} is not valid", path=path, value=value, rule=f"a whole number >= {least}", repair=f"give {least}"
+        )
+
+
+def _named_tensors(name: str, state_dict: object) -> dict[str, Tensor]:
+    if isinstance(state_dict, torch.nn.Module):
+        state_dict = state_dict.state_dict()
+    if not isinstance(state_dict, Mapping) or not state_dict:
+        raise StoreError(
+            "there is nothing to publish",
+            path=f"Weights({name!r}).publish(state_dict)",
+            value=type(state_dict).__name__,
+            rule="a dict from names to tensors, with at least one entry",
+            repair="publish(model.state_dict(), version=...)",
+        )
+    for key, value in state_dict.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            raise StoreError(
+                "a state dict holds tensors by name",
+                path=f"Weights({name!r}).publish(state_dict[{key!r}])",
+                value=type(value).__name__,
+                rule="names are strings and values are tensors or DTensors",
+                repair="leave out extra state, or put it with ts.put",
+            )
+    return dict(state_dict)
