@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge.errors import ActorFailure, ForgeError, LaunchError
+from forge.runtime import meeting
 from forge.runtime.backend import (
     OWNED,
     Actor,
@@ -108,10 +109,15 @@ def _settle(reply: asyncio.Future[Any], failure: ActorFailure) -> None:
 
 
 class RankProbe(Actor):  # type: ignore[misc]
-    """Says which process a rank is."""
+    """The first actor of every rank: says which process it is, before any of the user's code runs there."""
 
     @monarch_actor.endpoint
-    def pid(self) -> int:
+    def introduce(self, secrets: dict[str, str]) -> int:
+        """Take the variables that only this process and what it starts may know, and answer with the pid.
+
+        Monarch writes the environment that it starts a process with into a log that others can read.
+        """
+        os.environ.update(secrets)
         return os.getpid()
 
 
@@ -170,13 +176,15 @@ class RankGroup:
             self._placed.append(host)
 
     async def _spawn(self) -> None:
-        meeting_port = await self.hosts[0].watch.free_port()
+        await meeting.open_point()
+        port = await self.hosts[0].watch.free_port()
         devices = {host: ",".join(lease.devices) for host, lease in self._leases}
 
         def command(point: Any) -> Any:
             rank = int(point.rank)
             host = self.hosts[rank // self.spec.num_procs]
-            env = self._environment(rank, meeting_port) | {GROUP: self.name, RANK: str(rank)}
+            env = self._environment(rank, port) | {GROUP: self.name, RANK: str(rank)}
+            env |= meeting.open_environment(is_remote=not host.is_local)
             env["CUDA_VISIBLE_DEVICES"] = devices.get(host, "")
             env[OWNER] = str(host.facts.pid)
             bootstrap = default_bootstrap_cmd().with_env({**env, **self.spec.env})
@@ -186,7 +194,7 @@ class RankGroup:
         mesh = joint_mesh(self.hosts)
         self._procs = mesh.spawn_procs({"procs": self.spec.num_procs}, name=self.name, bootstrap_command=command)
 
-    def _environment(self, rank: int, meeting_port: int) -> dict[str, str]:
+    def _environment(self, rank: int, master_port: int) -> dict[str, str]:
         num_procs = self.spec.num_procs
         env = rank_environment(
             rank=rank,
@@ -195,7 +203,7 @@ class RankGroup:
             local_world_size=num_procs,
         )
         env["MASTER_ADDR"] = self.hosts[0].address
-        env["MASTER_PORT"] = str(meeting_port)
+        env["MASTER_PORT"] = str(master_port)
         env.update(dict.fromkeys(THREAD_VARIABLES, str(self._num_threads)))
         env["PYTHONPATH"] = module_path(sys.path)
         return env
@@ -205,7 +213,8 @@ class RankGroup:
         boot = asyncio.create_task(self._watch_boot())
         try:
             self._probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
-            replies = await self._ask(self._probe.pid.call(), self.spec.spawn_timeout_s, "start")
+            told = self._probe.introduce.call(meeting.secret_environment())
+            replies = await self._ask(told, self.spec.spawn_timeout_s, "start")
         finally:
             boot.cancel()
             await asyncio.gather(boot, return_exceptions=True)

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import LaunchError, PlacementError
+from forge.runtime import meeting
 from forge.runtime.backend import install_fault_hook, this_host
 from forge.runtime.control import control
 from forge.runtime.group import GroupSpec, RankGroup
@@ -62,18 +63,29 @@ class Runtime:
                         repair="call forge.run(launcher=...) first, or forge.shutdown() before changing hosts",
                     )
                 return
-            if launcher is None or launcher.kind == "local":
-                install_fault_hook()
-                this_host()  # starts Monarch in this process
-                _close_at_exit()
-                self._hosts = (local_host(),)
-                return
-            from forge.runtime.launchers import launch
+            was_open = meeting.is_point_open()
+            try:
+                await self._find_hosts(launcher)
+            except BaseException:
+                if not was_open:
+                    await meeting.close_point()
+                raise
 
+    async def _find_hosts(self, launcher: LauncherConfig | None) -> None:
+        if launcher is None or launcher.kind == "local":
+            await meeting.open_point()
             install_fault_hook()
-            allocation = await launch(launcher)
+            this_host()  # starts Monarch in this process
             _close_at_exit()
-            self._hosts, self._release = allocation.hosts, allocation.release
+            self._hosts = (local_host(),)
+            return
+        from forge.runtime.launchers import launch
+
+        await meeting.open_point(launcher.bind)
+        install_fault_hook()
+        allocation = await launch(launcher)
+        _close_at_exit()
+        self._hosts, self._release = allocation.hosts, allocation.release
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -163,7 +175,7 @@ class Runtime:
                 _log.exception("%r did not stop cleanly", thing)
 
     async def close(self) -> None:
-        """Stop everything that is owned, then let the hosts go. Called on the control loop."""
+        """Stop everything that is owned, let the hosts go, and close the meeting point. Called on the control loop."""
         async with self._guard:
             for block in reversed(self._blocks):
                 await self._stop_all(block)
@@ -174,8 +186,11 @@ class Runtime:
                 except Exception as error:  # noqa: BLE001 - a lost host cannot be closed
                     _log.warning("host %s did not close: %s", host.name, type(error).__name__)
             release, self._release = self._release, None
-            if release is not None:
-                await release()
+            try:
+                if release is not None:
+                    await release()
+            finally:
+                await meeting.close_point()
 
 
 _runtime: Runtime | None = None
@@ -218,12 +233,10 @@ def _launcher_of(config: ForgeConfig | LauncherConfig | None) -> LauncherConfig 
 async def shutdown() -> None:
     """Stop every actor and service of this process and wait until their processes are gone.
 
-    Safe to call twice, and when nothing was spawned. Afterwards spawning works again.
+    Safe to call twice, and when nothing was spawned. Afterwards spawning works again, in a new run.
     """
-    if _runtime is None or _runtime.pid != os.getpid():
-        return
     # Shielded: a second Ctrl-C or a cancelled caller must not leave processes behind.
-    await asyncio.shield(control().submit(_runtime.close()))
+    await asyncio.shield(control().submit(runtime().close()))
 
 
 @contextlib.asynccontextmanager
