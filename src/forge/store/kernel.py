@@ -1,0 +1,257 @@
+"""Copies rectangles of memory and sums digests on the way, at the speed of memory.
+
+Addresses are plain integers: the caller keeps the memory alive and answers for the bounds of every row. A small C
+library that is compiled at first use does the work, or numpy where that is not possible or `FORGE_NATIVE=0` is set; the
+results are the same, byte for byte.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, Literal, Protocol
+
+import numpy as np
+
+from forge.errors import StoreError
+from forge.store import native_build
+from forge.store.portable import Bases, Portable
+from forge.store.rects import COPY, DIGEST, FROM_DST, STREAM, Places, Rects, Share, byte_offset, row_major
+from forge.store.weighing import Words
+
+__all__ = [
+    "Engine",
+    "Native",
+    "Places",
+    "Portable",
+    "Rects",
+    "byte_offset",
+    "check_samples",
+    "digest_only",
+    "engine",
+    "native",
+    "row_major",
+    "run",
+    "sample",
+    "why_not",
+]
+
+SWITCH: Final = "FORGE_NATIVE"
+STREAM_BYTES: Final = 16 << 20
+"""Copies of at least this size in total are written past the cache, which would not hold them anyway."""
+SAMPLE_BYTES: Final = 32
+
+
+class Engine(Protocol):
+    """Carries out tables. Both engines give the same bytes and the same sums."""
+
+    name: str
+
+    def rows(self, share: Share, bases: Bases, slots: Words, flags: int) -> None: ...
+    def sample(self, base: int, places: Places, seed: int) -> bytes: ...
+    def check(self, rects: Rects, dst: array[int], places: Places, samples: bytes, seed: int) -> list[int]: ...
+
+
+class Native:
+    """Runs tables in the C library; the interpreter is free meanwhile."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def rows(self, share: Share, bases: Bases, slots: Words, flags: int) -> None:
+        src, dst = bases
+        self._library.forge_run(
+            *share.rects.addresses(), share.first, share.last, _address(src), _address(dst), slots.ctypes.data, flags
+        )
+
+    def sample(self, base: int, places: Places, seed: int) -> bytes:
+        drawn = np.empty(SAMPLE_BYTES * len(places), dtype=np.uint8)
+        columns = (places.starts, places.numels, places.itemsizes, places.numbers)
+        addresses = [column.ctypes.data for column in columns]
+        self._library.forge_sample(base, *addresses, len(places), seed, drawn.ctypes.data)
+        return drawn.tobytes()
+
+    def check(self, rects: Rects, dst: array[int], places: Places, samples: bytes, seed: int) -> list[int]:
+        differs = np.zeros(len(places), dtype=np.uint8)
+        expected = np.frombuffer(samples, dtype=np.uint8)
+        addresses = [column.ctypes.data for column in (places.starts, places.numels, places.numbers)]
+        table = rects.addresses()
+        self._library.forge_check(
+            *table, len(rects), _address(dst), *addresses, seed, expected.ctypes.data, differs.ctypes.data
+        )
+        return [int(piece) for piece in np.flatnonzero(differs)]
+
+
+def _address(bases: array[int]) -> int | None:
+    return bases.buffer_info()[0] if bases else None
+
+
+class _Chosen:
+    """The engine of this process, decided at first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._reason: str | None = None
+
+    def get(self) -> tuple[Engine, str | None]:
+        with self._lock:
+            if self._engine is None:
+                self._engine, self._reason = choose(os.environ.get(SWITCH, ""))
+            return self._engine, self._reason
+
+    def renew_lock(self) -> None:
+        """A fork may have copied the lock while another thread held it."""
+        self._lock = threading.Lock()
+
+
+class _Threads:
+    """A pool that lasts as long as the process, with no more threads than processors."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """After a fork: the threads stayed with the parent."""
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def get(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="forge-copy")
+            return self._pool
+
+
+_chosen: Final = _Chosen()
+_threads: Final = _Threads()
+os.register_at_fork(after_in_child=_chosen.renew_lock)
+os.register_at_fork(after_in_child=_threads.forget)
+
+
+def choose(switch: str) -> tuple[Engine, str | None]:
+    """The engine that this value of `FORGE_NATIVE` gives here and, unless it is the native one, why."""
+    if switch not in ("", "0", "1"):
+        raise StoreError(
+            "unknown setting of the native kernel",
+            path=SWITCH,
+            value=switch,
+            rule="0 (never), 1 or unset (when it can be compiled)",
+            repair=f"unset {SWITCH}",
+        )
+    if switch == "0":
+        return Portable(), f"{SWITCH}=0"
+    try:
+        return Native(native_build.build(os.environ)), None
+    except native_build.NoNativeKernel as error:
+        return Portable(), str(error)
+
+
+def engine() -> Engine:
+    return _chosen.get()[0]
+
+
+def native() -> bool:
+    """Whether the C kernel does the work in this process; compiles it if nobody has yet."""
+    return why_not() is None
+
+
+def why_not() -> str | None:
+    """Why the C kernel is not used, with the compiler's output if that was the reason; None if it is used."""
+    return _chosen.get()[1]
+
+
+def run(
+    rects: Rects,
+    src: Sequence[int],
+    dst: Sequence[int],
+    *,
+    digest: bool,
+    num_threads: int = 1,
+    using: Engine | None = None,
+) -> list[int]:
+    """Copy every row and return one digest per slot, summed over the rows of that slot; [] without `digest`.
+
+    Destinations that overlap each other or a source give undefined bytes.
+    """
+    bases = _bases(rects, src, dst)
+    flags = COPY | (DIGEST if digest else 0) | (STREAM if rects.total_bytes >= STREAM_BYTES else 0)
+    return _work(rects, bases, flags, num_threads, using)
+
+
+def digest_only(
+    rects: Rects,
+    bases: Sequence[int],
+    *,
+    side: Literal["src", "dst"] = "src",
+    num_threads: int = 1,
+    using: Engine | None = None,
+) -> list[int]:
+    """The same digests as `run`, from the memory of one side alone, without copying.
+
+    The source side of a row with a cast counts as what the cast would write.
+    """
+    if side == "src":
+        return _work(rects, _bases(rects, bases, None), DIGEST, num_threads, using)
+    return _work(rects, _bases(rects, None, bases), DIGEST | FROM_DST, num_threads, using)
+
+
+def sample(base: int, places: Places, *, seed: int, using: Engine | None = None) -> bytes:
+    """Four elements of each piece of the segment at `base`, at most eight bytes of each: 32 bytes per piece."""
+    return (using or engine()).sample(base, places, seed % (1 << 64))
+
+
+def check_samples(
+    rects: Rects, dst: Sequence[int], *, places: Places, samples: bytes, seed: int, using: Engine | None = None
+) -> list[int]:
+    """The pieces whose samples are not what stands in the destination, as far as the rows cover the sampled elements.
+
+    A row's slot is the piece that it copies from, as an index into `places` and, times 32, into `samples`; rows without
+    a slot are not checked. The source side of every row must lie in the row-major memory of its piece.
+    """
+    bases = _bases(rects, None, dst)[1]
+    if rects.num_slots > len(places) or len(samples) != SAMPLE_BYTES * len(places):
+        raise StoreError(
+            "the samples do not belong to these pieces",
+            path="samples",
+            value=f"{len(samples)} bytes for {len(places)} places and {rects.num_slots} slots",
+            rule=f"{SAMPLE_BYTES} bytes per place, and a place for every slot",
+            repair="use the places and the samples of the version that was copied",
+        )
+    return (using or engine()).check(rects, bases, places, samples, seed % (1 << 64))
+
+
+def _bases(rects: Rects, src: Sequence[int] | None, dst: Sequence[int] | None) -> Bases:
+    for name, given, needed in (("src", src, rects.num_src), ("dst", dst, rects.num_dst)):
+        if given is not None and len(given) < needed:
+            raise StoreError(
+                "rows name a base address that was not given",
+                path=name,
+                value=f"{len(given)} addresses",
+                rule=f"at least {needed}, as the table names them by index",
+                repair="give the addresses in the order in which the table was built",
+            )
+    return array("Q", src or ()), array("Q", dst or ())
+
+
+def _work(rects: Rects, bases: Bases, flags: int, num_threads: int, using: Engine | None) -> list[int]:
+    chosen = using or engine()
+    shares = rects.shares(num_threads)
+    sums = [np.zeros(rects.num_slots, dtype=np.uint64) for _ in shares]
+    if len(shares) == 1:
+        chosen.rows(shares[0], bases, sums[0], flags)
+    else:
+        pool = _threads.get()
+        jobs = [pool.submit(chosen.rows, share, bases, slots, flags) for share, slots in zip(shares, sums, strict=True)]
+        for job in jobs:
+            job.result()
+    if not flags & DIGEST:
+        return []
+    totals: list[int] = np.add.reduce(sums, axis=0, dtype=np.uint64).tolist()
+    return totals
