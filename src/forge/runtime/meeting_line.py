@@ -48,6 +48,7 @@ class Line:
         self._ended: str | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_push: list[Callable[[Any], None]] = []
+        self._on_close: list[Callable[[], None]] = []
         self._unheard: list[Any] = []
         self._thread = threading.Thread(target=self._run, name=f"forge-line-{service}", daemon=True)
         open_lines.add(self)
@@ -105,6 +106,14 @@ class Line:
     def tell(self, name: str, body: Any = None) -> None:
         """Send without an answer; in order with requests."""
         self._send(frames.pack(frames.TELL, next(self._numbers), encode((name, body))))
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call back once, on some thread, when the line has closed; at once if it has."""
+        with self._lock:
+            if self._ended is None:
+                self._on_close.append(callback)
+                return
+        callback()
 
     def on_push(self, callback: Callable[[Any], None]) -> None:
         """Call `callback(body)` for each pushed message, in the line's thread: it must not block.
@@ -266,6 +275,8 @@ class Line:
             future = self._pending.pop(number, None)
             if future is not None and future.set_running_or_notify_cancel():
                 future.set_exception(self._error())
+        for callback in self._on_close:
+            _call(callback)
 
     def _release(self) -> None:
         """The thread's last act: nobody else uses the descriptors, and no other can be hit by mistake."""
@@ -312,8 +323,8 @@ def _arrived(error: Exception, text: str) -> Exception:
     return error
 
 
-def _call(callback: Callable[[Any], None], body: Any) -> None:
+def _call(callback: Callable[..., None], *args: Any) -> None:
     try:
-        callback(body)
+        callback(*args)
     except Exception:  # noqa: BLE001 - the line must go on
-        _log.exception("a callback for pushed messages failed")
+        _log.exception("a callback of a line failed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from forge.store.verifying import rows_of, table_of
 
 if TYPE_CHECKING:
     from forge.store.client import StoreClient
+    from forge.store.transports.cuda import DeviceSegment
 
 _log = logging.getLogger("forge.store")
 SPARES = 2
@@ -117,9 +119,12 @@ class Carrier:
         self.shelf = Shelf(client.segments)
         self._server: DataServer | None = None
         self._readers: dict[str, DataClient] = {}
-        self._rdma: Any = None
+        self._rdma_holder: rdma.RdmaHolder | None = None
+        self._rdma_reader: rdma.RdmaReader | None = None
         self._registered: dict[str, bytes] = {}
+        self._host_copies: dict[str, Segment] = {}
         self._guard = threading.Lock()
+        self._copying = threading.Lock()
 
     # giving
 
@@ -131,7 +136,11 @@ class Carrier:
             return self._server
 
     def _answer(self, name: str, payload: Any) -> Any:
-        answers: dict[str, Callable[..., Any]] = {"adopt": self._adopt, "digests": self._digests}
+        answers: dict[str, Callable[..., Any]] = {
+            "adopt": self._adopt,
+            "digests": self._digests,
+            "host_copy": self._copy_to_host,
+        }
         if name not in answers:
             raise StoreError(f"a data server has no answer to {name!r}", value=name, rule=f"one of {sorted(answers)}")
         return answers[name](*payload)
@@ -148,6 +157,26 @@ class Carrier:
             return kernel.digest_only(table, [mapped.flat().data_ptr()])
         finally:
             self.shelf.release(segment)
+
+    def _copy_to_host(self, segment: str, stamp: int) -> SegmentRecord:
+        """Copy a device segment of this process to memory that anybody can read; once for each filling."""
+        with self._copying:
+            device = self._client.device_segments.get(segment)
+            if device is None or device.stamp != stamp:
+                raise StoreKeyError(f"process {os.getpid()} does not hold this filling of {segment!r} any more")
+            copied = self._host_copies.get(segment)
+            if copied is None:
+                copied = self._host_copies[segment] = self._client.segments.create("host-copy", device.size)
+            if copied.stamp != stamp:
+                copied.set_stamp(0)
+                copied.flat().copy_(device.memory)  # with the header, and so with the stamp
+        return SegmentRecord(device.size, stamp, tuple(self._own(copied, is_asked=True)))
+
+    def hold_device(self, segment: DeviceSegment) -> tuple[Holder, ...]:
+        """Make device memory readable for others: by those who see the GPU, and, when they ask, by everybody."""
+        here = self._client
+        asked = Holder("ask", here.host, here.pid, here.session, segment=segment.name, address=self.serve().address)
+        return segment.holder(host=here.host, pid=here.pid, session=here.session), asked
 
     def hold(self, segment: Segment, record: SegmentRecord, volumes: Sequence[Holder]) -> tuple[Holder, ...]:
         """Make a written segment readable for others: here, and on the volumes if there are any."""
@@ -166,21 +195,33 @@ class Carrier:
             is_shared = True
         return (*self._own(segment), *given) if is_shared else tuple(given)
 
-    def _own(self, segment: Segment) -> list[Holder]:
+    def _own(self, segment: Segment, *, is_asked: bool = False) -> list[Holder]:
         here = self._client
         shared = Holder("shm", here.host, here.pid, here.session, segment=segment.name, fd=segment.fd)
-        if not is_spread():
+        if not is_spread() and not is_asked:
             return [shared]
         holders = [shared]
-        if rdma.available():
-            token = self._register(segment)
+        token = self._register(segment)
+        if token:
             holders.append(Holder("rdma", here.host, here.pid, here.session, segment=segment.name, token=token))
         address = self.serve().address
         holders.append(Holder("tcp", here.host, here.pid, here.session, segment=segment.name, address=address))
         return holders
 
     def _register(self, segment: Segment) -> bytes:
-        raise NotImplementedError
+        """Register a segment for RDMA, once; how others find it there. Empty where there is no RDMA."""
+        if not rdma.available():
+            return b""
+        with self._guard:
+            if segment.name not in self._registered:
+                try:
+                    self._rdma_holder = self._rdma_holder or rdma.RdmaHolder()
+                    found = self._rdma_holder.register(segment.name, memoryview(segment.map))
+                except StoreError as error:  # no actor's process: the others read by TCP
+                    _log.info("segment %s is not registered for RDMA: %s", segment.name, error.message)
+                    return b""
+                self._registered[segment.name] = pickle.dumps(found)
+            return self._registered[segment.name]
 
     def _hand_over(self, segment: Segment, record: SegmentRecord, volume: Holder) -> list[Holder]:
         from dataclasses import replace
@@ -203,9 +244,19 @@ class Carrier:
                 reader = self._readers[address] = DataClient(address, run_secret())
             return reader
 
+    def host_copy(self, holder: Holder, record: SegmentRecord) -> SegmentRecord:
+        """Where a part that is on a GPU can be read without one: its publisher copies it to its host's memory."""
+        copied: SegmentRecord = self._reader(holder.address).ask("host_copy", (holder.segment, record.stamp))
+        return copied
+
     def read(self, holder: Holder, ranges: Sequence[Range]) -> None:
         """Fill ranges from a segment that a process elsewhere holds."""
-        self._reader(holder.address).read(holder.segment, ranges)
+        if holder.way != "rdma":
+            self._reader(holder.address).read(holder.segment, ranges)
+            return
+        with self._guard:
+            self._rdma_reader = self._rdma_reader or rdma.RdmaReader()
+        self._rdma_reader.read(pickle.loads(holder.token), ranges)
 
     def digests(self, holder: Holder, table: Rects) -> list[int]:
         """The digests of pieces, made where they are held."""
@@ -217,12 +268,21 @@ class Carrier:
     def drop(self, segment: str) -> bool:
         """A segment is no longer needed. True if it is kept for the next version all the same."""
         self.shelf.drop(segment)
+        with self._guard:
+            if self._registered.pop(segment, None) is not None and self._rdma_holder is not None:
+                self._rdma_holder.release(segment)
+        copied = self._host_copies.pop(segment, None)
+        if copied is not None:
+            self._client.segments.drop(copied.name)
         return self.shelf.keep_spare(segment)
 
     def close(self) -> None:
         with self._guard:
             server, self._server = self._server, None
-            readers, self._readers = list(self._readers.values()), {}
+            readers: list[DataClient | rdma.RdmaHolder | rdma.RdmaReader] = [*self._readers.values()]
+            self._readers = {}
+            readers += [thing for thing in (self._rdma_holder, self._rdma_reader) if thing is not None]
+            self._rdma_holder = self._rdma_reader = None
         if server is not None:
             server.close()
         for reader in readers:

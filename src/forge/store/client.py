@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import contextlib
 import logging
 import os
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
+from torch import Tensor
+
 from forge.errors import StoreError
-from forge.runtime.meeting import Line, host_id, meet, run_id
+from forge.runtime.meeting import Line, LineError, host_id, meet, run_id
 from forge.store.carrying import Carrier
 from forge.store.records import Acquire, Begin, Holder, Layout, Lease, SegmentRecord, Ticket
 from forge.store.segments import Segment, SegmentPool, open_segment
+from forge.store.transports.cuda import DeviceSegment, OpenedSegments
 
 _log = logging.getLogger("forge.store")
 P = ParamSpec("P")
@@ -37,11 +42,16 @@ class StoreClient:
         self.host = host_id()
         self.session = int(self.line.call("hello", None))
         self.segments = SegmentPool(run_id())
+        self.device_segments: dict[str, DeviceSegment] = {}
+        self.opened_device = OpenedSegments()
         self._opened: dict[str, Segment] = {}
         self._layouts: dict[tuple[str, str], dict[str, Layout]] = {}
         self._guard = threading.RLock()
+        self._let_go_of: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._letting_go: threading.Thread | None = None
         self.carrier = Carrier(self)
         self.line.on_push(self._pushed)
+        self.line.on_close(self.close)
 
     def _pushed(self, message: tuple[str, str]) -> None:
         what, segment = message
@@ -52,6 +62,10 @@ class StoreClient:
         """Let go of a segment, own or opened."""
         with self._guard:
             self._opened.pop(segment, None)
+            device = self.device_segments.pop(segment, None)
+        self.opened_device.drop(segment)
+        if device is not None:
+            device.close()
         if not self.carrier.drop(segment):
             self.segments.drop(segment)
 
@@ -95,9 +109,22 @@ class StoreClient:
         return replace(lease, layouts=layouts)
 
     def release(self, lease: int) -> None:
-        """Let a version go. Answers nothing, and does nothing when the run has ended."""
+        """Let a version go. Waits for nothing, and does nothing when the run has ended."""
         if self.line.is_open:
-            self.line.tell("release", lease)
+            with contextlib.suppress(LineError):  # it has just ended
+                self.line.tell("release", lease)
+
+    def release_soon(self, lease: int) -> None:
+        """As `release`, from anywhere: also from a finalizer, which may interrupt a thread that holds the line."""
+        with self._guard:
+            if self._letting_go is None:
+                self._letting_go = threading.Thread(target=self._let_go, name="forge-leases", daemon=True)
+                self._letting_go.start()
+        self._let_go_of.put(lease)
+
+    def _let_go(self) -> None:
+        while self.line.is_open:
+            self.release(self._let_go_of.get())
 
     # segments of others
 
@@ -110,6 +137,11 @@ class StoreClient:
                 f"{WAYS} names an unknown way", path=WAYS, value=unknown, rule=f"some of {','.join(ALL_WAYS)}"
             )
         return chosen
+
+    def open_device(self, holder: Holder, record: SegmentRecord) -> Tensor:
+        """The device memory of a process on this host. StoreError if it cannot be reached."""
+        own = self.device_segments.get(holder.segment)
+        return own.memory if own is not None else self.opened_device.open(holder, record)
 
     def open(self, holder: Holder, record: SegmentRecord, *, is_private: bool = False) -> Segment:
         """Map a segment that a process on this host holds. OSError if it cannot be had from there."""
@@ -137,26 +169,25 @@ def client() -> StoreClient:
     global _client
     with _guard:
         if _client is None or _client.pid != os.getpid() or not _client.line.is_open:
-            if _client is not None and _client.pid == os.getpid():
-                _client.close()
             _client = StoreClient()
         return _client
 
 
 @functools.cache
-def _threads(purpose: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(8 if purpose == "fetch" else 1, thread_name_prefix=f"forge-{purpose}")
+def _threads() -> ThreadPoolExecutor:
+    """Many, since some of them wait for other ranks; they cost nothing while they do."""
+    return ThreadPoolExecutor(64, thread_name_prefix="forge-store")
 
 
-def start(purpose: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Run a blocking call on a thread kept for that purpose, in the caller's context."""
+def start(pool: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Run a blocking call on a thread, in the caller's context."""
     context = contextvars.copy_context()
-    return _threads(purpose).submit(context.run, functools.partial(call, *args, **kwargs))
+    return pool.submit(context.run, functools.partial(call, *args, **kwargs))
 
 
 async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Await a blocking call. A caller that is cancelled waits for its end: the call may be writing into its memory."""
-    running = asyncio.wrap_future(start("fetch", call, *args, **kwargs))
+    running = asyncio.wrap_future(start(_threads(), call, *args, **kwargs))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

@@ -15,6 +15,8 @@ from forge.store.records import Acquire, Begin, Commit, Holder, Lease, Part, Tic
 from forge.store.registry import Key, Registry
 
 _log = logging.getLogger("forge.store")
+PATIENCE_S = 30.0
+"""After so long a publication that waits for other ranks says so in the log."""
 HERE = 0
 """Stands for the registry's own process where a session is named."""
 
@@ -56,9 +58,10 @@ class StoreDesk:
         self._registry.left(session.id, f"pid {session.pid} on host {session.host}")
 
     async def answer(self, session: Session, name: str, body: Any) -> Any:
-        if name not in _ANSWERS:
-            raise StoreError(f"the store has no request {name!r}", value=name, rule=f"one of {sorted(_ANSWERS)}")
-        return await getattr(self, f"_{name}")(session, body)
+        answer = getattr(self, f"on_{name}", None)
+        if answer is None:
+            raise StoreError(f"the store's desk has no answer to {name!r}", value=name)
+        return await answer(session, body)
 
     async def close(self) -> None:
         for fd in self._held.values():
@@ -80,22 +83,39 @@ class StoreDesk:
 
     # requests
 
-    async def _hello(self, session: Session, _: None) -> int:
+    async def on_hello(self, session: Session, _: None) -> int:
         return session.id
 
-    async def _begin(self, session: Session, wish: Begin) -> Ticket:
+    async def on_begin(self, session: Session, wish: Begin) -> Ticket:
         number = self._registry.begin(session.id, wish)
         if number is None:
             return Ticket(0, -1, needs_layout=True)
+        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._tell_waiting, number)
         try:
-            while (ticket := self._registry.ticket(number)) is None:
-                await self._changes((wish.kind, wish.key))
+            async with asyncio.timeout(wish.timeout_s):
+                while (ticket := self._registry.ticket(number)) is None:
+                    await self._changes((wish.kind, wish.key))
+        except TimeoutError:
+            late = StoreError(
+                f"{self._registry.waiting_for(number)} did not begin in time",
+                path=wish.key,
+                value=f"{wish.timeout_s} s",
+                rule=f"all {wish.world_size} ranks publish a version",
+                repair="publish from every rank, or say which rank of how many this is: Weights(rank=, world_size=)",
+            )
+            self._registry.close_ticket(number, late.message)
+            raise late from None
         except BaseException:
             self._registry.close_ticket(number)
             raise
+        finally:
+            patience.cancel()
         return ticket
 
-    async def _commit(self, session: Session, body: tuple[Key, Commit]) -> tuple[int, str]:
+    def _tell_waiting(self, ticket: int) -> None:
+        _log.warning("a publication waits for %s to begin", self._registry.waiting_for(ticket))
+
+    async def on_commit(self, session: Session, body: tuple[Key, Commit]) -> tuple[int, str]:
         """Answers when the version is complete: with its number and digest."""
         key, commit = body
         try:
@@ -106,7 +126,7 @@ class StoreDesk:
             self._registry.close_ticket(commit.ticket)
         return version.number, version.digest
 
-    async def _give_up(self, session: Session, body: tuple[int, str]) -> None:
+    async def on_give_up(self, session: Session, body: tuple[int, str]) -> None:
         self._registry.close_ticket(*body)
 
     def _hold(self, part: Part) -> Part:
@@ -125,7 +145,7 @@ class StoreDesk:
         own = Holder("shm", holder.host, os.getpid(), HERE, segment=holder.segment, fd=self._held[holder.segment])
         return replace(part, segment=replace(part.segment, holders=(*holders, own)))
 
-    async def _acquire(self, session: Session, body: tuple[Acquire, float]) -> Lease:
+    async def on_acquire(self, session: Session, body: tuple[Acquire, float]) -> Lease:
         """A version; waits up to so many seconds for it to come."""
         wish, wait_s = body
         if wait_s > 0:
@@ -137,44 +157,38 @@ class StoreDesk:
         while not any(number is None or info.number == number for info in self._registry.versions(key)):
             await self._changes(key)
 
-    async def _release(self, session: Session, lease: int) -> None:
+    async def on_release(self, session: Session, lease: int) -> None:
         self._registry.release(lease)
 
-    async def _wait(self, session: Session, body: tuple[Key, int]) -> int:
+    async def on_wait(self, session: Session, body: tuple[Key, int]) -> int:
         key, at_least = body
         while (newest := self._registry.newest(key)) is None or newest < at_least:
             await self._changes(key)
         return newest
 
-    async def _versions(self, session: Session, key: Key) -> list[VersionInfo]:
+    async def on_versions(self, session: Session, key: Key) -> list[VersionInfo]:
         return self._registry.versions(key)
 
-    async def _keys(self, session: Session, body: tuple[str, str]) -> list[str]:
+    async def on_keys(self, session: Session, body: tuple[str, str]) -> list[str]:
         return self._registry.keys(*body)
 
-    async def _exists(self, session: Session, key: Key) -> bool:
+    async def on_exists(self, session: Session, key: Key) -> bool:
         return self._registry.newest(key) is not None
 
-    async def _delete(self, session: Session, body: tuple[str, list[str]]) -> int:
+    async def on_delete(self, session: Session, body: tuple[str, list[str]]) -> int:
         kind, names = body
         return self._registry.delete(kind, names)
 
-    async def _retire(self, session: Session, body: tuple[Key, int]) -> list[int]:
+    async def on_retire(self, session: Session, body: tuple[Key, int]) -> list[int]:
         key, keep = body
         return self._registry.retire(key, keep=keep)
 
-    async def _rewind(self, session: Session, body: tuple[Key, int]) -> list[int]:
+    async def on_rewind(self, session: Session, body: tuple[Key, int]) -> list[int]:
         key, to = body
         return self._registry.rewind(key, to=to)
 
-    async def _volume(self, session: Session, volume: Holder) -> None:
+    async def on_volume(self, session: Session, volume: Holder) -> None:
         self._registry.add_volume(session.id, volume)
 
-    async def _copies(self, session: Session, copies: int) -> None:
+    async def on_copies(self, session: Session, copies: int) -> None:
         self._registry.set_copies(copies)
-
-
-_ANSWERS = frozenset(
-    ("hello", "begin", "commit", "give_up", "acquire", "release", "wait", "versions")
-    + ("keys", "exists", "delete", "retire", "rewind", "volume", "copies")
-)

@@ -11,11 +11,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from forge.errors import WeightMismatch
 from forge.store.boxes import Box
 from forge.store.catalog import Catalog, Entry
+from forge.store.device_kernel import DeviceTable, are_words
 from forge.store.layout import dtype_of
 from forge.store.packing import itemsize
 from forge.store.plan import Copy, Stored, plan
@@ -52,6 +54,10 @@ class FetchPlan:
     """Copies by the kernel, from the parts (or their shadows) to the targets, whose memory is given to each run."""
     landed: Rects
     """Rectangles that are pulled straight into targets; source and destination as in `rects`."""
+    device_rects: Rects
+    """Copies by the GPU's kernel, from the parts to the targets."""
+    device_targets: Rects
+    """The targets of those, to be digested."""
     torch_copies: list[TorchCopy]
     pulls: dict[int, list[Pull]]
     """For each part that is not mapped, what to fetch of it."""
@@ -60,13 +66,14 @@ class FetchPlan:
     partial: list[int] = field(default_factory=list)
     """Slots of which a part is read."""
     num_bytes: int = 0
+    device_tables: dict[str, DeviceTable] = field(default_factory=dict)
 
 
-def make_plan(key: str, catalog: Catalog, targets: list[Target], is_mapped: Sequence[bool]) -> FetchPlan:
-    """Plan all copies; `is_mapped` says for each part whether its memory can be read in place."""
-    slots = catalog.num_slots
-    pulls: dict[int, list[Pull]] = {part: [] for part, mapped in enumerate(is_mapped) if not mapped}
-    made = FetchPlan(Rects(num_slots=slots), Rects(num_slots=slots), [], pulls)
+def make_plan(key: str, catalog: Catalog, targets: list[Target], where: Sequence[torch.device | None]) -> FetchPlan:
+    """Plan all copies; `where` says for each part in which memory it can be read in place, if in any."""
+    tables = [Rects(num_slots=catalog.num_slots) for _ in range(4)]
+    pulls: dict[int, list[Pull]] = {part: [] for part, device in enumerate(where) if device is None}
+    made = FetchPlan(tables[0], tables[1], tables[2], tables[3], [], pulls)
     read: dict[int, list[tuple[int, Box]]] = {}
     for number, target in enumerate(targets):
         entry = catalog.entries[target.name]
@@ -83,7 +90,7 @@ def make_plan(key: str, catalog: Catalog, targets: list[Target], is_mapped: Sequ
         for copy in copies:
             slot = entry.slots[copy.stored]
             read.setdefault(slot, []).append((number, Box(copy.src_at, copy.shape)))
-            _add(made, entry, slot, copy, target.memory)
+            _add(made, entry, slot, copy, target.memory, where[entry.stored[copy.stored].part])
     for slot, boxes in read.items():
         times = _times_whole(boxes, int(catalog.places.numels[slot]))
         if times:
@@ -93,30 +100,36 @@ def make_plan(key: str, catalog: Catalog, targets: list[Target], is_mapped: Sequ
     return made
 
 
-def _add(made: FetchPlan, entry: Entry, slot: int, copy: Copy, memory: Tensor) -> None:
+def _add(made: FetchPlan, entry: Entry, slot: int, copy: Copy, memory: Tensor, where: torch.device | None) -> None:
     size = itemsize(entry.dtype)
     stored = entry.stored[copy.stored]
     pulls = made.pulls.get(stored.part)
     num_bytes = Box(copy.src_at, copy.shape).numel * size
     made.num_bytes += num_bytes
-    if not memory.is_cpu or memory.dtype != dtype_of(entry.dtype):
-        made.torch_copies.append(TorchCopy(slot, stored, entry.dtype, copy))
-        if pulls is not None:
-            pulls.extend(_runs(stored, copy, size))
-        return
     strides = tuple(stride * size for stride in memory.stride())
     inner = row_major(stored.box.shape, size)
     whole = row_major(entry.shape, size)
     image_at = [a + b for a, b in zip(stored.box.offset, copy.src_at, strict=True)]
     source = (stored.part, stored.start + byte_offset(copy.src_at, inner), inner)
     target = (copy.target, byte_offset(copy.dst_at, strides), strides)
+    image = (slot, byte_offset(image_at, whole), whole)
+    has_kernel = memory.dtype == dtype_of(entry.dtype) and memory.device == (where or torch.device("cpu"))
+    if has_kernel and memory.is_cuda and are_words(copy.shape, itemsize=size, walks=(source, target, image)):
+        made.device_rects.add(copy.shape, itemsize=size, src=source, dst=target, image=image)
+        made.device_targets.add(copy.shape, itemsize=size, src=target, image=image)
+        return
+    if not has_kernel or memory.is_cuda:
+        made.torch_copies.append(TorchCopy(slot, stored, entry.dtype, copy))
+        if pulls is not None:
+            pulls.extend(_runs(stored, copy, size))
+        return
     table = made.rects
     if pulls is not None and _is_run(copy.shape, strides, size) and _is_run(copy.shape, inner, size):
         pulls.append(Pull(source[1], num_bytes, copy.target, target[1]))
         table = made.landed
     elif pulls is not None:
         pulls.extend(_runs(stored, copy, size))
-    table.add(copy.shape, itemsize=size, src=source, dst=target, image=(slot, byte_offset(image_at, whole), whole))
+    table.add(copy.shape, itemsize=size, src=source, dst=target, image=image)
 
 
 def _is_run(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:

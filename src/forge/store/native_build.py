@@ -79,10 +79,17 @@ def _find_compiler(environ: Mapping[str, str]) -> str:
     )
 
 
+def _source() -> bytes:
+    try:
+        return SOURCE.read_bytes()
+    except OSError as error:
+        raise NoNativeKernel(f"the kernel's source cannot be read: {error}", path=str(SOURCE)) from None
+
+
 def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     version = _tool([compiler, "--version"])
     parts = (
-        SOURCE.read_bytes(),
+        _source(),
         version.stdout,
         " ".join(flags).encode(),
         platform.machine().encode(),

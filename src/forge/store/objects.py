@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,12 +35,17 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
     extra = write_structure(key, structure)
     contribution = Contribution(key, KIND, None, rank, world_size, keep=1, extra=extra)
 
-    def write() -> Published:
-        writer = Writer(client(), on="host")
-        staged = writer.stage(contribution, leaves, dtype=dtype, ready=ready)
-        return writer.commit(staged, snapshot_s=0.0)
+    writer = Writer(client(), on="host")
+    ready = writer.record_stream(leaves)
 
-    ready = Writer(client(), on="host").record_stream(leaves)
+    def write() -> Published:
+        began = time.perf_counter()
+        try:
+            staged = writer.stage(contribution, leaves, dtype=dtype, ready=ready)
+            return writer.commit(staged, snapshot_s=time.perf_counter() - began)
+        finally:
+            writer.close()
+
     return await in_thread(write)
 
 

@@ -20,6 +20,11 @@ def unpack_digests(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 8}Q", data)
 
 
+def added(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Sums of digests, slot by slot; an empty list counts as zeros."""
+    return [(a + b) % MODULUS for a, b in zip(one, other, strict=True)] if one else list(other)
+
+
 def tensor_digests(parts: Iterable[Part], layouts: Mapping[str, Layout]) -> dict[str, int]:
     """The digest of each tensor: the sum over its pieces, which the way it was cut does not change."""
     totals: dict[str, int] = {}

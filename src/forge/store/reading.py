@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError, WeightMismatch
-from forge.store import kernel
+from forge.store import device_kernel, kernel
 from forge.store.catalog import Catalog, CatalogKey, catalog, catalog_key
 from forge.store.client import StoreClient
 from forge.store.fetch_plan import FetchPlan, make_plan
 from forge.store.layout import local
+from forge.store.proof import MODULUS, added
 from forge.store.records import Lease, Version
 from forge.store.segments import when_unmapped
 from forge.store.sources import Shadows, Source, open_source, pull
@@ -31,6 +32,7 @@ from forge.store.verifying import (
     compare_samples,
     digest_table,
     only,
+    part_of_slot,
     raise_if_any,
 )
 from forge.store.writing import part_of, piece_view
@@ -113,7 +115,7 @@ class Reader:
     def fill_targets(self, lease: Lease, known: Catalog, targets: list[Target], *, verify: Verify) -> int:
         """Copy into memory that was allocated for this; the lease stays. How many bytes were copied."""
         sources = [open_source(self.client, lease.version, part) for part in lease.version.parts]
-        made = make_plan(lease.version.key, known, targets, [source.is_mapped for source in sources])
+        made = make_plan(lease.version.key, known, targets, [source.where for source in sources])
         memories = [target.memory for target in targets]
         self._execute(lease.version, known, made, sources, memories, verify=verify)
         return made.num_bytes
@@ -128,10 +130,10 @@ class Reader:
         strict: bool,
         cast: bool,
     ) -> FetchPlan:
-        is_mapped = tuple(source.is_mapped for source in sources)
+        where = tuple(source.where for source in sources)
         mark = (
             catalog_key(lease.version.parts),
-            is_mapped,
+            where,
             strict,
             cast,
             tuple(_fingerprint(label, place) for label, place in into.items()),
@@ -142,7 +144,7 @@ class Reader:
             return found[0]
         check_names(f"version {lease.version.number} of {lease.version.key!r}", known.shapes, into, strict=strict)
         targets = [target for label, place in into.items() for target in resolve(label, place, known.shapes, cast=cast)]
-        made = make_plan(lease.version.key, known, targets, is_mapped)
+        made = make_plan(lease.version.key, known, targets, where)
         with self._guard:
             self._plans[mark] = (made, [_kept(place) for place in into.values()])
             if len(self._plans) > _MAX_PLANS:
@@ -191,16 +193,21 @@ class Reader:
         targets = [memory.data_ptr() for memory in memories]
         is_cheap = verify == "cheap"
         found = kernel.run(made.rects, bases, targets, digest=is_cheap, num_threads=threads)
+        if len(made.device_rects):
+            device = next(memory.device for memory in memories if memory.is_cuda)
+            sums = run_on_device(made, "device_rects", device, bases, targets, copy=True, digest=is_cheap)
+            found = added(found, sums)
         copy_with_torch(made, parts, memories)
         if not is_cheap:
             return
         if len(made.landed):
             more = kernel.digest_only(made.landed, targets, side="dst", num_threads=threads)
-            found = [(one + other) % (1 << 64) for one, other in zip(found, more, strict=True)]
+            found = added(found, more)
         by_torch = {entry.slot for entry in made.torch_copies}
         times = {slot: count for slot, count in made.whole.items() if slot not in by_torch}
         differ = compare_digests(known, version, found, times)
-        differ |= compare_samples(known, version, (made.rects, made.landed), targets, made.partial)
+        sampled = [slot for slot in made.partial if version.parts[part_of_slot(known, slot)].samples]
+        differ |= compare_samples(known, version, (made.rects, made.landed), targets, sampled)
         differ |= self._check_sources(version, known, made, parts, by_torch, verify="cheap")
         raise_if_any(version, differ, why="what is copied has the digest, or the sampled elements, that it was given")
 
@@ -238,8 +245,10 @@ class Reader:
         found = [0] * known.num_slots
         for table in (made.rects, made.landed):
             if len(table):
-                sums = kernel.digest_only(table, targets, side="dst", num_threads=threads)
-                found = [(one + other) % (1 << 64) for one, other in zip(found, sums, strict=True)]
+                found = added(found, kernel.digest_only(table, targets, side="dst", num_threads=threads))
+        if len(made.device_targets):
+            device = next(memory.device for memory in memories if memory.is_cuda)
+            found = added(found, run_on_device(made, "device_targets", device, targets, [], copy=False, digest=True))
         converted = digest_torch_copies(made, known, memories, found)
         times = {slot: count for slot, count in made.whole.items() if slot not in converted}
         differ = compare_digests(known, version, found, times)
@@ -343,7 +352,7 @@ class _Holding:
     def __init__(self, client: StoreClient, lease: int) -> None:
         self._client, self._lease = client, lease
         self._count = 1
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # a finalizer may interrupt the thread that holds it
 
     def until_unmapped(self, source: Source) -> None:
         assert source.segment is not None
@@ -359,7 +368,24 @@ class _Holding:
             self.release()
 
     def release(self) -> None:
-        self._client.release(self._lease)
+        self._client.release_soon(self._lease)
+
+
+def run_on_device(
+    made: FetchPlan,
+    name: str,
+    device: torch.device,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    *,
+    copy: bool,
+    digest: bool,
+) -> list[int]:
+    """Run one of a plan's tables on the GPU; the table stays there for the next version."""
+    table = made.device_tables.get(name)
+    if table is None:
+        table = made.device_tables[name] = device_kernel.build(getattr(made, name), device)
+    return device_kernel.run(table, sources, targets, copy=copy, digest=digest)
 
 
 def copy_with_torch(made: FetchPlan, parts: Sequence[Tensor], memories: Sequence[Tensor]) -> None:
@@ -391,7 +417,7 @@ def digest_torch_copies(made: FetchPlan, known: Catalog, memories: Sequence[Tens
         rectangle = part_of(memory, entry.copy.dst_at, entry.copy.shape)
         at = tuple(a + b for a, b in zip(entry.stored.box.offset, entry.copy.src_at, strict=True))
         shape = known.entries[known.owner[entry.slot]].shape
-        found[entry.slot] = (found[entry.slot] + digest_tensor(rectangle, Box(at, entry.copy.shape), shape)) % (1 << 64)
+        found[entry.slot] = (found[entry.slot] + digest_tensor(rectangle, Box(at, entry.copy.shape), shape)) % MODULUS
     return converted
 
 

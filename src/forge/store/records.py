@@ -116,7 +116,9 @@ class Begin:
     layout: Layout | None
     """None where the registry may know it already; it asks again if it does not."""
     keep: int = 2
-    """How many complete versions stay when a newer one is complete."""
+    """For how many versions there is memory."""
+    timeout_s: float | None = None
+    """How long to wait for the other ranks; None: for ever, with a word in the log."""
 
 
 @dataclass(frozen=True, slots=True)

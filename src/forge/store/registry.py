@@ -205,6 +205,7 @@ class Registry:
             return None
         if not writer.has_share:
             writer.has_share = True
+            self._make_room(building)
             writer.reuse = self._spare_for(writer, building.shares[writer.rank])
             writer.volumes = self._volumes_for(writer.rank)
         return Ticket(
@@ -214,6 +215,17 @@ class Registry:
             reuse=writer.reuse.name if writer.reuse is not None else None,
             volumes=writer.volumes,
         )
+
+    def waiting_for(self, ticket: int) -> str:
+        """Which ranks a writer waits for, in words."""
+        building = self._writers[ticket].building
+        missing = sorted(set(range(building.world_size)) - set(building.writers))
+        return f"rank(s) {missing} of {building.world_size} of version {building.number} of {building.key[1]!r}"
+
+    def _make_room(self, building: _Building) -> None:
+        """The oldest version makes room for the one that is written, so that `keep` versions' memory is enough. One
+        complete version is always left."""
+        self.retire(building.key, keep=max(1, building.keep - 1))
 
     def _spare_for(self, writer: _Writer, written: tuple[int, ...] | None) -> _Spare | None:
         """A free segment of the writer's that fits; those that do not are given up."""

@@ -33,9 +33,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger("forge.store")
 _MAGIC = b"forgeseg"
 _STAMP = struct.Struct("<8sQ")
+STAMP_SIZE = _STAMP.size
 _numbers = itertools.count(1)
 LIMIT = "FORGE_STORE_MEMORY_GB"
 """How much memory one process may use for segments; more goes to disk. Unset: what the machine has."""
+
+
+def pack_stamp(stamp: int) -> bytes:
+    return _STAMP.pack(_MAGIC, stamp)
+
+
+def unpack_stamp(data: bytes) -> int:
+    """The stamp; 0 if there is none."""
+    magic, stamp = _STAMP.unpack_from(data, 0)
+    return int(stamp) if magic == _MAGIC else 0
 
 
 class Segment:
@@ -45,7 +56,8 @@ class Segment:
         self.name, self.fd, self.size = name, fd, size
         self.is_on_disk = False
         if is_own:
-            self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            self.map = mmap.mmap(fd, size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
         elif is_private:
             # Written pages become the reader's own: it may change what it got without anybody else seeing that.
             self.map = mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -58,12 +70,11 @@ class Segment:
 
     @property
     def stamp(self) -> int:
-        magic, stamp = _STAMP.unpack_from(self.map, 0)
-        return int(stamp) if magic == _MAGIC else 0
+        return unpack_stamp(self.map[:STAMP_SIZE])
 
     def set_stamp(self, stamp: int) -> None:
         """Mark what is in the segment now; 0 while it is being written."""
-        _STAMP.pack_into(self.map, 0, _MAGIC, stamp)
+        self.map[:STAMP_SIZE] = pack_stamp(stamp)
 
     def close_fd(self) -> None:
         """No other process can open it through this one any more; mappings go on."""
@@ -184,7 +195,7 @@ def _in_memory(name: str, size: int) -> Segment:
     _raise_file_limit()
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
-        os.ftruncate(fd, size)
+        os.posix_fallocate(fd, 0, size)  # all pages at once: one by one, as they are touched, costs five times as much
         return Segment(name, fd, size, is_own=True)
     except BaseException:
         os.close(fd)

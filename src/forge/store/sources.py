@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from forge.store.fetch_plan import Pull
 from forge.store.records import Holder, Part, Version
 from forge.store.segments import Segment
 from forge.store.transports.base import Range
+from forge.store.transports.cuda import read_stamp
 
 
 @dataclass(eq=False)
@@ -28,12 +29,18 @@ class Source:
     """The part's bytes, where they can be read in place."""
 
     @property
-    def is_mapped(self) -> bool:
-        return self.memory is not None
+    def where(self) -> torch.device | None:
+        """The memory in which it can be read in place."""
+        return None if self.memory is None else self.memory.device
 
     def check_stamp(self, version: Version) -> None:
         """Raise unless the segment still holds this version: a lease promises it, and this makes sure."""
-        if self.segment is not None and self.segment.stamp != self.part.segment.stamp:
+        stamp = self.part.segment.stamp
+        if self.segment is not None:
+            stamp = self.segment.stamp
+        elif self.memory is not None and self.memory.is_cuda:
+            stamp = read_stamp(self.memory)
+        if stamp != self.part.segment.stamp:
             raise WeightMismatch(
                 f"rank {self.part.rank}'s part of version {version.number} of {version.key!r} was overwritten while it "
                 "was being read",
@@ -50,14 +57,14 @@ def open_source(client: StoreClient, version: Version, part: Part, *, is_private
     if record.inline is not None:
         return Source(part, None, memory=torch.frombuffer(bytearray(record.inline), dtype=torch.uint8))
     tried: list[str] = []
-    for way in client.ways():
-        for holder in record.holders:
-            if holder.way != way or (way in ("shm", "cuda") and holder.host != client.host):
-                continue
-            try:
+    for holder in _in_order(client, record.holders):
+        try:
+            if holder.way != "ask":
                 return _open(client, part, holder, is_private=is_private)
-            except (OSError, StoreError) as error:
-                tried.append(f"{holder.describe()} by {way}: {error}")
+            part = replace(part, segment=client.carrier.host_copy(holder, record))  # from a GPU that is out of reach
+            return open_source(client, version, part, is_private=is_private)
+        except (OSError, StoreError) as error:
+            tried.append(f"{holder.describe()} by {holder.way}: {error}")
     raise StoreError(
         f"rank {part.rank}'s part of version {version.number} of {version.key!r} cannot be reached from here",
         path=version.key,
@@ -67,14 +74,23 @@ def open_source(client: StoreClient, version: Version, part: Part, *, is_private
     )
 
 
+def _in_order(client: StoreClient, holders: Sequence[Holder]) -> list[Holder]:
+    """Who can be asked from here, the best way first."""
+    order = (*client.ways(), "ask")
+    usable = [
+        holder
+        for holder in holders
+        if holder.way in order and (holder.way not in ("shm", "cuda") or holder.host == client.host)
+    ]
+    return sorted(usable, key=lambda holder: order.index(holder.way))
+
+
 def _open(client: StoreClient, part: Part, holder: Holder, *, is_private: bool) -> Source:
     if holder.way == "shm":
         segment = client.open(holder, part.segment, is_private=is_private)
         return Source(part, holder, segment, segment.flat())
     if holder.way == "cuda":
-        from forge.store.transports.cuda import open_memory
-
-        return Source(part, holder, memory=open_memory(holder, part.segment))
+        return Source(part, holder, memory=client.open_device(holder, part.segment))
     return Source(part, holder)
 
 
@@ -96,8 +112,7 @@ class Shadows:
 def pull(
     client: StoreClient, source: Source, pulls: Sequence[Pull], *, shadow: Tensor, targets: Sequence[Tensor]
 ) -> None:
-    """Fetch bytes of a part from the process that holds it."""
-    assert source.holder is not None
+    """Fetch bytes of a part from a process that holds it; if that one is lost, from the next."""
     ranges: list[Range] = []
     base = memory_view(shadow.data_ptr(), shadow.numel())
     direct = {wanted.target for wanted in pulls} - {-1}
@@ -106,7 +121,22 @@ def pull(
         view = base if wanted.target < 0 else views[wanted.target]
         at = wanted.offset if wanted.target < 0 else wanted.at
         ranges.append((wanted.offset, view[at : at + wanted.num_bytes]))
-    client.carrier.read(source.holder, ranges)
+    failures: list[str] = []
+    for holder in _in_order(client, source.part.segment.holders):
+        if holder.way not in ("rdma", "tcp"):
+            continue
+        try:
+            client.carrier.read(holder, ranges)
+            source.holder = holder
+            return
+        except (OSError, StoreError) as error:
+            failures.append(f"{holder.describe()} by {holder.way}: {error}")
+    raise StoreError(
+        f"rank {source.part.rank}'s part could not be read: " + "; ".join(failures),
+        value=failures,
+        rule="a process that holds it answers",
+        repair="fetch a newer version, or keep copies: `await ts.setup(volumes=2, copies=2)`",
+    )
 
 
 def memory_view(address: int, num_bytes: int) -> memoryview:

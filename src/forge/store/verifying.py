@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
@@ -50,7 +51,7 @@ def compare_samples(
     if not slots:
         return set()
     wanted = frozenset(slots)
-    samples = b"".join(part.samples for part in version.parts)
+    samples = b"".join(part.samples or bytes(kernel.SAMPLE_BYTES * (len(part.digests) // 8)) for part in version.parts)
     seed = sample_seed(version.key, version.number)
     differ: set[str] = set()
     for table in tables:
@@ -72,7 +73,7 @@ def check_part(catalog: Catalog, version: Version, index: int, *, address: int, 
         differ |= {
             catalog.owner[first + number] for number in range(count) if found[first + number] != published[number]
         }
-    elif verify == "cheap":
+    elif verify == "cheap" and part.samples:
         places = part_places(catalog, first, count)
         found_bytes = kernel.sample(address, places, seed=sample_seed(version.key, version.number))
         size = kernel.SAMPLE_BYTES
@@ -82,6 +83,11 @@ def check_part(catalog: Catalog, version: Version, index: int, *, address: int, 
             if found_bytes[number * size : (number + 1) * size] != part.samples[number * size : (number + 1) * size]
         }
     return differ
+
+
+def part_of_slot(catalog: Catalog, slot: int) -> int:
+    """Which part a slot belongs to."""
+    return bisect_right(catalog.first_slot, slot) - 1
 
 
 def part_places(catalog: Catalog, first: int, count: int) -> Places:

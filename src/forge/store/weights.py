@@ -72,8 +72,8 @@ class Weights:
 
     Args:
         name: what they are called; all processes of the run that use this name mean the same weights.
-        keep: how many complete versions stay readable; older ones go when a newer one is complete and nobody reads
-            them any more.
+        keep: for how many versions there is memory. The oldest makes room when a new one is written, unless somebody
+            is reading it; one complete version is always left, so that 1 needs the memory of 2 while it publishes.
         dtype: publish floating-point tensors in this dtype; the conversion happens in the copy.
         rank, world_size: which of how many publishing ranks this process is. By default as in `torch.distributed`, or
             else as the actor's rank among its processes.
@@ -137,13 +137,14 @@ class Weights:
 
     # writing
 
-    def publish(self, state_dict: Mapping[str, Tensor], *, version: int) -> Publication:
+    def publish(self, state_dict: Mapping[str, Tensor], *, version: int, timeout_s: float | None = None) -> Publication:
         """Publish this rank's part of a version. Every rank calls it, with the same version and the same names.
 
         Tensors may be plain or DTensors; what several ranks hold is stored once. The snapshot is taken in the
         background, beginning now: wait for `snapshot()` before the weights change, and for the publication itself
         before telling anybody of the version. Readers see it when every rank's part is there, and never before; if a
-        rank dies on the way the others' publications raise, and readers keep the version they had.
+        rank dies on the way the others' publications raise, and readers keep the version they had. `timeout_s` bounds
+        the wait for the other ranks to begin.
         """
         _check_whole("publish(version=)", version, least=0)
         tensors = _named_tensors(self.name, state_dict)
@@ -156,6 +157,7 @@ class Weights:
             rank=rank,
             world_size=world_size,
             keep=self.keep,
+            timeout_s=timeout_s,
         )
         done: Future[Published] = Future()
         done.set_running_or_notify_cancel()
@@ -169,7 +171,7 @@ class Weights:
             except BaseException as error:
                 done.set_exception(error)
                 raise
-            start("publish", finish, staged, took_s)
+            start(writer.commits, finish, staged, took_s)
             return took_s
 
         def finish(staged: Any, took_s: float) -> None:
@@ -178,7 +180,7 @@ class Weights:
             except BaseException as error:  # noqa: BLE001 - it is the publication's outcome
                 done.set_exception(error)
 
-        return Publication(start("snapshot", snapshot), done)
+        return Publication(start(writer.snapshots, snapshot), done)
 
     def _writer_here(self) -> Writer:
         here = client()

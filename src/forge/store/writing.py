@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +15,22 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
+from forge.runtime.meeting import run_id
 from forge.store import kernel
 from forge.store.boxes import Held
+from forge.store.carrying import is_spread
 from forge.store.client import StoreClient
+from forge.store.device_kernel import DeviceTable, are_words
+from forge.store.device_kernel import build as build_on_device
+from forge.store.device_kernel import run as run_on_device
+from forge.store.digest import digest_tensor
 from forge.store.layout import dtype_name, dtype_of, held, local
 from forge.store.packing import Packed, Packing, itemsize, packing
-from forge.store.proof import MODULUS, pack_digests, sample_seed
+from forge.store.proof import MODULUS, added, pack_digests, sample_seed
 from forge.store.records import HEADER, Begin, Commit, Holder, Layout, Part, SegmentRecord, Ticket
 from forge.store.rects import Places, Rects, byte_offset, row_major
 from forge.store.segments import Segment
+from forge.store.transports.cuda import DeviceSegment
 
 INLINE = 64 << 10
 """Values smaller than this are kept by the registry itself: a segment each would cost more than it holds."""
@@ -39,6 +47,7 @@ class Contribution:
     world_size: int = 1
     keep: int = 1
     extra: bytes = b""
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +71,7 @@ class Staged:
     contribution: Contribution
     ticket: Ticket
     layout: Layout
-    segment: Segment | None
+    segment: Segment | DeviceSegment | None
     record: SegmentRecord
     digests: bytes
     samples: bytes
@@ -76,7 +85,7 @@ class _Prepared:
     layout: Layout
     kept: list[Any]
     """What must stay alive for the fingerprint to mean the same."""
-    tables: dict[tuple[int, ...] | None, _Table] = field(default_factory=dict)
+    tables: dict[tuple[torch.device, tuple[int, ...] | None], _Table] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -87,10 +96,12 @@ class _Table:
     rects: Rects
     """What the kernel copies; one slot for each piece."""
     others: list[Packed]
-    """What torch copies, because it converts or comes from a device."""
+    """What torch copies, because it converts, or moves between devices."""
     digested: Rects
     """Those, as they lie in the segment."""
     places: Places
+    on_device: DeviceTable | None = None
+    """What the GPU's kernel copies."""
 
 
 def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -108,6 +119,9 @@ class Writer:
 
     def __init__(self, client: StoreClient, *, on: str = "auto") -> None:
         self.client, self.on = client, on
+        self.snapshots = ThreadPoolExecutor(1, thread_name_prefix="forge-snapshot")
+        self.commits = ThreadPoolExecutor(1, thread_name_prefix="forge-commit")
+        self._spare: Segment | None = None
         self._prepared: tuple[tuple[Any, ...], _Prepared] | None = None
         self._told: str | None = None
         self._guard = threading.Lock()
@@ -150,6 +164,7 @@ class Writer:
             layout_id=layout.id,
             layout=None if self._told == layout.id else layout,
             keep=contribution.keep,
+            timeout_s=contribution.timeout_s,
         )
         ticket = self.client.begin(wish, layout)
         self._told = layout.id
@@ -166,11 +181,30 @@ class Writer:
         self._prepared = (mark, prepared)
         return prepared
 
-    def _table(self, prepared: _Prepared, memories: Sequence[Tensor], written: tuple[int, ...] | None) -> _Table:
-        table = prepared.tables.get(written)
+    def _table(
+        self, prepared: _Prepared, memories: Sequence[Tensor], device: torch.device, written: tuple[int, ...] | None
+    ) -> _Table:
+        table = prepared.tables.get((device, written))
         if table is None:
-            table = prepared.tables[written] = _build(prepared.layout, memories, packing(prepared.layout, written))
+            packed = packing(prepared.layout, written)
+            table = prepared.tables[device, written] = _build(prepared.layout, memories, packed, device)
         return table
+
+    def _device(self, memories: Sequence[Tensor], size: int) -> torch.device:
+        """Where the part is kept until it is fetched."""
+        devices = {memory.device for memory in memories}
+        is_on_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
+        if self.on == "cuda" and not is_on_gpu:
+            raise StoreError(
+                "weights that are kept on a GPU must be on one GPU",
+                path="Weights(on=)",
+                value=sorted(str(device) for device in devices),
+                rule='with on="cuda" every tensor that a rank publishes is on the same GPU',
+                repair='on="host"',
+            )
+        if not is_on_gpu or self.on == "host" or (self.on == "auto" and (is_spread() or size <= HEADER + INLINE)):
+            return torch.device("cpu")
+        return next(iter(devices))
 
     # writing
 
@@ -182,19 +216,26 @@ class Writer:
         memories: Sequence[Tensor],
         began: float,
     ) -> Staged:
-        table = self._table(prepared, memories, ticket.written)
-        size = table.packing.size
+        size = packing(prepared.layout, ticket.written).size
+        device = self._device(memories, size)
+        table = self._table(prepared, memories, device, ticket.written)
         stamp = secrets.randbits(63) | 1
-        segment, memory = None, None
-        if size - HEADER <= INLINE:
+        segment: Segment | DeviceSegment | None = None
+        if device.type == "cpu" and size - HEADER <= INLINE:
             memory = torch.empty(size, dtype=torch.uint8)
-        else:
+        elif device.type == "cpu":
             segment = self._segment(contribution.key, size, ticket.reuse)
-            segment.set_stamp(0)
             memory = segment.flat()
+        else:
+            segment = self._device_segment(contribution.key, size, device, ticket.reuse)
+            memory = segment.memory
+        if segment is not None:
+            segment.set_stamp(0)
         digests = _copy(table, prepared.layout, memories, memory)
-        seed = sample_seed(contribution.key, ticket.version)
-        samples = kernel.sample(memory.data_ptr(), table.places, seed=seed)
+        samples = b""
+        if memory.is_cpu:
+            seed = sample_seed(contribution.key, ticket.version)
+            samples = kernel.sample(memory.data_ptr(), table.places, seed=seed)
         if segment is None:
             inline = memory.numpy().tobytes()
             record = SegmentRecord(size, stamp, inline=inline)
@@ -208,7 +249,20 @@ class Writer:
             segment = self.client.segments.get(reuse)
             if segment is not None and segment.size >= size:
                 return segment
+        spare, self._spare = self._spare, None
+        if spare is not None and size <= spare.size <= 2 * size:
+            return spare
+        if spare is not None:
+            self.client.segments.drop(spare.name)
         return self.client.segments.create(key, size)
+
+    def _device_segment(self, key: str, size: int, device: torch.device, reuse: str | None) -> DeviceSegment:
+        known = self.client.device_segments.get(reuse) if reuse is not None else None
+        if known is not None and known.size >= size and known.device == device.index:
+            return known
+        made = DeviceSegment(run_id(), key, size, device=device.index)
+        self.client.device_segments[made.name] = made
+        return made
 
     # committing
 
@@ -232,14 +286,31 @@ class Writer:
         if self.client.line.is_open:
             self.client.line.tell("give_up", (staged.ticket.id, f"rank {staged.contribution.rank} failed: {error}"))
         if staged.segment is not None and staged.segment.name != staged.ticket.reuse:
-            self.client.segments.drop(staged.segment.name)
+            self.client.drop(staged.segment.name)
 
     def _holders(self, staged: Staged) -> tuple[Holder, ...]:
         """Who gives out the part: this process, or the storage volumes that it is handed to."""
         segment = staged.segment
         if segment is None:
             return ()
-        return self.client.carrier.hold(segment, staged.record, staged.ticket.volumes)
+        if isinstance(segment, DeviceSegment):
+            return self.client.carrier.hold_device(segment)
+        holders = self.client.carrier.hold(segment, staged.record, staged.ticket.volumes)
+        if not any(holder.segment == segment.name for holder in holders):  # handed over whole: free for the next one
+            self.recycle(segment)
+        return holders
+
+    def recycle(self, segment: Segment) -> None:
+        """Keep a segment that only this process had for the next part."""
+        if self._spare is not None:
+            self.client.segments.drop(self._spare.name)
+        self._spare = segment
+
+    def close(self) -> None:
+        """Let go of what was kept for the next part."""
+        if self._spare is not None:
+            self.client.segments.drop(self._spare.name)
+            self._spare = None
 
 
 def _fingerprint(name: str, tensor: Tensor) -> tuple[Any, ...]:
@@ -254,8 +325,8 @@ def _as_stored(have: Held, dtype: torch.dtype | None) -> Held:
     return Held(have.shape, dtype_name(dtype), have.pieces)
 
 
-def _build(layout: Layout, memories: Sequence[Tensor], packed: Packing) -> _Table:
-    rects, digested = Rects(num_slots=len(packed.pieces)), Rects(num_slots=len(packed.pieces))
+def _build(layout: Layout, memories: Sequence[Tensor], packed: Packing, device: torch.device) -> _Table:
+    rects, digested, on_device = (Rects(num_slots=len(packed.pieces)) for _ in range(3))
     others: list[Packed] = []
     for slot, entry in enumerate(packed.pieces):
         have, memory = layout.helds[entry.tensor], memories[entry.tensor]
@@ -265,10 +336,12 @@ def _build(layout: Layout, memories: Sequence[Tensor], packed: Packing) -> _Tabl
         target = (0, entry.start, row_major(box.shape, size))
         is_same = memory.dtype == dtype_of(have.dtype)
         is_fused = memory.dtype == torch.float32 and have.dtype == "bfloat16"
-        if memory.is_cpu and (is_same or is_fused):
-            strides = tuple(stride * memory.element_size() for stride in memory.stride())
-            source = (entry.tensor, byte_offset(entry.piece.at, strides), strides)
+        strides = tuple(stride * memory.element_size() for stride in memory.stride())
+        source = (entry.tensor, byte_offset(entry.piece.at, strides), strides)
+        if memory.is_cpu and device.type == "cpu" and (is_same or is_fused):
             rects.add(box.shape, itemsize=size, src=source, dst=target, image=image, cast=is_fused)
+        elif memory.device == device and is_same and are_words(box.shape, itemsize=size, walks=(source, target, image)):
+            on_device.add(box.shape, itemsize=size, src=source, dst=target, image=image)
         else:
             others.append(entry)
             digested.add(box.shape, itemsize=size, src=target, image=image)
@@ -277,22 +350,33 @@ def _build(layout: Layout, memories: Sequence[Tensor], packed: Packing) -> _Tabl
         numels=[entry.piece.box.numel for entry in packed.pieces],
         itemsizes=[itemsize(layout.helds[entry.tensor].dtype) for entry in packed.pieces],
     )
-    return _Table(packed, rects, others, digested, places)
+    blocks = build_on_device(on_device, device) if len(on_device) else None
+    return _Table(packed, rects, others, digested, places, blocks)
 
 
-def _copy(table: _Table, layout: Layout, memories: Sequence[Tensor], memory: Tensor) -> Sequence[int]:
+def _copy(table: _Table, layout: Layout, memories: Sequence[Tensor], memory: Tensor) -> list[int]:
     """Write all pieces; the digest of each."""
     threads = torch.get_num_threads()
     base = [memory.data_ptr()]
     sources = [tensor.data_ptr() for tensor in memories]
     digests = list(kernel.run(table.rects, sources, base, digest=True, num_threads=threads))
-    if table.others:
-        for entry in table.others:
-            view = piece_view(memory, entry.start, entry.piece.box.shape, layout.helds[entry.tensor].dtype)
-            view.copy_(part_of(memories[entry.tensor], entry.piece.at, entry.piece.box.shape))
-        more = kernel.digest_only(table.digested, base, num_threads=threads)
-        digests = [(one + other) % MODULUS for one, other in zip(digests, more, strict=True)]
-    return digests
+    if table.on_device is not None:
+        digests = added(digests, run_on_device(table.on_device, sources, base))
+    if not table.others:
+        return digests
+    for entry in table.others:
+        view = piece_view(memory, entry.start, entry.piece.box.shape, layout.helds[entry.tensor].dtype)
+        view.copy_(part_of(memories[entry.tensor], entry.piece.at, entry.piece.box.shape), non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if memory.is_cpu:
+        return added(digests, kernel.digest_only(table.digested, base, num_threads=threads))
+    slots = {entry.number: slot for slot, entry in enumerate(table.packing.pieces)}
+    for entry in table.others:
+        have, box = layout.helds[entry.tensor], entry.piece.box
+        view = piece_view(memory, entry.start, box.shape, have.dtype)
+        digests[slots[entry.number]] += digest_tensor(view, box, have.shape)
+    return [digest % MODULUS for digest in digests]
 
 
 def piece_view(memory: Tensor, start: int, shape: Sequence[int], dtype: str) -> Tensor:
@@ -309,15 +393,3 @@ def part_of(tensor: Tensor, at: Sequence[int], shape: Sequence[int]) -> Tensor:
     for dim, (start, extent) in enumerate(zip(at, shape, strict=True)):
         tensor = tensor.narrow(dim, start, extent)
     return tensor
-
-
-def check_device(on: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise where weights are to stay on a GPU and are not there."""
-    if on == "cuda" and not all(tensor.is_cuda for tensor in tensors.values()):
-        raise StoreError(
-            "weights that are kept on a GPU must be on one",
-            path="Weights(on=)",
-            value=on,
-            rule='on="cuda" publishes CUDA tensors',
-            repair='on="host"',
-        )

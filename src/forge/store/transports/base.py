@@ -1,0 +1,93 @@
+"""The seam between the store and the ways in which bytes travel from host to host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from forge.errors import StoreError
+
+Range = tuple[int, memoryview]
+"""An offset in a segment, and the local memory that is filled from there (or written there)."""
+
+Source_contra = TypeVar("Source_contra", contravariant=True)
+
+
+class RangeReader(Protocol[Source_contra]):
+    """Reads byte ranges of segments that another process holds.
+
+    What names a segment is the transport's own: its name for `tcp.DataClient`, a `rdma.Descriptor` for
+    `rdma.RdmaReader`. Safe to use from several threads.
+    """
+
+    def read(self, source: Source_contra, ranges: Sequence[Range]) -> None:
+        """Fill each target from its offset. Returns, or raises a `StoreError`, once nobody writes to them any more.
+
+        After an error some of the targets may be filled. Whether the holder changed the bytes meanwhile is not checked
+        here: whoever reads holds a lease, or checks afterwards.
+        """
+
+    def close(self) -> None:
+        """Let go of connections and registrations; a read in progress raises. May be called twice."""
+
+
+class SegmentSource(Protocol):
+    """Where a data server finds the segments of its process."""
+
+    def open(self, name: str) -> tuple[int, int]:
+        """A file descriptor of the segment and its size, valid until `release(name)`; `StoreKeyError` if it is gone."""
+
+    def release(self, name: str) -> None:
+        """The counterpart of each `open` that succeeded."""
+
+    def create(self, size: int) -> str:
+        """A new, writable segment for somebody who pushes; its name."""
+
+
+def as_bytes(name: str, ranges: Sequence[Range], *, writable: bool) -> list[Range]:
+    """The ranges with targets as flat bytes, without the empty ones. Raises on memory that cannot be used as such."""
+    flat: list[Range] = []
+    for offset, target in ranges:
+        if not isinstance(target, memoryview) or not target.c_contiguous or (writable and target.readonly):
+            raise StoreError(
+                f"segment {name!r}: a range's memory cannot be used",
+                path=f"{name}[{offset}:]",
+                value=target,
+                rule=f"a C-contiguous{' writable' if writable else ''} memoryview",
+                repair="pass memoryview(...) of contiguous memory",
+            )
+        if offset < 0:
+            raise out_of_bounds(name, offset, target.nbytes, size=None)
+        if target.nbytes:
+            flat.append((offset, target if target.ndim == 1 and target.format == "B" else target.cast("B")))
+    return flat
+
+
+def batches(ranges: Sequence[Range], *, batch_bytes: int, batch_ranges: int) -> Iterator[list[Range]]:
+    """The ranges in order, cut and gathered into batches: large ranges are split, small ones travel together."""
+    batch: list[Range] = []
+    room = batch_bytes
+    for offset, target in ranges:
+        size, start = len(target), 0
+        while start < size:
+            if not room or len(batch) == batch_ranges:
+                yield batch
+                batch, room = [], batch_bytes
+            take = min(size - start, room)
+            batch.append((offset + start, target if take == size else target[start : start + take]))
+            start += take
+            room -= take
+    if batch:
+        yield batch
+
+
+def out_of_bounds(name: str, offset: int, nbytes: int, *, size: int | None) -> StoreError:
+    """The error for a range that is not inside its segment."""
+    within = "" if size is None else f" and offset + nbytes <= {size}, the size of the segment"
+    return StoreError(
+        f"a range lies outside of segment {name!r}",
+        path=name,
+        value={"offset": offset, "nbytes": nbytes},
+        rule=f"offset >= 0{within}",
+        repair="read with the manifest of the version that this segment belongs to",
+    )

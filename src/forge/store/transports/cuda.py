@@ -1,0 +1,175 @@
+"""Device memory that other processes on the host can open: CUDA IPC.
+
+The memory is allocated with CUDA itself and not with torch's allocator: a handle then stands for exactly one segment,
+and nothing is left in /dev/shm. A handle is opened once for each process and segment, and stays open while the segment
+is recycled from version to version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forge.errors import StoreError
+from forge.store.records import HEADER, Holder, SegmentRecord
+from forge.store.segments import STAMP_SIZE, pack_stamp, unpack_stamp
+
+_HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_numbers = itertools.count(1)
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded."""
+    torch.cuda.init()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        found = re.search(r"(/\S*libcudart[^/\s]*\.so[^/\s]*)$", line)
+        if found:
+            library = ctypes.CDLL(found[1])
+            library.cudaGetErrorString.restype = ctypes.c_char_p
+            library.cudaIpcOpenMemHandle.argtypes = [ctypes.POINTER(ctypes.c_void_p), _Handle, ctypes.c_uint]
+            return library
+    raise StoreError("torch has loaded no CUDA runtime", rule="a CUDA build of torch", repair='Weights(on="host")')
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        text = _runtime().cudaGetErrorString(code).decode()
+        _runtime().cudaGetLastError()
+        raise StoreError(f"CUDA could not {what}: {text}", value=code)
+
+
+class _Array:
+    """Device memory at an address, as torch takes it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _tensor(address: int, size: int, device: int) -> Tensor:
+    with torch.cuda.device(device):
+        tensor: Tensor = torch.as_tensor(_Array(address, size), device=f"cuda:{device}")
+    return tensor
+
+
+def uuid_of(device: int) -> str:
+    """The same for a GPU in every process, however that process numbers its GPUs."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class DeviceSegment:
+    """A segment in the memory of a GPU of this process."""
+
+    def __init__(self, run: str, key: str, size: int, *, device: int) -> None:
+        plain = re.sub(r"[^A-Za-z0-9._-]", "_", key)[-60:]
+        self.name = f"forge-{run}-{plain}-{os.getpid()}-cuda-{next(_numbers)}"
+        self.size, self.device = size, device
+        self._address = ctypes.c_void_p()
+        library = _runtime()
+        with torch.cuda.device(device):
+            code = library.cudaMalloc(ctypes.byref(self._address), ctypes.c_size_t(size))
+            if code == 2:  # out of memory: torch may hold some that it does not use
+                library.cudaGetLastError()
+                torch.cuda.empty_cache()
+                code = library.cudaMalloc(ctypes.byref(self._address), ctypes.c_size_t(size))
+            if code == 2:
+                library.cudaGetLastError()
+                free, total = torch.cuda.mem_get_info(device)
+                raise StoreError(
+                    f"GPU {device} has no room for a segment of {size / 2**30:.2f} GiB",
+                    path=key,
+                    value=size,
+                    rule=f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free",
+                    repair='keep fewer versions (keep=1), or keep them in shared memory: Weights(on="host")',
+                )
+            _check(code, "allocate device memory")
+            handle = _Handle()
+            _check(library.cudaIpcGetMemHandle(ctypes.byref(handle), self._address), "share device memory")
+        self.handle = ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES)
+        self.memory = _tensor(int(self._address.value or 0), size, device)
+
+    def set_stamp(self, stamp: int) -> None:
+        write_stamp(self.memory, stamp)
+
+    @property
+    def stamp(self) -> int:
+        return read_stamp(self.memory)
+
+    def holder(self, *, host: str, pid: int, session: int) -> Holder:
+        token = self.handle + uuid_of(self.device).encode()
+        return Holder("cuda", host, pid, session, segment=self.name, token=token)
+
+    def close(self) -> None:
+        """Free the memory. Nobody may be reading it."""
+        if self._address.value:
+            with torch.cuda.device(self.device):
+                torch.cuda.synchronize()
+                _runtime().cudaFree(self._address)
+            self._address = ctypes.c_void_p()
+
+
+def write_stamp(memory: Tensor, stamp: int) -> None:
+    memory[:STAMP_SIZE].copy_(torch.frombuffer(bytearray(pack_stamp(stamp)), dtype=torch.uint8))
+
+
+def read_stamp(memory: Tensor) -> int:
+    return unpack_stamp(memory[:STAMP_SIZE].cpu().numpy().tobytes())
+
+
+class OpenedSegments:
+    """The device segments of other processes that this one has open."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, tuple[int, Tensor]] = {}
+        self._guard = threading.Lock()
+
+    def open(self, holder: Holder, record: SegmentRecord) -> Tensor:
+        """The memory of a segment. StoreError where its GPU cannot be reached from here."""
+        with self._guard:
+            known = self._opened.get(holder.segment)
+            if known is None:
+                known = self._opened[holder.segment] = _open(holder, record.size)
+            return known[1]
+
+    def drop(self, segment: str) -> None:
+        with self._guard:
+            known = self._opened.pop(segment, None)
+        if known is not None:
+            with torch.cuda.device(known[1].device):
+                torch.cuda.synchronize()
+                _runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(known[0]))
+
+
+def _open(holder: Holder, size: int) -> tuple[int, Tensor]:
+    if not torch.cuda.is_available():
+        raise StoreError("this process sees no GPU", rule="a GPU to open device memory with")
+    handle, uuid = holder.token[:_HANDLE_BYTES], holder.token[_HANDLE_BYTES:].decode()
+    devices = [index for index in range(torch.cuda.device_count()) if uuid_of(index) == uuid]
+    if not devices:
+        raise StoreError(f"GPU {uuid} is not visible to this process", rule="CUDA_VISIBLE_DEVICES shows it")
+    address = ctypes.c_void_p()
+    value = _Handle.from_buffer_copy(handle)
+    with torch.cuda.device(devices[0]):
+        code = _runtime().cudaIpcOpenMemHandle(ctypes.byref(address), value, _LAZY_PEER_ACCESS)
+        _check(code, f"open the device memory of process {holder.pid}")
+    where: Any = address.value or 0
+    return int(where), _tensor(int(where), max(size, HEADER), devices[0])
