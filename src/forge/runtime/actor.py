@@ -12,11 +12,12 @@ from monarch._src.actor.actor_mesh import ActorMesh
 
 from forge.errors import OptionError
 from forge.runtime.backend import Actor, monarch_actor, note_fault
-from forge.runtime.dispatch import Dispatcher, portable
+from forge.runtime.dispatch import Dispatcher
 from forge.runtime.endpoints import EndpointSpec, specs_of
 from forge.runtime.group import GroupSpec
 from forge.runtime.placement import GPU_VARIABLE, RANK_VARIABLES
 from forge.runtime.replies import ReplyTo
+from forge.runtime.travelling import portable
 from forge.runtime.wire import decode
 
 

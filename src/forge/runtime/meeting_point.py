@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol, cast
 
 from forge.runtime import frames, lines
 from forge.runtime.lines import LineError
+from forge.runtime.travelling import portable
 from forge.runtime.wire import decode, encode
 
 _log = logging.getLogger("forge.runtime")
@@ -283,8 +284,6 @@ class _Connection(asyncio.BufferedProtocol):
             self._fail(kind, number, error)
 
     def _fail(self, kind: int, number: int, error: BaseException) -> None:
-        from forge.runtime.dispatch import portable  # late: it loads Monarch, which a plain script may not need
-
         if kind == frames.TELL:
             _log.error("what a process told could not be taken", exc_info=error)
             return

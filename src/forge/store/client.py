@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
-import contextlib
 import logging
 import os
 import queue

@@ -15,8 +15,9 @@ import pytest
 
 from forge.errors import ConfigError, RemoteError
 from forge.runtime import dispatch
-from forge.runtime.dispatch import Dispatcher, portable
+from forge.runtime.dispatch import Dispatcher
 from forge.runtime.endpoints import endpoint, specs_of
+from forge.runtime.travelling import portable
 from forge.runtime.wire import decode, encode
 
 LIMIT_S = 30

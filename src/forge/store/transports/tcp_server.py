@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from forge.errors import StoreError
 from forge.runtime import lines
+from forge.runtime.travelling import portable
 from forge.runtime.wire import decode, encode
 from forge.store.transports import tcp_frames as frames
 from forge.store.transports.base import SegmentSource, out_of_bounds
@@ -233,8 +234,6 @@ def _send_value(sock: socket.socket, answer: bytes) -> None:
 
 
 def _send_error(sock: socket.socket, error: Exception) -> None:
-    from forge.runtime.dispatch import portable  # brings Monarch along: only where something went wrong
-
     answer = encode(portable(error))
     if len(answer) > frames.MAX_PICKLE:
         answer = encode(portable(_too_large(type(error).__name__, len(answer))))
