@@ -20,7 +20,7 @@ from forge.store.rects import DST, DST_BASE, HEAD, IMAGE, ITEM, NDIM, SLOT, SRC,
 from forge.store.weighing import BLOCK_SALT, BLOCK_WORDS, WORD_WEIGHTS, splitmix64_each
 
 BLOCK_BYTES: Final = 4 * BLOCK_WORDS
-GROUP: Final = 8
+GROUP: Final = 4
 """Blocks that one program of the launch works through. They have one slot, to which it adds once."""
 COLUMNS: Final = 7
 """Source base and offset, destination base and offset, words (and place in the block), slot, weight of the block."""
@@ -32,8 +32,10 @@ Numbers = npt.NDArray[np.int64]
 class DeviceTable:
     """A table of rectangles, cut into blocks, in the memory of a device."""
 
-    blocks: Tensor
-    num_groups: int
+    full: Tensor
+    """Groups of blocks that have all their words, one row for each block."""
+    rest: Tensor
+    """The other groups."""
     num_slots: int
     is_aligned: bool
     """Whether all offsets are multiples of 16 bytes, so that threads can load four words at once."""
@@ -50,9 +52,11 @@ def build(rects: Rects, device: torch.device) -> DeviceTable:
     """Cut a table into blocks. Every row must consist of words, and none may convert."""
     groups = [_grouped(block) for index in range(len(rects)) for block in _blocks(rects.row(index))]
     table = np.concatenate(groups) if groups else np.zeros((0, COLUMNS), dtype=np.int64)
-    is_aligned = bool(np.all(table[:, (1, 3)] % 16 == 0) and np.all((table[:, 4] >> 32) % 4 == 0))
-    blocks = torch.from_numpy(table).to(device)
-    return DeviceTable(blocks, len(table) // GROUP, rects.num_slots, is_aligned)
+    is_aligned = bool(np.all(table[:, (1, 3)] % 16 == 0))
+    by_group = table.reshape(-1, GROUP, COLUMNS)
+    is_full = (by_group[:, :, 4] == BLOCK_WORDS).all(axis=1)
+    full, rest = (torch.from_numpy(by_group[chosen].reshape(-1, COLUMNS)).to(device) for chosen in (is_full, ~is_full))
+    return DeviceTable(full, rest, rects.num_slots, is_aligned)
 
 
 def _collapsed(
@@ -117,25 +121,28 @@ def run(
     """Copy every block, and return one digest for each slot ([] without `digest`). Waits until the device is done."""
     from forge.store.device_program import work
 
-    device = table.blocks.device
-    if table.num_groups == 0:
-        return [0] * table.num_slots if digest else []
+    device = table.full.device
     is_aligned = table.is_aligned and not any(address % 16 for address in (*sources, *targets))
     bases = torch.tensor([*sources, *targets], dtype=torch.int64, device=device)
     sums = torch.zeros(max(1, table.num_slots), dtype=torch.int64, device=device)
     with torch.cuda.device(device):
-        work[(table.num_groups,)](
-            table.blocks,
-            bases,
-            bases[len(sources) :],
-            _word_weights(device),
-            sums,
-            COPY=copy,
-            DIGEST=digest,
-            ALIGNED=is_aligned,
-            PER=GROUP,
-            WORDS=BLOCK_WORDS,
-        )
+        for blocks in (table.full, table.rest):
+            if not len(blocks):
+                continue
+            work[(len(blocks) // GROUP,)](
+                blocks,
+                bases,
+                bases[len(sources) :],
+                _word_weights(device),
+                sums,
+                COPY=copy,
+                DIGEST=digest,
+                ALIGNED=is_aligned,
+                FULL=blocks is table.full,
+                PER=GROUP,
+                WORDS=BLOCK_WORDS,
+                num_warps=4,
+            )
         if not digest:
             torch.cuda.current_stream().synchronize()
             return []

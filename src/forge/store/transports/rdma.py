@@ -46,7 +46,10 @@ def available() -> bool:
         )
     if choice:
         return choice == "force"
-    from monarch.rdma import is_ibverbs_available
+    try:
+        from monarch.rdma import is_ibverbs_available
+    except ImportError:
+        return False
 
     return bool(is_ibverbs_available())
 
