@@ -20,7 +20,7 @@ from forge.store.transports import rdma
 from forge.store.transports.base import Range
 from forge.store.transports.tcp import DataClient
 from forge.store.transports.tcp_server import DataServer
-from forge.store.verifying import rows_of, table_of
+from forge.store.verifying import table_of
 
 if TYPE_CHECKING:
     from forge.store.client import StoreClient
@@ -258,11 +258,13 @@ class Carrier:
             self._rdma_reader = self._rdma_reader or rdma.RdmaReader()
         self._rdma_reader.read(pickle.loads(holder.token), ranges)
 
-    def digests(self, holder: Holder, table: Rects) -> list[int]:
-        """The digests of pieces, made where they are held."""
-        answer: list[int] = self._reader(holder.address).ask(
-            "digests", (holder.segment, rows_of(table), table.num_slots)
-        )
+    def digests(self, source: Source, table: Rects) -> list[int]:
+        """The digests of rectangles of a part, made by a process that holds it."""
+        asked = source.holder
+        if asked is None or asked.way != "tcp":
+            asked = next(holder for holder in source.part.segment.holders if holder.way == "tcp")
+        question = (asked.segment, list(table.each()), table.num_slots)
+        answer: list[int] = self._reader(asked.address).ask("digests", question)
         return answer
 
     def drop(self, segment: str) -> bool:

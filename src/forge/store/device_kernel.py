@@ -48,6 +48,17 @@ def are_words(shape: Sequence[int], *, itemsize: int, walks: tuple[Walk, Walk, W
     return all(value % 4 == 0 for value in offsets) and all(step % 4 == 0 for dim in outer for step in dim[1:])
 
 
+def has_words(rects: Rects) -> bool:
+    """Whether all rows of a table consist of words."""
+    for row in rects.each():
+        ndim = row[NDIM]
+        shape, src, dst, image = (row[HEAD + ndim * part : HEAD + ndim * (part + 1)] for part in range(4))
+        walks = ((0, row[SRC], src), (0, row[DST], dst), (0, row[IMAGE], image))
+        if not are_words(shape, itemsize=row[ITEM], walks=walks):
+            return False
+    return True
+
+
 def build(rects: Rects, device: torch.device) -> DeviceTable:
     """Cut a table into blocks. Every row must consist of words, and none may convert."""
     groups = [_grouped(block) for index in range(len(rects)) for block in _blocks(rects.row(index))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,18 +22,20 @@ from forge.store.device_kernel import DeviceTable, are_words
 from forge.store.layout import dtype_of
 from forge.store.packing import itemsize
 from forge.store.plan import Copy, Stored, plan
-from forge.store.rects import Rects, byte_offset, row_major
+from forge.store.rects import Rects, Walk, byte_offset, row_major
 from forge.store.targets import Target
 
 
 @dataclass(frozen=True, slots=True)
 class TorchCopy:
-    """A rectangle that torch copies, because it converts or a device is involved."""
+    """A rectangle that torch copies, because it converts, or because it moves between devices."""
 
     slot: int
     stored: Stored
     dtype: str
     copy: Copy
+    proof: Literal["table", "tensor", "none"]
+    """How what arrived is digested: by one of the plan's tables, by itself, or not at all, since it was converted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +51,37 @@ class Pull:
 
 @dataclass(eq=False)
 class FetchPlan:
-    """Tables for one catalogue, one set of targets, and one choice of which parts are mapped."""
+    """Tables for one catalogue, one set of targets, and one choice of where each part can be read.
 
-    rects: Rects
-    """Copies by the kernel, from the parts (or their shadows) to the targets, whose memory is given to each run."""
-    landed: Rects
-    """Rectangles that are pulled straight into targets; source and destination as in `rects`."""
-    device_rects: Rects
-    """Copies by the GPU's kernel, from the parts to the targets."""
-    device_targets: Rects
-    """The targets of those, to be digested."""
-    torch_copies: list[TorchCopy]
-    pulls: dict[int, list[Pull]]
+    A table's sources are the parts and its destinations the targets, whose addresses are given to each run.
+    """
+
+    num_slots: int
+    rects: Rects = field(default_factory=Rects)
+    """Copies by the kernel, from the parts or their shadows."""
+    landed: Rects = field(default_factory=Rects)
+    """What comes into targets on the host by other means."""
+    on_device: Rects = field(default_factory=Rects)
+    """Copies by the GPU's kernel."""
+    landed_on_device: Rects = field(default_factory=Rects)
+    """What comes into targets on the GPU by other means; here the targets are the sources."""
+    torch_copies: list[TorchCopy] = field(default_factory=list)
+    pulls: dict[int, list[Pull]] = field(default_factory=dict)
     """For each part that is not mapped, what to fetch of it."""
     whole: dict[int, int] = field(default_factory=dict)
     """Slots that are read whole, and how often."""
-    partial: list[int] = field(default_factory=list)
-    """Slots of which a part is read."""
+    partial: dict[int, Rects] = field(default_factory=dict)
+    """For each part, what is read of pieces that are not read whole, as it lies in the part, which is source 0."""
     num_bytes: int = 0
     device_tables: dict[str, DeviceTable] = field(default_factory=dict)
 
 
 def make_plan(key: str, catalog: Catalog, targets: list[Target], where: Sequence[torch.device | None]) -> FetchPlan:
     """Plan all copies; `where` says for each part in which memory it can be read in place, if in any."""
-    tables = [Rects(num_slots=catalog.num_slots) for _ in range(4)]
-    pulls: dict[int, list[Pull]] = {part: [] for part, device in enumerate(where) if device is None}
-    made = FetchPlan(tables[0], tables[1], tables[2], tables[3], [], pulls)
+    made = FetchPlan(catalog.num_slots)
+    for table in (made.rects, made.landed, made.on_device, made.landed_on_device):
+        table.num_slots = catalog.num_slots
+    made.pulls = {part: [] for part, device in enumerate(where) if device is None}
     read: dict[int, list[tuple[int, Box]]] = {}
     for number, target in enumerate(targets):
         entry = catalog.entries[target.name]
@@ -96,39 +104,65 @@ def make_plan(key: str, catalog: Catalog, targets: list[Target], where: Sequence
         if times:
             made.whole[slot] = times
         else:
-            made.partial.append(slot)
+            _note_partial(made, catalog, slot, [box for _, box in boxes])
     return made
 
 
-def _add(made: FetchPlan, entry: Entry, slot: int, copy: Copy, memory: Tensor, where: torch.device | None) -> None:
+def _note_partial(made: FetchPlan, catalog: Catalog, slot: int, boxes: list[Box]) -> None:
+    entry = catalog.entries[catalog.owner[slot]]
+    stored = entry.stored[entry.slots.index(slot)]
+    table = made.partial.setdefault(stored.part, Rects(num_slots=catalog.num_slots))
+    for box in boxes:
+        source, image = _walks(entry, stored, slot, box.offset)
+        table.add(box.shape, itemsize=itemsize(entry.dtype), src=(0, *source[1:]), image=image)
+
+
+def _walks(entry: Entry, stored: Stored, slot: int, at: Sequence[int]) -> tuple[Walk, Walk]:
+    """Through the part and through the whole tensor, for a rectangle that begins so far inside its stored box."""
     size = itemsize(entry.dtype)
-    stored = entry.stored[copy.stored]
-    pulls = made.pulls.get(stored.part)
-    num_bytes = Box(copy.src_at, copy.shape).numel * size
-    made.num_bytes += num_bytes
-    strides = tuple(stride * size for stride in memory.stride())
-    inner = row_major(stored.box.shape, size)
-    whole = row_major(entry.shape, size)
-    image_at = [a + b for a, b in zip(stored.box.offset, copy.src_at, strict=True)]
-    source = (stored.part, stored.start + byte_offset(copy.src_at, inner), inner)
+    inner, whole = row_major(stored.box.shape, size), row_major(entry.shape, size)
+    image_at = [a + b for a, b in zip(stored.box.offset, at, strict=True)]
+    source = (stored.part, stored.start + byte_offset(at, inner), inner)
+    return source, (slot, byte_offset(image_at, whole), whole)
+
+
+def _add(made: FetchPlan, entry: Entry, slot: int, copy: Copy, memory: Tensor, where: torch.device | None) -> None:
+    size, stored = itemsize(entry.dtype), entry.stored[copy.stored]
+    made.num_bytes += Box(copy.src_at, copy.shape).numel * size
+    source, image = _walks(entry, stored, slot, copy.src_at)
+    strides = tuple(stride * memory.element_size() for stride in memory.stride())
     target = (copy.target, byte_offset(copy.dst_at, strides), strides)
-    image = (slot, byte_offset(image_at, whole), whole)
-    has_kernel = memory.dtype == dtype_of(entry.dtype) and memory.device == (where or torch.device("cpu"))
-    if has_kernel and memory.is_cuda and are_words(copy.shape, itemsize=size, walks=(source, target, image)):
-        made.device_rects.add(copy.shape, itemsize=size, src=source, dst=target, image=image)
-        made.device_targets.add(copy.shape, itemsize=size, src=target, image=image)
-        return
-    if not has_kernel or memory.is_cuda:
-        made.torch_copies.append(TorchCopy(slot, stored, entry.dtype, copy))
-        if pulls is not None:
-            pulls.extend(_runs(stored, copy, size))
-        return
+    is_same = memory.dtype == dtype_of(entry.dtype)
+    are_whole_words = are_words(copy.shape, itemsize=size, walks=(source, target, image))
+    if is_same and memory.is_cpu and (where is None or where.type == "cpu"):
+        _add_on_host(made, copy, size, (source, target, image))
+    elif is_same and memory.is_cuda and memory.device == where and are_whole_words:
+        made.on_device.add(copy.shape, itemsize=size, src=source, dst=target, image=image)
+    else:
+        proof: Literal["table", "tensor", "none"] = "none"
+        if is_same and memory.is_cpu:
+            made.landed.add(copy.shape, itemsize=size, src=source, dst=target, image=image)
+            proof = "table"
+        elif is_same and memory.is_cuda and are_whole_words:
+            made.landed_on_device.add(copy.shape, itemsize=size, src=target, image=image)
+            proof = "table"
+        elif is_same:
+            proof = "tensor"
+        made.torch_copies.append(TorchCopy(slot, stored, entry.dtype, copy, proof))
+        if stored.part in made.pulls:
+            made.pulls[stored.part].extend(_runs(source, copy.shape, size))
+
+
+def _add_on_host(made: FetchPlan, copy: Copy, size: int, walks: tuple[Walk, Walk, Walk]) -> None:
+    """From mapped memory, or over the network straight into the target if it is one run there, to the host."""
+    source, target, image = walks
+    pulls = made.pulls.get(source[0])
     table = made.rects
-    if pulls is not None and _is_run(copy.shape, strides, size) and _is_run(copy.shape, inner, size):
-        pulls.append(Pull(source[1], num_bytes, copy.target, target[1]))
+    if pulls is not None and _is_run(copy.shape, target[2], size) and _is_run(copy.shape, source[2], size):
+        pulls.append(Pull(source[1], Box(copy.src_at, copy.shape).numel * size, copy.target, target[1]))
         table = made.landed
     elif pulls is not None:
-        pulls.extend(_runs(stored, copy, size))
+        pulls.extend(_runs(source, copy.shape, size))
     table.add(copy.shape, itemsize=size, src=source, dst=target, image=image)
 
 
@@ -143,17 +177,14 @@ def _is_run(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
     return True
 
 
-def _runs(stored: Stored, copy: Copy, size: int) -> Iterator[Pull]:
-    """The runs of bytes of which a rectangle consists inside its stored box."""
-    strides = row_major(stored.box.shape, size)
-    inner, run = len(copy.shape), size
-    while inner > 0:  # dimensions that are read whole belong to the run, and so does the last one that is not
+def _runs(source: Walk, shape: Sequence[int], size: int) -> Iterator[Pull]:
+    """The runs of bytes of which a rectangle consists in its part."""
+    _, first, strides = source
+    inner, run = len(shape), size
+    while inner > 0 and (strides[inner - 1] == run or shape[inner - 1] == 1):  # dimensions without a gap belong to it
         inner -= 1
-        run *= copy.shape[inner]
-        if copy.shape[inner] != stored.box.shape[inner]:
-            break
-    first = stored.start + byte_offset(copy.src_at, strides)
-    for at in itertools.product(*(range(extent) for extent in copy.shape[:inner])):
+        run *= shape[inner]
+    for at in itertools.product(*(range(extent) for extent in shape[:inner])):
         yield Pull(first + byte_offset(at, strides[:inner]), run)
 
 

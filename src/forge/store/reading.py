@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import OrderedDict
@@ -14,28 +13,22 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError, WeightMismatch
-from forge.store import device_kernel, kernel
 from forge.store.catalog import Catalog, CatalogKey, catalog, catalog_key
 from forge.store.client import StoreClient
+from forge.store.execution import Execution
 from forge.store.fetch_plan import FetchPlan, make_plan
 from forge.store.layout import local
-from forge.store.proof import MODULUS, added
 from forge.store.records import Lease, Version
 from forge.store.segments import when_unmapped
-from forge.store.sources import Shadows, Source, open_source, pull
+from forge.store.sources import Shadows, Source, open_source
 from forge.store.targets import At, Target, allocate, is_place, resolve, stored_name
 from forge.store.verifying import (
     Verify,
     check_part,
     check_verify,
-    compare_digests,
-    compare_samples,
-    digest_table,
-    only,
-    part_of_slot,
     raise_if_any,
 )
-from forge.store.writing import part_of, piece_view
+from forge.store.views import part_of, piece_view
 
 __all__ = ["Fetched", "Reader", "Verify", "check_verify"]
 _MAX_PLANS = 16
@@ -107,7 +100,8 @@ class Reader:
             known = self.catalog(lease)
             sources = [open_source(self.client, version, part) for part in version.parts]
             made = self._plan(lease, known, into, sources, strict=strict, cast=cast)
-            self._execute(version, known, made, sources, _memories(into), verify=verify)
+            memories = _memories(into)
+            Execution(self.client, version, known, made, sources, memories).run(self._shadows, verify=verify)
         finally:
             self.client.release(lease.id)
         return Fetched(version.number, version.digest, verify, made.num_bytes, time.perf_counter() - began)
@@ -117,7 +111,7 @@ class Reader:
         sources = [open_source(self.client, lease.version, part) for part in lease.version.parts]
         made = make_plan(lease.version.key, known, targets, [source.where for source in sources])
         memories = [target.memory for target in targets]
-        self._execute(lease.version, known, made, sources, memories, verify=verify)
+        Execution(self.client, lease.version, known, made, sources, memories).run(self._shadows, verify=verify)
         return made.num_bytes
 
     def _plan(
@@ -150,145 +144,6 @@ class Reader:
             if len(self._plans) > _MAX_PLANS:
                 self._plans.popitem(last=False)
         return made
-
-    def _execute(
-        self,
-        version: Version,
-        known: Catalog,
-        made: FetchPlan,
-        sources: Sequence[Source],
-        memories: Sequence[Tensor],
-        *,
-        verify: Verify,
-    ) -> None:
-        shadows: dict[int, Tensor] = {}
-        try:
-            for source in sources:
-                source.check_stamp(version)
-            for index, pulls in made.pulls.items():
-                shadow = shadows[index] = self._shadows.take(index, sources[index].part.segment.size)
-                pull(self.client, sources[index], pulls, shadow=shadow, targets=memories)
-            parts = [source.memory if source.memory is not None else shadows[i] for i, source in enumerate(sources)]
-            self._copy(version, known, made, parts, memories, verify=verify)
-            for source in sources:
-                source.check_stamp(version)
-            if verify == "full":
-                self._verify_fully(version, known, made, sources, parts, memories)
-        finally:
-            for index, shadow in shadows.items():
-                self._shadows.give_back(index, shadow)
-
-    def _copy(
-        self,
-        version: Version,
-        known: Catalog,
-        made: FetchPlan,
-        parts: Sequence[Tensor],
-        memories: Sequence[Tensor],
-        *,
-        verify: Verify,
-    ) -> None:
-        threads = torch.get_num_threads()
-        bases = [part.data_ptr() for part in parts]
-        targets = [memory.data_ptr() for memory in memories]
-        is_cheap = verify == "cheap"
-        found = kernel.run(made.rects, bases, targets, digest=is_cheap, num_threads=threads)
-        if len(made.device_rects):
-            device = next(memory.device for memory in memories if memory.is_cuda)
-            sums = run_on_device(made, "device_rects", device, bases, targets, copy=True, digest=is_cheap)
-            found = added(found, sums)
-        copy_with_torch(made, parts, memories)
-        if not is_cheap:
-            return
-        if len(made.landed):
-            more = kernel.digest_only(made.landed, targets, side="dst", num_threads=threads)
-            found = added(found, more)
-        by_torch = {entry.slot for entry in made.torch_copies}
-        times = {slot: count for slot, count in made.whole.items() if slot not in by_torch}
-        differ = compare_digests(known, version, found, times)
-        sampled = [slot for slot in made.partial if version.parts[part_of_slot(known, slot)].samples]
-        differ |= compare_samples(known, version, (made.rects, made.landed), targets, sampled)
-        differ |= self._check_sources(version, known, made, parts, by_torch, verify="cheap")
-        raise_if_any(version, differ, why="what is copied has the digest, or the sampled elements, that it was given")
-
-    def _check_sources(
-        self,
-        version: Version,
-        known: Catalog,
-        made: FetchPlan,
-        parts: Sequence[Tensor],
-        slots: set[int],
-        *,
-        verify: Verify,
-    ) -> set[str]:
-        """Check where pieces came from, for those that cannot be compared where they went: converted, or on a GPU."""
-        differ: set[str] = set()
-        concerned = {entry.stored.part for entry in made.torch_copies if entry.slot in slots}
-        for index in concerned:
-            if parts[index].is_cpu and index not in made.pulls:
-                wrong = check_part(known, version, index, address=parts[index].data_ptr(), verify=verify)
-                differ |= wrong & {known.owner[slot] for slot in slots}
-        return differ
-
-    def _verify_fully(
-        self,
-        version: Version,
-        known: Catalog,
-        made: FetchPlan,
-        sources: Sequence[Source],
-        parts: Sequence[Tensor],
-        memories: Sequence[Tensor],
-    ) -> None:
-        """Digest what is in the reader's memory now, and compare; of pieces read in part, check the source as well."""
-        threads = torch.get_num_threads()
-        targets = [memory.data_ptr() for memory in memories]
-        found = [0] * known.num_slots
-        for table in (made.rects, made.landed):
-            if len(table):
-                found = added(found, kernel.digest_only(table, targets, side="dst", num_threads=threads))
-        if len(made.device_targets):
-            device = next(memory.device for memory in memories if memory.is_cuda)
-            found = added(found, run_on_device(made, "device_targets", device, targets, [], copy=False, digest=True))
-        converted = digest_torch_copies(made, known, memories, found)
-        times = {slot: count for slot, count in made.whole.items() if slot not in converted}
-        differ = compare_digests(known, version, found, times)
-        partial = set(made.partial) | converted
-        for index, source in enumerate(sources):
-            first = known.first_slot[index]
-            mine = sorted(slot for slot in partial if first <= slot < first + len(source.part.digests) // 8)
-            if mine:
-                differ |= self._check_partial(version, known, made, source, (index, mine, parts[index]), found)
-        raise_if_any(version, differ, why="what is in the reader's memory has the digest that was published")
-
-    def _check_partial(
-        self,
-        version: Version,
-        known: Catalog,
-        made: FetchPlan,
-        source: Source,
-        what: tuple[int, list[int], Tensor],
-        found: Sequence[int],
-    ) -> set[str]:
-        """Of pieces read in part: the source is what was published, and the reader has what the source has."""
-        index, slots, memory = what
-        table = digest_table(known, index, slots)
-        if index in made.pulls:
-            assert source.holder is not None
-            sums = self.client.carrier.digests(source.holder, table)
-        elif memory.is_cpu:
-            sums = kernel.digest_only(table, [memory.data_ptr()], num_threads=torch.get_num_threads())
-        else:
-            return set()
-        differ = compare_digests(known, version, sums, dict.fromkeys(slots, 1))
-        if memory.is_cpu and len(made.rects):
-            bases = [0] * max(made.rects.num_src, index + 1)
-            bases[index] = memory.data_ptr()
-            rows = only(made.rects, slots)
-            same = kernel.digest_only(rows, bases) if len(rows) else [0] * known.num_slots
-            landed = only(made.landed, slots)
-            if not len(landed):
-                differ |= {known.owner[slot] for slot in slots if len(rows) and same[slot] != found[slot]}
-        return differ
 
     # as views
 
@@ -369,56 +224,6 @@ class _Holding:
 
     def release(self) -> None:
         self._client.release_soon(self._lease)
-
-
-def run_on_device(
-    made: FetchPlan,
-    name: str,
-    device: torch.device,
-    sources: Sequence[int],
-    targets: Sequence[int],
-    *,
-    copy: bool,
-    digest: bool,
-) -> list[int]:
-    """Run one of a plan's tables on the GPU; the table stays there for the next version."""
-    table = made.device_tables.get(name)
-    if table is None:
-        table = made.device_tables[name] = device_kernel.build(getattr(made, name), device)
-    return device_kernel.run(table, sources, targets, copy=copy, digest=digest)
-
-
-def copy_with_torch(made: FetchPlan, parts: Sequence[Tensor], memories: Sequence[Tensor]) -> None:
-    """Carry out the copies that convert or that involve a device, all of them under way at once."""
-    sources, targets = [], []
-    for entry in made.torch_copies:
-        stored, copy = entry.stored, entry.copy
-        box = piece_view(parts[stored.part], stored.start, stored.box.shape, entry.dtype)
-        sources.append(part_of(box, copy.src_at, copy.shape))
-        targets.append(part_of(memories[copy.target], copy.dst_at, copy.shape))
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
-        if any(tensor.is_cuda for tensor in itertools.chain(sources, targets)):
-            torch.cuda.synchronize()
-
-
-def digest_torch_copies(made: FetchPlan, known: Catalog, memories: Sequence[Tensor], found: list[int]) -> set[int]:
-    """Add the digests of what torch copied without converting; the slots of what it converted."""
-    from forge.store.boxes import Box
-    from forge.store.digest import digest_tensor
-    from forge.store.layout import dtype_of
-
-    converted: set[int] = set()
-    for entry in made.torch_copies:
-        memory = memories[entry.copy.target]
-        if memory.dtype != dtype_of(entry.dtype):
-            converted.add(entry.slot)
-            continue
-        rectangle = part_of(memory, entry.copy.dst_at, entry.copy.shape)
-        at = tuple(a + b for a, b in zip(entry.stored.box.offset, entry.copy.src_at, strict=True))
-        shape = known.entries[known.owner[entry.slot]].shape
-        found[entry.slot] = (found[entry.slot] + digest_tensor(rectangle, Box(at, entry.copy.shape), shape)) % MODULUS
-    return converted
 
 
 def _memories(into: Mapping[str, Any]) -> list[Tensor]:

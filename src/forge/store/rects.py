@@ -174,6 +174,20 @@ class Rects:
         start = self._starts[index]
         return self._table[start : start + HEAD + 4 * self._table[start]].tolist()
 
+    def each(self) -> Iterator[list[int]]:
+        """All rows, as plain numbers."""
+        return (self.row(index) for index in range(len(self)))
+
+    def reversed(self) -> Rects:
+        """The same rectangles with their destinations as sources, and no destinations."""
+        turned = Rects(num_slots=self.num_slots)
+        for row in self.each():
+            ndim = row[NDIM]
+            shape, _, dst, image = (row[HEAD + ndim * part : HEAD + ndim * (part + 1)] for part in range(4))
+            source, whole = (row[DST_BASE], row[DST], dst), (row[SLOT], row[IMAGE], image)
+            turned.add(shape, itemsize=row[ITEM], src=source, image=whole)
+        return turned
+
     def addresses(self) -> tuple[int, int]:
         """Of the table and of the index of its rows; valid until a row is added."""
         return self._table.buffer_info()[0], self._starts.buffer_info()[0]

@@ -13,7 +13,7 @@ from forge.store import kernel
 from forge.store.catalog import Catalog, published_digests
 from forge.store.proof import MODULUS, sample_seed
 from forge.store.records import Part, Version
-from forge.store.rects import SLOT, Places, Rects, byte_offset, row_bytes, row_major
+from forge.store.rects import Places, Rects, byte_offset, row_bytes, row_major
 
 Verify = Literal["cheap", "full", "off"]
 """How a reader checks what it got.
@@ -45,12 +45,13 @@ def compare_digests(catalog: Catalog, version: Version, found: Sequence[int], ti
 
 
 def compare_samples(
-    catalog: Catalog, version: Version, tables: Iterable[Rects], targets: Sequence[int], slots: Sequence[int]
+    catalog: Catalog, version: Version, tables: Iterable[Rects], targets: Sequence[int], slots: Iterable[int]
 ) -> set[str]:
-    """The tensors of which a sampled element is not in the reader's memory as it was published."""
-    if not slots:
+    """The tensors of which a sampled element is not in the reader's memory as it was published. Parts that are on a GPU
+    have no samples."""
+    wanted = {slot for slot in slots if version.parts[part_of_slot(catalog, slot)].samples}
+    if not wanted:
         return set()
-    wanted = frozenset(slots)
     samples = b"".join(part.samples or bytes(kernel.SAMPLE_BYTES * (len(part.digests) // 8)) for part in version.parts)
     seed = sample_seed(version.key, version.number)
     differ: set[str] = set()
@@ -112,23 +113,12 @@ def digest_table(catalog: Catalog, index: int, slots: Iterable[int]) -> Rects:
     return table
 
 
-def rows_of(table: Rects) -> list[list[int]]:
-    """A table as plain numbers, to be sent to another process."""
-    return [table.row(index) for index in range(len(table))]
-
-
 def table_of(rows: Iterable[list[int]], *, num_slots: int) -> Rects:
-    """The table again."""
+    """A table from plain numbers, as they come from another process."""
     table = Rects(num_slots=num_slots)
     for row in rows:
         table.append_row(row, row_bytes(row))
     return table
-
-
-def only(table: Rects, slots: Iterable[int]) -> Rects:
-    """The rows of a table that belong to some slots."""
-    wanted = frozenset(slots)
-    return table_of((row for row in rows_of(table) if row[SLOT] in wanted), num_slots=table.num_slots)
 
 
 def raise_if_any(version: Version, names: set[str], *, why: str, parts: Sequence[Part] = ()) -> None:

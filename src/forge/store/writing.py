@@ -31,6 +31,7 @@ from forge.store.records import HEADER, Begin, Commit, Holder, Layout, Part, Seg
 from forge.store.rects import Places, Rects, byte_offset, row_major
 from forge.store.segments import Segment
 from forge.store.transports.cuda import DeviceSegment
+from forge.store.views import part_of, piece_view
 
 INLINE = 64 << 10
 """Values smaller than this are kept by the registry itself: a segment each would cost more than it holds."""
@@ -377,19 +378,3 @@ def _copy(table: _Table, layout: Layout, memories: Sequence[Tensor], memory: Ten
         view = piece_view(memory, entry.start, box.shape, have.dtype)
         digests[slots[entry.number]] += digest_tensor(view, box, have.shape)
     return [digest % MODULUS for digest in digests]
-
-
-def piece_view(memory: Tensor, start: int, shape: Sequence[int], dtype: str) -> Tensor:
-    """A piece of a segment as a tensor."""
-    kind = dtype_of(dtype)
-    count = 1
-    for extent in shape:
-        count *= extent
-    return memory[start : start + count * kind.itemsize].view(kind).view(tuple(shape))
-
-
-def part_of(tensor: Tensor, at: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """A rectangle of a tensor."""
-    for dim, (start, extent) in enumerate(zip(at, shape, strict=True)):
-        tensor = tensor.narrow(dim, start, extent)
-    return tensor
