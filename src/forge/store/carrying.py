@@ -24,6 +24,7 @@ from forge.store.verifying import table_of
 
 if TYPE_CHECKING:
     from forge.store.client import StoreClient
+    from forge.store.sources import Source
     from forge.store.transports.cuda import DeviceSegment
 
 _log = logging.getLogger("forge.store")

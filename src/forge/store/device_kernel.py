@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from forge.store.rects import DST, DST_BASE, HEAD, IMAGE, ITEM, NDIM, SLOT, SRC, SRC_BASE, Rects, Walk
+from forge.store.rects import CAST, DST, DST_BASE, HEAD, IMAGE, ITEM, NDIM, SLOT, SRC, SRC_BASE, Rects, Walk
 from forge.store.weighing import BLOCK_SALT, BLOCK_WORDS, WORD_WEIGHTS, splitmix64_each
 
 BLOCK_BYTES: Final = 4 * BLOCK_WORDS
@@ -37,13 +37,15 @@ class DeviceTable:
     rest: Tensor
     """The other groups."""
     num_slots: int
+    is_cast: bool
+    """Whether float32 is read and bfloat16 written."""
     is_aligned: bool
     """Whether all offsets are multiples of 16 bytes, so that threads can load four words at once."""
 
 
-def are_words(shape: Sequence[int], *, itemsize: int, walks: tuple[Walk, Walk, Walk]) -> bool:
+def are_words(shape: Sequence[int], *, itemsize: int, walks: tuple[Walk, Walk, Walk], is_cast: bool = False) -> bool:
     """Whether a rectangle consists of whole, aligned words in its source, its destination and its image."""
-    run, outer = _collapsed(shape, itemsize, [walk[2] for walk in walks])
+    run, outer = _collapsed(shape, itemsize, [walk[2] for walk in walks], is_cast=is_cast)
     offsets = (*(walk[1] for walk in walks), run)
     return all(value % 4 == 0 for value in offsets) and all(step % 4 == 0 for dim in outer for step in dim[1:])
 
@@ -54,29 +56,30 @@ def has_words(rects: Rects) -> bool:
         ndim = row[NDIM]
         shape, src, dst, image = (row[HEAD + ndim * part : HEAD + ndim * (part + 1)] for part in range(4))
         walks = ((0, row[SRC], src), (0, row[DST], dst), (0, row[IMAGE], image))
-        if not are_words(shape, itemsize=row[ITEM], walks=walks):
+        if not are_words(shape, itemsize=row[ITEM], walks=walks, is_cast=bool(row[CAST])):
             return False
     return True
 
 
 def build(rects: Rects, device: torch.device) -> DeviceTable:
-    """Cut a table into blocks. Every row must consist of words, and none may convert."""
+    """Cut a table into blocks. Every row must consist of words; and all of them convert to bfloat16, or none."""
     groups = [_grouped(block) for index in range(len(rects)) for block in _blocks(rects.row(index))]
     table = np.concatenate(groups) if groups else np.zeros((0, COLUMNS), dtype=np.int64)
     is_aligned = bool(np.all(table[:, (1, 3)] % 16 == 0))
     by_group = table.reshape(-1, GROUP, COLUMNS)
     is_full = (by_group[:, :, 4] == BLOCK_WORDS).all(axis=1)
     full, rest = (torch.from_numpy(by_group[chosen].reshape(-1, COLUMNS)).to(device) for chosen in (is_full, ~is_full))
-    return DeviceTable(full, rest, rects.num_slots, is_aligned)
+    is_cast = any(row[CAST] for row in rects.each())
+    return DeviceTable(full, rest, rects.num_slots, is_cast, is_aligned)
 
 
 def _collapsed(
-    shape: Sequence[int], itemsize: int, walks: Sequence[Sequence[int]]
+    shape: Sequence[int], itemsize: int, walks: Sequence[Sequence[int]], *, is_cast: bool
 ) -> tuple[int, list[tuple[int, ...]]]:
     """The bytes of the innermost run, and the dimensions around it: extent, and the stride of each walk."""
     dims = [dim for dim in zip(shape, *walks, strict=True) if dim[0] != 1]
     run = itemsize
-    while dims and all(stride == run for stride in dims[-1][1:]):
+    while dims and dims[-1][1:] == (run * (1 + is_cast), run, run):
         run *= dims.pop()[0]
     return run, dims
 
@@ -88,7 +91,7 @@ def _blocks(row: Sequence[int]) -> Iterator[Numbers]:
     if 0 in shape:
         return
     walks = [row[HEAD + ndim * walk : HEAD + ndim * (walk + 1)] for walk in (1, 2, 3)]
-    run, dims = _collapsed(shape, row[ITEM], walks)
+    run, dims = _collapsed(shape, row[ITEM], walks, is_cast=bool(row[CAST]))
     offsets = np.array([[row[SRC], row[DST], row[IMAGE]]], dtype=np.int64)
     for extent, *strides in dims:
         steps = np.arange(extent, dtype=np.int64)[None, :, None] * np.array(strides, dtype=np.int64)
@@ -102,7 +105,7 @@ def _blocks(row: Sequence[int]) -> Iterator[Numbers]:
     end = np.minimum((block + 1) * BLOCK_BYTES, offsets[which, 2] + run)
     moved = begin - offsets[which, 2]
     table = np.empty((len(which), COLUMNS), dtype=np.int64)
-    table[:, 0], table[:, 1] = row[SRC_BASE], offsets[which, 0] + moved
+    table[:, 0], table[:, 1] = row[SRC_BASE], offsets[which, 0] + moved * (1 + row[CAST])
     table[:, 2], table[:, 3] = row[DST_BASE], offsets[which, 1] + moved
     table[:, 4] = (end - begin) // 4 + ((begin % BLOCK_BYTES // 4) << 32)
     table[:, 5] = row[SLOT]
@@ -150,6 +153,7 @@ def run(
                 DIGEST=digest,
                 ALIGNED=is_aligned,
                 FULL=blocks is table.full,
+                CAST=table.is_cast,
                 PER=GROUP,
                 WORDS=BLOCK_WORDS,
                 num_warps=4,

@@ -19,6 +19,7 @@ from forge.store.proof import MODULUS, added
 from forge.store.records import Version
 from forge.store.rects import SLOT, Rects
 from forge.store.sources import Shadows, Source, pull
+from forge.store.transports.cuda import pin
 from forge.store.verifying import (
     Verify,
     check_part,
@@ -28,6 +29,9 @@ from forge.store.verifying import (
     raise_if_any,
 )
 from forge.store.views import part_of, piece_view
+
+PIN_FROM = 1 << 20
+"""Segments from this size on are pinned when they are copied to a GPU."""
 
 
 @dataclass(eq=False)
@@ -87,6 +91,9 @@ class Execution:
             box = piece_view(self._parts[stored.part], stored.start, stored.box.shape, entry.dtype)
             sources.append(part_of(box, copy.src_at, copy.shape))
             targets.append(part_of(self.memories[copy.target], copy.dst_at, copy.shape))
+            segment = self.sources[stored.part].segment
+            if targets[-1].is_cuda and segment is not None and segment.size >= PIN_FROM:
+                pin(segment)
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
             if any(tensor.is_cuda for tensor in itertools.chain(sources, targets)):

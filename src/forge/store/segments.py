@@ -55,6 +55,7 @@ class Segment:
     def __init__(self, name: str, fd: int, size: int, *, is_own: bool, is_private: bool = False) -> None:
         self.name, self.fd, self.size = name, fd, size
         self.is_on_disk = False
+        self.is_writable = is_own or is_private
         if is_own:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             self.map = mmap.mmap(fd, size, flags, mmap.PROT_READ | mmap.PROT_WRITE)

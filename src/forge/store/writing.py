@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,22 +18,18 @@ from torch import Tensor
 from forge.errors import StoreError
 from forge.runtime.meeting import run_id
 from forge.store import kernel
-from forge.store.boxes import Held
 from forge.store.carrying import is_spread
 from forge.store.client import StoreClient
-from forge.store.device_kernel import DeviceTable, are_words
-from forge.store.device_kernel import build as build_on_device
-from forge.store.device_kernel import run as run_on_device
-from forge.store.digest import digest_tensor
-from forge.store.layout import dtype_name, dtype_of, held, local
-from forge.store.packing import Packed, Packing, itemsize, packing
-from forge.store.proof import MODULUS, added, pack_digests, sample_seed
+from forge.store.layout import held, local
+from forge.store.packing import packing
+from forge.store.proof import pack_digests, sample_seed
 from forge.store.records import HEADER, Begin, Commit, Holder, Layout, Part, SegmentRecord, Ticket
-from forge.store.rects import Places, Rects, byte_offset, row_major
+from forge.store.rects import Places
 from forge.store.segments import Segment
-from forge.store.transports.cuda import DeviceSegment
-from forge.store.views import part_of, piece_view
+from forge.store.snapshot import Prepared, Table, as_stored, build, copy
+from forge.store.transports.cuda import DeviceSegment, to_host
 
+_log = logging.getLogger("forge.store")
 INLINE = 64 << 10
 """Values smaller than this are kept by the registry itself: a segment each would cost more than it holds."""
 
@@ -65,44 +62,23 @@ class Published:
     total_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Staged:
-    """A part that is written and not yet committed."""
+    """A part of which the snapshot was taken, and which is not yet committed."""
 
     contribution: Contribution
     ticket: Ticket
     layout: Layout
-    segment: Segment | DeviceSegment | None
     record: SegmentRecord
-    digests: bytes
-    samples: bytes
     began: float
-
-
-@dataclass(eq=False)
-class _Prepared:
-    """A state dict, looked at: its layout, and the tables that copy it. It holds no memory of the user's."""
-
-    layout: Layout
-    kept: list[Any]
-    """What must stay alive for the fingerprint to mean the same."""
-    tables: dict[tuple[torch.device, tuple[int, ...] | None], _Table] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Table:
-    """How to write the pieces of one packing."""
-
-    packing: Packing
-    rects: Rects
-    """What the kernel copies; one slot for each piece."""
-    others: list[Packed]
-    """What torch copies, because it converts, or moves between devices."""
-    digested: Rects
-    """Those, as they lie in the segment."""
     places: Places
-    on_device: DeviceTable | None = None
-    """What the GPU's kernel copies."""
+    segment: Segment | DeviceSegment | None = None
+    on_gpu: Tensor | None = None
+    """The snapshot, where it still has to go from the GPU to the host."""
+    inline: Tensor | None = None
+    """The snapshot itself, where it is small."""
+    digests: list[int] = field(default_factory=list)
+    samples: bytes = b""
 
 
 def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -123,7 +99,9 @@ class Writer:
         self.snapshots = ThreadPoolExecutor(1, thread_name_prefix="forge-snapshot")
         self.commits = ThreadPoolExecutor(1, thread_name_prefix="forge-commit")
         self._spare: Segment | None = None
-        self._prepared: tuple[tuple[Any, ...], _Prepared] | None = None
+        self._staging: Tensor | None = None
+        self._staging_is_free = threading.Semaphore(1)
+        self._prepared: tuple[tuple[Any, ...], Prepared] | None = None
         self._told: str | None = None
         self._guard = threading.Lock()
 
@@ -173,29 +151,29 @@ class Writer:
 
     # looking
 
-    def _look_at(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> _Prepared:
+    def _look_at(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Prepared:
         mark = (dtype, *(_fingerprint(name, tensor) for name, tensor in tensors.items()))
         if self._prepared is not None and self._prepared[0] == mark:
             return self._prepared[1]
-        layout = Layout.of(tuple(tensors), tuple(_as_stored(held(t, name=name), dtype) for name, t in tensors.items()))
-        prepared = _Prepared(layout, [getattr(tensor, "_spec", None) for tensor in tensors.values()])
+        layout = Layout.of(tuple(tensors), tuple(as_stored(held(t, name=name), dtype) for name, t in tensors.items()))
+        prepared = Prepared(layout, [getattr(tensor, "_spec", None) for tensor in tensors.values()])
         self._prepared = (mark, prepared)
         return prepared
 
     def _table(
-        self, prepared: _Prepared, memories: Sequence[Tensor], device: torch.device, written: tuple[int, ...] | None
-    ) -> _Table:
+        self, prepared: Prepared, memories: Sequence[Tensor], device: torch.device, written: tuple[int, ...] | None
+    ) -> Table:
         table = prepared.tables.get((device, written))
         if table is None:
             packed = packing(prepared.layout, written)
-            table = prepared.tables[device, written] = _build(prepared.layout, memories, packed, device)
+            table = prepared.tables[device, written] = build(prepared.layout, memories, packed, device)
         return table
 
-    def _device(self, memories: Sequence[Tensor], size: int) -> torch.device:
-        """Where the part is kept until it is fetched."""
+    def _gpu(self, memories: Sequence[Tensor], size: int) -> tuple[torch.device | None, bool]:
+        """The GPU on which the snapshot is taken, if it is on one; and whether it is kept there until it is fetched."""
         devices = {memory.device for memory in memories}
-        is_on_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
-        if self.on == "cuda" and not is_on_gpu:
+        gpu = next(iter(devices)) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
+        if self.on == "cuda" and gpu is None:
             raise StoreError(
                 "weights that are kept on a GPU must be on one GPU",
                 path="Weights(on=)",
@@ -203,9 +181,9 @@ class Writer:
                 rule='with on="cuda" every tensor that a rank publishes is on the same GPU',
                 repair='on="host"',
             )
-        if not is_on_gpu or self.on == "host" or (self.on == "auto" and (is_spread() or size <= HEADER + INLINE)):
-            return torch.device("cpu")
-        return next(iter(devices))
+        if gpu is None or (self.on != "cuda" and size - HEADER <= INLINE):
+            return None, False
+        return gpu, self.on == "cuda" or (self.on == "auto" and not is_spread())
 
     # writing
 
@@ -213,37 +191,84 @@ class Writer:
         self,
         contribution: Contribution,
         ticket: Ticket,
-        prepared: _Prepared,
+        prepared: Prepared,
         memories: Sequence[Tensor],
         began: float,
     ) -> Staged:
         size = packing(prepared.layout, ticket.written).size
-        device = self._device(memories, size)
-        table = self._table(prepared, memories, device, ticket.written)
-        stamp = secrets.randbits(63) | 1
-        segment: Segment | DeviceSegment | None = None
-        if device.type == "cpu" and size - HEADER <= INLINE:
-            memory = torch.empty(size, dtype=torch.uint8)
-        elif device.type == "cpu":
-            segment = self._segment(contribution.key, size, ticket.reuse)
-            memory = segment.flat()
+        gpu, is_kept_there = self._gpu(memories, size)
+        staging = self._take_staging(size, gpu) if gpu is not None and not is_kept_there else None
+        if staging is None and not is_kept_there:
+            gpu = None
+        record = SegmentRecord(size, secrets.randbits(63) | 1)
+        table = self._table(prepared, memories, gpu or torch.device("cpu"), ticket.written)
+        staged = Staged(contribution, ticket, prepared.layout, record, began, table.places, on_gpu=staging)
+        if staging is not None:
+            memory = staging
+        elif gpu is not None:
+            segment = self._device_segment(contribution.key, size, gpu, ticket.reuse)
+            memory, staged.segment = segment.memory, segment
+        elif size - HEADER <= INLINE:
+            memory = staged.inline = torch.empty(size, dtype=torch.uint8)
         else:
-            segment = self._device_segment(contribution.key, size, device, ticket.reuse)
-            memory = segment.memory
-        if segment is not None:
+            host = self._segment(contribution.key, size, ticket.reuse)
+            memory, staged.segment = host.flat(), host
+        try:
+            if staged.segment is not None:
+                staged.segment.set_stamp(0)
+            staged.digests = copy(table, prepared.layout, memories, memory)
+        except BaseException:
+            self._let_go(staged)
+            raise
+        return staged
+
+    def _take_staging(self, size: int, gpu: torch.device) -> Tensor | None:
+        """Device memory for a snapshot that goes on to the host in the background. There is one: the next snapshot
+        waits until this one has gone. None if the GPU has no room: the snapshot then goes to the host at once."""
+        self._staging_is_free.acquire()
+        try:
+            if self._staging is None or self._staging.numel() < size or self._staging.device != gpu:
+                self._staging = None
+                self._staging = torch.empty(size, dtype=torch.uint8, device=gpu)
+        except torch.OutOfMemoryError:
+            self._staging_is_free.release()
+            _log.warning(
+                "GPU %s has no room to stage %.2f GiB: the snapshot takes as long as the way to the host does",
+                gpu,
+                size / 2**30,
+            )
+            return None
+        except BaseException:
+            self._staging_is_free.release()
+            raise
+        return self._staging
+
+    def _finish(self, staged: Staged) -> None:
+        """What remains of a snapshot: its way from the GPU to the host, its samples, its stamp."""
+        size = staged.record.size
+        if staged.on_gpu is not None:
+            segment = self._segment(staged.contribution.key, size, staged.ticket.reuse)
+            staged.segment = segment
             segment.set_stamp(0)
-        digests = _copy(table, prepared.layout, memories, memory)
-        samples = b""
-        if memory.is_cpu:
-            seed = sample_seed(contribution.key, ticket.version)
-            samples = kernel.sample(memory.data_ptr(), table.places, seed=seed)
-        if segment is None:
-            inline = memory.numpy().tobytes()
-            record = SegmentRecord(size, stamp, inline=inline)
-        else:
-            segment.set_stamp(stamp)
-            record = SegmentRecord(size, stamp)
-        return Staged(contribution, ticket, prepared.layout, segment, record, pack_digests(digests), samples, began)
+            to_host(staged.on_gpu[HEADER:size], segment, HEADER)
+            staged.on_gpu = None
+            self._staging_is_free.release()
+        memory = staged.inline
+        if isinstance(staged.segment, Segment):
+            memory = staged.segment.flat()
+        if memory is not None:
+            seed = sample_seed(staged.contribution.key, staged.ticket.version)
+            staged.samples = kernel.sample(memory.data_ptr(), staged.places, seed=seed)
+        if staged.segment is not None:
+            staged.segment.set_stamp(staged.record.stamp)
+
+    def _let_go(self, staged: Staged) -> None:
+        """Give back what a part that came to nothing had taken."""
+        if staged.on_gpu is not None:
+            staged.on_gpu = None
+            self._staging_is_free.release()
+        if staged.segment is not None and staged.segment.name != staged.ticket.reuse:
+            self.client.drop(staged.segment.name)
 
     def _segment(self, key: str, size: int, reuse: str | None) -> Segment:
         if reuse is not None:
@@ -271,9 +296,11 @@ class Writer:
         """Make the part readable, and wait until the version is complete."""
         contribution, ticket = staged.contribution, staged.ticket
         try:
-            holders = self._holders(staged)
-            record = SegmentRecord(staged.record.size, staged.record.stamp, holders, staged.record.inline)
-            part = Part(contribution.rank, staged.layout.id, ticket.written, record, staged.digests, staged.samples)
+            self._finish(staged)
+            inline = None if staged.inline is None else staged.inline.numpy().tobytes()
+            record = replace(staged.record, holders=self._holders(staged), inline=inline)
+            digests = pack_digests(staged.digests)
+            part = Part(contribution.rank, staged.layout.id, ticket.written, record, digests, staged.samples)
             key = (contribution.kind, contribution.key)
             commit = Commit(ticket.id, part, contribution.extra)
             version, digest = self.client.line.call("commit", (key, commit))
@@ -286,8 +313,7 @@ class Writer:
     def _give_up(self, staged: Staged, error: BaseException) -> None:
         if self.client.line.is_open:
             self.client.line.tell("give_up", (staged.ticket.id, f"rank {staged.contribution.rank} failed: {error}"))
-        if staged.segment is not None and staged.segment.name != staged.ticket.reuse:
-            self.client.drop(staged.segment.name)
+        self._let_go(staged)
 
     def _holders(self, staged: Staged) -> tuple[Holder, ...]:
         """Who gives out the part: this process, or the storage volumes that it is handed to."""
@@ -318,63 +344,3 @@ def _fingerprint(name: str, tensor: Tensor) -> tuple[Any, ...]:
     """Equal as long as a name stands for the same memory, looked at in the same way."""
     inner = getattr(tensor, "_local_tensor", tensor)
     return (name, inner.data_ptr(), inner.dtype, inner.shape, inner.stride(), id(getattr(tensor, "_spec", None)))
-
-
-def _as_stored(have: Held, dtype: torch.dtype | None) -> Held:
-    if dtype is None or not dtype_of(have.dtype).is_floating_point:
-        return have
-    return Held(have.shape, dtype_name(dtype), have.pieces)
-
-
-def _build(layout: Layout, memories: Sequence[Tensor], packed: Packing, device: torch.device) -> _Table:
-    rects, digested, on_device = (Rects(num_slots=len(packed.pieces)) for _ in range(3))
-    others: list[Packed] = []
-    for slot, entry in enumerate(packed.pieces):
-        have, memory = layout.helds[entry.tensor], memories[entry.tensor]
-        box, size = entry.piece.box, itemsize(have.dtype)
-        image_strides = row_major(have.shape, size)
-        image = (slot, byte_offset(box.offset, image_strides), image_strides)
-        target = (0, entry.start, row_major(box.shape, size))
-        is_same = memory.dtype == dtype_of(have.dtype)
-        is_fused = memory.dtype == torch.float32 and have.dtype == "bfloat16"
-        strides = tuple(stride * memory.element_size() for stride in memory.stride())
-        source = (entry.tensor, byte_offset(entry.piece.at, strides), strides)
-        if memory.is_cpu and device.type == "cpu" and (is_same or is_fused):
-            rects.add(box.shape, itemsize=size, src=source, dst=target, image=image, cast=is_fused)
-        elif memory.device == device and is_same and are_words(box.shape, itemsize=size, walks=(source, target, image)):
-            on_device.add(box.shape, itemsize=size, src=source, dst=target, image=image)
-        else:
-            others.append(entry)
-            digested.add(box.shape, itemsize=size, src=target, image=image)
-    places = Places.of(
-        [entry.start for entry in packed.pieces],
-        numels=[entry.piece.box.numel for entry in packed.pieces],
-        itemsizes=[itemsize(layout.helds[entry.tensor].dtype) for entry in packed.pieces],
-    )
-    blocks = build_on_device(on_device, device) if len(on_device) else None
-    return _Table(packed, rects, others, digested, places, blocks)
-
-
-def _copy(table: _Table, layout: Layout, memories: Sequence[Tensor], memory: Tensor) -> list[int]:
-    """Write all pieces; the digest of each."""
-    threads = torch.get_num_threads()
-    base = [memory.data_ptr()]
-    sources = [tensor.data_ptr() for tensor in memories]
-    digests = list(kernel.run(table.rects, sources, base, digest=True, num_threads=threads))
-    if table.on_device is not None:
-        digests = added(digests, run_on_device(table.on_device, sources, base))
-    if not table.others:
-        return digests
-    for entry in table.others:
-        view = piece_view(memory, entry.start, entry.piece.box.shape, layout.helds[entry.tensor].dtype)
-        view.copy_(part_of(memories[entry.tensor], entry.piece.at, entry.piece.box.shape), non_blocking=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    if memory.is_cpu:
-        return added(digests, kernel.digest_only(table.digested, base, num_threads=threads))
-    slots = {entry.number: slot for slot, entry in enumerate(table.packing.pieces)}
-    for entry in table.others:
-        have, box = layout.helds[entry.tensor], entry.piece.box
-        view = piece_view(memory, entry.start, box.shape, have.dtype)
-        digests[slots[entry.number]] += digest_tensor(view, box, have.shape)
-    return [digest % MODULUS for digest in digests]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import logging
 import os
 import re
 import threading
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from torch import Tensor
 
 from forge.errors import StoreError
 from forge.store.records import HEADER, Holder, SegmentRecord
-from forge.store.segments import STAMP_SIZE, pack_stamp, unpack_stamp
+from forge.store.segments import STAMP_SIZE, Segment, pack_stamp, unpack_stamp, when_unmapped
 
+_log = logging.getLogger("forge.store")
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _numbers = itertools.count(1)
@@ -173,3 +175,38 @@ def _open(holder: Holder, size: int) -> tuple[int, Tensor]:
         _check(code, f"open the device memory of process {holder.pid}")
     where: Any = address.value or 0
     return int(where), _tensor(int(where), max(size, HEADER), devices[0])
+
+
+_pinned: set[int] = set()
+_pinning = threading.Lock()
+
+
+def pin(segment: Segment) -> None:
+    """Let the GPU read and write a mapped segment by itself, which is several times as fast. Where that is refused,
+    copies go on as before."""
+    address = segment.flat().data_ptr()
+    with _pinning:
+        if address in _pinned:
+            return
+        flag = 0 if segment.is_writable else 8  # cudaHostRegisterReadOnly
+        if int(torch.cuda.cudart().cudaHostRegister(address, segment.size, flag)):
+            _runtime().cudaGetLastError()
+            _log.info("segment %s could not be pinned; copies between it and the GPU are slower", segment.name)
+            return
+        _pinned.add(address)
+    when_unmapped(segment, partial(_unpin, address))
+
+
+def _unpin(address: int) -> None:
+    with _pinning:
+        _pinned.discard(address)
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def to_host(memory: Tensor, segment: Segment, start: int) -> None:
+    """Copy device memory to a segment, from `start` on, beside whatever else the GPU does."""
+    pin(segment)
+    side = torch.cuda.Stream(memory.device)
+    with torch.cuda.stream(side):
+        segment.flat()[start : start + memory.numel()].copy_(memory, non_blocking=True)
+    side.synchronize()
