@@ -23,7 +23,7 @@ _HOMES = {
     "__version__": "forge._version",
 }
 
-_PACKAGES = ("config", "errors", "runtime", "service")
+_PACKAGES = ("config", "errors", "runtime", "service", "store")
 
 __all__ = ["ForgeActor", "Service", "__version__", "endpoint", "run", "shutdown"]
 

@@ -78,6 +78,7 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
             repair="ulimit -n 65536",
         ),
     ]
+    checks.append(_copy_kernel())
     graphics = facts["gpus"]
     if graphics["present"]:
         checks.append(
@@ -91,15 +92,36 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
     return checks
 
 
+def _copy_kernel() -> dict[str, str]:
+    try:
+        from forge.store.kernel import why_not
+
+        reason = why_not()
+    except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
+        reason = f"{type(error).__name__}: {error}"
+    return _check(
+        "copy kernel",
+        reason is None,
+        "compiled: weights move at the speed of memory" if reason is None else reason.split("\n")[0],
+        needed=False,
+        repair="install gcc, or set CC; until then numpy does the work, more slowly",
+    )
+
+
 def _live_checks() -> list[dict[str, str]]:
     import asyncio
     from importlib import import_module
 
     logging.getLogger("forge").setLevel(logging.CRITICAL)  # the replica that is killed here is no news
     checks = []
-    for name, probe in (("process", "call_an_actor"), ("service", "call_a_service")):
+    probes = (
+        ("process", "forge.service.selftest", "call_an_actor"),
+        ("service", "forge.service.selftest", "call_a_service"),
+        ("store", "forge.store.selftest", "send_weights"),
+    )
+    for name, module, probe in probes:
         try:
-            selftest: Any = import_module("forge.service.selftest")
+            selftest: Any = import_module(module)
             detail = asyncio.run(asyncio.wait_for(getattr(selftest, probe)(), 120))
         except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
             checks.append(_check(name, False, f"{type(error).__name__}: {error}", repair="see the message"))

@@ -23,6 +23,7 @@ from forge.config.schema import (
     RunConfig,
     ServiceConfig,
     SlurmConfig,
+    StoreConfig,
 )
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "RunConfig",
     "ServiceConfig",
     "SlurmConfig",
+    "StoreConfig",
     "broken_rule",
     "dump",
     "explain",

@@ -269,11 +269,38 @@ class ServiceConfig(ActorConfig):
         return self
 
 
+class StoreConfig(ConfigModel):
+    """Where published weights are kept, and how they are checked."""
+
+    volumes: int = Field(
+        default=0,
+        ge=0,
+        description="Storage volumes to start, spread over the hosts; 0 keeps data with its publishers.",
+    )
+    copies: int = Field(default=1, ge=1, description="On how many volumes each part of a version is kept.")
+    keep: int = Field(
+        default=2,
+        ge=1,
+        description="For how many versions of the weights there is memory, the one being written included.",
+    )
+    verify: Literal["cheap", "full", "off"] = Field(
+        default="cheap", description="How readers check that what they got is what was published."
+    )
+
+    @model_validator(mode="after")
+    def _check_copies(self) -> Self:
+        if self.volumes and self.copies > self.volumes:
+            rule = f"at most as many as volumes, which is {self.volumes}"
+            raise broken_rule(rule, repair="lower it, or raise volumes", key="copies")
+        return self
+
+
 class ForgeConfig(ConfigModel):
     """The whole configuration. Derive from it to add sections."""
 
     run: RunConfig = Field(default_factory=RunConfig, description="What this run is called and where it writes.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Which model.")
     launcher: LauncherConfig = Field(default_factory=LauncherConfig, description="Where worker processes come from.")
+    store: StoreConfig = Field(default_factory=StoreConfig, description="How weights are kept and checked.")
     services: Mapping[Name, ServiceConfig] = Field(default_factory=FrozenDict, description="Services by name.")
     actors: Mapping[Name, ActorConfig] = Field(default_factory=FrozenDict, description="Actors by name.")
