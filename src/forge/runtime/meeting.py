@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import secrets
+import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ def host_id() -> str:
 @functools.cache
 def _real_host_id() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}"
+    return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}"
 
 
 def environment() -> dict[str, str]:

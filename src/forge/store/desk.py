@@ -55,7 +55,7 @@ class StoreDesk:
 
     def left(self, session: Session) -> None:
         self._sessions.pop(session.id, None)
-        self._registry.left(session.id, f"pid {session.pid} on host {session.host}")
+        self._registry.left(session.id, f"pid {session.pid} on host {session.host.split('/')[0]}")
 
     async def answer(self, session: Session, name: str, body: Any) -> Any:
         answer = getattr(self, f"on_{name}", None)

@@ -26,6 +26,7 @@ from forge.store.verifying import (
     compare_digests,
     compare_samples,
     digest_table,
+    part_of_slot,
     raise_if_any,
 )
 from forge.store.views import part_of, piece_view
@@ -136,7 +137,11 @@ class Execution:
         differ: set[str] = set()
         for index in {entry.stored.part for entry in self.plan.torch_copies if entry.slot in slots}:
             memory = self._parts[index]
-            if memory.is_cpu and index not in self.plan.pulls:
+            if index in self.plan.pulls:
+                pulled = {slot for slot in slots & set(self.plan.whole) if part_of_slot(self.known, slot) == index}
+                sums = kernel.digest_only(digest_table(self.known, index, pulled), [memory.data_ptr()])
+                differ |= compare_digests(self.known, self.version, sums, dict.fromkeys(pulled, 1))
+            elif memory.is_cpu:
                 wrong = check_part(self.known, self.version, index, address=memory.data_ptr(), verify="cheap")
                 differ |= wrong & {self.known.owner[slot] for slot in slots}
         return differ
@@ -163,7 +168,18 @@ class Execution:
             if table is not None and partial - converted:
                 same = self._at_source(index, table)
                 differ |= {self.known.owner[slot] for slot in partial - converted if same[slot] != found[slot]}
+            if index in self.plan.pulls:
+                differ |= self._pulled_right(index, concerned & converted)
         raise_if_any(self.version, differ, why="what is in the reader's memory has the digest that was published")
+
+    def _pulled_right(self, index: int, slots: set[int]) -> set[str]:
+        """Of what was pulled and then converted: what lies in the shadow is what its holder has."""
+        differ = self._sampled_sources(slots)
+        table = self.plan.partial.get(index)
+        if table is not None and slots - set(self.plan.whole):
+            there, here = self._at_source(index, table), kernel.digest_only(table, [self._parts[index].data_ptr()])
+            differ |= {self.known.owner[slot] for slot in slots if there[slot] != here[slot]}
+        return differ
 
     def _in_targets(self) -> list[int]:
         """Digests of all that is in the targets, except what was converted."""

@@ -22,6 +22,7 @@
 
 #define BLOCK_WORDS 1024
 #define MAX_DIMS 8
+#define SAMPLES 32
 #define PREFETCH 512
 #define PREFETCH_COLUMNS 8
 
@@ -461,15 +462,15 @@ void forge_run(const int64_t *table, const int64_t *starts, int64_t first, int64
 #endif
 }
 
-/* Four elements of each piece, up to eight bytes of each, zero padded: 32 bytes per piece. */
+/* SAMPLES elements of each piece, up to eight bytes of each, zero padded: 8 * SAMPLES bytes per piece. */
 void forge_sample(uint64_t base, const int64_t *starts, const int64_t *numels, const int64_t *items,
                   const int64_t *numbers, int64_t count, uint64_t seed, uint8_t *out) {
-    memset(out, 0, (size_t)(32 * count));
+    memset(out, 0, (size_t)(8 * SAMPLES * count));
     for (int64_t i = 0; i < count; i++)
-        for (int j = 0; j < 4 && numels[i]; j++) {
-            uint64_t at = splitmix64(seed + 4 * (uint64_t)numbers[i] + (uint64_t)j) % (uint64_t)numels[i];
+        for (int j = 0; j < SAMPLES && numels[i]; j++) {
+            uint64_t at = splitmix64(seed + SAMPLES * (uint64_t)numbers[i] + (uint64_t)j) % (uint64_t)numels[i];
             const uint8_t *src = (const uint8_t *)(uintptr_t)(base + (uint64_t)starts[i] + at * (uint64_t)items[i]);
-            memcpy(out + 32 * i + 8 * j, src, (size_t)(items[i] < 8 ? items[i] : 8));
+            memcpy(out + 8 * (SAMPLES * i + j), src, (size_t)(items[i] < 8 ? items[i] : 8));
         }
 }
 
@@ -499,11 +500,11 @@ void forge_check(const int64_t *table, const int64_t *row_starts, int64_t rows, 
         read_row(&r, row);
         for (int d = 0; d < r.ndim; d++) empty |= r.shape[d] == 0;
         if (piece < 0 || empty || !numels[piece]) continue;
-        for (int j = 0; j < 4; j++) {
-            uint64_t at = splitmix64(seed + 4 * (uint64_t)numbers[piece] + (uint64_t)j) % (uint64_t)numels[piece];
+        for (int j = 0; j < SAMPLES; j++) {
+            uint64_t at = splitmix64(seed + SAMPLES * (uint64_t)numbers[piece] + (uint64_t)j) % (uint64_t)numels[piece];
             int64_t to = place_in_dst(&r, (int64_t)(at * r.item_src) - (row[ROW_SRC] - starts[piece]));
             if (to < 0) continue;
-            const uint8_t *want = samples + 32 * piece + 8 * j;
+            const uint8_t *want = samples + 8 * (SAMPLES * piece + j);
             uint16_t narrow;
             if (r.cast) {
                 cast_fp32_to_bf16(&narrow, want, 1);

@@ -20,7 +20,7 @@ import numpy as np
 from forge.errors import StoreError
 from forge.store import native_build
 from forge.store.portable import Bases, Portable
-from forge.store.rects import COPY, DIGEST, FROM_DST, STREAM, Places, Rects, Share, byte_offset, row_major
+from forge.store.rects import COPY, DIGEST, FROM_DST, SAMPLES, STREAM, Places, Rects, Share, byte_offset, row_major
 from forge.store.weighing import Words
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
 SWITCH: Final = "FORGE_NATIVE"
 STREAM_BYTES: Final = 16 << 20
 """Copies of at least this size in total are written past the cache, which would not hold them anyway."""
-SAMPLE_BYTES: Final = 32
+SAMPLE_BYTES: Final = 8 * SAMPLES
 
 
 class Engine(Protocol):
@@ -203,7 +203,7 @@ def digest_only(
 
 
 def sample(base: int, places: Places, *, seed: int, using: Engine | None = None) -> bytes:
-    """Four elements of each piece of the segment at `base`, at most eight bytes of each: 32 bytes per piece."""
+    """A few elements of each piece of the segment at `base`: at most eight bytes of each, SAMPLE_BYTES per piece."""
     return (using or engine()).sample(base, places, seed % (1 << 64))
 
 
@@ -212,8 +212,8 @@ def check_samples(
 ) -> list[int]:
     """The pieces whose samples are not what stands in the destination, as far as the rows cover the sampled elements.
 
-    A row's slot is the piece that it copies from, as an index into `places` and, times 32, into `samples`; rows without
-    a slot are not checked. The source side of every row must lie in the row-major memory of its piece.
+    A row's slot is the piece that it copies from, as an index into `places` and, times SAMPLE_BYTES, into `samples`;
+    rows without a slot are not checked. The source side of every row must lie in the row-major memory of its piece.
     """
     bases = _bases(rects, None, dst)[1]
     if rects.num_slots > len(places) or len(samples) != SAMPLE_BYTES * len(places):

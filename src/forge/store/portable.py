@@ -22,6 +22,7 @@ from forge.store.rects import (
     IMAGE,
     ITEM,
     NDIM,
+    SAMPLES,
     SLOT,
     SRC,
     SRC_BASE,
@@ -86,7 +87,7 @@ class Portable:
                 _one(part, bases, slots, wanted)
 
     def sample(self, base: int, places: Places, seed: int) -> bytes:
-        drawn = np.zeros((len(places), 4, 8), dtype=np.uint8)
+        drawn = np.zeros((len(places), SAMPLES, 8), dtype=np.uint8)
         for piece, positions in enumerate(_positions(places, seed)):
             itemsize = int(places.itemsizes[piece])
             size = min(itemsize, 8)
@@ -105,7 +106,7 @@ class Portable:
                 place = _place(row, position * itemsize + int(places.starts[piece]) - row[SRC])
                 if place is None:
                     continue
-                want = samples[32 * piece + 8 * which :][: min(itemsize, 8)]
+                want = samples[8 * (SAMPLES * piece + which) :][: min(itemsize, 8)]
                 if row[CAST]:
                     want = narrowed(np.frombuffer(want, dtype="V4")).tobytes()
                 if ctypes.string_at(dst[row[DST_BASE]] + row[DST] + place, len(want)) != want:
@@ -131,9 +132,12 @@ def _one(row: list[int], bases: Bases, slots: weighing.Words, flags: int) -> Non
 
 
 def _positions(places: Places, seed: int) -> list[list[int]]:
-    """Which four elements of each piece are drawn; none of an empty one."""
+    """Which elements of each piece are drawn; none of an empty one."""
     return [
-        [weighing.splitmix64((seed + 4 * number + which) & weighing.MASK) % numel for which in range(4 if numel else 0)]
+        [
+            weighing.splitmix64((seed + SAMPLES * number + which) & weighing.MASK) % numel
+            for which in range(SAMPLES if numel else 0)
+        ]
         for number, numel in zip(places.numbers.tolist(), places.numels.tolist(), strict=True)
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,9 @@ from forge.store.execution import Execution
 from forge.store.fetch_plan import FetchPlan, make_plan
 from forge.store.layout import local
 from forge.store.records import Lease, Version
-from forge.store.segments import when_unmapped
 from forge.store.sources import Shadows, Source, open_source
 from forge.store.targets import At, Target, allocate, is_place, resolve, stored_name
+from forge.store.transports.cuda import alias
 from forge.store.verifying import (
     Verify,
     check_part,
@@ -175,6 +176,7 @@ class Reader:
         rest: list[str] = []
         opened: dict[int, Source] = {}
         differ: set[str] = set()
+        owners: list[object] = []
         for name, entry in known.entries.items():
             if len(entry.stored) != 1 or entry.stored[0].box.shape != entry.shape:
                 rest.append(name)
@@ -185,6 +187,10 @@ class Reader:
                     self.client, version, version.parts[stored.part], is_private=True
                 )
                 source.check_stamp(version)
+                if source.memory is not None and source.memory.is_cuda:
+                    source.memory, owner = alias(source.memory)
+                    owners.append(owner)
+                    del owner
                 if source.memory is not None and source.memory.is_cpu and verify != "off":
                     address = source.memory.data_ptr()
                     differ |= check_part(known, version, stored.part, address=address, verify=verify)
@@ -196,7 +202,9 @@ class Reader:
         for source in opened.values():
             source.check_stamp(version)
             if source.segment is not None:
-                holding.until_unmapped(source)
+                holding.until_gone(source.segment.map)
+        for owner in owners:
+            holding.until_gone(owner)
         raise_if_any(version, differ, why="the shared memory holds what was published")
         return tensors, rest
 
@@ -209,11 +217,11 @@ class _Holding:
         self._count = 1
         self._guard = threading.RLock()  # a finalizer may interrupt the thread that holds it
 
-    def until_unmapped(self, source: Source) -> None:
-        assert source.segment is not None
+    def until_gone(self, owner: object) -> None:
+        """Keep the lease while this lives: the mapping, or what stands for device memory, behind a reader's tensors."""
         with self._guard:
             self._count += 1
-        when_unmapped(source.segment, self.done)
+        weakref.finalize(owner, self.done)
 
     def done(self) -> None:
         with self._guard:

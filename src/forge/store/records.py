@@ -58,8 +58,11 @@ class Holder:
     """The storage volume that this is; empty for the process that published."""
 
     def describe(self) -> str:
+        """Who it is, in words."""
         who = f"volume {self.volume}" if self.volume else "the publisher"
-        return f"{who} (pid {self.pid} on host {self.host}" + (f", {self.address})" if self.address else ")")
+        return f"{who} (pid {self.pid} on host {self.host.split('/')[0]}" + (
+            f", {self.address})" if self.address else ")"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from forge.errors import StoreError
 MAX_DIMS: Final = 8
 ITEMSIZES: Final = frozenset((1, 2, 4, 8, 16))
 NO_SLOT: Final = -1
+SAMPLES: Final = 32
+"""How many elements of each piece are drawn: a reader of an eighth of it then sees one of them in 98 cases of 100."""
 MIN_PART_BYTES: Final = 256 << 10
 """Less than this is not worth a thread of its own."""
 

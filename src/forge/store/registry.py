@@ -98,6 +98,8 @@ class _Kept:
     """Sessions that may have mapped its segments."""
     is_retired: bool = False
     """Nobody new gets it; it goes with its last reader."""
+    has_spare: bool = True
+    """Whether its memory stays for the next version. With keep=1 it does not: that needs twice the memory for good."""
     losses: dict[int, str] = field(default_factory=dict)
     """For each rank whose part lost a copy, who held that."""
 
@@ -255,7 +257,8 @@ class Registry:
         self._building[building.key].remove(building)
         owners = {rank: writer.session for rank, writer in building.writers.items()}
         openers = {session for writer in building.writers.values() if writer.reuse for session in writer.reuse.openers}
-        self._kept.setdefault(building.key, {})[building.number] = _Kept(version, owners, openers=openers)
+        kept = _Kept(version, owners, openers=openers, has_spare=building.key[0] != "weights" or building.keep > 1)
+        self._kept.setdefault(building.key, {})[building.number] = kept
         self._newest[building.key] = max(building.number, self._newest.get(building.key, -1))
         self.retire(building.key, keep=building.keep)
         self._outside.changed(building.key)
@@ -346,7 +349,9 @@ class Registry:
             f"the store has no {what!r}",
             path=name,
             value=number if number is not None else "latest",
-            rule=(f"published versions: {usable}" if usable else f"keys: {near}")
+            rule=(
+                f"published versions: {usable}" if usable else f"{'weights' if kind == 'weights' else 'keys'}: {near}"
+            )
             + (f"; under way: {'; '.join(under_way)}" if under_way else ""),
             repair=repair,
         )
@@ -438,7 +443,7 @@ class Registry:
             spares = self._spares.setdefault((owner, key), [])
             owned = [holder.segment for holder in part.segment.holders if holder.session == owner]
             is_wanted = key[0] == "weights" or key in self._kept or self._building.get(key)
-            if owned and is_wanted and len(spares) < SPARES:
+            if owned and is_wanted and kept.has_spare and len(spares) < SPARES:
                 openers = kept.openers | {holder.session for holder in part.segment.holders}
                 spares.append(_Spare(owned[0], part.segment.size, frozenset(openers)))
                 continue
@@ -478,8 +483,9 @@ class Registry:
             for kept in versions.values():
                 kept.openers.discard(session)
                 for part in kept.version.parts:
-                    if any(holder.session == session for holder in part.segment.holders):
-                        kept.losses[part.rank] = who
+                    for holder in part.segment.holders:
+                        if holder.session == session:
+                            kept.losses[part.rank] = holder.describe()
                 kept.version = _without(kept.version, session)
 
     def add_volume(self, session: int, volume: Holder) -> None:

@@ -71,7 +71,7 @@ class At:
 
     `At(tensor, (1024, 0))` is filled with the rectangle that begins at row 1024 and is as large as `tensor`;
     `At(tensor, Chunk(0, rank, 4))` with a chunk. `of` names the stored tensor where that is not the name under which
-    this stands: three `At`s can fill one fused tensor, or one stored tensor be spread over several.
+    this stands: a list of three can fill one fused tensor, and several can share one stored tensor.
     """
 
     tensor: Tensor

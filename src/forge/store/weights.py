@@ -73,13 +73,15 @@ class Weights:
     Args:
         name: what they are called; all processes of the run that use this name mean the same weights.
         keep: for how many versions there is memory. The oldest makes room when a new one is written, unless somebody
-            is reading it; one complete version is always left, so that 1 needs the memory of 2 while it publishes.
+            is reading it; one complete version is always left, so that 1 needs the memory of 2 while it publishes (and
+            allocates it anew every time, which is slower).
         dtype: publish floating-point tensors in this dtype; the conversion happens in the copy.
         rank, world_size: which of how many publishing ranks this process is. By default as in `torch.distributed`, or
             else as the actor's rank among its processes.
         verify: how `fetch` checks what it got: `cheap`, `full` or `off`.
         on: where a publisher keeps the data until it is fetched: `host` (shared memory), `cuda` (the publisher's GPU),
-            or `auto` (on the GPU where the weights are).
+            or `auto` (on the GPU where the weights are; in shared memory where the run has other hosts or storage
+            volumes).
     """
 
     def __init__(
@@ -138,9 +140,10 @@ class Weights:
     # writing
 
     def publish(self, state_dict: Mapping[str, Tensor], *, version: int, timeout_s: float | None = None) -> Publication:
-        """Publish this rank's part of a version. Every rank calls it, with the same version and the same names.
+        """Publish this rank's part of a version. Every rank calls it, with the same version.
 
-        Tensors may be plain or DTensors; what several ranks hold is stored once. The snapshot is taken in the
+        Tensors may be plain or DTensors; what several ranks hold is stored once, and taken to be equal. A rank may have
+        names that others have not, as a stage of a pipeline does. The snapshot is taken in the
         background, beginning now: wait for `snapshot()` before the weights change, and for the publication itself
         before telling anybody of the version. Readers see it when every rank's part is there, and never before; if a
         rank dies on the way the others' publications raise, and readers keep the version they had. `timeout_s` bounds
@@ -192,7 +195,7 @@ class Weights:
 
     async def fetch(
         self,
-        into: Mapping[str, Any] | None = None,
+        into: Mapping[str, Any] | torch.nn.Module | None = None,
         *,
         version: int | Literal["latest"] = "latest",
         verify: Verify | None = None,
@@ -202,12 +205,14 @@ class Weights:
     ) -> Fetched:
         """Get a version, whole.
 
-        With `into`, a dict from names to tensors, DTensors or `At`s, exactly their part of each tensor is copied there.
+        With `into`, a dict from names to tensors, DTensors or `At` objects, exactly their part of each tensor is copied
+        there.
         Without, the result's `tensors` are views of the shared memory where a tensor lies there in one piece on this
         host, and new tensors otherwise; the version stays as it is for as long as any of them lives.
 
         Args:
-            into: the memory to fill. Until `fetch` returns it may hold anything; whatever goes wrong raises.
+            into: the memory to fill, or a module, whose state dict is filled. Until `fetch` returns it may hold
+                anything; whatever goes wrong raises.
             version: a number, or the newest.
             verify: overrides the `verify` of these weights.
             strict: raise `WeightMismatch` if a published tensor is not in `into`. A tensor in `into` that was not
@@ -223,7 +228,7 @@ class Weights:
 
     def fetch_blocking(
         self,
-        into: Mapping[str, Any] | None = None,
+        into: Mapping[str, Any] | torch.nn.Module | None = None,
         *,
         version: int | Literal["latest"] = "latest",
         verify: Verify | None = None,
@@ -243,8 +248,16 @@ class Weights:
         return Acquire(self.name, KIND, None if version == "latest" else version)
 
     def _read(
-        self, here: StoreClient, lease: Lease, into: Mapping[str, Any] | None, verify: Verify, strict: bool, cast: bool
+        self,
+        here: StoreClient,
+        lease: Lease,
+        into: Mapping[str, Any] | torch.nn.Module | None,
+        verify: Verify,
+        strict: bool,
+        cast: bool,
     ) -> Fetched:
+        if isinstance(into, torch.nn.Module):
+            into = into.state_dict()
         if self._reader is None or self._reader.client is not here:
             self._reader = Reader(here)
         if into is None:

@@ -169,7 +169,7 @@ class Writer:
             table = prepared.tables[device, written] = build(prepared.layout, memories, packed, device)
         return table
 
-    def _gpu(self, memories: Sequence[Tensor], size: int) -> tuple[torch.device | None, bool]:
+    def _gpu(self, memories: Sequence[Tensor], size: int, *, has_volumes: bool) -> tuple[torch.device | None, bool]:
         """The GPU on which the snapshot is taken, if it is on one; and whether it is kept there until it is fetched."""
         devices = {memory.device for memory in memories}
         gpu = next(iter(devices)) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
@@ -181,9 +181,17 @@ class Writer:
                 rule='with on="cuda" every tensor that a rank publishes is on the same GPU',
                 repair='on="host"',
             )
+        if self.on == "cuda" and has_volumes:
+            raise StoreError(
+                "storage volumes hold data in the memory of hosts",
+                path="Weights(on=)",
+                value=self.on,
+                rule="with volumes, weights go to the host",
+                repair='on="host" or on="auto", or start no volumes',
+            )
         if gpu is None or (self.on != "cuda" and size - HEADER <= INLINE):
             return None, False
-        return gpu, self.on == "cuda" or (self.on == "auto" and not is_spread())
+        return gpu, self.on == "cuda" or (self.on == "auto" and not is_spread() and not has_volumes)
 
     # writing
 
@@ -196,7 +204,7 @@ class Writer:
         began: float,
     ) -> Staged:
         size = packing(prepared.layout, ticket.written).size
-        gpu, is_kept_there = self._gpu(memories, size)
+        gpu, is_kept_there = self._gpu(memories, size, has_volumes=bool(ticket.volumes))
         staging = self._take_staging(size, gpu) if gpu is not None and not is_kept_there else None
         if staging is None and not is_kept_there:
             gpu = None

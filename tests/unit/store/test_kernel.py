@@ -20,7 +20,7 @@ from kernel_reference import Rectangle, digest_of_bytes, splitmix64, to_bf16
 
 from forge.errors import StoreError
 from forge.store import kernel, native_build
-from forge.store.rects import COPY, DIGEST, STREAM, Share
+from forge.store.rects import COPY, DIGEST, SAMPLES, STREAM, Share
 
 FLAGS = {"native": native_build.FLAG_SETS, "plain": (("-O3",),), "avx2": (("-O3", "-mavx2"),)}
 
@@ -291,8 +291,8 @@ def test_samples_are_elements_of_their_pieces(using: kernel.Engine) -> None:
     drawn = kernel.sample(address(segment), places, seed=SEED, using=using)
     expected = b""
     for number, (start, numel, itemsize) in enumerate(pieces):
-        for j in range(4):
-            at = start + splitmix64((SEED + 4 * number + j) % (1 << 64)) % max(1, numel) * itemsize
+        for j in range(SAMPLES):
+            at = start + splitmix64((SEED + SAMPLES * number + j) % (1 << 64)) % max(1, numel) * itemsize
             element = segment[at : at + min(8, itemsize)].tobytes() if numel else b""
             expected += element.ljust(8, b"\0")
     assert drawn == expected
@@ -331,7 +331,7 @@ def test_a_changed_sample_is_found_where_it_was_copied_to(using: kernel.Engine, 
     assert check() == []
     seen = 0
     for piece, (_, numel, itemsize) in enumerate(pieces):
-        chosen = {splitmix64((SEED + 4 * piece + j) % (1 << 64)) % max(1, numel) for j in range(4)}
+        chosen = {splitmix64((SEED + SAMPLES * piece + j) % (1 << 64)) % max(1, numel) for j in range(SAMPLES)}
         for position in range(numel):
             row, column = divmod(position, 10)
             if column not in columns:
@@ -350,13 +350,14 @@ def test_samples_of_several_segments_keep_their_own_numbers(using: kernel.Engine
     drawn = kernel.sample(address(segment), places, seed=7, using=using)
     starts, numels, itemsizes = zip(pieces[2], pieces[0], strict=True)
     chosen = kernel.Places.of(starts, numels=numels, itemsizes=itemsizes, numbers=[2, 0])
-    samples = drawn[64:96] + drawn[:32]
+    size = kernel.SAMPLE_BYTES
+    samples = drawn[2 * size : 3 * size] + drawn[:size]
     rects, targets = fetched(chosen, range(10)), [memory(120 * 16, 4) for _ in range(2)]
     bases = [address(target) for target in targets]
     kernel.run(rects, [address(segment)], bases, digest=False, using=using)
     check = {"places": chosen, "seed": 7, "using": using}
     assert kernel.check_samples(rects, bases, samples=samples, **check) == []
-    assert kernel.check_samples(rects, bases, samples=bytes(64), **check) == [0, 1]
+    assert kernel.check_samples(rects, bases, samples=bytes(2 * size), **check) == [0, 1]
 
 
 def test_samples_see_through_a_cast(using: kernel.Engine) -> None:

@@ -73,6 +73,13 @@ def _tensor(address: int, size: int, device: int) -> Tensor:
     return tensor
 
 
+def alias(memory: Tensor) -> tuple[Tensor, object]:
+    """The same memory as a tensor of its own, and an object that lives for as long as anything looks at that."""
+    owner = _Array(memory.data_ptr(), memory.numel())
+    with torch.cuda.device(memory.device):
+        return torch.as_tensor(owner, device=memory.device), owner
+
+
 def uuid_of(device: int) -> str:
     """The same for a GPU in every process, however that process numbers its GPUs."""
     return str(torch.cuda.get_device_properties(device).uuid)
