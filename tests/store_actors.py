@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import random
 import signal
+import socket
+import struct
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import forge.store as ts
 from forge.runtime.endpoints import endpoint
 from forge.service import ForgeActor
+from forge.store.volume import Volume
 
 
 def placement(word: str) -> Placement:
@@ -112,3 +117,324 @@ class Rank(ForgeActor):
     @endpoint
     def pid(self) -> int:
         return os.getpid()
+
+
+# What tests run inside a rank: `await rank.run.call_one(function, ...)`.
+
+EVERY_DTYPE = {
+    "float32": (65, 33),
+    "float64": (17, 9),
+    "float16": (31, 8),
+    "bfloat16": (129, 7),
+    "float8_e4m3fn": (33, 5),
+    "int64": (5, 3),
+    "int32": (7,),
+    "int8": (1001,),
+    "uint8": (3, 3, 3),
+    "bool": (11, 13),
+    "complex64": (6, 4),
+}
+"""A tensor of each dtype, by the dtype's name."""
+
+
+def of_dtype(name: str, version: int) -> torch.Tensor:
+    """The tensor of that dtype in a version: any bits that its elements can have, but for bool."""
+    dtype, shape = getattr(torch, name), EVERY_DTYPE[name]
+    drawn = torch.Generator().manual_seed(hash_of(name) + 7919 * version)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=drawn).bool()
+    bits = torch.randint(0, 256, (*shape, dtype.itemsize), generator=drawn, dtype=torch.uint8)
+    return bits.view(dtype).view(shape)
+
+
+def every_dtype(version: int) -> dict[str, torch.Tensor]:
+    odd = {"scalar": torch.tensor(float(version)), "empty": torch.empty(0, 4), "turned": value("turned", (9, 40), 1).T}
+    return {name: of_dtype(name, version) for name in EVERY_DTYPE} | odd
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    """The bytes of a tensor, so that NaNs compare too."""
+    return bytes(tensor.contiguous().flatten().view(torch.uint8).tolist()) if tensor.numel() else b""
+
+
+async def become_rank(_: Rank, rank: int, world_size: int) -> None:
+    """Be this rank of those who publish, although an actor of its own."""
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
+
+
+async def publish_every_dtype(_: Rank, key: str, version: int, padding: int) -> ts.Published:
+    tensors = every_dtype(version) | {"padding": torch.zeros(padding)}
+    return await ts.Weights(key, rank=0, world_size=1).publish(tensors, version=version)
+
+
+async def check_every_dtype(_: Rank, key: str, verify: Any) -> None:
+    """Read every dtype as views and into memory."""
+    fetched = await ts.Weights(key).fetch(verify=verify)
+    expected = every_dtype(fetched.version)
+    into = {name: torch.empty_like(tensor) for name, tensor in fetched.tensors.items()}
+    await ts.Weights(key).fetch(into, verify=verify)
+    for name, tensor in expected.items():
+        for found in (fetched.tensors[name], into[name]):
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+            assert bits_of(found) == bits_of(tensor), name
+
+
+async def check_regions(_: Rank, key: str, shapes: Shapes, seed: int, verify: Any) -> int:
+    """Read three rectangles of each tensor, into memory with gaps between its rows; how many bytes that copied."""
+    draw = random.Random(seed)
+    places: dict[str, list[ts.At]] = {}
+    for name, shape in shapes.items():
+        for _number in range(3):
+            offset = tuple(draw.randrange(extent) for extent in shape)
+            extent = tuple(draw.randint(1, size - at) for size, at in zip(shape, offset, strict=True))
+            wide = torch.zeros(*extent[:-1], 2 * extent[-1]) if extent else torch.zeros(())
+            places.setdefault(name, []).append(ts.At(wide[..., : extent[-1]] if extent else wide, offset))
+    fetched = await ts.Weights(key).fetch(places, verify=verify)
+    for name, ats in places.items():
+        whole = value(name, shapes[name], fetched.version)
+        for at in ats:
+            cut = tuple(slice(start, start + size) for start, size in zip(at.where, at.tensor.shape, strict=True))  # type: ignore[arg-type]
+            assert torch.equal(at.tensor, whole[cut]), f"{name} at {at.where}"
+    return fetched.num_bytes
+
+
+async def check_as(_: Rank, key: str, shapes: Shapes, stored: str, wanted: str, verify: Any) -> str:
+    """Read what was published as one dtype, into memory of another; the digest of the version."""
+    into = {name: torch.zeros(shape, dtype=getattr(torch, wanted)) for name, shape in shapes.items()}
+    fetched = await ts.Weights(key).fetch(into, verify=verify, cast=stored != wanted)
+    for name, shape in shapes.items():
+        expected = value(name, shape, fetched.version).to(getattr(torch, stored)).to(getattr(torch, wanted))
+        assert torch.equal(into[name], expected), name
+    return fetched.digest
+
+
+async def used(_: Rank) -> dict[str, bool]:
+    """Which ways of reading this process has used so far."""
+    from forge.store.client import client
+
+    here = client()
+    return {
+        "shm": bool(here._opened),
+        "tcp": bool(here.carrier._readers),
+        "rdma": here.carrier._rdma_reader is not None,
+    }
+
+
+async def num_segments(_: Rank) -> int:
+    from forge.store.client import client
+
+    return len(client().segments)
+
+
+async def num_opened(_: Rank) -> int:
+    """How many segments of others are mapped here, to be read."""
+    from forge.store.client import client
+
+    return len(client()._opened)
+
+
+async def publish_and_listen(rank: Rank, key: str, shapes: Shapes) -> tuple[list[str], list[bool]]:
+    """Publish version 0: what the store logged meanwhile, and which segments are on disk."""
+    from forge.store.client import client
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("forge.store").addHandler(handler)
+    try:
+        tensors = {name: value(name, shape, 0) for name, shape in shapes.items()}
+        await ts.Weights(key, rank=0, world_size=1).publish(tensors, version=0)
+    finally:
+        logging.getLogger("forge.store").removeHandler(handler)
+    return said, [segment.is_on_disk for segment in client().segments._segments.values()]
+
+
+# Continuous publishing: every element of every tensor of a version is its number.
+
+
+async def republish(_: Rank, key: str, num_tensors: int, numel: int) -> int:
+    """Publish version after version until there is a value under the key `stop`; the last version."""
+    weights = ts.Weights(key, rank=0, world_size=1)
+    tensors = {f"t{number}": torch.zeros(numel + number) for number in range(num_tensors)}
+    version = 0
+    while not await ts.exists("stop"):
+        for tensor in tensors.values():
+            tensor.fill_(version)
+        await weights.publish(tensors, version=version)
+        version += 1
+    return version - 1
+
+
+async def count_torn(_: Rank, key: str, num_tensors: int, numel: int, num_reads: int) -> dict[str, int]:
+    """Read that many times, in four ways in turn; how many reads were torn, and how many versions were seen."""
+    weights = ts.Weights(key)
+    into = {f"t{number}": torch.zeros(numel + number) for number in range(num_tensors)}
+    seen: set[int] = set()
+    torn = 0
+    await weights.wait()
+    for number in range(num_reads):
+        verify: Any = "off" if number % 4 < 2 else "cheap"
+        if number % 2:
+            fetched = await weights.fetch(verify=verify)
+            tensors = fetched.tensors
+        else:
+            fetched = await weights.fetch(into, verify=verify)
+            tensors = into
+        seen.add(fetched.version)
+        torn += not all(bool((tensor == fetched.version).all()) for tensor in tensors.values())
+    return {"reads": num_reads, "torn": torn, "versions": len(seen)}
+
+
+# Ends in the middle of things.
+
+
+class DyingShelf:
+    """The segments of a process that is killed when it is asked for bytes once too often."""
+
+    def __init__(self, shelf: Any, num_requests: int) -> None:
+        self.shelf, self.left = shelf, num_requests
+
+    def open(self, name: str) -> tuple[int, int]:
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found: tuple[int, int] = self.shelf.open(name)
+        return found
+
+    def release(self, name: str) -> None:
+        self.shelf.release(name)
+
+    def create(self, size: int) -> str:
+        created: str = self.shelf.create(size)
+        return created
+
+
+def die_after(num_requests: int) -> None:
+    """Be killed with kill -9 when others have asked this process for bytes that often, and ask again."""
+    from forge.store.client import client
+
+    carrier = client().carrier
+    carrier.serve()._segments = DyingShelf(carrier.shelf, num_requests)
+
+
+async def die_while_serving(_: Rank, num_requests: int) -> None:
+    die_after(num_requests)
+
+
+async def num_bytes_sent(_: Rank) -> int:
+    """Bytes that this process's data server has sent over connections that are open still, as the kernel counts."""
+    from forge.store.client import client
+
+    sent_at = 200  # of tcpi_bytes_sent in the kernel's struct tcp_info
+    total = 0
+    server = client().carrier.serve()
+    for connection in list(server._connections.values()):
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        total += struct.unpack_from("<Q", info, sent_at)[0]
+    return total
+
+
+async def host_and_pid(_: Rank) -> tuple[str, int]:
+    from forge.runtime.meeting import host_id
+
+    return host_id(), os.getpid()
+
+
+# Spoiling what was published, where it lies, and reading it in every manner.
+
+
+async def spoil(rank: Rank, key: str, kind: str, seed: int) -> list[str]:
+    """Spoil the newest version in the segment of one of the ranks, chosen by the seed; the tensors that were hit."""
+    from forge.store.catalog import catalog
+    from forge.store.client import client
+    from forge.store.records import Acquire
+    from forge.store.views import piece_view
+    from forge.store.writing import ranks_of
+
+    me, world_size = ranks_of(None, None)
+    draw = random.Random(f"{kind} {seed}")
+    if draw.randrange(world_size) != me:
+        return []
+    here = client()
+    lease = await here.acquire(Acquire(key, "weights", None))
+    known = catalog(lease)
+    held = [(segment, segment.flat()) for segment in here.segments._segments.values()]
+    mine = next(
+        memory for segment, memory in held for part in lease.version.parts if segment.stamp == part.segment.stamp
+    )
+    here.release(lease.id)
+    pieces = {}
+    for name, entry in known.entries.items():
+        for stored in entry.stored:
+            if stored.part == me:
+                pieces[name] = (stored.box, piece_view(mine, stored.start, stored.box.shape, entry.dtype))
+    rank.memory = {"mine": mine, "saved": mine.clone()}
+    if kind == "swapped":
+        (_, one), (_, other) = pieces["a"], pieces["b"]
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)
+        return ["a", "b"]
+    name = draw.choice(sorted(pieces))
+    box, piece = pieces[name]
+    if kind == "bit":
+        at = draw.randrange(piece.numel() * piece.element_size())
+        piece.flatten().view(torch.uint8)[at] ^= 1 << draw.randrange(8)
+    elif kind == "stale":
+        cut = tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))
+        piece.copy_(value(name, known.entries[name].shape, lease.version.number - 1)[cut])
+    elif kind == "dropped":
+        piece.zero_()
+    else:
+        assert kind == "short"
+        piece[-draw.randint(1, piece.shape[0] // 2) :].zero_()
+    return [name]
+
+
+async def restore(rank: Rank) -> None:
+    """Make good what was spoilt."""
+    if "saved" in rank.memory:
+        rank.memory["mine"].copy_(rank.memory["saved"])
+    rank.memory = {}
+
+
+def places_for(reader: str, shapes: Shapes, seed: int) -> dict[str, Any] | None:
+    """Memory for a kind of reader. Those that want a part want some of both halves of the rows, not all of them."""
+    if reader == "views":
+        return None
+    draw = random.Random(f"{reader} {seed}")
+    places: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        offset, extent = [0] * len(shape), list(shape)
+        if reader in ("rows", "slice"):
+            offset[0] = draw.randint(1, shape[0] // 2 - 1)
+            extent[0] = draw.randint(shape[0] // 2 + 1, shape[0] - 1) - offset[0]
+        if reader in ("columns", "slice"):
+            offset[1] = draw.randint(0, shape[1] - 2)
+            extent[1] = draw.randint(1, shape[1] - offset[1] - (offset[1] == 0))
+        whole = torch.zeros(extent)
+        places[name] = whole if reader == "whole" else ts.At(whole, tuple(offset))
+    return places
+
+
+async def attempt(_: Rank, key: str, shapes: Shapes, seed: int) -> dict[tuple[str, str], tuple[str, ...] | None]:
+    """For every kind of reader and both ways to verify: the tensors that were said to be wrong; None if none was."""
+    found: dict[tuple[str, str], tuple[str, ...] | None] = {}
+    weights = ts.Weights(key)
+    verifying: tuple[Any, ...] = ("full", "cheap")
+    for reader in ("whole", "rows", "columns", "slice", "views"):
+        for verify in verifying:
+            try:
+                await weights.fetch(places_for(reader, shapes, seed), verify=verify)
+                found[reader, verify] = None
+            except ts.WeightMismatch as error:
+                found[reader, verify] = error.tensors
+    return found
+
+
+class DyingVolume(Volume):
+    """A storage volume that can be told to be killed in the middle of an answer."""
+
+    @endpoint
+    def die_while_serving(self, num_requests: int) -> None:
+        die_after(num_requests)

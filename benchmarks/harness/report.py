@@ -9,10 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 
 def machine() -> dict[str, Any]:
+    import psutil  # only here: tables are also printed where it is not installed
+
     names = [
         line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]
@@ -61,6 +61,45 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> str:
                 f"{row['ours']['caller_growth_b']:,.0f} / {row['peer']['caller_growth_b']:,.0f}",
                 verdict(row, "≥"),
             )
+            for row in rows
+        ),
+    )
+
+
+def throughput_table(rows: Iterable[dict[str, Any]], *, peer: str = "memcpy") -> str:
+    """Rows of `harness.throughput.row`."""
+    head = (
+        "what",
+        "GB/s (best)",
+        f"{peer} GB/s (best)",
+        "ratio (quartiles)",
+        f"CPU s/GB, ours / {peer}",
+        "TorchStore GB/s (other run)",
+        "goal",
+    )
+    return table(
+        head,
+        (
+            (
+                row["what"],
+                f"{row['ours']['gbps']:.2f} ({row['ours']['gbps_best']:.2f})",
+                f"{row['peer']['gbps']:.2f} ({row['peer']['gbps_best']:.2f})",
+                f"{row['ratio']:.2f} ({row['ratio_quartiles'][0]:.2f}–{row['ratio_quartiles'][1]:.2f})",
+                f"{row['ours']['cpu_s_per_gb']:.3f} / {row['peer']['cpu_s_per_gb']:.3f}",
+                "" if row["torchstore"] is None else f"{row['torchstore']:.2f}",
+                verdict(row, "≥"),
+            )
+            for row in rows
+        ),
+    )
+
+
+def figures_table(rows: Iterable[dict[str, Any]]) -> str:
+    """Rows of `harness.throughput.figure`."""
+    return table(
+        ("what", "measured", "TorchStore (other run)", "goal"),
+        (
+            (row["what"], f"{row['value']:.3g} {row['unit']}".strip(), row["torchstore"], verdict(row, row["sign"]))
             for row in rows
         ),
     )

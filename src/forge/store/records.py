@@ -60,9 +60,8 @@ class Holder:
     def describe(self) -> str:
         """Who it is, in words."""
         who = f"volume {self.volume}" if self.volume else "the publisher"
-        return f"{who} (pid {self.pid} on host {self.host.split('/')[0]}" + (
-            f", {self.address})" if self.address else ")"
-        )
+        where = f"pid {self.pid} on host {self.host.split('/')[0]}"
+        return f"{who} ({where}, {self.address})" if self.address else f"{who} ({where})"
 
 
 @dataclass(frozen=True, slots=True)
