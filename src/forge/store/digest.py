@@ -9,9 +9,7 @@ against somebody who wants to deceive.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -28,20 +26,6 @@ SPARSE_STEP_ELEMENTS: Final = 1 << 19
 
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW_WORD: Final = 0xFFFFFFFF
-
-
-def combine(parts: Iterable[int]) -> int:
-    """The digest of a tensor from the contributions of its parts."""
-    return sum(parts) & weighing.MASK
-
-
-def version_digest(items: Mapping[str, tuple[Sequence[int], str, int]]) -> str:
-    """One digest (hex) for a whole version: its names, shapes, dtypes and tensor digests, in any order."""
-    total = hashlib.sha256()
-    for name in sorted(items):
-        shape, dtype, digest = items[name]
-        total.update(json.dumps([name, list(shape), dtype, digest]).encode() + b"\n")
-    return total.hexdigest()
 
 
 def digest_tensor(tensor: Tensor, box: Box | None = None, shape: Sequence[int] | None = None) -> int:

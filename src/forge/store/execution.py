@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +17,13 @@ from forge.store.catalog import Catalog
 from forge.store.client import StoreClient
 from forge.store.digest import digest_tensor
 from forge.store.fetch_plan import FetchPlan
+from forge.store.layout import local
+from forge.store.marks import addresses, mark_of
 from forge.store.proof import MODULUS, added
 from forge.store.records import Version
 from forge.store.rects import SLOT, Rects
 from forge.store.sources import Shadows, Source, pull
+from forge.store.targets import At
 from forge.store.transports.cuda import pin
 from forge.store.verifying import (
     Verify,
@@ -35,6 +40,32 @@ PIN_FROM = 1 << 20
 """Segments from this size on are pinned when they are copied to a GPU."""
 
 
+class Targets:
+    """The memory that a reader gave: where it is, which is often known, and, if it is asked for, as plain tensors. In
+    the order in which it was planned."""
+
+    def __init__(self, into: Mapping[str, Any]) -> None:
+        self._places = [
+            (label, entry.tensor if isinstance(entry, At) else entry)
+            for label, place in into.items()
+            for entry in (place if isinstance(place, list) else [place])
+        ]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        return [local(tensor, name=label) for label, tensor in self._places]
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        known = addresses([mark_of(tensor) for _, tensor in self._places])
+        return known if known is not None else [tensor.data_ptr() for tensor in self.tensors]
+
+    @property
+    def gpu(self) -> torch.device:
+        """The GPU on which some of it is."""
+        return next(tensor.device for _, tensor in self._places if tensor.is_cuda)
+
+
 @dataclass(eq=False)
 class Execution:
     """One run of a plan."""
@@ -44,8 +75,7 @@ class Execution:
     known: Catalog
     plan: FetchPlan
     sources: Sequence[Source]
-    memories: Sequence[Tensor]
-    """Of the targets."""
+    targets: Targets
 
     def run(self, shadows: Shadows, *, verify: Verify) -> None:
         """Copy everything, and check it. Raises `WeightMismatch` if it is not what was published."""
@@ -55,7 +85,7 @@ class Execution:
         try:
             for index, pulls in self.plan.pulls.items():
                 shadow = taken[index] = shadows.take(index, self.sources[index].part.segment.size)
-                pull(self.client, self.sources[index], pulls, shadow=shadow, targets=self.memories)
+                pull(self.client, self.sources[index], pulls, shadow=shadow, targets=self.targets)
             self._parts = [
                 taken[i] if source.memory is None else source.memory for i, source in enumerate(self.sources)
             ]
@@ -70,13 +100,9 @@ class Execution:
             for index, shadow in taken.items():
                 shadows.give_back(index, shadow)
 
-    @property
-    def _targets(self) -> list[int]:
-        return [memory.data_ptr() for memory in self.memories]
-
     def _copy(self, *, is_digested: bool) -> list[int]:
         """Copy by all three means; the digests of what the kernels copied."""
-        bases, targets = [part.data_ptr() for part in self._parts], self._targets
+        bases, targets = [part.data_ptr() for part in self._parts], self.targets.addresses
         threads = torch.get_num_threads()
         found = kernel.run(self.plan.rects, bases, targets, digest=is_digested, num_threads=threads)
         if len(self.plan.on_device):
@@ -91,7 +117,7 @@ class Execution:
             stored, copy = entry.stored, entry.copy
             box = piece_view(self._parts[stored.part], stored.start, stored.box.shape, entry.dtype)
             sources.append(part_of(box, copy.src_at, copy.shape))
-            targets.append(part_of(self.memories[copy.target], copy.dst_at, copy.shape))
+            targets.append(part_of(self.targets.tensors[copy.target], copy.dst_at, copy.shape))
             segment = self.sources[stored.part].segment
             if targets[-1].is_cuda and segment is not None and segment.size >= PIN_FROM:
                 pin(segment)
@@ -106,7 +132,7 @@ class Execution:
         """Run one of the plan's tables on the GPU, where it stays for the next version."""
         table = self.plan.device_tables.get(name)
         if table is None:
-            device = next(memory.device for memory in self.memories if memory.is_cuda)
+            device = self.targets.gpu
             rects: Rects = getattr(self.plan, name)
             table = self.plan.device_tables[name] = device_kernel.build(rects, device)
         return device_kernel.run(table, sources, targets, copy=copy, digest=digest)
@@ -114,9 +140,9 @@ class Execution:
     def _landed(self) -> list[int]:
         """Digests of what came into the targets by other means than the kernels."""
         threads = torch.get_num_threads()
-        found = kernel.digest_only(self.plan.landed, self._targets, side="dst", num_threads=threads)
+        found = kernel.digest_only(self.plan.landed, self.targets.addresses, side="dst", num_threads=threads)
         if len(self.plan.landed_on_device):
-            found = added(found, self._on_gpu("landed_on_device", self._targets, [], copy=False))
+            found = added(found, self._on_gpu("landed_on_device", self.targets.addresses, [], copy=False))
         return found
 
     # cheap
@@ -128,7 +154,7 @@ class Execution:
         differ = compare_digests(self.known, self.version, found, times)
         partial = {row[SLOT] for table in self.plan.partial.values() for row in table.each()}
         tables = (self.plan.rects, self.plan.landed)
-        differ |= compare_samples(self.known, self.version, tables, self._targets, partial)
+        differ |= compare_samples(self.known, self.version, tables, self.targets.addresses, partial)
         differ |= self._sampled_sources(unproven)
         raise_if_any(self.version, differ, why="what is copied has the digest, or the sampled elements, that it had")
 
@@ -184,13 +210,13 @@ class Execution:
     def _in_targets(self) -> list[int]:
         """Digests of all that is in the targets, except what was converted."""
         threads = torch.get_num_threads()
-        found = kernel.digest_only(self.plan.rects, self._targets, side="dst", num_threads=threads)
+        found = kernel.digest_only(self.plan.rects, self.targets.addresses, side="dst", num_threads=threads)
         found = added(found, self._landed())
         if len(self.plan.on_device):
             found = added(found, self._on_device_targets())
         for entry in self.plan.torch_copies:
             if entry.proof == "tensor":
-                rectangle = part_of(self.memories[entry.copy.target], entry.copy.dst_at, entry.copy.shape)
+                rectangle = part_of(self.targets.tensors[entry.copy.target], entry.copy.dst_at, entry.copy.shape)
                 at = tuple(a + b for a, b in zip(entry.stored.box.offset, entry.copy.src_at, strict=True))
                 shape = self.known.entries[self.known.owner[entry.slot]].shape
                 digest = digest_tensor(rectangle, Box(at, entry.copy.shape), shape)
@@ -200,9 +226,9 @@ class Execution:
     def _on_device_targets(self) -> list[int]:
         table = self.plan.device_tables.get("targets")
         if table is None:
-            device = next(memory.device for memory in self.memories if memory.is_cuda)
+            device = self.targets.gpu
             table = self.plan.device_tables["targets"] = device_kernel.build(self.plan.on_device.reversed(), device)
-        return device_kernel.run(table, self._targets, [], copy=False)
+        return device_kernel.run(table, self.targets.addresses, [], copy=False)
 
     def _at_source(self, index: int, table: Rects) -> list[int]:
         """Digests of a part's rectangles where the part is held; the part is source 0 of the table."""

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from forge.store.packing import packing
 from forge.store.records import Layout, Part
@@ -25,30 +30,54 @@ def added(one: Sequence[int], other: Sequence[int]) -> list[int]:
     return [(a + b) % MODULUS for a, b in zip(one, other, strict=True)] if one else list(other)
 
 
-def tensor_digests(parts: Iterable[Part], layouts: Mapping[str, Layout]) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    """The tensors of versions that are laid out alike."""
+
+    names: tuple[str, ...]
+    """Sorted."""
+    forms: bytes
+    """A digest of their names, dtypes and shapes."""
+    of_piece: npt.NDArray[np.int64]
+    """For each piece, part after part, which tensor it belongs to."""
+
+
+@lru_cache(maxsize=64)
+def _tensors(parts: tuple[tuple[Layout, tuple[int, ...] | None], ...]) -> _Tensors:
+    forms = {
+        name: f"{held.dtype}{list(held.shape)}"
+        for layout, _ in parts
+        for name, held in zip(layout.names, layout.helds, strict=True)
+    }
+    names = tuple(sorted(forms))
+    number = {name: index for index, name in enumerate(names)}
+    of_piece = [
+        number[layout.names[packed.tensor]] for layout, written in parts for packed in packing(layout, written).pieces
+    ]
+    text = "\n".join(f"{name!r} {forms[name]}" for name in names)
+    return _Tensors(names, hashlib.sha256(text.encode()).digest(), np.array(of_piece, dtype=np.int64))
+
+
+def _totals(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> tuple[_Tensors, npt.NDArray[np.uint64]]:
+    tensors = _tensors(tuple((layouts[part.layout], part.written) for part in parts))
+    digests = np.frombuffer(b"".join(part.digests for part in parts), dtype="<u8")
+    if len(digests) != len(tensors.of_piece):
+        raise ValueError(f"{len(digests)} digests for {len(tensors.of_piece)} pieces")
+    totals = np.zeros(len(tensors.names), dtype="<u8")
+    np.add.at(totals, tensors.of_piece, digests)
+    return tensors, totals
+
+
+def tensor_digests(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> dict[str, int]:
     """The digest of each tensor: the sum over its pieces, which the way it was cut does not change."""
-    totals: dict[str, int] = {}
-    for part in parts:
-        layout = layouts[part.layout]
-        for name in layout.names:  # also those of which this rank has nothing
-            totals.setdefault(name, 0)
-        digests = unpack_digests(part.digests)
-        for packed, digest in zip(packing(layout, part.written).pieces, digests, strict=True):
-            name = layout.names[packed.tensor]
-            totals[name] = (totals[name] + digest) % MODULUS
-    return totals
+    tensors, totals = _totals(parts, layouts)
+    return dict(zip(tensors.names, totals.tolist(), strict=True))
 
 
 def version_digest(parts: Sequence[Part], layouts: Mapping[str, Layout], extra: bytes = b"") -> str:
     """One digest of everything: names, shapes, dtypes, values, and what is no tensor."""
-    totals = tensor_digests(parts, layouts)
-    forms: dict[str, str] = {}
-    for part in parts:
-        layout = layouts[part.layout]
-        for name, held in zip(layout.names, layout.helds, strict=True):
-            forms[name] = f"{held.dtype}{list(held.shape)}"
-    text = "\n".join(f"{name!r} {forms[name]} {totals[name]:016x}" for name in sorted(totals))
-    return hashlib.sha256(text.encode() + b"\0" + extra).hexdigest()
+    tensors, totals = _totals(parts, layouts)
+    return hashlib.sha256(tensors.forms + totals.tobytes() + extra).hexdigest()
 
 
 def sample_seed(key: str, version: int) -> int:

@@ -16,9 +16,9 @@ from torch import Tensor
 from forge.errors import StoreError, WeightMismatch
 from forge.store.catalog import Catalog, CatalogKey, catalog, catalog_key
 from forge.store.client import StoreClient
-from forge.store.execution import Execution
+from forge.store.execution import Execution, Targets
 from forge.store.fetch_plan import FetchPlan, make_plan
-from forge.store.layout import local
+from forge.store.marks import kept_for, mark_of
 from forge.store.records import Lease, Version
 from forge.store.sources import Shadows, Source, open_source
 from forge.store.targets import At, Target, allocate, is_place, resolve, stored_name
@@ -101,8 +101,7 @@ class Reader:
             known = self.catalog(lease)
             sources = [open_source(self.client, version, part) for part in version.parts]
             made = self._plan(lease, known, into, sources, strict=strict, cast=cast)
-            memories = _memories(into)
-            Execution(self.client, version, known, made, sources, memories).run(self._shadows, verify=verify)
+            Execution(self.client, version, known, made, sources, Targets(into)).run(self._shadows, verify=verify)
         finally:
             self.client.release(lease.id)
         return Fetched(version.number, version.digest, verify, made.num_bytes, time.perf_counter() - began)
@@ -111,7 +110,7 @@ class Reader:
         """Copy into memory that was allocated for this; the lease stays. How many bytes were copied."""
         sources = [open_source(self.client, lease.version, part) for part in lease.version.parts]
         made = make_plan(lease.version.key, known, targets, [source.where for source in sources])
-        memories = [target.memory for target in targets]
+        memories = Targets({str(number): target.memory for number, target in enumerate(targets)})
         Execution(self.client, lease.version, known, made, sources, memories).run(self._shadows, verify=verify)
         return made.num_bytes
 
@@ -131,7 +130,7 @@ class Reader:
             where,
             strict,
             cast,
-            tuple(_fingerprint(label, place) for label, place in into.items()),
+            tuple(_mark(label, place) for label, place in into.items()),
         )
         with self._guard:
             found = self._plans.get(mark)
@@ -234,15 +233,6 @@ class _Holding:
         self._client.release_soon(self._lease)
 
 
-def _memories(into: Mapping[str, Any]) -> list[Tensor]:
-    """The memory of every place, in the order in which their targets are planned."""
-    return [
-        local(entry.tensor if isinstance(entry, At) else entry, name=label)
-        for label, place in into.items()
-        for entry in (place if isinstance(place, list) else [place])
-    ]
-
-
 def check_names(what: str, stored: Mapping[str, Any], into: Mapping[str, Any], *, strict: bool) -> None:
     """Raise `WeightMismatch` unless the names agree."""
     wanted: set[str] = set()
@@ -277,20 +267,19 @@ def check_names(what: str, stored: Mapping[str, Any], into: Mapping[str, Any], *
         )
 
 
-def _fingerprint(label: str, place: Any) -> tuple[Any, ...]:
+def _mark(label: str, place: Any) -> tuple[Any, ...]:
     """Equal as long as a label stands for the same memory, looked at in the same way."""
+    if isinstance(place, Tensor):
+        return label, mark_of(place)
     if isinstance(place, list):
-        return (label, *(_fingerprint("", entry) for entry in place))
+        return label, *(_mark("", entry) for entry in place)
     if isinstance(place, At):
-        return (label, place.where, place.of, _fingerprint("", place.tensor))
-    if not isinstance(place, Tensor):
-        return (label, id(place))
-    inner = getattr(place, "_local_tensor", place)
-    return (label, inner.data_ptr(), inner.dtype, inner.shape, inner.stride(), id(getattr(place, "_spec", None)))
+        return label, place.where, place.of, mark_of(place.tensor)
+    return label, id(place)
 
 
 def _kept(place: Any) -> Any:
-    """What must stay alive for a fingerprint to mean the same."""
+    """What must stay alive for a mark to mean the same."""
     if isinstance(place, list):
         return [_kept(entry) for entry in place]
-    return getattr(place.tensor if isinstance(place, At) else place, "_spec", None)
+    return kept_for(place.tensor if isinstance(place, At) else place)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from forge.store.device_kernel import DeviceTable, are_words
 from forge.store.device_kernel import build as build_on_device
 from forge.store.device_kernel import run as run_on_device
 from forge.store.digest import digest_tensor
-from forge.store.layout import dtype_name, dtype_of
+from forge.store.layout import dtype_name, dtype_of, local
+from forge.store.marks import Mark, addresses
 from forge.store.packing import Packed, Packing, itemsize
 from forge.store.proof import MODULUS, added
 from forge.store.records import Layout
@@ -28,9 +30,26 @@ class Prepared:
     """A state dict, looked at: its layout, and the tables that copy it. It holds no memory of the user's."""
 
     layout: Layout
+    devices: set[torch.device]
     kept: list[Any]
     """What must stay alive for the fingerprint to mean the same."""
     tables: dict[tuple[torch.device, tuple[int, ...] | None], Table] = field(default_factory=dict)
+
+
+class Memories:
+    """The memory of a state dict: where it is, which is often known, and, if it is asked for, as plain tensors."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], marks: Sequence[Mark]) -> None:
+        self._named, self._marks = tensors, marks
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        return [local(tensor, name=name) for name, tensor in self._named.items()]
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        known = addresses(self._marks)
+        return known if known is not None else [tensor.data_ptr() for tensor in self.tensors]
 
 
 @dataclass(eq=False)
@@ -89,11 +108,11 @@ def build(layout: Layout, memories: Sequence[Tensor], packed: Packing, device: t
     return Table(packed, rects, others, digested, places, blocks)
 
 
-def copy(table: Table, layout: Layout, memories: Sequence[Tensor], memory: Tensor) -> list[int]:
+def copy(table: Table, layout: Layout, memories: Memories, memory: Tensor) -> list[int]:
     """Write all pieces; the digest of each."""
     threads = torch.get_num_threads()
     base = [memory.data_ptr()]
-    sources = [tensor.data_ptr() for tensor in memories]
+    sources = memories.addresses
     digests = list(kernel.run(table.rects, sources, base, digest=True, num_threads=threads))
     for blocks in table.on_device:
         digests = added(digests, run_on_device(blocks, sources, base))
@@ -101,7 +120,7 @@ def copy(table: Table, layout: Layout, memories: Sequence[Tensor], memory: Tenso
         return digests
     for entry in table.others:
         view = piece_view(memory, entry.start, entry.piece.box.shape, layout.helds[entry.tensor].dtype)
-        view.copy_(part_of(memories[entry.tensor], entry.piece.at, entry.piece.box.shape), non_blocking=True)
+        view.copy_(part_of(memories.tensors[entry.tensor], entry.piece.at, entry.piece.box.shape), non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if memory.is_cpu:

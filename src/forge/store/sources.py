@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -109,14 +110,19 @@ class Shadows:
         self._kept[part] = memory
 
 
-def pull(
-    client: StoreClient, source: Source, pulls: Sequence[Pull], *, shadow: Tensor, targets: Sequence[Tensor]
-) -> None:
+class HasTensors(Protocol):
+    """Memory to fill, as tensors."""
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+
+def pull(client: StoreClient, source: Source, pulls: Sequence[Pull], *, shadow: Tensor, targets: HasTensors) -> None:
     """Fetch bytes of a part from a process that holds it; if that one is lost, from the next."""
     ranges: list[Range] = []
     base = memory_view(shadow.data_ptr(), shadow.numel())
     direct = {wanted.target for wanted in pulls} - {-1}
-    views = {index: memory_view(targets[index].data_ptr(), span(targets[index])) for index in direct}
+    views = {index: memory_view(targets.tensors[index].data_ptr(), span(targets.tensors[index])) for index in direct}
     for wanted in pulls:
         view = base if wanted.target < 0 else views[wanted.target]
         at = wanted.offset if wanted.target < 0 else wanted.at

@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,13 +20,14 @@ from forge.runtime.meeting import run_id
 from forge.store import kernel
 from forge.store.carrying import is_spread
 from forge.store.client import StoreClient
-from forge.store.layout import held, local
+from forge.store.layout import held
+from forge.store.marks import Mark, kept_for, mark_of
 from forge.store.packing import packing
 from forge.store.proof import pack_digests, sample_seed
 from forge.store.records import HEADER, Begin, Commit, Holder, Layout, Part, SegmentRecord, Ticket
 from forge.store.rects import Places
 from forge.store.segments import Segment
-from forge.store.snapshot import Prepared, Table, as_stored, build, copy
+from forge.store.snapshot import Memories, Prepared, Table, as_stored, build, copy
 from forge.store.transports.cuda import DeviceSegment, to_host
 
 _log = logging.getLogger("forge.store")
@@ -121,13 +122,12 @@ class Writer:
         """Join the version and copy this rank's part of it. When this returns the tensors may change."""
         began = time.perf_counter()
         with self._guard:
-            prepared = self._look_at(tensors, dtype)
+            prepared, marks = self._look_at(tensors, dtype)
         ticket = self._begin(contribution, prepared.layout)
         try:
             for event in ready:
                 event.synchronize()
-            memories = [local(tensor, name=name) for name, tensor in tensors.items()]
-            return self._write(contribution, ticket, prepared, memories, began)
+            return self._write(contribution, ticket, prepared, Memories(tensors, marks), began)
         except BaseException as error:
             why = f"rank {contribution.rank} could not write its part of {contribution.key!r}: {error}"
             self.client.line.tell("give_up", (ticket.id, why))
@@ -151,27 +151,28 @@ class Writer:
 
     # looking
 
-    def _look_at(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Prepared:
-        mark = (dtype, *(_fingerprint(name, tensor) for name, tensor in tensors.items()))
-        if self._prepared is not None and self._prepared[0] == mark:
-            return self._prepared[1]
+    def _look_at(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Prepared, list[Mark]]:
+        marks = [mark_of(tensor) for tensor in tensors.values()]
+        seen = (dtype, tuple(tensors), marks)
+        if self._prepared is not None and self._prepared[0] == seen:
+            return self._prepared[1], marks
         layout = Layout.of(tuple(tensors), tuple(as_stored(held(t, name=name), dtype) for name, t in tensors.items()))
-        prepared = Prepared(layout, [getattr(tensor, "_spec", None) for tensor in tensors.values()])
-        self._prepared = (mark, prepared)
-        return prepared
+        devices = {tensor.device for tensor in tensors.values()}
+        prepared = Prepared(layout, devices, [kept_for(tensor) for tensor in tensors.values()])
+        self._prepared = (seen, prepared)
+        return prepared, marks
 
     def _table(
-        self, prepared: Prepared, memories: Sequence[Tensor], device: torch.device, written: tuple[int, ...] | None
+        self, prepared: Prepared, memories: Memories, device: torch.device, written: tuple[int, ...] | None
     ) -> Table:
         table = prepared.tables.get((device, written))
         if table is None:
             packed = packing(prepared.layout, written)
-            table = prepared.tables[device, written] = build(prepared.layout, memories, packed, device)
+            table = prepared.tables[device, written] = build(prepared.layout, memories.tensors, packed, device)
         return table
 
-    def _gpu(self, memories: Sequence[Tensor], size: int, *, has_volumes: bool) -> tuple[torch.device | None, bool]:
+    def _gpu(self, devices: set[torch.device], size: int, *, has_volumes: bool) -> tuple[torch.device | None, bool]:
         """The GPU on which the snapshot is taken, if it is on one; and whether it is kept there until it is fetched."""
-        devices = {memory.device for memory in memories}
         gpu = next(iter(devices)) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
         if self.on == "cuda" and gpu is None:
             raise StoreError(
@@ -200,11 +201,11 @@ class Writer:
         contribution: Contribution,
         ticket: Ticket,
         prepared: Prepared,
-        memories: Sequence[Tensor],
+        memories: Memories,
         began: float,
     ) -> Staged:
         size = packing(prepared.layout, ticket.written).size
-        gpu, is_kept_there = self._gpu(memories, size, has_volumes=bool(ticket.volumes))
+        gpu, is_kept_there = self._gpu(prepared.devices, size, has_volumes=bool(ticket.volumes))
         staging = self._take_staging(size, gpu) if gpu is not None and not is_kept_there else None
         if staging is None and not is_kept_there:
             gpu = None
@@ -346,9 +347,3 @@ class Writer:
         if self._spare is not None:
             self.client.segments.drop(self._spare.name)
             self._spare = None
-
-
-def _fingerprint(name: str, tensor: Tensor) -> tuple[Any, ...]:
-    """Equal as long as a name stands for the same memory, looked at in the same way."""
-    inner = getattr(tensor, "_local_tensor", tensor)
-    return (name, inner.data_ptr(), inner.dtype, inner.shape, inner.stride(), id(getattr(tensor, "_spec", None)))

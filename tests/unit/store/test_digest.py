@@ -139,25 +139,6 @@ def test_one_bit_changes_it(bit: int) -> None:
 def test_it_is_the_same_for_ever() -> None:
     """Processes of different releases compare digests: these values may never change."""
     assert digest_tensor(torch.arange(5000, dtype=torch.int32)) == 3720724781977193554
-    version = version_digest({"a": ((2, 3), "bfloat16", 7), "b": ((), "float32", 0)})
-    assert version == "d60a4455ec6ed8ed2bfbb293a7c6a8166f73629d6aec62b117b6d1410f92d050"
-
-
-def test_a_version_is_its_names_shapes_dtypes_and_digests() -> None:
-    items = {"a": ((2, 3), "bfloat16", 7), "b": ((3, 2), "bfloat16", 8)}
-    whole = version_digest(items)
-    assert version_digest(dict(reversed(items.items()))) == whole
-    assert version_digest({"a": ([2, 3], "bfloat16", 7), "b": ((3, 2), "bfloat16", 8)}) == whole
-    changed = [
-        {"a": items["a"]},
-        items | {"c": items["a"]},
-        items | {"a": ((3, 2), "bfloat16", 7)},
-        items | {"a": ((2, 3), "float16", 7)},
-        items | {"a": ((2, 3), "bfloat16", 9)},
-        {"a": items["b"], "b": items["a"]},
-        {"A": items["a"], "b": items["b"]},
-    ]
-    assert len({whole, *map(version_digest, changed)}) == len(changed) + 1
 
 
 @pytest.mark.parametrize(

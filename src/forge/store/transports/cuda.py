@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import re
+import struct
 import threading
 from functools import cache, partial
 from pathlib import Path
@@ -118,6 +119,8 @@ class DeviceSegment:
 
     def set_stamp(self, stamp: int) -> None:
         write_stamp(self.memory, stamp)
+        if stamp:
+            torch.cuda.current_stream(self.device).synchronize()  # before anybody is told of it
 
     @property
     def stamp(self) -> int:
@@ -137,7 +140,9 @@ class DeviceSegment:
 
 
 def write_stamp(memory: Tensor, stamp: int) -> None:
-    memory[:STAMP_SIZE].copy_(torch.frombuffer(bytearray(pack_stamp(stamp)), dtype=torch.uint8))
+    words = memory[:STAMP_SIZE].view(torch.int64)
+    for word, value in zip(words, struct.unpack("<2q", pack_stamp(stamp)), strict=True):
+        word.fill_(value)  # a kernel of its own, and so in order with the copies around it, without waiting
 
 
 def read_stamp(memory: Tensor) -> int:
