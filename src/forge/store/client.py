@@ -87,20 +87,25 @@ class StoreClient:
 
     async def acquire(self, wish: Acquire, *, wait_s: float = 0.0) -> Lease:
         """Lease a version; `layouts` of the answer has all that it needs."""
-        return self._with_layouts(wish, await self.line.ask("acquire", (self._with_known(wish), wait_s)))
+        known = self._known(wish)
+        lease: Lease = await self.line.ask("acquire", (replace(wish, known=frozenset(known)), wait_s))
+        return self._with_layouts(wish, lease, known)
 
     def acquire_blocking(self, wish: Acquire, *, wait_s: float = 0.0) -> Lease:
-        return self._with_layouts(wish, self.line.call("acquire", (self._with_known(wish), wait_s)))
+        known = self._known(wish)
+        lease: Lease = self.line.call("acquire", (replace(wish, known=frozenset(known)), wait_s))
+        return self._with_layouts(wish, lease, known)
 
-    def _with_known(self, wish: Acquire) -> Acquire:
+    def _known(self, wish: Acquire) -> dict[str, Layout]:
+        """The layouts of a key that need not be told again; kept by the caller, for another may forget them."""
         with self._guard:
-            return replace(wish, known=frozenset(self._layouts.get((wish.kind, wish.key), ())))
+            return self._layouts.get((wish.kind, wish.key), {})
 
-    def _with_layouts(self, wish: Acquire, lease: Lease) -> Lease:
+    def _with_layouts(self, wish: Acquire, lease: Lease, known: dict[str, Layout]) -> Lease:
         """Complete a lease with the layouts that were known, and remember those of this key for the next one."""
         key = (wish.kind, wish.key)
         with self._guard:
-            known = self._layouts.pop(key, {})
+            self._layouts.pop(key, None)
             used = {part.layout for part in lease.version.parts}
             layouts = {name: lease.layouts.get(name) or known[name] for name in used}
             self._layouts[key] = layouts

@@ -17,6 +17,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def mark_of(tensor: Tensor) -> Mark:
     """Equal as long as a tensor is the same memory, looked at in the same way."""
     if type(tensor) in _PLAIN:
+        if tensor.layout is not torch.strided:  # it has no address; looking at it says so
+            return None, object()
         return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     inner: Any = getattr(tensor, "_local_tensor", None)
     if type(inner) in _PLAIN:

@@ -16,7 +16,7 @@ from forge.store.records import Acquire, Lease
 from forge.store.targets import At, Spec, Target, allocate, is_place, resolve
 from forge.store.trees import put_together, read_structure, take_apart, write_structure
 from forge.store.verifying import Verify, check_verify
-from forge.store.writing import Contribution, Published, Writer
+from forge.store.writing import Contribution, Published, Writer, check_dtype
 
 KIND = "object"
 COPY_BELOW = 1 << 20
@@ -30,6 +30,7 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
     by every rank of its mesh; the value appears when all have. `dtype` converts floating-point tensors on the way.
     """
     check_key(key)
+    check_dtype("put(dtype=)", dtype)
     structure, leaves = take_apart(value, lambda node: isinstance(node, Tensor))
     rank, world_size = participants(leaves)
     extra = write_structure(key, structure)
@@ -86,14 +87,20 @@ async def get(
     """
     check_key(key)
     check_verify("get(verify=)", verify)
+    places = None if into is None else _places("get(into=)", into)
     here = client()
     lease = await here.acquire(Acquire(key, KIND, None), wait_s=wait_s)
 
     def read() -> Any:
         reader = Reader(here)
-        if into is not None:
-            return _fill(reader, lease, into, verify=verify, cast=cast)
-        structure = read_structure(lease.version.extra)
+        if places is not None:
+            reader.fill(lease, places, verify=verify, strict=False, cast=cast)
+            return into
+        try:
+            structure = read_structure(lease.version.extra)
+        except BaseException:
+            here.release(lease.id)
+            raise
         if spec is not None:
             tensors = _parts(reader, lease, spec, verify=verify)
         else:
@@ -103,10 +110,18 @@ async def get(
     return await in_thread(read)
 
 
-def _fill(reader: Reader, lease: Lease, into: Any, *, verify: Verify, cast: bool) -> Any:
+def _places(path: str, into: Any) -> dict[str, Any]:
+    """The memory in `into`, by name."""
     _, places = take_apart(into, is_place)
-    reader.fill(lease, places, verify=verify, strict=False, cast=cast)
-    return into
+    if not places and not (isinstance(into, Mapping) and not into):
+        raise StoreError(
+            "there is no memory to fill",
+            path=path,
+            value=type(into).__name__,
+            rule="a tensor, a DTensor, an At, or a dict, list or tuple of them",
+            repair="leave it out to get new tensors",
+        )
+    return places
 
 
 def _parts(reader: Reader, lease: Lease, spec: Spec | Mapping[str, Spec], *, verify: Verify) -> dict[str, Tensor]:
@@ -136,6 +151,15 @@ def check_spec(key: str, spec: Mapping[str, Any], entries: Mapping[str, Any]) ->
             rule=f"one of {sorted(entries)[:8]}",
             repair="name tensors by the way to them, with dots",
         )
+    for name, part in spec.items():
+        if not isinstance(part, Spec):
+            raise StoreError(
+                f"{name!r} is not to be read by a {type(part).__name__}",
+                path=f"get({key!r}, spec=)",
+                value=part,
+                rule="a Region, a Chunk or a Placed, or a dict of them by name",
+                repair="spec=Chunk(dim=0, index=rank, count=world_size)",
+            )
 
 
 async def put_state_dict(key: str, state_dict: Mapping[str, Any], *, dtype: torch.dtype | None = None) -> Published:
@@ -165,15 +189,19 @@ async def get_state_dict(
         return await get(key, verify=verify, wait_s=wait_s)
     check_key(key)
     check_verify("get_state_dict(verify=)", verify)
+    places = _places("get_state_dict(into=)", into)
     here = client()
     lease = await here.acquire(Acquire(key, KIND, None), wait_s=wait_s)
-    _, places = take_apart(into, is_place)
     await in_thread(Reader(here).fill, lease, places, verify=verify, strict=strict, cast=cast)
     return into
 
 
 async def keys(prefix: str = "") -> list[str]:
     """The keys that there are, sorted; with a prefix, those that begin with it."""
+    if not isinstance(prefix, str):
+        raise StoreError(
+            "a prefix is a string", path="keys(prefix)", value=prefix, rule="a string", repair='keys("batch/")'
+        )
     found: list[str] = await client().line.ask("keys", (KIND, prefix))
     return found
 
@@ -189,14 +217,18 @@ async def delete(key: str | None = None, *, prefix: str | None = None) -> int:
     were: 0 if there was none. Who is reading the value goes on reading it."""
     if (key is None) == (prefix is None):
         raise StoreError(
-            "say what to delete", path="delete(key, prefix=)", value=(key, prefix), rule="a key or a prefix, not both"
+            "say what to delete",
+            path="delete(key, prefix=)",
+            value=(key, prefix),
+            rule="a key or a prefix, not both",
+            repair='delete("batch/1"), or delete(prefix="batch/")',
         )
-    if prefix is None and key is not None and key.endswith("/"):
-        prefix = key
+    if prefix is None:
+        check_key(key)
+        prefix = key if str(key).endswith("/") else None
     if prefix is not None:
         names = await keys(prefix)
     else:
-        check_key(key)
         names = [str(key)]
     count: int = await client().line.ask("delete", (KIND, names))
     return count

@@ -21,7 +21,7 @@ from forge.store.fetch_plan import FetchPlan, make_plan
 from forge.store.marks import kept_for, mark_of
 from forge.store.records import Lease, Version
 from forge.store.sources import Shadows, Source, open_source
-from forge.store.targets import At, Target, allocate, is_place, resolve, stored_name
+from forge.store.targets import At, Target, allocate, check_at, is_place, resolve, stored_name
 from forge.store.transports.cuda import alias
 from forge.store.verifying import (
     Verify,
@@ -98,6 +98,7 @@ class Reader:
         began = time.perf_counter()
         version = lease.version
         try:
+            check_into(into)
             known = self.catalog(lease)
             sources = [open_source(self.client, version, part) for part in version.parts]
             made = self._plan(lease, known, into, sources, strict=strict, cast=cast)
@@ -231,6 +232,22 @@ class _Holding:
 
     def release(self) -> None:
         self._client.release_soon(self._lease)
+
+
+def check_into(into: object) -> None:
+    """Raise unless this is a dict of places; each `At` among them must say what it means."""
+    if not isinstance(into, Mapping):
+        raise StoreError(
+            "there is no memory to fill",
+            path="fetch(into)",
+            value=type(into).__name__,
+            rule="a dict from names to tensors, DTensors, Ats or lists of Ats",
+            repair="fetch(model.state_dict())",
+        )
+    for label, place in into.items():
+        for entry in place if isinstance(place, list) else [place]:
+            if isinstance(entry, At):
+                check_at(label, entry)
 
 
 def check_names(what: str, stored: Mapping[str, Any], into: Mapping[str, Any], *, strict: bool) -> None:

@@ -60,7 +60,8 @@ class _Building:
     parts: dict[int, Part] = field(default_factory=dict)
     extra: bytes = b""
     failure: StoreError | None = None
-    is_complete: bool = False
+    version: Version | None = None
+    """Once it is complete."""
 
 
 @dataclass(eq=False)
@@ -127,11 +128,11 @@ class Registry:
     def begin(self, session: int, wish: Begin) -> int | None:
         """A rank joins a version. Its ticket's number; None if its layout has to be told first."""
         key = (wish.kind, wish.key)
-        if wish.layout is not None:
-            self._layouts.setdefault(wish.layout_id, wish.layout)
-        elif wish.layout_id not in self._layouts:
+        if wish.layout is None and wish.layout_id not in self._layouts:
             return None
         building = self._join(key, wish)
+        if wish.layout is not None:
+            self._layouts.setdefault(wish.layout_id, wish.layout)
         writer = _Writer(next(self._ids), session, wish.rank, wish.layout_id, building)
         building.writers[wish.rank] = writer
         self._writers[writer.ticket] = writer
@@ -141,7 +142,15 @@ class Registry:
         return writer.ticket
 
     def _join(self, key: Key, wish: Begin) -> _Building:
-        under_way = self._building.setdefault(key, [])
+        if not 0 <= wish.rank < wish.world_size:
+            raise StoreError(
+                f"a rank that publishes {wish.key!r} is not one of the ranks",
+                path=f"{wish.key}.publish()",
+                value=f"rank {wish.rank} of {wish.world_size}",
+                rule="0 <= rank < world_size",
+                repair="set RANK and WORLD_SIZE, or say it: Weights(rank=, world_size=)",
+            )
+        under_way = self._building.get(key, [])
         for building in under_way:
             if wish.version is None and wish.rank in building.writers:
                 continue
@@ -162,7 +171,7 @@ class Registry:
                 repair=f"publish version {newest + 1}, or go back first: `await weights.rewind(to={number - 1})`",
             )
         building = _Building(key, number, wish.world_size, wish.keep)
-        under_way.append(building)
+        self._building.setdefault(key, []).append(building)
         return building
 
     def _check_joining(self, building: _Building, wish: Begin) -> None:
@@ -232,19 +241,24 @@ class Registry:
     def _spare_for(self, writer: _Writer, written: tuple[int, ...] | None) -> _Spare | None:
         """A free segment of the writer's that fits; those that do not are given up."""
         size = packing(self._layouts[writer.layout], written).size
+        found: _Spare | None = None
         for spare in self._spares.pop((writer.session, writer.building.key), []):
-            if size <= spare.size <= 2 * size:
-                return spare
-            self._drop(spare.name, spare.openers | {writer.session})
-        return None
+            if found is None and size <= spare.size <= 2 * size:
+                found = spare
+            else:
+                self._drop(spare.name, spare.openers | {writer.session})
+        return found
 
     def commit(self, session: int, commit: Commit) -> None:
         """A rank's part is written. With the last one the version becomes visible."""
-        writer = self._writers[commit.ticket]
+        writer = self._writers.get(commit.ticket)
+        if writer is None:
+            self._drop_part(commit.part)
+            raise StoreError("a part was committed that nobody began", value=commit.ticket, rule="begin, then commit")
         building = writer.building
-        if building.failure is not None:
-            raise building.failure
         building.parts[writer.rank] = commit.part
+        if building.failure is not None:  # who holds the part hears of it when the ticket is closed
+            raise building.failure
         building.extra = building.extra or commit.extra
         if len(building.parts) == building.world_size:
             self._complete(building)
@@ -253,10 +267,17 @@ class Registry:
         parts = tuple(building.parts[rank] for rank in range(building.world_size))
         digest = version_digest(parts, self._layouts, building.extra)
         version = Version(building.key[1], building.number, parts, digest, building.extra)
-        building.is_complete = True
-        self._building[building.key].remove(building)
+        building.version = version
+        self._not_under_way(building)
         owners = {rank: writer.session for rank, writer in building.writers.items()}
-        openers = {session for writer in building.writers.values() if writer.reuse for session in writer.reuse.openers}
+        openers: set[int] = set()
+        for writer in building.writers.values():
+            if writer.reuse is None:
+                continue
+            if any(holder.segment == writer.reuse.name for holder in building.parts[writer.rank].segment.holders):
+                openers |= writer.reuse.openers
+            else:  # it was not needed: the part is kept elsewhere
+                self._drop(writer.reuse.name, writer.reuse.openers | {writer.session})
         kept = _Kept(version, owners, openers=openers, has_spare=building.key[0] != "weights" or building.keep > 1)
         self._kept.setdefault(building.key, {})[building.number] = kept
         self._newest[building.key] = max(building.number, self._newest.get(building.key, -1))
@@ -268,12 +289,7 @@ class Registry:
         building = self._writers[ticket].building
         if building.failure is not None:
             raise building.failure
-        if not building.is_complete:
-            return None
-        kept = self._kept.get(building.key, {}).get(building.number)
-        if kept is not None:
-            return kept.version
-        return Version(building.key[1], building.number, (), "", b"")  # complete, and retired since
+        return building.version
 
     def close_ticket(self, ticket: int, why: str = "") -> None:
         """A writer is done, or gives up: an unfinished version is then abandoned."""
@@ -281,24 +297,43 @@ class Registry:
         if writer is None:
             return
         building = writer.building
-        if not building.is_complete:
+        if building.version is None:
             number, name = building.number, building.key[1]
             reason = why or f"rank {writer.rank} gave up before version {number} of {name!r} was complete"
             self._fail(building, StoreError(reason, path=name, value=number, repair="publish again, from every rank"))
         if building.failure is not None or writer.rank not in building.parts:
             self._layout_done(writer.layout)
             self._take_back(writer)
+            self._forget(building.key)
 
     def _take_back(self, writer: _Writer) -> None:
-        """A segment that a writer got for a version that came to nothing is free again."""
-        if writer.reuse is not None:
-            self._spares.setdefault((writer.session, writer.building.key), []).append(writer.reuse)
+        """A segment that a writer got for a version that came to nothing is free again; whoever took its part from it
+        has it for nothing."""
+        spare, part = writer.reuse, writer.building.parts.get(writer.rank)
+        if spare is not None and part is not None:
+            held = {holder.session for holder in part.segment.holders if holder.segment == spare.name}
+            spare = replace(spare, openers=spare.openers | held)
+        if part is not None:
+            self._drop_part(part, but=spare)
+        if spare is not None:
+            self._spares.setdefault((writer.session, writer.building.key), []).append(spare)
+
+    def _drop_part(self, part: Part, *, but: _Spare | None = None) -> None:
+        for holder in part.segment.holders:
+            if but is None or holder.segment != but.name:
+                self._drop(holder.segment, {holder.session})
 
     def _fail(self, building: _Building, failure: StoreError) -> None:
         if building.failure is None:
             building.failure = failure
-            self._building[building.key].remove(building)
+            self._not_under_way(building)
             self._outside.changed(building.key)
+
+    def _not_under_way(self, building: _Building) -> None:
+        under_way = self._building[building.key]
+        under_way.remove(building)
+        if not under_way:
+            del self._building[building.key]
 
     # reading
 
@@ -403,7 +438,8 @@ class Registry:
         for building in [b for b in self._building.get(key, ()) if b.number > to]:
             self._fail(building, StoreError(f"{key[1]!r} was rewound to version {to}", path=key[1], value=to))
         retired = self._retire(key, [number for number in self._kept.get(key, {}) if number > to])
-        self._newest[key] = min(to, self._newest.get(key, -1))
+        if key in self._newest:
+            self._newest[key] = min(to, self._newest[key])
         return retired
 
     def delete(self, kind: str, names: Iterable[str]) -> int:
@@ -429,28 +465,35 @@ class Registry:
 
     def _free(self, key: Key, kept: _Kept) -> None:
         """Nobody reads a retired version any more: its memory goes back to its writers, or is given up."""
-        versions = self._kept[key]
-        if versions.get(kept.version.number) is kept:
+        versions = self._kept.get(key, {})
+        if versions.get(kept.version.number) is kept:  # not where the number was published again meanwhile
             del versions[kept.version.number]
-        if not versions:
-            del self._kept[key]
-            if key[0] == "object" and not self._building.get(key):
-                self._newest.pop(key, None)
-                self._building.pop(key, None)
+            if not versions:
+                del self._kept[key]
+        is_wanted = key[0] == "weights" or key in self._kept or key in self._building
         for part in kept.version.parts:
             self._layout_done(part.layout)
             owner = kept.owners[part.rank]
-            spares = self._spares.setdefault((owner, key), [])
             owned = [holder.segment for holder in part.segment.holders if holder.session == owner]
-            is_wanted = key[0] == "weights" or key in self._kept or self._building.get(key)
-            if owned and is_wanted and kept.has_spare and len(spares) < SPARES:
-                openers = kept.openers | {holder.session for holder in part.segment.holders}
-                spares.append(_Spare(owned[0], part.segment.size, frozenset(openers)))
-                continue
-            for holder in part.segment.holders:
-                self._drop(holder.segment, {holder.session} | kept.openers)
-            if not spares:
-                del self._spares[owner, key]
+            spare: _Spare | None = None
+            if owned and is_wanted and kept.has_spare and len(self._spares.get((owner, key), ())) < SPARES:
+                sessions = {holder.session for holder in part.segment.holders if holder.segment == owned[0]}
+                spare = _Spare(owned[0], part.segment.size, frozenset(kept.openers | sessions))
+                self._spares.setdefault((owner, key), []).append(spare)
+            for segment in {holder.segment for holder in part.segment.holders}:
+                if spare is None or segment != spare.name:
+                    holding = {holder.session for holder in part.segment.holders if holder.segment == segment}
+                    self._drop(segment, holding | kept.openers)
+        self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        """Keep nothing of a value that is gone. Weights keep their newest number and their free segments."""
+        if key[0] == "weights" or key in self._kept or key in self._building:
+            return
+        self._newest.pop(key, None)
+        for owner, name in [entry for entry in self._spares if entry[1] == key]:
+            for spare in self._spares.pop((owner, name)):
+                self._drop(spare.name, spare.openers | {owner})
 
     def _drop(self, segment: str, sessions: Iterable[int]) -> None:
         for session in sessions:
@@ -479,14 +522,18 @@ class Registry:
         for owner, key in [entry for entry in self._spares if entry[0] == session]:
             for spare in self._spares.pop((owner, key)):
                 self._drop(spare.name, spare.openers - {session})
-        for versions in self._kept.values():
-            for kept in versions.values():
-                kept.openers.discard(session)
-                for part in kept.version.parts:
-                    for holder in part.segment.holders:
-                        if holder.session == session:
-                            kept.losses[part.rank] = holder.describe()
-                kept.version = _without(kept.version, session)
+        known = {kept for versions in self._kept.values() for kept in versions.values()}
+        for kept in known | {kept for _, _, kept in self._leases.values()}:  # also those whose number was used again
+            kept.openers.discard(session)
+            for part in kept.version.parts:
+                gone = {holder.segment: holder for holder in part.segment.holders if holder.session == session}
+                for holder in gone.values():
+                    kept.losses[part.rank] = holder.describe()
+                for segment in gone.keys() - {
+                    holder.segment for holder in part.segment.holders if holder.session != session
+                }:
+                    self._drop(segment, kept.openers)  # nobody can be asked for it any more
+            kept.version = _without(kept.version, session)
 
     def add_volume(self, session: int, volume: Holder) -> None:
         """A storage volume is ready."""

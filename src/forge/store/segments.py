@@ -53,7 +53,7 @@ class Segment:
     """A segment of this process, or of another that was opened here."""
 
     def __init__(self, name: str, fd: int, size: int, *, is_own: bool, is_private: bool = False) -> None:
-        self.name, self.fd, self.size = name, fd, size
+        self.name, self.size = name, size
         self.is_on_disk = False
         self.is_writable = is_own or is_private
         if is_own:
@@ -64,6 +64,7 @@ class Segment:
             self.map = mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         else:
             self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.fd = fd  # last: whoever made it closes it if it could not be mapped
 
     def flat(self) -> Tensor:
         """The whole segment as bytes. The tensor keeps the mapping alive; a segment of another must not be written."""

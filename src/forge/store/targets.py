@@ -111,15 +111,28 @@ def stored_name(label: str, entry: Any) -> str:
     return entry.of if isinstance(entry, At) and entry.of is not None else label
 
 
+def check_at(label: str, entry: At) -> None:
+    """Raise unless an `At` says what to fill and with which part."""
+    if not isinstance(entry.tensor, Tensor) or not isinstance(entry.where, (tuple, Region, Chunk)):
+        raise StoreError(
+            f"{label!r} does not say what to fill, or with which part",
+            path=label,
+            value=(type(entry.tensor).__name__, entry.where),
+            rule="At(tensor, where), where `where` is a tuple of offsets, a Region or a Chunk",
+            repair="At(tensor, (1024, 0))",
+        )
+
+
 def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str]], *, cast: bool) -> Target:
     name = stored_name(label, entry)
     shape, dtype = shapes[name]
     if isinstance(entry, At):
         tensor = entry.tensor
+        check_at(label, entry)
         if isinstance(entry.where, tuple):
             offset = tuple(entry.where) or (0,) * len(shape)
         else:
-            offset, extent = entry.where.resolve(shape)
+            offset, extent = _resolved(label, entry.where, shape)
             _check_extent(label, tuple(tensor.shape), extent)
         want = wanted(tensor, shape=shape, offset=offset, name=label)
     else:
@@ -162,9 +175,18 @@ def allocate(
     kind = dtype_of(dtype)
     if isinstance(spec, Placed):
         return _sharded(name, spec, shape, kind)
-    offset, extent = ((0,) * len(shape), shape) if spec is None else spec.resolve(shape)
+    offset, extent = ((0,) * len(shape), shape) if spec is None else _resolved(name, spec, shape)
+    pieces = region_pieces(shape, offset, extent, name=name)
     tensor = torch.empty(extent, dtype=kind, device=device)
-    return tensor, Target(name, name, tensor, region_pieces(shape, offset, extent, name=name))
+    return tensor, Target(name, name, tensor, pieces)
+
+
+def _resolved(name: str, part: Region | Chunk, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    try:
+        return part.resolve(shape)
+    except StoreError as error:
+        error.path = name
+        raise
 
 
 def _sharded(name: str, spec: Placed, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Target]:

@@ -35,6 +35,7 @@ def take_apart(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dict[st
                 raise StoreError(
                     f"two tensors of the value have the name {path!r}",
                     path=path,
+                    value=path,
                     rule="the way to each tensor, its keys joined with dots, is unique",
                     repair="rename one of the keys",
                 )
@@ -82,6 +83,7 @@ def write_structure(key: str, structure: Any) -> bytes:
         raise StoreError(
             f"a part of the value of {key!r} that is no tensor cannot be pickled: {error}",
             path=key,
+            value=type(error).__name__,
             rule="values are tensors, nested dicts, lists and tuples of them, and small picklable objects",
             repair="leave out what cannot be pickled",
         ) from error

@@ -15,7 +15,7 @@ from forge.errors import StoreError
 from forge.store.client import StoreClient, client, in_thread, start
 from forge.store.reading import Fetched, Reader, Verify, check_verify
 from forge.store.records import Acquire, Lease, VersionInfo
-from forge.store.writing import Contribution, Published, Writer, ranks_of
+from forge.store.writing import Contribution, Published, Writer, check_dtype, ranks_of
 
 _log = logging.getLogger("forge.store")
 KIND = "weights"
@@ -105,7 +105,10 @@ class Weights:
                 rule="both or neither",
                 repair="give both, or leave both out",
             )
-        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+        for name_of, number in (("rank", rank), ("world_size", world_size)):
+            if number is not None:
+                _check_whole(f"Weights({name_of}=)", number, least=int(name_of == "world_size"))
+        if rank is not None and world_size is not None and rank >= world_size:
             raise StoreError(
                 "rank is not one of the ranks",
                 path="Weights(rank=, world_size=)",
@@ -113,18 +116,15 @@ class Weights:
                 rule="0 <= rank < world_size",
                 repair="Weights(name, rank=0, world_size=1)",
             )
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise StoreError(
-                "weights are published in a floating-point dtype",
-                path="Weights(dtype=)",
-                value=dtype,
-                rule="a floating-point torch.dtype or None",
-                repair="dtype=torch.bfloat16",
-            )
+        check_dtype("Weights(dtype=)", dtype)
         check_verify("Weights(verify=)", verify)
         if on not in ("auto", "host", "cuda"):
             raise StoreError(
-                "there is no such place for weights", path="Weights(on=)", value=on, rule="auto, host or cuda"
+                "there is no such place for weights",
+                path="Weights(on=)",
+                value=on,
+                rule="auto, host or cuda",
+                repair='on="auto"',
             )
         self.name, self.keep, self.dtype, self.verify, self.on = name, keep, dtype, verify, on
         self._rank, self._world_size = rank, world_size

@@ -82,6 +82,17 @@ class Staged:
     samples: bytes = b""
 
 
+def check_dtype(path: str, dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise StoreError(
+            "tensors are converted to a floating-point dtype",
+            path=path,
+            value=dtype,
+            rule="a floating-point torch.dtype or None",
+            repair="dtype=torch.bfloat16",
+        )
+
+
 def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Which of how many publishing ranks this process is, unless the user has said so."""
     if rank is not None and world_size is not None:

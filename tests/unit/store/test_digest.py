@@ -13,7 +13,7 @@ from kernel_reference import digest_of_bytes
 from forge.errors import StoreError
 from forge.store import digest
 from forge.store.boxes import Box
-from forge.store.digest import combine, digest_on_device, digest_tensor, version_digest
+from forge.store.digest import digest_on_device, digest_tensor
 
 CALM = settings(derandomize=True, deadline=None, max_examples=100)
 
@@ -111,7 +111,7 @@ def test_parts_add_up_to_the_whole(way, case: tuple[torch.Tensor, list[list[int]
         part = tensor[tuple(slice(low, high) for low, high in spans)]
         parts.append(way(part, box=box, shape=shape))
         assert way(part.clone(), box=box, shape=shape) == parts[-1]
-    assert combine(parts) == digest_of_bytes(content(tensor))
+    assert sum(parts) % (1 << 64) == digest_of_bytes(content(tensor))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)

@@ -1,0 +1,131 @@
+"""Who writes what: every element once, whoever holds it, and an error where that cannot be."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.errors import StoreError
+from forge.store.assignment import check_whole, share_out
+from forge.store.boxes import Box, Held, Piece
+from forge.store.packing import pieces_of
+from forge.store.records import Layout
+
+Boxes = list[Box]
+
+
+def held(shape: tuple[int, ...], boxes: Boxes, dtype: str = "float32") -> Held:
+    return Held(shape, dtype, tuple(Piece(box, (0,) * len(shape)) for box in boxes))
+
+
+def layout(**tensors: Held) -> Layout:
+    return Layout.of(tuple(tensors), tuple(tensors.values()))
+
+
+def rows(start: int, count: int, width: int = 4) -> Box:
+    return Box((start, 0), (count, width))
+
+
+def written(layouts: list[Layout], shares: list[tuple[int, ...] | None]) -> Counter[tuple[str, tuple[int, ...]]]:
+    """How often each element of each tensor is written."""
+    found: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for one, share in zip(layouts, shares, strict=True):
+        for number, tensor, _, piece in pieces_of(one):
+            if share is None or number in share:
+                ranges = (range(low, high) for low, high in zip(piece.box.offset, piece.box.end, strict=True))
+                found.update((one.names[tensor], at) for at in itertools.product(*ranges))
+    return found
+
+
+def test_one_rank_writes_all_it_has() -> None:
+    alone = layout(a=held((4, 4), [rows(0, 1), rows(1, 3)]), b=held((), [Box((), ())]), none=held((0, 4), []))
+    assert share_out("policy", [alone]) == [None]
+
+
+def test_replicas_are_shared_out_by_bytes() -> None:
+    large, small = held((8, 4), [Box.whole((8, 4))], "float64"), held((8, 4), [Box.whole((8, 4))], "int8")
+    layouts = [layout(large=large, a=small, b=small, c=small)] * 2
+    assert share_out("policy", layouts) == [(0,), (1, 2, 3)]
+
+
+def test_ranks_may_have_other_tensors_and_other_orders() -> None:
+    """Stages of a pipeline: each has its own, and one that both have."""
+    part = held((4, 4), [Box.whole((4, 4))])
+    layouts = [layout(first=part, both=part), layout(both=part, last=part)]
+    shares = share_out("policy", layouts)
+    assert set(written(layouts, shares).values()) == {1}
+    assert {name for name, _ in written(layouts, shares)} == {"first", "both", "last"}
+
+
+def test_a_rank_that_has_nothing_writes_nothing() -> None:
+    layouts = [layout(w=held((2, 4), [Box.whole((2, 4))])), layout(w=held((2, 4), []))]
+    assert share_out("policy", layouts) == [(0,), ()]
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> list[Layout]:
+    """Rows cut in some ways, each tensor by its own number of shards, each shard on one or more ranks."""
+    num_ranks = draw(st.integers(1, 4))
+    tensors: dict[str, list[Held]] = {}
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        height = draw(st.integers(0, 6))
+        cuts = sorted(draw(st.lists(st.integers(0, height), max_size=3)))
+        boxes = [rows(low, high - low) for low, high in itertools.pairwise([0, *cuts, height]) if low < high]
+        owners = [draw(st.sets(st.integers(0, num_ranks - 1), min_size=1)) for _ in boxes]
+        tensors[name] = [
+            held((height, 4), [box for box, ranks in zip(boxes, owners, strict=True) if rank in ranks])
+            for rank in range(num_ranks)
+        ]
+    return [layout(**{name: helds[rank] for name, helds in tensors.items()}) for rank in range(num_ranks)]
+
+
+@settings(derandomize=True, deadline=None, database=None, max_examples=200)
+@given(meshes())
+def test_every_element_is_written_once_by_somebody_who_has_it(layouts: list[Layout]) -> None:
+    shares = share_out("policy", layouts)
+    found = written(layouts, shares)
+    expected = {
+        (name, at)
+        for name, have in zip(layouts[0].names, layouts[0].helds, strict=True)
+        for at in itertools.product(*map(range, have.shape))
+    }
+    assert set(found) == expected
+    assert set(found.values()) <= {1}
+
+
+@pytest.mark.parametrize(
+    ("boxes", "what"),
+    [
+        ([rows(0, 3)], "'w' is not whole: 12 of 16 elements"),
+        ([], "'w' is not whole: 0 of 16"),
+        ([rows(0, 3), rows(2, 2)], "parts of 'w' overlap"),
+        ([rows(0, 4), rows(0, 2)], "parts of 'w' overlap"),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_tensor_that_is_not_whole_is_refused(boxes: Boxes, what: str, num_ranks: int) -> None:
+    layouts = [layout(w=held((4, 4), boxes[rank::num_ranks])) for rank in range(num_ranks)]
+    with pytest.raises(StoreError, match=what) as caught:
+        share_out("policy", layouts)
+    assert caught.value.path == "policy/w"
+    assert None not in (caught.value.rule, caught.value.repair)
+
+
+@pytest.mark.parametrize("other", [held((4, 5), [rows(0, 4, 5)]), held((4, 4), [rows(0, 4)], "bfloat16")])
+def test_ranks_must_agree_about_shape_and_dtype(other: Held) -> None:
+    mine = held((4, 4), [rows(0, 4)])
+    with pytest.raises(StoreError, match="disagree about 'w'") as caught:
+        share_out("policy", [layout(a=mine, w=mine), layout(w=other)])
+    assert (caught.value.path, "on rank 1" in str(caught.value.value)) == ("policy/w", True)
+    assert "[4, 4] float32" in str(caught.value.rule)
+
+
+def test_a_scalar_and_an_empty_tensor_are_whole() -> None:
+    check_whole("policy", "scalar", held((), []), [Box((), ())])
+    check_whole("policy", "empty", held((3, 0), []), [])
+    with pytest.raises(StoreError, match="0 of 1 elements"):
+        check_whole("policy", "scalar", held((), []), [])
