@@ -83,6 +83,17 @@ def fails(state: dict[str, Any], verify: str) -> str:
     return ""
 
 
+def hold(state: dict[str, Any]) -> None:
+    state["held"] = ts.Weights("policy").fetch_blocking()
+
+
+def check_held(state: dict[str, Any]) -> int:
+    held = state["held"]
+    for name, expected in make(held.version).items():
+        assert torch.equal(held.tensors[name].cpu(), expected), name
+    return held.version
+
+
 @pytest.fixture
 def peers() -> Iterator[list[Peer]]:
     started: list[Peer] = []
@@ -128,6 +139,16 @@ def test_a_flipped_bit_is_seen(peers: list[Peer]) -> None:
         told = reader.run(fails, verify)
         assert told.startswith("WeightMismatch")
         assert "embed" in told
+
+
+def test_views_of_device_memory_keep_their_version(peers: list[Peer]) -> None:
+    publisher, reader = Peer(), Peer()
+    peers.extend([publisher, reader])
+    publisher.run(publish, 0, {"on": "cuda"})
+    reader.run(hold)
+    for version in range(1, 5):
+        publisher.run(publish, version, {"on": "cuda"})
+    assert reader.run(check_held) == 0
 
 
 def test_a_version_on_a_gpu_ends_with_its_publisher(peers: list[Peer]) -> None:
