@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 from torch import Tensor
@@ -87,21 +87,26 @@ class StoreClient:
 
     async def acquire(self, wish: Acquire, *, wait_s: float = 0.0) -> Lease:
         """Lease a version; `layouts` of the answer has all that it needs."""
-        known = self._known(wish)
-        lease: Lease = await self.line.ask("acquire", (replace(wish, known=frozenset(known)), wait_s))
-        return self._with_layouts(wish, lease, known)
+        asked = self.ask_for(wish, wait_s=wait_s)
+        try:
+            await asyncio.shield(asyncio.wrap_future(asked.answer))
+        except asyncio.CancelledError:
+            asked.let_go()
+            raise
+        return asked.lease()
 
-    def acquire_blocking(self, wish: Acquire, *, wait_s: float = 0.0) -> Lease:
+    def ask_for(self, wish: Acquire, *, wait_s: float = 0.0) -> Asked:
+        """Ask for a lease, to be waited for later."""
         known = self._known(wish)
-        lease: Lease = self.line.call("acquire", (replace(wish, known=frozenset(known)), wait_s))
-        return self._with_layouts(wish, lease, known)
+        answer = self.line.request("acquire", (replace(wish, known=frozenset(known)), wait_s))
+        return Asked(self, wish, known, answer)
 
     def _known(self, wish: Acquire) -> dict[str, Layout]:
         """The layouts of a key that need not be told again; kept by the caller, for another may forget them."""
         with self._guard:
             return self._layouts.get((wish.kind, wish.key), {})
 
-    def _with_layouts(self, wish: Acquire, lease: Lease, known: dict[str, Layout]) -> Lease:
+    def with_layouts(self, wish: Acquire, lease: Lease, known: dict[str, Layout]) -> Lease:
         """Complete a lease with the layouts that were known, and remember those of this key for the next one."""
         key = (wish.kind, wish.key)
         with self._guard:
@@ -163,6 +168,29 @@ class StoreClient:
             with self._guard:
                 self._opened[holder.segment] = segment
         return segment
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A lease that was asked for."""
+
+    client: StoreClient
+    wish: Acquire
+    known: dict[str, Layout]
+    answer: Future[Lease]
+
+    def lease(self) -> Lease:
+        """Wait for it. `layouts` has all that it needs."""
+        return self.client.with_layouts(self.wish, self.answer.result(), self.known)
+
+    def let_go(self) -> None:
+        """Nobody wants it any more: it is released, when it comes or again."""
+
+        def came(answer: Future[Lease]) -> None:
+            if answer.exception() is None:
+                self.client.release_soon(answer.result().id)
+
+        self.answer.add_done_callback(came)
 
 
 _client: StoreClient | None = None

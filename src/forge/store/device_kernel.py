@@ -7,7 +7,7 @@ works through all of them. Rows whose runs are not made of whole, aligned words 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -25,6 +25,8 @@ GROUP: Final = 4
 COLUMNS: Final = 7
 """Source base and offset, destination base and offset, words (and place in the block), slot, weight of the block."""
 
+_MAX_BASES: Final = 8
+
 Numbers = npt.NDArray[np.int64]
 
 
@@ -41,6 +43,8 @@ class DeviceTable:
     """Whether float32 is read and bfloat16 written."""
     is_aligned: bool
     """Whether all offsets are multiples of 16 bytes, so that threads can load four words at once."""
+    bases: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """Addresses that were given before, on the device."""
 
 
 def are_words(shape: Sequence[int], *, itemsize: int, walks: tuple[Walk, Walk, Walk], is_cast: bool = False) -> bool:
@@ -136,8 +140,13 @@ def run(
     from forge.store.device_program import work
 
     device = table.full.device
-    is_aligned = table.is_aligned and not any(address % 16 for address in (*sources, *targets))
-    bases = torch.tensor([*sources, *targets], dtype=torch.int64, device=device)
+    given = (*sources, *targets)
+    is_aligned = table.is_aligned and not any(address % 16 for address in given)
+    bases = table.bases.get(given)
+    if bases is None:
+        if len(table.bases) >= _MAX_BASES:
+            table.bases.clear()
+        bases = table.bases[given] = torch.tensor(given, dtype=torch.int64, device=device)
     sums = torch.zeros(max(1, table.num_slots), dtype=torch.int64, device=device)
     with torch.cuda.device(device):
         for blocks in (table.full, table.rest):

@@ -18,7 +18,7 @@ from forge.store.client import StoreClient
 from forge.store.digest import digest_tensor
 from forge.store.fetch_plan import FetchPlan
 from forge.store.layout import local
-from forge.store.marks import addresses, mark_of
+from forge.store.marks import Mark, addresses, kept_for, mark_of
 from forge.store.proof import MODULUS, added
 from forge.store.records import Version
 from forge.store.rects import SLOT, Rects
@@ -45,11 +45,20 @@ class Targets:
     the order in which it was planned."""
 
     def __init__(self, into: Mapping[str, Any]) -> None:
-        self._places = [
-            (label, entry.tensor if isinstance(entry, At) else entry)
-            for label, place in into.items()
-            for entry in (place if isinstance(place, list) else [place])
-        ]
+        self._places: list[tuple[str, Tensor]] = []
+        self.marks: list[Mark] = []
+        """By which the same memory is recognised when it comes again."""
+        for label, place in into.items():
+            for entry in place if isinstance(place, list) else (place,):
+                tensor, where = (entry.tensor, (entry.where, entry.of)) if isinstance(entry, At) else (entry, None)
+                mark = mark_of(tensor) if isinstance(tensor, Tensor) else (None, object())
+                self._places.append((label, tensor))
+                self.marks.append((mark[0], label, where, mark[1:]))
+
+    @property
+    def kept(self) -> list[Any]:
+        """What must stay alive for the marks to mean the same."""
+        return [kept_for(tensor) for _, tensor in self._places]
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -57,7 +66,7 @@ class Targets:
 
     @cached_property
     def addresses(self) -> list[int]:
-        known = addresses([mark_of(tensor) for _, tensor in self._places])
+        known = addresses(self.marks)
         return known if known is not None else [tensor.data_ptr() for tensor in self.tensors]
 
     @property
@@ -80,7 +89,8 @@ class Execution:
     def run(self, shadows: Shadows, *, verify: Verify) -> None:
         """Copy everything, and check it. Raises `WeightMismatch` if it is not what was published."""
         for source in self.sources:
-            source.check_stamp(self.version)
+            if source.segment is not None:  # on a GPU this costs a wait, and the second look sees what the first does
+                source.check_stamp(self.version)
         taken: dict[int, Tensor] = {}
         try:
             for index, pulls in self.plan.pulls.items():
@@ -104,7 +114,9 @@ class Execution:
         """Copy by all three means; the digests of what the kernels copied."""
         bases, targets = [part.data_ptr() for part in self._parts], self.targets.addresses
         threads = torch.get_num_threads()
-        found = kernel.run(self.plan.rects, bases, targets, digest=is_digested, num_threads=threads)
+        found: list[int] = []
+        if len(self.plan.rects) or not len(self.plan.on_device):
+            found = kernel.run(self.plan.rects, bases, targets, digest=is_digested, num_threads=threads)
         if len(self.plan.on_device):
             found = added(found, self._on_gpu("on_device", bases, targets, copy=True, digest=is_digested))
         self._copy_with_torch()
@@ -139,8 +151,10 @@ class Execution:
 
     def _landed(self) -> list[int]:
         """Digests of what came into the targets by other means than the kernels."""
-        threads = torch.get_num_threads()
-        found = kernel.digest_only(self.plan.landed, self.targets.addresses, side="dst", num_threads=threads)
+        found: list[int] = []
+        if len(self.plan.landed):
+            threads = torch.get_num_threads()
+            found = kernel.digest_only(self.plan.landed, self.targets.addresses, side="dst", num_threads=threads)
         if len(self.plan.landed_on_device):
             found = added(found, self._on_gpu("landed_on_device", self.targets.addresses, [], copy=False))
         return found
@@ -148,7 +162,8 @@ class Execution:
     # cheap
 
     def _check_cheaply(self, found: Sequence[int]) -> None:
-        found = added(found, self._landed())
+        landed = self._landed()
+        found = added(found, landed) if landed else found
         unproven = {entry.slot for entry in self.plan.torch_copies if entry.proof != "table"}
         times = {slot: count for slot, count in self.plan.whole.items() if slot not in unproven}
         differ = compare_digests(self.known, self.version, found, times)
@@ -211,7 +226,8 @@ class Execution:
         """Digests of all that is in the targets, except what was converted."""
         threads = torch.get_num_threads()
         found = kernel.digest_only(self.plan.rects, self.targets.addresses, side="dst", num_threads=threads)
-        found = added(found, self._landed())
+        landed = self._landed()
+        found = added(found, landed) if landed else found
         if len(self.plan.on_device):
             found = added(found, self._on_device_targets())
         for entry in self.plan.torch_copies:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,6 @@ from forge.store.catalog import Catalog, CatalogKey, catalog, catalog_key
 from forge.store.client import StoreClient
 from forge.store.execution import Execution, Targets
 from forge.store.fetch_plan import FetchPlan, make_plan
-from forge.store.marks import kept_for, mark_of
 from forge.store.records import Lease, Version
 from forge.store.sources import Shadows, Source, open_source
 from forge.store.targets import At, Target, allocate, check_at, is_place, resolve, stored_name
@@ -32,7 +31,7 @@ from forge.store.verifying import (
 from forge.store.views import part_of, piece_view
 
 __all__ = ["Fetched", "Reader", "Verify", "check_verify"]
-_MAX_PLANS = 16
+_MAX_PLANS = 4
 
 
 @dataclass(eq=False)
@@ -77,7 +76,7 @@ class Reader:
     def __init__(self, client: StoreClient) -> None:
         self.client = client
         self._catalogs: OrderedDict[CatalogKey, Catalog] = OrderedDict()
-        self._plans: OrderedDict[tuple[Any, ...], tuple[FetchPlan, Any]] = OrderedDict()
+        self._plans: deque[tuple[tuple[Any, ...], FetchPlan, list[Any]]] = deque(maxlen=_MAX_PLANS)
         self._shadows = Shadows()
         self._guard = threading.Lock()
 
@@ -93,16 +92,27 @@ class Reader:
 
     # into memory
 
-    def fill(self, lease: Lease, into: Mapping[str, Any], *, verify: Verify, strict: bool, cast: bool) -> Fetched:
-        """Copy what the places in `into` want, check it, and let the version go."""
+    def fill(
+        self,
+        lease: Lease,
+        into: Mapping[str, Any],
+        *,
+        verify: Verify,
+        strict: bool,
+        cast: bool,
+        targets: Targets | None = None,
+    ) -> Fetched:
+        """Copy what the places in `into` want, check it, and let the version go. `targets` are those of `into`, if
+        somebody has looked at it already."""
         began = time.perf_counter()
         version = lease.version
         try:
             check_into(into)
+            targets = targets or Targets(into)
             known = self.catalog(lease)
             sources = [open_source(self.client, version, part) for part in version.parts]
-            made = self._plan(lease, known, into, sources, strict=strict, cast=cast)
-            Execution(self.client, version, known, made, sources, Targets(into)).run(self._shadows, verify=verify)
+            made = self._plan(lease, known, into, targets, sources, strict=strict, cast=cast)
+            Execution(self.client, version, known, made, sources, targets).run(self._shadows, verify=verify)
         finally:
             self.client.release(lease.id)
         return Fetched(version.number, version.digest, verify, made.num_bytes, time.perf_counter() - began)
@@ -120,30 +130,23 @@ class Reader:
         lease: Lease,
         known: Catalog,
         into: Mapping[str, Any],
+        targets: Targets,
         sources: Sequence[Source],
         *,
         strict: bool,
         cast: bool,
     ) -> FetchPlan:
         where = tuple(source.where for source in sources)
-        mark = (
-            catalog_key(lease.version.parts),
-            where,
-            strict,
-            cast,
-            tuple(_mark(label, place) for label, place in into.items()),
-        )
+        mark = (catalog_key(lease.version.parts), where, strict, cast, targets.marks)
         with self._guard:
-            found = self._plans.get(mark)
-        if found is not None:
-            return found[0]
+            for known_mark, made, _ in self._plans:
+                if known_mark == mark:
+                    return made
         check_names(f"version {lease.version.number} of {lease.version.key!r}", known.shapes, into, strict=strict)
-        targets = [target for label, place in into.items() for target in resolve(label, place, known.shapes, cast=cast)]
-        made = make_plan(lease.version.key, known, targets, where)
+        wanted = [target for label, place in into.items() for target in resolve(label, place, known.shapes, cast=cast)]
+        made = make_plan(lease.version.key, known, wanted, where)
         with self._guard:
-            self._plans[mark] = (made, [_kept(place) for place in into.values()])
-            if len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
+            self._plans.appendleft((mark, made, targets.kept))
         return made
 
     # as views
@@ -282,21 +285,3 @@ def check_names(what: str, stored: Mapping[str, Any], into: Mapping[str, Any], *
             rule="with strict=True everything that was published is fetched, so that nothing stays as it was",
             repair="give memory for them too, or say strict=False",
         )
-
-
-def _mark(label: str, place: Any) -> tuple[Any, ...]:
-    """Equal as long as a label stands for the same memory, looked at in the same way."""
-    if isinstance(place, Tensor):
-        return label, mark_of(place)
-    if isinstance(place, list):
-        return label, *(_mark("", entry) for entry in place)
-    if isinstance(place, At):
-        return label, place.where, place.of, mark_of(place.tensor)
-    return label, id(place)
-
-
-def _kept(place: Any) -> Any:
-    """What must stay alive for a mark to mean the same."""
-    if isinstance(place, list):
-        return [_kept(entry) for entry in place]
-    return kept_for(place.tensor if isinstance(place, At) else place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forge.errors import StoreError
 from forge.store.client import StoreClient, client, in_thread, start
+from forge.store.execution import Targets
 from forge.store.reading import Fetched, Reader, Verify, check_verify
 from forge.store.records import Acquire, Lease, VersionInfo
 from forge.store.writing import Contribution, Published, Writer, check_dtype, ranks_of
@@ -224,7 +225,7 @@ class Weights:
         wish = self._wish(version)
         here = client()
         lease = await here.acquire(wish, wait_s=wait_s)
-        return await in_thread(self._read, here, lease, into, checked, strict, cast)
+        return await in_thread(self._read, here, lambda: lease, into, checked, strict, cast)
 
     def fetch_blocking(
         self,
@@ -239,8 +240,12 @@ class Weights:
         """As `fetch`, for programs without an event loop, such as the workers of an inference engine."""
         checked = check_verify("fetch(verify=)", self.verify if verify is None else verify)
         here = client()
-        lease = here.acquire_blocking(self._wish(version), wait_s=wait_s)
-        return self._read(here, lease, into, checked, strict, cast)
+        asked = here.ask_for(self._wish(version), wait_s=wait_s)
+        try:
+            return self._read(here, asked.lease, into, checked, strict, cast)
+        except BaseException:
+            asked.let_go()
+            raise
 
     def _wish(self, version: int | Literal["latest"]) -> Acquire:
         if version != "latest":
@@ -250,19 +255,21 @@ class Weights:
     def _read(
         self,
         here: StoreClient,
-        lease: Lease,
+        lease: Callable[[], Lease],
         into: Mapping[str, Any] | torch.nn.Module | None,
         verify: Verify,
         strict: bool,
         cast: bool,
     ) -> Fetched:
+        """Read a version whose lease comes when it is asked for; until then there is time to look at `into`."""
         if isinstance(into, torch.nn.Module):
             into = into.state_dict()
         if self._reader is None or self._reader.client is not here:
             self._reader = Reader(here)
         if into is None:
-            return self._reader.views(lease, verify=verify)
-        return self._reader.fill(lease, into, verify=verify, strict=strict, cast=cast)
+            return self._reader.views(lease(), verify=verify)
+        targets = Targets(into) if isinstance(into, Mapping) else None
+        return self._reader.fill(lease(), into, verify=verify, strict=strict, cast=cast, targets=targets)
 
     async def wait(self, *, at_least: int = 0, timeout_s: float | None = None) -> int:
         """Wait until a version of at least this number can be fetched; the newest number."""

@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,6 +102,20 @@ def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _wish(contribution: Contribution, layout_id: str, layout: Layout | None) -> Begin:
+    return Begin(
+        key=contribution.key,
+        kind=contribution.kind,
+        version=contribution.version,
+        rank=contribution.rank,
+        world_size=contribution.world_size,
+        layout_id=layout_id,
+        layout=layout,
+        keep=contribution.keep,
+        timeout_s=contribution.timeout_s,
+    )
+
+
 class Writer:
     """Publishes for one key of one process. Looking at a state dict costs more than copying small tensors: what was
     found is kept for as long as the same tensors come."""
@@ -132,9 +146,18 @@ class Writer:
     ) -> Staged:
         """Join the version and copy this rank's part of it. When this returns the tensors may change."""
         began = time.perf_counter()
-        with self._guard:
-            prepared, marks = self._look_at(tensors, dtype)
-        ticket = self._begin(contribution, prepared.layout)
+        early = self._begin_early(contribution)
+        try:
+            with self._guard:
+                prepared, marks = self._look_at(tensors, dtype)
+        except BaseException:
+            if early is not None:
+                self._give_back(early)
+            raise
+        if early is not None and self._told != prepared.layout.id:
+            self._give_back(early)  # these are other tensors than last time
+            early = None
+        ticket = self._begin(contribution, prepared.layout, early)
         try:
             for event in ready:
                 event.synchronize()
@@ -144,19 +167,25 @@ class Writer:
             self.client.line.tell("give_up", (ticket.id, why))
             raise
 
-    def _begin(self, contribution: Contribution, layout: Layout) -> Ticket:
-        wish = Begin(
-            key=contribution.key,
-            kind=contribution.kind,
-            version=contribution.version,
-            rank=contribution.rank,
-            world_size=contribution.world_size,
-            layout_id=layout.id,
-            layout=None if self._told == layout.id else layout,
-            keep=contribution.keep,
-            timeout_s=contribution.timeout_s,
-        )
-        ticket = self.client.begin(wish, layout)
+    def _begin_early(self, contribution: Contribution) -> Future[Ticket] | None:
+        """Ask for a ticket before the tensors are looked at, if they are likely those of last time and nobody else
+        takes part, who would have to begin again if they are not."""
+        if self._told is None or contribution.world_size > 1:
+            return None
+        return self.client.line.request("begin", _wish(contribution, self._told, None))
+
+    def _give_back(self, early: Future[Ticket]) -> None:
+        ticket = early.result()
+        if not ticket.needs_layout:
+            self.client.line.call("give_up", (ticket.id, "the state dict has changed its layout"))
+
+    def _begin(self, contribution: Contribution, layout: Layout, early: Future[Ticket] | None) -> Ticket:
+        if early is not None:
+            ticket = early.result()
+            if not ticket.needs_layout:
+                return ticket
+        known = None if self._told == layout.id and early is None else layout
+        ticket = self.client.begin(_wish(contribution, layout.id, known), layout)
         self._told = layout.id
         return ticket
 
@@ -287,7 +316,8 @@ class Writer:
         if staged.on_gpu is not None:
             staged.on_gpu = None
             self._staging_is_free.release()
-        if staged.segment is not None and staged.segment.name != staged.ticket.reuse:
+        is_kept = staged.segment is self._spare  # it was handed over whole, and is free for the next part
+        if staged.segment is not None and not is_kept and staged.segment.name != staged.ticket.reuse:
             self.client.drop(staged.segment.name)
 
     def _segment(self, key: str, size: int, reuse: str | None) -> Segment:
@@ -358,3 +388,7 @@ class Writer:
         if self._spare is not None:
             self.client.segments.drop(self._spare.name)
             self._spare = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_spare", None) is not None:
+            self.close()
