@@ -94,12 +94,16 @@ def throughput_table(rows: Iterable[dict[str, Any]], *, peer: str = "memcpy") ->
     )
 
 
+def number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
 def figures_table(rows: Iterable[dict[str, Any]]) -> str:
     """Rows of `harness.throughput.figure`."""
     return table(
         ("what", "measured", "TorchStore (other run)", "goal"),
         (
-            (row["what"], f"{row['value']:.3g} {row['unit']}".strip(), row["torchstore"], verdict(row, row["sign"]))
+            (row["what"], f"{number(row['value'])} {row['unit']}".strip(), row["torchstore"], verdict(row, row["sign"]))
             for row in rows
         ),
     )

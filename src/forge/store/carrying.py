@@ -65,6 +65,12 @@ class Shelf:
                 del self._pins[name]
                 os.close(fd)
 
+    def mapped(self, name: str) -> memoryview | None:
+        """The memory of a segment of this process, or that it adopted."""
+        with self._guard:
+            segment = self._pool.get(name) or self._adopted.get(name)
+        return None if segment is None else memoryview(segment.map)
+
     def create(self, size: int) -> str:
         """A segment for somebody who pushes: one that is free again, or a new one."""
         with self._guard:

@@ -133,17 +133,17 @@ def _add(made: FetchPlan, entry: Entry, slot: int, copy: Copy, memory: Tensor, w
     strides = tuple(stride * memory.element_size() for stride in memory.stride())
     target = (copy.target, byte_offset(copy.dst_at, strides), strides)
     is_same = memory.dtype == dtype_of(entry.dtype)
-    are_whole_words = are_words(copy.shape, itemsize=size, walks=(source, target, image))
+    are_whole_words = memory.is_cuda and are_words(copy.shape, itemsize=size, walks=(source, target, image))
     if is_same and memory.is_cpu and (where is None or where.type == "cpu"):
         _add_on_host(made, copy, size, (source, target, image))
-    elif is_same and memory.is_cuda and memory.device == where and are_whole_words:
+    elif is_same and memory.device == where and are_whole_words:
         made.on_device.add(copy.shape, itemsize=size, src=source, dst=target, image=image)
     else:
         proof: Literal["table", "tensor", "none"] = "none"
         if is_same and memory.is_cpu:
             made.landed.add(copy.shape, itemsize=size, src=source, dst=target, image=image)
             proof = "table"
-        elif is_same and memory.is_cuda and are_whole_words:
+        elif is_same and are_whole_words:
             made.landed_on_device.add(copy.shape, itemsize=size, src=target, image=image)
             proof = "table"
         elif is_same:

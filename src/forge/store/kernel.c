@@ -76,6 +76,25 @@ typedef __m256i vector;
 #define HIGH_TO_LOW(a) _mm256_srli_epi64(a, 32)
 #endif
 
+/* What to fetch ahead of a run: `by` bytes on, and after the end of the run `skip` more, to where the next one lies.
+ * Fetching straight on past short runs would bring in what nobody wants, and not what comes next. */
+typedef struct {
+    ptrdiff_t by, skip;
+} ahead;
+
+static const ahead straight_on = {PREFETCH, 0};
+
+static inline const uint8_t *next_of(ahead next, const uint8_t *at, const uint8_t *end) {
+    at += next.by;
+    return at >= end ? at + next.skip : at;
+}
+
+/* For runs of n bytes of which each begins `step` bytes after the one before. */
+static ahead between_runs(size_t n, ptrdiff_t step) {
+    if (n >= PREFETCH) return (ahead){PREFETCH, step - (ptrdiff_t)n};
+    return (ahead){(ptrdiff_t)(PREFETCH / n + 1) * step, 0};
+}
+
 #ifdef VECTOR_WORDS
 #define VECTOR_BYTES (4 * VECTOR_WORDS)
 
@@ -87,7 +106,7 @@ typedef __m256i vector;
     for (; i + 2 * VECTOR_WORDS <= n; i += 2 * VECTOR_WORDS) {                  \
         vector v = LOAD(src + 4 * i), w = LOAD(src + 4 * (i + VECTOR_WORDS));   \
         for (size_t line = 0; line < 2 * VECTOR_BYTES; line += 64)              \
-            __builtin_prefetch(src + 4 * i + PREFETCH + line);                  \
+            __builtin_prefetch(next_of(next, src + 4 * i + line, end));         \
         ON_VECTOR(dst + 4 * i, v);                                              \
         ON_VECTOR(dst + 4 * (i + VECTOR_WORDS), w);                             \
         ACCUMULATE(v, t + i, a, b);                                             \
@@ -100,7 +119,8 @@ typedef __m256i vector;
     }
 #define NO_STORE(p, v) (void)(v)
 
-static uint64_t sum_vectors(uint8_t *dst, const uint8_t *src, size_t n, size_t t, int stream) {
+static uint64_t sum_vectors(uint8_t *dst, const uint8_t *src, size_t n, size_t t, int stream, ahead next,
+                            const uint8_t *end) {
     vector a = ZERO(), b = ZERO(), c = ZERO(), d = ZERO();
     size_t i = 0;
     if (dst == NULL) {
@@ -130,7 +150,8 @@ static uint64_t sum_words(uint8_t *dst, const uint8_t *src, size_t n, size_t t) 
     return total;
 }
 
-static uint64_t sum_block(uint8_t *dst, const uint8_t *src, size_t n, size_t t, int stream) {
+static uint64_t sum_block(uint8_t *dst, const uint8_t *src, size_t n, size_t t, int stream, ahead next,
+                          const uint8_t *end) {
 #ifdef VECTOR_WORDS
     uint64_t total = 0;
     if (dst && stream) {
@@ -143,17 +164,18 @@ static uint64_t sum_block(uint8_t *dst, const uint8_t *src, size_t n, size_t t, 
         }
     }
     size_t whole = n / VECTOR_WORDS * VECTOR_WORDS;
-    if (whole) total += sum_vectors(dst, src, whole, t, stream);
+    if (whole) total += sum_vectors(dst, src, whole, t, stream, next, end);
     if (n > whole) total += sum_words(dst ? dst + 4 * whole : NULL, src + 4 * whole, n - whole, t + whole);
     return total;
 #else
-    (void)stream;
+    (void)stream, (void)next, (void)end;
     return sum_words(dst, src, n, t);
 #endif
 }
 
 /* Copies n bytes (unless dst is NULL) and returns their part of the digest; the first is byte `image` of the image. */
-static uint64_t sum_run(uint8_t *dst, const uint8_t *src, size_t n, uint64_t image, int stream) {
+static uint64_t sum_run(uint8_t *dst, const uint8_t *src, size_t n, uint64_t image, int stream, ahead next) {
+    const uint8_t *end = src + n;
     uint64_t total = 0;
     while (n) {
         size_t inside = image % 4, bytes;
@@ -169,7 +191,7 @@ static uint64_t sum_run(uint8_t *dst, const uint8_t *src, size_t n, uint64_t ima
             size_t t = image / 4 % BLOCK_WORDS, words = n / 4;
             if (words > BLOCK_WORDS - t) words = BLOCK_WORDS - t;
             bytes = 4 * words;
-            total += sum_block(dst, src, words, t, stream) * block_weight(image / 4 / BLOCK_WORDS);
+            total += sum_block(dst, src, words, t, stream, next, end) * block_weight(image / 4 / BLOCK_WORDS);
         }
         if (dst) dst += bytes;
         src += bytes, image += bytes, n -= bytes;
@@ -177,8 +199,9 @@ static uint64_t sum_run(uint8_t *dst, const uint8_t *src, size_t n, uint64_t ima
     return total;
 }
 
-static void copy_run(uint8_t *dst, const uint8_t *src, size_t n, int stream) {
+static void copy_run(uint8_t *dst, const uint8_t *src, size_t n, int stream, ahead next) {
 #ifdef VECTOR_WORDS
+    const uint8_t *end = src + n;
     if (stream && n >= 8 * VECTOR_BYTES) {
         size_t peel = (VECTOR_BYTES - (uintptr_t)dst % VECTOR_BYTES) % VECTOR_BYTES;
         memcpy(dst, src, peel);
@@ -186,7 +209,7 @@ static void copy_run(uint8_t *dst, const uint8_t *src, size_t n, int stream) {
         for (; n >= 4 * VECTOR_BYTES; n -= 4 * VECTOR_BYTES, dst += 4 * VECTOR_BYTES, src += 4 * VECTOR_BYTES) {
             vector a = LOAD(src), b = LOAD(src + VECTOR_BYTES);
             vector c = LOAD(src + 2 * VECTOR_BYTES), d = LOAD(src + 3 * VECTOR_BYTES);
-            for (int line = 0; line < 4 * VECTOR_BYTES; line += 64) __builtin_prefetch(src + PREFETCH + line);
+            for (int line = 0; line < 4 * VECTOR_BYTES; line += 64) __builtin_prefetch(next_of(next, src + line, end));
             STORE_PAST_CACHE(dst, a);
             STORE_PAST_CACHE(dst + VECTOR_BYTES, b);
             STORE_PAST_CACHE(dst + 2 * VECTOR_BYTES, c);
@@ -194,7 +217,7 @@ static void copy_run(uint8_t *dst, const uint8_t *src, size_t n, int stream) {
         }
     }
 #else
-    (void)stream;
+    (void)stream, (void)next;
 #endif
     memcpy(dst, src, n);
 }
@@ -225,14 +248,15 @@ typedef struct {
     uint8_t *dst;
     const uint8_t *src;
     uint64_t image;
+    ahead next;
 } rect;
 
 static uint64_t one_run(const rect *r, uint8_t *dst, const uint8_t *src, size_t count, uint64_t image) {
     int stream = r->flags & STREAM;
     if (!(r->flags & COPY)) dst = NULL;
     if (!r->cast) {
-        if (r->flags & DIGEST) return sum_run(dst, src, count * r->item, image, stream);
-        if (dst) copy_run(dst, src, count * r->item, stream);
+        if (r->flags & DIGEST) return sum_run(dst, src, count * r->item, image, stream, r->next);
+        if (dst) copy_run(dst, src, count * r->item, stream, r->next);
         return 0;
     }
     uint16_t staged[2 * BLOCK_WORDS] __attribute__((aligned(64)));
@@ -241,8 +265,8 @@ static uint64_t one_run(const rect *r, uint8_t *dst, const uint8_t *src, size_t 
         size_t n = 2 * BLOCK_WORDS - image / 2 % (2 * BLOCK_WORDS);
         if (n > count) n = count;
         cast_fp32_to_bf16(staged, src, n);
-        if (r->flags & DIGEST) total += sum_run(dst, (uint8_t *)staged, 2 * n, image, stream);
-        else if (dst) copy_run(dst, (uint8_t *)staged, 2 * n, stream);
+        if (r->flags & DIGEST) total += sum_run(dst, (uint8_t *)staged, 2 * n, image, stream, straight_on);
+        else if (dst) copy_run(dst, (uint8_t *)staged, 2 * n, stream, straight_on);
         if (dst) dst += 2 * n;
         src += 4 * n, image += 2 * n, count -= n;
     }
@@ -286,7 +310,7 @@ static uint64_t sum_elements(const uint8_t *src, size_t item, int64_t count, uin
                 total += word * word_weight((image + at) / 4);
             }
         } else {
-            total += sum_run(NULL, src, item, image, 0);
+            total += sum_run(NULL, src, item, image, 0, straight_on);
         }
     }
     return total;
@@ -316,7 +340,7 @@ static uint64_t one_tile(const rect *r, uint8_t *dst, const uint8_t *src, uint64
         const uint8_t *from = src + i * src_row;
         uint64_t at = image + (uint64_t)(i * r->image_stride[row]);
         if (dense_image) {
-            total += sum_run(to, from, (size_t)(cols * item), at, r->flags & STREAM);
+            total += sum_run(to, from, (size_t)(cols * item), at, r->flags & STREAM, straight_on);
         } else {
             if (to) memcpy(to, from, (size_t)(cols * item));
             if (r->flags & DIGEST) total += sum_elements(from, r->item, cols, at, r->image_stride[col]);
@@ -406,6 +430,8 @@ static uint64_t walk(rect *r) {
     int dense = is_dense(r);
     if (!dense) order_for_tiles(r);
     int outer = r->ndim - (dense ? 1 : 2);
+    r->next = straight_on;
+    if (dense && outer > 0) r->next = between_runs((size_t)r->shape[outer] * r->item_src, r->src_stride[outer - 1]);
     int64_t at[MAX_DIMS + 1] = {0};
     uint8_t *dst = r->dst;
     const uint8_t *src = r->src;

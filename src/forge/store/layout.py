@@ -260,7 +260,9 @@ def _has_storage(tensor: Tensor) -> bool:
         address = tensor.data_ptr()
     except (RuntimeError, NotImplementedError):  # what tensors under a transform say
         return False
-    last = tensor.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True)
-    )
+    if tensor.is_contiguous():
+        last = tensor.storage_offset() + tensor.numel() - 1
+    else:
+        reach = ((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
+        last = tensor.storage_offset() + sum(reach)
     return bool(address) and bool(storage.nbytes() >= (last + 1) * tensor.itemsize)

@@ -429,9 +429,12 @@ class Registry:
 
     def retire(self, key: Key, *, keep: int) -> list[int]:
         """Keep the newest `keep` versions. Those that are being read stay until they are let go, but nobody new gets
-        them. Returns the numbers that were retired."""
+        them. With 0 the memory that was kept for the next version goes too. Returns the numbers that were retired."""
         numbers = sorted(number for number, kept in self._kept.get(key, {}).items() if not kept.is_retired)
-        return self._retire(key, numbers[: max(0, len(numbers) - keep)])
+        retired = self._retire(key, numbers[: max(0, len(numbers) - keep)])
+        if keep == 0:
+            self._drop_spares(key)
+        return retired
 
     def rewind(self, key: Key, *, to: int) -> list[int]:
         """Take back every version after `to`, so that the numbers after it can be published again."""
@@ -491,6 +494,9 @@ class Registry:
         if key[0] == "weights" or key in self._kept or key in self._building:
             return
         self._newest.pop(key, None)
+        self._drop_spares(key)
+
+    def _drop_spares(self, key: Key) -> None:
         for owner, name in [entry for entry in self._spares if entry[1] == key]:
             for spare in self._spares.pop((owner, name)):
                 self._drop(spare.name, spare.openers | {owner})

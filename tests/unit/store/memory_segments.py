@@ -52,6 +52,9 @@ class MemorySegments:
     def release(self, name: str) -> None:
         self.pins[name] -= 1
 
+    def mapped(self, name: str) -> memoryview | None:
+        return None
+
     def create(self, size: int) -> str:
         name = f"pushed-{len(self._files)}"
         self.make(name, size)

@@ -40,6 +40,9 @@ class SegmentSource(Protocol):
     def release(self, name: str) -> None:
         """The counterpart of each `open` that succeeded."""
 
+    def mapped(self, name: str) -> memoryview | None:
+        """The memory of a segment that is open, where the process has it mapped in any case; the view keeps it."""
+
     def create(self, size: int) -> str:
         """A new, writable segment for somebody who pushes; its name."""
 
