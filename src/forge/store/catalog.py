@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from forge.store.device_kernel import DeviceTable
 from forge.store.packing import itemsize, packing
 from forge.store.plan import Stored
 from forge.store.proof import unpack_digests
@@ -35,6 +36,8 @@ class Catalog:
     first_slot: list[int]
     """For each part the slot of its first piece."""
     places: Places
+    device_tables: dict[int, DeviceTable] = field(default_factory=dict)
+    """For each part that is on a GPU, how it is digested there."""
 
     @cached_property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:

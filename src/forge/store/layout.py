@@ -74,6 +74,11 @@ def _quantized(value: str, path: str | None) -> StoreError:
     )
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no more than that: no DTensor, and no other kind that wraps or computes."""
+    return type(tensor) in _PLAIN
+
+
 def held(tensor: Tensor | DTensor, *, name: str = "") -> Held:
     """What this process holds of a tensor; `name` is what errors call it.
 
@@ -118,7 +123,7 @@ def wanted(
     the target, plain or DTensor, stands for the rectangle of the stored tensor, `shape` large, that begins at `offset`.
     """
     have = held(target, name=name)
-    mine = local(target, name=name)
+    mine = target if type(target) in _PLAIN else local(target, name=name)  # a plain one has just been looked at
     if any(stride == 0 and size > 1 for stride, size in zip(mine.stride(), mine.shape, strict=True)):
         raise StoreError(
             "A destination has elements that share memory.",

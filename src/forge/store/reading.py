@@ -25,6 +25,7 @@ from forge.store.transports.cuda import alias
 from forge.store.verifying import (
     Verify,
     check_part,
+    check_part_on_device,
     check_verify,
     raise_if_any,
 )
@@ -176,40 +177,47 @@ class Reader:
     ) -> tuple[dict[str, Tensor], list[str]]:
         """Views of what can be viewed, and the names of what cannot."""
         tensors: dict[str, Tensor] = {}
-        rest: list[str] = []
-        opened: dict[int, Source] = {}
+        opened: dict[int, Tensor | None] = {}
         differ: set[str] = set()
-        owners: list[object] = []
         for name, entry in known.entries.items():
             if len(entry.stored) != 1 or entry.stored[0].box.shape != entry.shape:
-                rest.append(name)
                 continue
             stored = entry.stored[0]
             if stored.part not in opened:
-                source = opened[stored.part] = open_source(
-                    self.client, version, version.parts[stored.part], is_private=True
-                )
-                source.check_stamp(version)
-                if source.memory is not None and source.memory.is_cuda:
-                    source.memory, owner = alias(source.memory)
-                    owners.append(owner)
-                    del owner
-                if source.memory is not None and source.memory.is_cpu and verify != "off":
-                    address = source.memory.data_ptr()
-                    differ |= check_part(known, version, stored.part, address=address, verify=verify)
-            memory = opened[stored.part].memory
-            if memory is None or memory.numel() < copy_below:
-                rest.append(name)
-            else:
+                opened[stored.part] = self._memory_for_views(version, stored.part, holding)
+                memory = opened[stored.part]
+                if memory is not None and verify != "off":
+                    differ |= self._check_memory(version, known, stored.part, memory, verify=verify)
+            memory = opened[stored.part]
+            if memory is not None and memory.numel() >= copy_below:
                 tensors[name] = piece_view(memory, stored.start, entry.shape, entry.dtype)
-        for source in opened.values():
-            source.check_stamp(version)
-            if source.segment is not None:
-                holding.until_gone(source.segment.map)
-        for owner in owners:
-            holding.until_gone(owner)
         raise_if_any(version, differ, why="the shared memory holds what was published")
-        return tensors, rest
+        return tensors, [name for name in known.entries if name not in tensors]
+
+    def _memory_for_views(self, version: Version, index: int, holding: _Holding) -> Tensor | None:
+        """The memory of a part, whose lease lasts as long as anything looks at it; None if it is not here."""
+        source = open_source(self.client, version, version.parts[index], is_private=True)
+        source.check_stamp(version)
+        if source.segment is not None:
+            holding.until_gone(source.segment.map)
+            return source.memory
+        if source.memory is not None and source.memory.is_cuda:
+            memory, owner = alias(source.memory)
+            holding.until_gone(owner)
+            return memory
+        return source.memory
+
+    def _check_memory(
+        self, version: Version, known: Catalog, index: int, memory: Tensor, *, verify: Verify
+    ) -> set[str]:
+        """The tensors of a part that are not in its memory as they were published."""
+        if memory.is_cuda:
+            return check_part_on_device(known, version, index, memory)
+        if version.parts[index].segment.inline is None:
+            # through the mapping that lasts: its pages are there, and touching new ones would cost more than all else
+            lasting = open_source(self.client, version, version.parts[index])
+            memory = memory if lasting.memory is None else lasting.memory
+        return check_part(known, version, index, address=memory.data_ptr(), verify=verify)
 
 
 class _Holding:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forge.errors import StoreError
 from forge.store.boxes import Piece
-from forge.store.layout import dtype_name, dtype_of, held_by, local, region_pieces, wanted
+from forge.store.layout import dtype_name, dtype_of, held_by, is_plain, local, region_pieces, wanted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -154,7 +154,8 @@ def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str
             rule=f"the stored dtype {dtype}",
             repair="give a tensor of that dtype, allow the conversion (cast=True), or publish in another (dtype=)",
         )
-    return Target(name, label, local(tensor, name=label), want.pieces)
+    memory = tensor.detach() if is_plain(tensor) else local(tensor, name=label)
+    return Target(name, label, memory, want.pieces)
 
 
 def _check_extent(label: str, found: tuple[int, ...], extent: tuple[int, ...]) -> None:

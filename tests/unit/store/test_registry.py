@@ -529,8 +529,18 @@ def test_a_number_that_is_published_again_does_not_disturb_who_reads_the_old_one
     desk.registry.retire(POLICY, keep=0)
     assert desk.told.drops[1, old] == 0
     desk.registry.release(lease.id)
-    assert {spare.name for spare in desk.registry._spares[1, POLICY]} == {new}
-    assert (desk.told.drops[1, old], desk.told.drops[5, old]) == (1, 1)
+    assert {spare.name for spare in desk.registry._spares[1, POLICY]} == {old}
+    assert (desk.told.drops[1, new], desk.told.drops[5, old]) == (1, 0)
+
+
+def test_retiring_everything_frees_what_was_kept_for_the_next_version(desk: Desk) -> None:
+    _, first = desk.publish(1, wish(version=1))
+    _, second = desk.publish(1, wish(version=2))
+    _, third = desk.publish(1, wish(version=3))
+    assert third == first, "the first was recycled"
+    assert desk.registry.retire(POLICY, keep=0) == [2, 3]
+    assert desk.told.drops[1, first] == desk.told.drops[1, second] == 1
+    assert not desk.registry._spares
 
 
 def test_the_death_of_a_publisher_reaches_a_version_whose_number_was_used_again(desk: Desk) -> None:
