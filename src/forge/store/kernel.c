@@ -24,6 +24,7 @@
 #define MAX_DIMS 8
 #define SAMPLES 32
 #define PREFETCH 512
+#define SHORT_RUN 2048 /* up to this many bytes whole runs are fetched ahead */
 #define PREFETCH_COLUMNS 8
 
 enum { ROW_NDIM, ROW_ITEM, ROW_CAST, ROW_SLOT, ROW_SRC_BASE, ROW_DST_BASE, ROW_SRC, ROW_DST, ROW_IMAGE, ROW_HEAD };
@@ -91,8 +92,8 @@ static inline const uint8_t *next_of(ahead next, const uint8_t *at, const uint8_
 
 /* For runs of n bytes of which each begins `step` bytes after the one before. */
 static ahead between_runs(size_t n, ptrdiff_t step) {
-    if (n >= PREFETCH) return (ahead){PREFETCH, step - (ptrdiff_t)n};
-    return (ahead){(ptrdiff_t)(PREFETCH / n + 1) * step, 0};
+    if (n > SHORT_RUN) return (ahead){PREFETCH, step - (ptrdiff_t)n};
+    return (ahead){(ptrdiff_t)((SHORT_RUN + n - 1) / n) * step, 0};
 }
 
 #ifdef VECTOR_WORDS
