@@ -113,9 +113,11 @@ def copy(table: Table, layout: Layout, memories: Memories, memory: Tensor) -> li
     threads = torch.get_num_threads()
     base = [memory.data_ptr()]
     sources = memories.addresses
-    digests = list(kernel.run(table.rects, sources, base, digest=True, num_threads=threads))
+    digests: list[int] = []
     for blocks in table.on_device:
         digests = added(digests, run_on_device(blocks, sources, base))
+    if len(table.rects) or not digests:
+        digests = added(digests, kernel.run(table.rects, sources, base, digest=True, num_threads=threads))
     if not table.others:
         return digests
     for entry in table.others:

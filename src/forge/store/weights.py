@@ -16,7 +16,7 @@ from forge.store.client import StoreClient, client, in_thread, start
 from forge.store.execution import Targets
 from forge.store.reading import Fetched, Reader, Verify, check_verify
 from forge.store.records import Acquire, Lease, VersionInfo
-from forge.store.writing import Contribution, Published, Writer, check_dtype, ranks_of
+from forge.store.writing import Contribution, Published, Staged, Writer, check_dtype, ranks_of
 
 _log = logging.getLogger("forge.store")
 KIND = "weights"
@@ -163,28 +163,35 @@ class Weights:
             keep=self.keep,
             timeout_s=timeout_s,
         )
+        taken: Future[float] = Future()
         done: Future[Published] = Future()
-        done.set_running_or_notify_cancel()
+        for outcome in (taken, done):
+            outcome.set_running_or_notify_cancel()
         ready = writer.record_stream(tensors)
 
-        def snapshot() -> float:
+        def snapshot() -> None:
             began = time.perf_counter()
             try:
                 staged = writer.stage(contribution, tensors, dtype=self.dtype, ready=ready)
-                took_s = time.perf_counter() - began
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - it is the publication's outcome
+                taken.set_exception(error)
                 done.set_exception(error)
-                raise
-            start(writer.commits, finish, staged, took_s)
-            return took_s
+                return
+            took_s = time.perf_counter() - began
+            taken.set_result(took_s)
+            if staged.is_soon_done:
+                finish(staged, took_s)
+            else:
+                start(writer.commits, finish, staged, took_s)
 
-        def finish(staged: Any, took_s: float) -> None:
+        def finish(staged: Staged, took_s: float) -> None:
             try:
                 done.set_result(writer.commit(staged, snapshot_s=took_s))
             except BaseException as error:  # noqa: BLE001 - it is the publication's outcome
                 done.set_exception(error)
 
-        return Publication(start(writer.snapshots, snapshot), done)
+        start(writer.snapshots, snapshot)
+        return Publication(taken, done)
 
     def _writer_here(self) -> Writer:
         here = client()

@@ -81,6 +81,11 @@ class Staged:
     digests: list[int] = field(default_factory=list)
     samples: bytes = b""
 
+    @property
+    def is_soon_done(self) -> bool:
+        """Whether nothing remains but to tell the registry: no copy, no volume, and nobody else to wait for."""
+        return self.on_gpu is None and not self.ticket.volumes and self.contribution.world_size == 1
+
 
 def check_dtype(path: str, dtype: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import re
-import struct
 import threading
 from functools import cache, partial
 from pathlib import Path
@@ -116,9 +115,12 @@ class DeviceSegment:
             _check(library.cudaIpcGetMemHandle(ctypes.byref(handle), self._address), "share device memory")
         self.handle = ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES)
         self.memory = _tensor(int(self._address.value or 0), size, device)
+        header = torch.frombuffer(bytearray(pack_stamp(0)), dtype=torch.uint8)
+        self.memory[:STAMP_SIZE].copy_(header)
+        self._stamp = self.memory[STAMP_SIZE - 8 : STAMP_SIZE].view(torch.int64)
 
     def set_stamp(self, stamp: int) -> None:
-        write_stamp(self.memory, stamp)
+        self._stamp.fill_(stamp)  # a kernel of its own, and so in order with the copies around it, without waiting
         if stamp:
             torch.cuda.current_stream(self.device).synchronize()  # before anybody is told of it
 
@@ -137,12 +139,6 @@ class DeviceSegment:
                 torch.cuda.synchronize()
                 _runtime().cudaFree(self._address)
             self._address = ctypes.c_void_p()
-
-
-def write_stamp(memory: Tensor, stamp: int) -> None:
-    words = memory[:STAMP_SIZE].view(torch.int64)
-    for word, value in zip(words, struct.unpack("<2q", pack_stamp(stamp)), strict=True):
-        word.fill_(value)  # a kernel of its own, and so in order with the copies around it, without waiting
 
 
 def read_stamp(memory: Tensor) -> int:
