@@ -10,6 +10,8 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,22 +19,51 @@ import pytest
 
 import forge
 from actors import Worker
+from signals import hear_ctrl_c
 
 CONTROLLER = Path(__file__).parent.parent / "controller.py"
 GRACE_S = 20
 """How long workers may take to end by themselves. Seen: well under a second."""
 
 
-def start(how: str) -> tuple[subprocess.Popen[str], list[int]]:
-    """The controller in a process group of its own (as a terminal starts it), and pidfds of its workers."""
-    controller = subprocess.Popen(
-        [sys.executable, str(CONTROLLER), how],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert controller.stdout is not None
-    pids = json.loads(controller.stdout.readline())
-    assert len(pids) == 4
-    return controller, [os.pidfd_open(pid) for pid in pids]
+class Controllers:
+    """Starts controllers, each in a process group of its own (as a terminal starts it), with a folder for what they
+    leave that is nobody else's."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, how: str) -> tuple[subprocess.Popen[str], list[int]]:
+        """A controller, and pidfds of its workers."""
+        controller = subprocess.Popen(
+            [sys.executable, str(CONTROLLER), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"TMPDIR": self.folder},
+            preexec_fn=hear_ctrl_c,
+        )
+        self.started.append(controller)
+        assert controller.stdout is not None
+        pids = json.loads(controller.stdout.readline())
+        assert len(pids) == 4
+        return controller, [os.pidfd_open(pid) for pid in pids]
+
+    def left(self) -> set[str]:
+        """What a run could leave in the file system."""
+        return set(os.listdir("/dev/shm")) | set(os.listdir(self.folder))
+
+
+@pytest.fixture
+def controllers() -> Iterator[Controllers]:
+    with tempfile.TemporaryDirectory(prefix="forge-", dir="/tmp") as folder:  # short: it has room for socket names
+        started = Controllers(folder)
+        yield started
+        for controller in started.started:
+            controller.kill()
+            controller.wait()
 
 
 def still_running(pidfds: list[int]) -> int:
@@ -48,28 +79,21 @@ def still_running(pidfds: list[int]) -> int:
     return len(left)
 
 
-def sockets_and_segments() -> set[str]:
-    """What a run could leave in the file system."""
-    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")} | {
-        f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith((".tmp", "forge", "monarch"))
-    }
-
-
 @pytest.mark.parametrize(("how", "code"), [("return", 0), ("exception", 1)])
-def test_the_end_of_the_block_ends_everything(how, code):
-    before = sockets_and_segments()
-    controller, workers = start(how)
+def test_the_end_of_the_block_ends_everything(how, code, controllers):
+    before = controllers.left()
+    controller, workers = controllers.start(how)
     _, errors = controller.communicate(timeout=60)
     assert controller.returncode == code
     assert ("the user's own mistake" in errors) == (how == "exception")
     assert still_running(workers) == 0
-    assert sockets_and_segments() - before == set()
+    assert controllers.left() - before == set()
 
 
 @pytest.mark.parametrize("whom", ["the whole group, as a terminal does", "the controller alone"])
-def test_ctrl_c_ends_everything(whom):
-    before = sockets_and_segments()
-    controller, workers = start("wait")
+def test_ctrl_c_ends_everything(whom, controllers):
+    before = controllers.left()
+    controller, workers = controllers.start("wait")
     if whom.startswith("the whole"):
         os.killpg(controller.pid, signal.SIGINT)
     else:
@@ -78,29 +102,29 @@ def test_ctrl_c_ends_everything(whom):
     assert "KeyboardInterrupt" in errors
     assert errors.count("Traceback") <= 2, "workers must not answer Ctrl-C with tracebacks of their own:\n" + errors
     assert still_running(workers) == 0
-    assert sockets_and_segments() - before == set()
+    assert controllers.left() - before == set()
 
 
-def test_workers_do_not_outlive_a_controller_that_is_killed():
-    controller, workers = start("wait")
+def test_workers_do_not_outlive_a_controller_that_is_killed(controllers):
+    controller, workers = controllers.start("wait")
     controller.kill()
     controller.communicate(timeout=60)
     assert still_running(workers) == 0
 
 
-def test_a_controller_that_is_told_to_end_ends_in_order():
-    before = sockets_and_segments()
-    controller, workers = start("wait")
+def test_a_controller_that_is_told_to_end_ends_in_order(controllers):
+    before = controllers.left()
+    controller, workers = controllers.start("wait")
     controller.terminate()
     _, errors = controller.communicate(timeout=60)
     assert controller.returncode == 128 + signal.SIGTERM
     assert "Traceback" not in errors
     assert still_running(workers) == 0
-    assert sockets_and_segments() - before == set()
+    assert controllers.left() - before == set()
 
 
-def test_a_program_that_just_ends_takes_its_processes_with_it():
-    controller, workers = start("forget")
+def test_a_program_that_just_ends_takes_its_processes_with_it(controllers):
+    controller, workers = controllers.start("forget")
     _, errors = controller.communicate(timeout=60)
     assert controller.returncode == 0
     assert "was lost" not in errors

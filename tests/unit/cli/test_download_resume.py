@@ -22,6 +22,7 @@ from forge.models.hub_files import Folder
 from forge.models.hub_http import HubClient, Retry
 from forge.models.hub_listing import Source, list_files
 from hub_stand_in import Fault, HubStandIn, Repo, fetched, run_download, standing_in
+from signals import hear_ctrl_c
 
 REPO = "org/tiny"
 BIG = "model.safetensors"
@@ -64,7 +65,9 @@ def strike(hub: HubStandIn, out: Path, how: signal.Signals) -> tuple[int, str]:
     half = len(BODY) // 2
     hub.faults[BIG] = [Fault(block_after=half)]
     argv = [sys.executable, "-c", CHILD, "download", REPO, "--output-dir", str(out), "--allow-patterns", BIG]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c
+    ) as child:
         assert child.stdout is not None
         for line in child.stdout:
             if int(line) == half:

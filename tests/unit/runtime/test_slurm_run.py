@@ -15,6 +15,7 @@ import psutil
 from stand_in_programs import Programs
 
 from forge.runtime.hosts import free_port
+from signals import hear_ctrl_c
 
 RUN = """
 import asyncio, logging, os, sys
@@ -40,7 +41,8 @@ def start_program(programs: Programs, folder: Path, port: int, **kwargs: Any) ->
     script = folder / "program.py"
     script.write_text(RUN)
     env = {**os.environ, "PATH": f"{programs.folder}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.Popen([sys.executable, str(script), str(port)], cwd=folder, env=env, text=True, **kwargs)
+    command = [sys.executable, str(script), str(port)]
+    return subprocess.Popen(command, cwd=folder, env=env, text=True, preexec_fn=hear_ctrl_c, **kwargs)
 
 
 def end_job(programs: Programs) -> None:
