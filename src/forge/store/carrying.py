@@ -7,13 +7,14 @@ import os
 import pickle
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import StoreError, StoreKeyError
 from forge.runtime.meeting import MEETING, environment, run_secret
 from forge.store import kernel
-from forge.store.records import Holder, SegmentRecord
+from forge.store.records import Holder, SegmentRecord, Ticket, label_of
 from forge.store.rects import Rects
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports import rdma
@@ -41,6 +42,8 @@ class Shelf:
         self._pins: dict[str, tuple[int, int, int]] = {}
         self._received: set[str] = set()
         self._spares: list[str] = []
+        self._labels: dict[str, str] = {}
+        self._abandoned: deque[str] = deque(maxlen=256)
         self._guard = threading.Lock()
 
     def open(self, name: str) -> tuple[int, int]:
@@ -70,6 +73,20 @@ class Shelf:
         with self._guard:
             segment = self._pool.get(name) or self._adopted.get(name)
         return None if segment is None else memoryview(segment.map)
+
+    def label(self, name: str, label: str) -> None:
+        """Remember for which ticket a segment is held. Raises if that has come to nothing meanwhile."""
+        with self._guard:
+            self._labels[name] = label
+            is_abandoned = label in self._abandoned
+        if is_abandoned:
+            raise StoreError(f"{label} was abandoned", path=name, value=label)
+
+    def abandon(self, label: str) -> list[str]:
+        """A ticket came to nothing: what was taken for it, and what still comes for it, is not needed."""
+        with self._guard:
+            self._abandoned.append(label)
+            return [name for name, its in self._labels.items() if its == label]
 
     def create(self, size: int) -> str:
         """A segment for somebody who pushes: one that is free again, or a new one."""
@@ -101,6 +118,7 @@ class Shelf:
     def keep_spare(self, name: str) -> bool:
         """Whether a received segment that is no longer needed stays for the next one."""
         with self._guard:
+            self._labels.pop(name, None)
             if name not in self._received or name in self._spares:
                 return False
             self._spares.append(name)
@@ -145,6 +163,7 @@ class Carrier:
     def _answer(self, name: str, payload: Any) -> Any:
         answers: dict[str, Callable[..., Any]] = {
             "adopt": self._adopt,
+            "receive": self._receive,
             "digests": self._digests,
             "host_copy": self._copy_to_host,
         }
@@ -152,8 +171,23 @@ class Carrier:
             raise StoreError(f"a data server has no answer to {name!r}", value=name, rule=f"one of {sorted(answers)}")
         return answers[name](*payload)
 
-    def _adopt(self, segment: str, pid: int, fd: int, size: int) -> int:
-        return self.shelf.adopt(segment, pid=pid, fd=fd, size=size)
+    def _adopt(self, segment: str, pid: int, fd: int, size: int, label: str) -> int:
+        held = self.shelf.adopt(segment, pid=pid, fd=fd, size=size)
+        self._label(segment, label)
+        return held
+
+    def _receive(self, size: int, label: str) -> str:
+        """A segment for somebody who sends a part."""
+        name = self.shelf.create(size)
+        self._label(name, label)
+        return name
+
+    def _label(self, segment: str, label: str) -> None:
+        try:
+            self.shelf.label(segment, label)
+        except StoreError:
+            self._client.drop(segment)
+            raise
 
     def _digests(self, segment: str, rows: list[list[int]], num_slots: int) -> list[int]:
         """Digests of stored pieces, as they are here."""
@@ -185,13 +219,14 @@ class Carrier:
         asked = Holder("ask", here.host, here.pid, here.session, segment=segment.name, address=self.serve().address)
         return segment.holder(host=here.host, pid=here.pid, session=here.session), asked
 
-    def hold(self, segment: Segment, record: SegmentRecord, volumes: Sequence[Holder]) -> tuple[Holder, ...]:
+    def hold(self, segment: Segment, record: SegmentRecord, ticket: Ticket) -> tuple[Holder, ...]:
         """Make a written segment readable for others: here, and on the volumes if there are any."""
         given: list[Holder] = []
+        volumes = ticket.volumes
         is_shared = not volumes
         for volume in volumes:
             try:
-                handed = self._hand_over(segment, record, volume)
+                handed = self._hand_over(segment, record, volume, label_of(ticket.id))
             except StoreError as error:
                 _log.warning("%s did not take segment %s: %s", volume.describe(), segment.name, error.message)
                 continue
@@ -230,15 +265,15 @@ class Carrier:
                 self._registered[segment.name] = pickle.dumps(found)
             return self._registered[segment.name]
 
-    def _hand_over(self, segment: Segment, record: SegmentRecord, volume: Holder) -> list[Holder]:
+    def _hand_over(self, segment: Segment, record: SegmentRecord, volume: Holder, label: str) -> list[Holder]:
         from dataclasses import replace
 
         reader = self._reader(volume.address)
         if volume.host == self._client.host:
-            fd = reader.ask("adopt", (segment.name, self._client.pid, segment.fd, segment.size))
+            fd = reader.ask("adopt", (segment.name, self._client.pid, segment.fd, segment.size, label))
             held = replace(volume, segment=segment.name)
             return [replace(held, way="shm", fd=fd, address=""), held]
-        name = reader.create(segment.size)
+        name: str = reader.ask("receive", (segment.size, label))
         reader.write(name, [(0, memoryview(segment.map)[: record.size])])
         return [replace(volume, segment=name)]
 
@@ -276,6 +311,10 @@ class Carrier:
 
     def drop(self, segment: str) -> bool:
         """A segment is no longer needed. True if it is kept for the next version all the same."""
+        if segment.startswith(label_of(0)[:-1]):
+            for name in self.shelf.abandon(segment):
+                self._client.drop(name)
+            return True
         self.shelf.drop(segment)
         with self._guard:
             if self._registered.pop(segment, None) is not None and self._rdma_holder is not None:

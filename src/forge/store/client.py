@@ -20,7 +20,7 @@ from torch import Tensor
 from forge.errors import StoreError
 from forge.runtime.meeting import Line, LineError, host_id, meet, run_id
 from forge.store.carrying import Carrier
-from forge.store.records import Acquire, Begin, Holder, Layout, Lease, SegmentRecord, Ticket
+from forge.store.records import Acquire, Holder, Layout, Lease, SegmentRecord
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports.cuda import DeviceSegment, OpenedSegments
 
@@ -47,7 +47,7 @@ class StoreClient:
         self._opened: dict[str, Segment] = {}
         self._layouts: dict[tuple[str, str], dict[str, Layout]] = {}
         self._guard = threading.RLock()
-        self._let_go_of: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._let_go_of: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._letting_go: threading.Thread | None = None
         self.carrier = Carrier(self)
         self.line.on_push(self._pushed)
@@ -75,15 +75,13 @@ class StoreClient:
         self.segments.close()
         with self._guard:
             self._opened.clear()
+            device_segments, self.device_segments = self.device_segments, {}
+        self.opened_device.close()
+        for segment in device_segments.values():
+            segment.close()
+        self._let_go_of.put(None)
 
     # versions
-
-    def begin(self, wish: Begin, layout: Layout) -> Ticket:
-        """Join a version; waits until every rank has."""
-        ticket: Ticket = self.line.call("begin", wish)
-        if ticket.needs_layout:
-            ticket = self.line.call("begin", replace(wish, layout=layout))
-        return ticket
 
     async def acquire(self, wish: Acquire, *, wait_s: float = 0.0) -> Lease:
         """Lease a version; `layouts` of the answer has all that it needs."""
@@ -126,6 +124,8 @@ class StoreClient:
 
     def release_soon(self, lease: int) -> None:
         """As `release`, from anywhere: also from a finalizer, which may interrupt a thread that holds the line."""
+        if self.pid != os.getpid():
+            return  # the lease is the parent's, and so may be whoever held the lock at the fork
         with self._guard:
             if self._letting_go is None:
                 self._letting_go = threading.Thread(target=self._let_go, name="forge-leases", daemon=True)
@@ -133,8 +133,8 @@ class StoreClient:
         self._let_go_of.put(lease)
 
     def _let_go(self) -> None:
-        while self.line.is_open:
-            self.release(self._let_go_of.get())
+        while self.line.is_open and (lease := self._let_go_of.get()) is not None:
+            self.release(lease)
 
     # segments of others
 
@@ -197,6 +197,16 @@ _client: StoreClient | None = None
 _guard = threading.Lock()
 
 
+def _after_fork() -> None:
+    """A forked child has a client and threads of its own; those of its parent did not come with it."""
+    global _guard
+    _guard = threading.Lock()
+    _threads.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def client() -> StoreClient:
     """This process's client; a new one after a fork, and when a new run has begun."""
     global _client
@@ -220,11 +230,21 @@ def start(pool: ThreadPoolExecutor, call: Callable[P, T], *args: P.args, **kwarg
 
 async def in_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Await a blocking call. A caller that is cancelled waits for its end: the call may be writing into its memory."""
-    running = asyncio.wrap_future(start(_threads(), call, *args, **kwargs))
+    return await until_done(start(_threads(), call, *args, **kwargs))
+
+
+async def until_done(call: Future[T], *, hurry: Callable[[], None] | None = None) -> T:
+    """Await a call that runs on a thread. A caller that is cancelled, however often, waits for its end; `hurry` makes
+    that come soon."""
+    running = asyncio.wrap_future(call)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait({running})
+        if hurry is not None:
+            hurry()
+        while not running.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({running})
         if not running.cancelled():
             running.exception()
         raise

@@ -129,6 +129,9 @@ class StoreDesk:
     async def on_give_up(self, session: Session, body: tuple[int, str]) -> None:
         self._registry.close_ticket(*body)
 
+    async def on_withdraw(self, session: Session, token: str) -> None:
+        self._registry.withdraw(session.id, token)
+
     def _hold(self, part: Part) -> Part:
         """Where the publisher is on this host, hold its segment too: the data then outlives it."""
         holders = part.segment.holders

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.store.client import client, in_thread
+from forge.store.client import client, in_thread, start, until_done
 from forge.store.reading import Reader, check_names
 from forge.store.records import Acquire, Lease
 from forge.store.targets import At, Spec, Target, allocate, is_place, resolve
@@ -27,7 +27,8 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
     """Store a value under a key, in place of what was there. Readers see the old value or the new one, never both.
 
     A value is a tensor, a DTensor, a nested dict, list or tuple of them, or a small picklable object. A DTensor is put
-    by every rank of its mesh; the value appears when all have. `dtype` converts floating-point tensors on the way.
+    by every rank of its mesh; the value appears when all have. Cancelled while it waits for them, it is given up, and
+    theirs raise. `dtype` converts floating-point tensors on the way.
     """
     check_key(key)
     check_dtype("put(dtype=)", dtype)
@@ -47,7 +48,10 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
         finally:
             writer.close()
 
-    return await in_thread(write)
+    if world_size == 1:
+        return await in_thread(write)
+    # on a thread of its own: it waits for other ranks, who may wait for something else that is done here
+    return await until_done(start(writer.snapshots, write), hurry=writer.withdraw)
 
 
 def participants(leaves: Mapping[str, Tensor]) -> tuple[int, int]:

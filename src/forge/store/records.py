@@ -121,6 +121,8 @@ class Begin:
     """For how many versions there is memory."""
     timeout_s: float | None = None
     """How long to wait for the other ranks; None: for ever, with a word in the log."""
+    token: str = ""
+    """By which the rank can withdraw, also before it knows its ticket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,11 @@ class Ticket:
     """A segment of this process that is free again."""
     volumes: tuple[Holder, ...] = ()
     """The storage volumes that shall hold the part; empty: the publisher itself does."""
+
+
+def label_of(ticket: int) -> str:
+    """What stands for all that a volume took for a ticket, where a segment is named."""
+    return f"ticket/{ticket}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from forge.store.records import (
     Ticket,
     Version,
     VersionInfo,
+    label_of,
 )
 
 Key = tuple[str, str]
@@ -73,6 +74,7 @@ class _Writer:
     rank: int
     layout: str
     building: _Building
+    token: str = ""
     reuse: _Spare | None = None
     volumes: tuple[Holder, ...] = ()
     has_share: bool = False
@@ -133,7 +135,7 @@ class Registry:
         building = self._join(key, wish)
         if wish.layout is not None:
             self._layouts.setdefault(wish.layout_id, wish.layout)
-        writer = _Writer(next(self._ids), session, wish.rank, wish.layout_id, building)
+        writer = _Writer(next(self._ids), session, wish.rank, wish.layout_id, building, wish.token)
         building.writers[wish.rank] = writer
         self._writers[writer.ticket] = writer
         self._layout_uses[wish.layout_id] += 1
@@ -257,6 +259,8 @@ class Registry:
             raise StoreError("a part was committed that nobody began", value=commit.ticket, rule="begin, then commit")
         building = writer.building
         building.parts[writer.rank] = commit.part
+        took = {holder.session for holder in commit.part.segment.holders}
+        self._drop(label_of(writer.ticket), [volume.session for volume in writer.volumes if volume.session not in took])
         if building.failure is not None:  # who holds the part hears of it when the ticket is closed
             raise building.failure
         building.extra = building.extra or commit.extra
@@ -264,6 +268,13 @@ class Registry:
             self._complete(building)
 
     def _complete(self, building: _Building) -> None:
+        losses = self._without_lost_volumes(building)
+        for rank, lost in losses.items():
+            if not building.parts[rank].segment.holders:
+                number, name = building.number, building.key[1]
+                why = f"version {number} of {name!r} was abandoned: {lost}, which held rank {rank}'s part, has ended"
+                self._fail(building, StoreError(why, path=name, value=number, repair="publish again, from every rank"))
+                return
         parts = tuple(building.parts[rank] for rank in range(building.world_size))
         digest = version_digest(parts, self._layouts, building.extra)
         version = Version(building.key[1], building.number, parts, digest, building.extra)
@@ -278,11 +289,24 @@ class Registry:
                 openers |= writer.reuse.openers
             else:  # it was not needed: the part is kept elsewhere
                 self._drop(writer.reuse.name, writer.reuse.openers | {writer.session})
-        kept = _Kept(version, owners, openers=openers, has_spare=building.key[0] != "weights" or building.keep > 1)
+        has_spare = building.key[0] != "weights" or building.keep > 1
+        kept = _Kept(version, owners, openers=openers, has_spare=has_spare, losses=losses)
         self._kept.setdefault(building.key, {})[building.number] = kept
         self._newest[building.key] = max(building.number, self._newest.get(building.key, -1))
         self.retire(building.key, keep=building.keep)
         self._outside.changed(building.key)
+
+    def _without_lost_volumes(self, building: _Building) -> dict[int, str]:
+        """Forget copies on volumes that have ended since they took them. For each rank that lost one, who held it."""
+        losses: dict[int, str] = {}
+        for rank, part in building.parts.items():
+            ended = {volume.session for volume in building.writers[rank].volumes} - self._volumes.keys()
+            gone = [holder for holder in part.segment.holders if holder.session in ended]
+            if gone:
+                losses[rank] = gone[0].describe()
+                left = tuple(holder for holder in part.segment.holders if holder not in gone)
+                building.parts[rank] = replace(part, segment=replace(part.segment, holders=left))
+        return losses
 
     def outcome(self, ticket: int) -> Version | None:
         """The version that a rank contributed to, once it is complete."""
@@ -306,6 +330,12 @@ class Registry:
             self._take_back(writer)
             self._forget(building.key)
 
+    def withdraw(self, session: int, token: str) -> None:
+        """A rank does not wait for the others any longer."""
+        for writer in [writer for writer in self._writers.values() if writer.session == session]:
+            if writer.token == token:
+                self.close_ticket(writer.ticket)
+
     def _take_back(self, writer: _Writer) -> None:
         """A segment that a writer got for a version that came to nothing is free again; whoever took its part from it
         has it for nothing."""
@@ -315,6 +345,8 @@ class Registry:
             spare = replace(spare, openers=spare.openers | held)
         if part is not None:
             self._drop_part(part, but=spare)
+        else:  # volumes may have taken it, or a part of it
+            self._drop(label_of(writer.ticket), [volume.session for volume in writer.volumes])
         if spare is not None:
             self._spares.setdefault((writer.session, writer.building.key), []).append(spare)
 

@@ -64,8 +64,13 @@ class Publication:
         return self._done.done() and self._done.exception() is None
 
     def __del__(self) -> None:
-        if not self._is_seen and self._done.done() and (error := self._done.exception()) is not None:
-            _log.error("a publication that nobody awaited failed: %s", error)
+        if not self._is_seen:  # it may fail later still
+            self._done.add_done_callback(_tell_failure)
+
+
+def _tell_failure(done: Future[Published]) -> None:
+    if (error := done.exception()) is not None:
+        _log.error("a publication that nobody awaited failed: %s", error)
 
 
 class Weights:
@@ -232,7 +237,11 @@ class Weights:
         wish = self._wish(version)
         here = client()
         lease = await here.acquire(wish, wait_s=wait_s)
-        return await in_thread(self._read, here, lambda: lease, into, checked, strict, cast)
+        try:
+            return await in_thread(self._read, here, lambda: lease, into, checked, strict, cast)
+        except BaseException:
+            here.release(lease.id)  # again, or because reading had not begun
+            raise
 
     def fetch_blocking(
         self,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.runtime.meeting import run_id
+from forge.runtime.meeting import LineError, run_id
 from forge.store import kernel
 from forge.store.carrying import is_spread
 from forge.store.client import StoreClient
@@ -121,6 +124,19 @@ def _wish(contribution: Contribution, layout_id: str, layout: Layout | None) -> 
     )
 
 
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _withdraw_all() -> None:
+    """The process ends. Who waits for other ranks would keep it from that."""
+    for writer in list(_writers):
+        writer.withdraw()
+
+
+# Python waits for threads before it calls what `atexit` has: this comes before both.
+getattr(threading, "_register_atexit", atexit.register)(_withdraw_all)
+
+
 class Writer:
     """Publishes for one key of one process. Looking at a state dict costs more than copying small tensors: what was
     found is kept for as long as the same tensors come."""
@@ -135,6 +151,11 @@ class Writer:
         self._prepared: tuple[tuple[Any, ...], Prepared] | None = None
         self._told: str | None = None
         self._guard = threading.Lock()
+        self._token = ""
+        self._joining: Future[Ticket] | None = None
+        self._is_withdrawn = False
+        self._is_joining = threading.Lock()
+        _writers.add(self)
 
     def record_stream(self, tensors: Mapping[str, Tensor]) -> Any:
         """Remember what the devices are still to do, in the caller's thread; the snapshot comes after that."""
@@ -190,9 +211,41 @@ class Writer:
             if not ticket.needs_layout:
                 return ticket
         known = None if self._told == layout.id and early is None else layout
-        ticket = self.client.begin(_wish(contribution, layout.id, known), layout)
+        self._token = secrets.token_hex(8)
+        wish = replace(_wish(contribution, layout.id, known), token=self._token)
+        ticket = self._join(wish)
+        if ticket.needs_layout:
+            ticket = self._join(replace(wish, layout=layout))
         self._told = layout.id
         return ticket
+
+    def _join(self, wish: Begin) -> Ticket:
+        """Join a version; waits until every rank has, or until this one withdraws."""
+        try:
+            with self._is_joining:
+                if self._is_withdrawn:
+                    raise CancelledError
+                self._joining = self.client.line.request("begin", wish)
+            return self._joining.result()
+        except CancelledError:
+            raise StoreError(
+                f"rank {wish.rank} gave up before all ranks had begun to publish {wish.key!r}",
+                path=wish.key,
+                value=f"rank {wish.rank} of {wish.world_size}",
+                rule=f"all {wish.world_size} ranks publish",
+                repair="publish again, from every rank",
+            ) from None
+        finally:
+            self._joining = None
+
+    def withdraw(self) -> None:
+        """Wait for other ranks no longer, now and later: what is not begun is given up, what is goes on."""
+        with self._is_joining:
+            self._is_withdrawn = True
+            joining = self._joining
+        if joining is not None and joining.cancel() and self.client.line.is_open:
+            with contextlib.suppress(LineError):  # it has just ended
+                self.client.line.tell("withdraw", self._token)  # the answer may have been on its way
 
     # looking
 
@@ -330,7 +383,8 @@ class Writer:
             segment = self.client.segments.get(reuse)
             if segment is not None and segment.size >= size:
                 return segment
-        spare, self._spare = self._spare, None
+        with self._guard:
+            spare, self._spare = self._spare, None
         if spare is not None and size <= spare.size <= 2 * size:
             return spare
         if spare is not None:
@@ -377,16 +431,17 @@ class Writer:
             return ()
         if isinstance(segment, DeviceSegment):
             return self.client.carrier.hold_device(segment)
-        holders = self.client.carrier.hold(segment, staged.record, staged.ticket.volumes)
+        holders = self.client.carrier.hold(segment, staged.record, staged.ticket)
         if not any(holder.segment == segment.name for holder in holders):  # handed over whole: free for the next one
             self.recycle(segment)
         return holders
 
     def recycle(self, segment: Segment) -> None:
         """Keep a segment that only this process had for the next part."""
-        if self._spare is not None:
-            self.client.segments.drop(self._spare.name)
-        self._spare = segment
+        with self._guard:
+            before, self._spare = self._spare, segment
+        if before is not None:
+            self.client.segments.drop(before.name)
 
     def close(self) -> None:
         """Let go of what was kept for the next part."""

@@ -13,7 +13,18 @@ from forge.errors import StoreError, StoreKeyError
 from forge.store.boxes import Box, Held, Piece
 from forge.store.packing import packing
 from forge.store.proof import pack_digests
-from forge.store.records import Acquire, Begin, Commit, Holder, Layout, Lease, Part, SegmentRecord, Ticket, Version
+from forge.store.records import (
+    Acquire,
+    Begin,
+    Commit,
+    Holder,
+    Layout,
+    Lease,
+    Part,
+    SegmentRecord,
+    Ticket,
+    Version,
+)
 from forge.store.registry import Key, Registry
 
 POLICY: Key = ("weights", "policy")
@@ -656,3 +667,55 @@ def test_parts_are_spread_over_the_volumes(desk: Desk, copies: int, expected: li
     again = desk.registry.ticket(desk.begin(3, wish(("weights", "other"), version=0)))
     assert again is not None
     assert [holder.volume for holder in again.volumes] == ["a"]
+
+
+def begun_on_volumes(desk: Desk, *, copies: int) -> tuple[list[Begin], list[int]]:
+    """Two ranks that publish to the volumes 20 and 21."""
+    desk.registry.set_copies(copies)
+    for session, volume in ((20, "a"), (21, "b")):
+        desk.registry.add_volume(session, Holder("tcp", "host", 1, 0, address="there", volume=volume))
+    wishes = [wish(rank=rank, world_size=2) for rank in range(2)]
+    numbers = [desk.begin(10 + rank, begun) for rank, begun in enumerate(wishes)]
+    assert all(desk.registry.ticket(number) is not None for number in numbers)
+    return wishes, numbers
+
+
+def test_a_version_whose_only_copy_went_before_it_was_complete_is_abandoned(desk: Desk) -> None:
+    wishes, numbers = begun_on_volumes(desk, copies=1)
+    desk.commit(10, numbers[0], wishes[0], [here(20, "x", volume="a")])
+    desk.registry.left(20)
+    desk.told.forget()
+    desk.commit(11, numbers[1], wishes[1], [here(21, "y", volume="b")])
+    with pytest.raises(StoreError, match=r"volume a .* held rank 0's part, has ended"):
+        desk.registry.outcome(numbers[1])
+    for number in numbers:
+        desk.registry.close_ticket(number)
+    assert desk.numbers() == []
+    assert desk.told.drops[21, "y"] == 1
+
+
+def test_a_copy_that_went_before_the_version_was_complete_is_forgotten(desk: Desk) -> None:
+    wishes, numbers = begun_on_volumes(desk, copies=2)
+    for rank in range(2):
+        if rank == 1:
+            desk.registry.left(20)
+        holders = [here(20, f"x{rank}", volume="a"), here(21, f"y{rank}", volume="b")]
+        desk.commit(10 + rank, numbers[rank], wishes[rank], holders)
+    version = desk.registry.outcome(numbers[0])
+    assert version is not None
+    assert {holder.session for part in version.parts for holder in part.segment.holders} == {21}
+    desk.registry.left(21)
+    assert [info.is_lost for info in desk.registry.versions(POLICY)] == [True]
+
+
+@pytest.mark.parametrize("how", ["dies", "gives up", "was not taken by one"])
+def test_volumes_hear_that_what_they_took_for_a_ticket_came_to_nothing(desk: Desk, how: str) -> None:
+    wishes, numbers = begun_on_volumes(desk, copies=2)
+    if how == "dies":
+        desk.registry.left(10)
+    elif how == "gives up":
+        desk.registry.close_ticket(numbers[0])
+    else:
+        desk.commit(10, numbers[0], wishes[0], [here(21, "y", volume="b")])
+    told = {session for session, what in desk.told.drops if what == f"ticket/{numbers[0]}"}
+    assert told == ({20} if how == "was not taken by one" else {20, 21})

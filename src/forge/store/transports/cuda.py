@@ -160,6 +160,10 @@ class OpenedSegments:
                 known = self._opened[holder.segment] = _open(holder, record.size)
             return known[1]
 
+    def close(self) -> None:
+        for segment in list(self._opened):
+            self.drop(segment)
+
     def drop(self, segment: str) -> None:
         with self._guard:
             known = self._opened.pop(segment, None)
