@@ -304,6 +304,9 @@ class DyingShelf:
     def release(self, name: str) -> None:
         self.shelf.release(name)
 
+    def mapped(self, name: str) -> Any:
+        return self.shelf.mapped(name)
+
     def create(self, size: int) -> str:
         created: str = self.shelf.create(size)
         return created

@@ -10,6 +10,7 @@ import asyncio, os, signal, sys
 import torch
 import forge.store as ts
 
+torch.set_num_threads(1)  # torch's own threads do not live through a fork
 weights = ts.Weights("policy", rank=0, world_size=1)
 
 async def use(version):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from forge.errors import StoreError
 from forge.store.boxes import Box, Held
@@ -57,20 +56,34 @@ def _collect(key: str, layouts: Sequence[Layout]) -> dict[str, tuple[Held, Copie
     return tensors
 
 
+def _overlaps(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """The pairs that share elements. Only boxes that meet along the dimension that tells them apart best are compared:
+    there may be one for each of many ranks, and this runs on the controller's loop."""
+    full = [box for box in boxes if 0 not in box.shape]
+    if len(full) < 2:
+        return
+    dims = range(len(full[0].shape))
+    dim = max(dims, key=lambda dim: len({box.offset[dim] for box in full}), default=None)
+    reach: list[Box] = []
+    for box in full if dim is None else sorted(full, key=lambda box: box.offset[dim]):
+        if dim is not None:
+            reach = [other for other in reach if other.offset[dim] + other.shape[dim] > box.offset[dim]]
+        yield from ((other, box) for other in reach if other.intersect(box) is not None)
+        reach.append(box)
+
+
 def check_whole(key: str, name: str, held: Held, boxes: Sequence[Box]) -> None:
     """Raise unless the boxes cover the tensor, each element once."""
     total = math.prod(held.shape)
     covered = sum(box.numel for box in boxes)
-    if len(boxes) > 1:
-        for one, other in itertools.combinations(boxes, 2):
-            if one.intersect(other) is not None:
-                raise StoreError(
-                    f"parts of {name!r} overlap",
-                    path=f"{key}/{name}",
-                    value=f"{one} and {other}",
-                    rule="two ranks hold either the same part of a tensor or different ones",
-                    repair="publish from ranks of one device mesh",
-                )
+    for one, other in _overlaps(boxes):
+        raise StoreError(
+            f"parts of {name!r} overlap",
+            path=f"{key}/{name}",
+            value=f"{one} and {other}",
+            rule="two ranks hold either the same part of a tensor or different ones",
+            repair="publish from ranks of one device mesh",
+        )
     if covered != total:
         raise StoreError(
             f"{name!r} is not whole: {covered} of {total} elements are held by the ranks that publish",

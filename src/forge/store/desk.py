@@ -157,7 +157,8 @@ class StoreDesk:
         return self._registry.acquire(session.id, wish)
 
     async def _wait_for(self, key: Key, number: int | None) -> None:
-        while not any(number is None or info.number == number for info in self._registry.versions(key)):
+        """Until it is there, or cannot come any more: versions rise."""
+        while (newest := self._registry.newest(key)) is None or (number is not None and newest < number):
             await self._changes(key)
 
     async def on_release(self, session: Session, lease: int) -> None:

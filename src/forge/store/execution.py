@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forge.store import device_kernel, kernel
 from forge.store.boxes import Box
-from forge.store.catalog import Catalog
+from forge.store.catalog import Catalog, published_digests
 from forge.store.client import StoreClient
 from forge.store.digest import digest_tensor
 from forge.store.fetch_plan import FetchPlan
@@ -102,6 +102,8 @@ class Execution:
             found = self._copy(is_digested=verify == "cheap")
             for source in self.sources:
                 source.check_stamp(self.version)
+            if verify != "off":
+                raise_if_any(self.version, self._untied(), why="tensors that share memory were published as equal")
             if verify == "cheap":
                 self._check_cheaply(found)
             elif verify == "full":
@@ -134,7 +136,8 @@ class Execution:
             if targets[-1].is_cuda and segment is not None and segment.size >= PIN_FROM:
                 pin(segment)
         if targets:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            with torch.inference_mode():  # an engine's tensors may be made so, and can then be written only so
+                torch._foreach_copy_(targets, sources, non_blocking=True)
             if any(tensor.is_cuda for tensor in itertools.chain(sources, targets)):
                 torch.cuda.synchronize()
 
@@ -158,6 +161,18 @@ class Execution:
         if len(self.plan.landed_on_device):
             found = added(found, self._on_gpu("landed_on_device", self.targets.addresses, [], copy=False))
         return found
+
+    def _untied(self) -> set[str]:
+        """Tensors that went to the same memory as others, and were published with other values than those."""
+        if not self.plan.tied:
+            return set()
+        published, entries = published_digests(self.version.parts), self.known.entries
+
+        def digest(name: str) -> int:
+            return sum(published[slot] for slot in entries[name].slots) % MODULUS
+
+        pairs = ((one, other) for one, other in self.plan.tied if entries[one].dtype == entries[other].dtype)
+        return {name for pair in pairs if digest(pair[0]) != digest(pair[1]) for name in pair}
 
     # cheap
 

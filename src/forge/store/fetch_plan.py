@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forge.errors import WeightMismatch
+from forge.errors import StoreError, WeightMismatch
 from forge.store.boxes import Box
 from forge.store.catalog import Catalog, Entry
 from forge.store.device_kernel import DeviceTable, are_words
@@ -72,6 +72,8 @@ class FetchPlan:
     """Slots that are read whole, and how often."""
     partial: dict[int, Rects] = field(default_factory=dict)
     """For each part, what is read of pieces that are not read whole, as it lies in the part, which is source 0."""
+    tied: list[tuple[str, str]] = field(default_factory=list)
+    """Tensors that go to one and the same memory, as tied weights do, and so must have equal values."""
     num_bytes: int = 0
     device_tables: dict[str, DeviceTable] = field(default_factory=dict)
 
@@ -82,6 +84,7 @@ def make_plan(key: str, catalog: Catalog, targets: list[Target], where: Sequence
     for table in (made.rects, made.landed, made.on_device, made.landed_on_device):
         table.num_slots = catalog.num_slots
     made.pulls = {part: [] for part, device in enumerate(where) if device is None}
+    made.tied = _tied(targets)
     read: dict[int, list[tuple[int, Box]]] = {}
     for number, target in enumerate(targets):
         entry = catalog.entries[target.name]
@@ -106,6 +109,37 @@ def make_plan(key: str, catalog: Catalog, targets: list[Target], where: Sequence
         else:
             _note_partial(made, catalog, slot, [box for _, box in boxes])
     return made
+
+
+def _tied(targets: Sequence[Target]) -> list[tuple[str, str]]:
+    """The pairs of tensors that go to the same memory. Raises where memory would be filled twice with other things."""
+    tied: list[tuple[str, str]] = []
+    last: tuple[int, int, Target] | None = None
+    dense = [t for t in targets if t.pieces and t.memory.is_contiguous()]
+    for target in sorted(dense, key=lambda target: target.memory.data_ptr()):
+        start = target.memory.data_ptr()
+        end = start + target.memory.numel() * target.memory.element_size()
+        if last is not None and start < last[1]:
+            _check_same(last[2], target)
+            if last[2].name != target.name:
+                tied.append((last[2].name, target.name))
+        if last is None or end > last[1]:
+            last = (start, end, target)
+    return tied
+
+
+def _check_same(one: Target, other: Target) -> None:
+    def place(target: Target) -> tuple[object, ...]:
+        return target.memory.data_ptr(), target.memory.shape, target.memory.dtype, target.pieces
+
+    if place(one) != place(other):
+        raise StoreError(
+            f"{one.label!r} and {other.label!r} share memory, and are to hold different things",
+            path=other.label,
+            value=f"{list(other.memory.shape)} at the memory of {one.label!r}, {list(one.memory.shape)}",
+            rule="two places overlap only where they are the same memory for the same part, as tied weights are",
+            repair="give each memory of its own",
+        )
 
 
 def _note_partial(made: FetchPlan, catalog: Catalog, slot: int, boxes: list[Box]) -> None:

@@ -124,7 +124,7 @@ def wanted(
     """
     have = held(target, name=name)
     mine = target if type(target) in _PLAIN else local(target, name=name)  # a plain one has just been looked at
-    if any(stride == 0 and size > 1 for stride, size in zip(mine.stride(), mine.shape, strict=True)):
+    if _overlaps(mine):
         raise StoreError(
             "A destination has elements that share memory.",
             path=name or None,
@@ -138,6 +138,21 @@ def wanted(
     start = tuple((0,) * len(whole) if offset is None else offset)
     region_pieces(whole, start, have.shape, name=name)
     return Held(whole, have.dtype, tuple(_moved(piece, start) for piece in have.pieces))
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two elements of a tensor have the same memory."""
+    reach = 0
+    walk = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    for step, size in walk:
+        if step <= reach:  # very rare: compare all
+            places = sum(
+                (torch.arange(size).mul_(step).view(-1, *[1] * dim) for dim, (step, size) in enumerate(walk)),
+                start=torch.zeros((), dtype=torch.int64),
+            )
+            return bool(places.unique().numel() != places.numel())
+        reach += step * (size - 1)
+    return False
 
 
 def region_pieces(

@@ -17,13 +17,19 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def mark_of(tensor: Tensor) -> Mark:
     """Equal as long as a tensor is the same memory, looked at in the same way."""
     if type(tensor) in _PLAIN:
-        if tensor.layout is not torch.strided:  # it has no address; looking at it says so
+        if not _is_memory(tensor):
             return None, object()
         return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     inner: Any = getattr(tensor, "_local_tensor", None)
-    if type(inner) in _PLAIN:
+    if type(inner) in _PLAIN and _is_memory(inner):
         return inner.data_ptr(), inner.dtype, inner.shape, inner.stride(), id(tensor._spec)
     return None, object()
+
+
+def _is_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are what lies at its address. Looking at one of which they are not says so."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def kept_for(tensor: Tensor) -> Any:

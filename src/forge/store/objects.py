@@ -33,9 +33,9 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
     check_key(key)
     check_dtype("put(dtype=)", dtype)
     structure, leaves = take_apart(value, lambda node: isinstance(node, Tensor))
-    rank, world_size = participants(leaves)
+    rank, world_size, group = participants(leaves)
     extra = write_structure(key, structure)
-    contribution = Contribution(key, KIND, None, rank, world_size, keep=1, extra=extra)
+    contribution = Contribution(key, KIND, None, rank, world_size, keep=1, extra=extra, group=group)
 
     writer = Writer(client(), on="host")
     ready = writer.record_stream(leaves)
@@ -54,14 +54,15 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
     return await until_done(start(writer.snapshots, write), hurry=writer.withdraw)
 
 
-def participants(leaves: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Which of how many ranks put a value: those of the device mesh, or of all meshes together, of its DTensors."""
+def participants(leaves: Mapping[str, Tensor]) -> tuple[int, int, str]:
+    """Which of how many ranks put a value, those of the device mesh, or of all meshes together, of its DTensors; and
+    which ranks these are, for those of another mesh may put the same key at the same time."""
     meshes = {tensor.device_mesh for tensor in leaves.values() if hasattr(tensor, "device_mesh")}
     if not meshes:
-        return 0, 1
+        return 0, 1, ""
     me = torch.distributed.get_rank()
     if len(meshes) > 1:
-        return me, torch.distributed.get_world_size()
+        return me, torch.distributed.get_world_size(), "all"
     ranks = sorted(int(rank) for rank in next(iter(meshes)).mesh.flatten().tolist())
     if me not in ranks:
         raise StoreError(
@@ -70,7 +71,7 @@ def participants(leaves: Mapping[str, Tensor]) -> tuple[int, int]:
             rule=f"one of {ranks}",
             repair="put it from the ranks of its mesh only",
         )
-    return ranks.index(me), len(ranks)
+    return ranks.index(me), len(ranks), str(ranks)
 
 
 async def get(
@@ -91,6 +92,14 @@ async def get(
     """
     check_key(key)
     check_verify("get(verify=)", verify)
+    if into is not None and spec is not None:
+        raise StoreError(
+            "memory says itself which part it is for",
+            path=f"get({key!r}, into, spec=)",
+            value=spec,
+            rule="`into` or `spec`, not both",
+            repair="get(key, At(tensor, Chunk(dim=0, index=rank, count=world_size)))",
+        )
     places = None if into is None else _places("get(into=)", into)
     here = client()
     lease = await here.acquire(Acquire(key, KIND, None), wait_s=wait_s)

@@ -56,12 +56,16 @@ class Fetched:
         if self._release is not None:
             self._release()
 
-    def copy_into(self, into: Mapping[str, Any], *, strict: bool = True, cast: bool = False) -> None:
-        """Copy the fetched tensors into memory: between two steps of an engine, after a fetch that overlapped them."""
+    def copy_into(self, into: Mapping[str, Any] | torch.nn.Module, *, strict: bool = True, cast: bool = False) -> None:
+        """Copy the fetched tensors into memory: between two steps of an engine, after a fetch that overlapped them.
+        What does not fit raises before anything is copied."""
+        into = into.state_dict() if isinstance(into, torch.nn.Module) else into
+        check_into(into)
         shapes = {name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in self.tensors.items()}
         check_names(f"version {self.version}", shapes, into, strict=strict)
-        for label, place in into.items():
-            for target in resolve(label, place, shapes, cast=cast):
+        targets = [target for label, place in into.items() for target in resolve(label, place, shapes, cast=cast)]
+        with torch.inference_mode():  # an engine's tensors may be made so, and can then be written only so
+            for target in targets:
                 whole = self.tensors[target.name]
                 for piece in target.pieces:
                     rectangle = part_of(target.memory, piece.at, piece.box.shape)
@@ -276,12 +280,16 @@ def check_names(what: str, stored: Mapping[str, Any], into: Mapping[str, Any], *
         wanted |= {stored_name(label, entry) for entry in (place if isinstance(place, list) else [place])}
     unknown = sorted(wanted - set(stored))
     if unknown:
+        is_one = "" in stored or "" in unknown  # a value that is a tensor itself has no name
         raise WeightMismatch(
-            f"{what} lacks {len(unknown)} tensor(s) that are wanted: {', '.join(unknown[:8])}",
+            f"{what} lacks {len(unknown)} tensor(s) that are wanted: {', '.join(map(repr, unknown[:8]))}",
             tensors=unknown,
+            path="into",
             value=unknown[:8],
-            rule=f"it has {len(stored)} tensors: {', '.join(list(stored)[:4])}, …",
-            repair="publish them too, or leave them out of `into`",
+            rule=f"it is {_contents(stored)}",
+            repair="give a tensor for a tensor, and a dict for a dict"
+            if is_one
+            else "publish them too, or leave them out of `into`",
         )
     left = sorted(set(stored) - wanted)
     if strict and left:
@@ -289,7 +297,15 @@ def check_names(what: str, stored: Mapping[str, Any], into: Mapping[str, Any], *
             f"{what} has tensors that nobody asked for: {', '.join(left[:8])}"
             + (" and others" if len(left) > 8 else ""),
             tensors=left,
+            path="into",
             value=left[:8],
             rule="with strict=True everything that was published is fetched, so that nothing stays as it was",
             repair="give memory for them too, or say strict=False",
         )
+
+
+def _contents(stored: Mapping[str, Any]) -> str:
+    """What a version or value has, in words."""
+    if "" in stored:
+        return "one tensor, without a name"
+    return f"{len(stored)} tensor(s): {', '.join(list(stored)[:4])}" + (", …" if len(stored) > 4 else "")

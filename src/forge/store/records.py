@@ -123,6 +123,8 @@ class Begin:
     """How long to wait for the other ranks; None: for ever, with a word in the log."""
     token: str = ""
     """By which the rank can withdraw, also before it knows its ticket."""
+    group: str = ""
+    """Whose rank this is, where no version says so: ranks of different groups do not make up one value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class _Building:
     number: int
     world_size: int
     keep: int
+    group: str = ""
     writers: dict[int, _Writer] = field(default_factory=dict)
     shares: list[tuple[int, ...] | None] | None = None
     parts: dict[int, Part] = field(default_factory=dict)
@@ -154,7 +155,7 @@ class Registry:
             )
         under_way = self._building.get(key, [])
         for building in under_way:
-            if wish.version is None and wish.rank in building.writers:
+            if wish.version is None and (wish.rank in building.writers or wish.group != building.group):
                 continue
             if wish.version is not None and building.number != wish.version:
                 continue
@@ -172,7 +173,7 @@ class Registry:
                 rule=f"versions grow: more than {newest}",
                 repair=f"publish version {newest + 1}, or go back first: `await weights.rewind(to={number - 1})`",
             )
-        building = _Building(key, number, wish.world_size, wish.keep)
+        building = _Building(key, number, wish.world_size, wish.keep, wish.group)
         self._building.setdefault(key, []).append(building)
         return building
 

@@ -11,6 +11,7 @@ before and after it has read, has read one filling and not parts of two.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import logging
 import mmap
@@ -35,6 +36,7 @@ _MAGIC = b"forgeseg"
 _STAMP = struct.Struct("<8sQ")
 STAMP_SIZE = _STAMP.size
 _numbers = itertools.count(1)
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python's mmap has no name for
 LIMIT = "FORGE_STORE_MEMORY_GB"
 """How much memory one process may use for segments; more goes to disk. Unset: what the machine has."""
 
@@ -57,8 +59,8 @@ class Segment:
         self.is_on_disk = False
         self.is_writable = is_own or is_private
         if is_own:
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self.map = mmap.mmap(fd, size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+            self.map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            _populate(self.map)
         elif is_private:
             # Written pages become the reader's own: it may change what it got without anybody else seeing that.
             self.map = mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -91,6 +93,14 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.name!r}, {self.size} bytes{', on disk' if self.is_on_disk else ''})"
+
+
+def _populate(mapped: mmap.mmap) -> None:
+    """Enter all pages of a mapping at once, as MAP_POPULATE does, which would stop every thread of the process for half
+    a second per GiB, and with them whatever answers for it. Where the kernel cannot (before 5.14), they come one by one
+    as they are touched."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), _POPULATE_WRITE)
 
 
 def flat_tensor(buffer: mmap.mmap) -> Tensor:

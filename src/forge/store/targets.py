@@ -70,8 +70,9 @@ class At:
     """Memory for a part of a stored tensor, in a place of its own.
 
     `At(tensor, (1024, 0))` is filled with the rectangle that begins at row 1024 and is as large as `tensor`;
-    `At(tensor, Chunk(0, rank, 4))` with a chunk. `of` names the stored tensor where that is not the name under which
-    this stands: a list of three can fill one fused tensor, and several can share one stored tensor.
+    `At(tensor, Chunk(0, rank, 4))` with a chunk; without `where` it is the whole tensor. `of` names the stored tensor
+    where that is not the name under which this stands: a list of three can fill one fused tensor, and several can share
+    one stored tensor.
     """
 
     tensor: Tensor
@@ -113,12 +114,14 @@ def stored_name(label: str, entry: Any) -> str:
 
 def check_at(label: str, entry: At) -> None:
     """Raise unless an `At` says what to fill and with which part."""
-    if not isinstance(entry.tensor, Tensor) or not isinstance(entry.where, (tuple, Region, Chunk)):
+    where = entry.where
+    is_part = isinstance(where, (Region, Chunk)) or (isinstance(where, tuple) and _are_whole(where))
+    if not isinstance(entry.tensor, Tensor) or not is_part:
         raise StoreError(
             f"{label!r} does not say what to fill, or with which part",
             path=label,
             value=(type(entry.tensor).__name__, entry.where),
-            rule="At(tensor, where), where `where` is a tuple of offsets, a Region or a Chunk",
+            rule="At(tensor, where), where `where` is a tuple of whole numbers, a Region or a Chunk",
             repair="At(tensor, (1024, 0))",
         )
 
@@ -129,8 +132,11 @@ def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str
     if isinstance(entry, At):
         tensor = entry.tensor
         check_at(label, entry)
-        if isinstance(entry.where, tuple):
-            offset = tuple(entry.where) or (0,) * len(shape)
+        if entry.where == ():  # a part must say which: else every rank would get the first
+            offset = (0,) * len(shape)
+            _check_whole(label, tuple(tensor.shape), shape)
+        elif isinstance(entry.where, tuple):
+            offset = entry.where
         else:
             offset, extent = _resolved(label, entry.where, shape)
             _check_extent(label, tuple(tensor.shape), extent)
@@ -138,14 +144,7 @@ def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str
     else:
         tensor = entry
         want = wanted(tensor, name=label)
-        if want.shape != shape:
-            raise StoreError(
-                f"{label!r} has another shape than what is stored",
-                path=label,
-                value=list(want.shape),
-                rule=f"the stored shape {list(shape)}",
-                repair="give a tensor of that shape, or say which part it is: At(tensor, offset)",
-            )
+        _check_whole(label, want.shape, shape)
     if want.dtype != dtype and not cast:
         raise StoreError(
             f"{label!r} has another dtype than what is stored",
@@ -156,6 +155,17 @@ def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str
         )
     memory = tensor.detach() if is_plain(tensor) else local(tensor, name=label)
     return Target(name, label, memory, want.pieces)
+
+
+def _check_whole(label: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if found != shape:
+        raise StoreError(
+            f"{label!r} has another shape than what is stored",
+            path=label,
+            value=list(found),
+            rule=f"the stored shape {list(shape)}",
+            repair="give a tensor of that shape, or say which part it is: At(tensor, offset)",
+        )
 
 
 def _check_extent(label: str, found: tuple[int, ...], extent: tuple[int, ...]) -> None:
@@ -182,7 +192,20 @@ def allocate(
     return tensor, Target(name, name, tensor, pieces)
 
 
+def _are_whole(numbers: object) -> bool:
+    return isinstance(numbers, (tuple, list)) and all(isinstance(number, int) for number in numbers)
+
+
 def _resolved(name: str, part: Region | Chunk, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    fields = (part.dim, part.index, part.count) if isinstance(part, Chunk) else (part.offset, part.shape)
+    if not (_are_whole(fields) if isinstance(part, Chunk) else all(map(_are_whole, fields))):
+        raise StoreError(
+            f"{name!r}: a part is described by whole numbers",
+            path=name,
+            value=part,
+            rule="Chunk(dim, index, count) of whole numbers, or Region(offset, shape) of tuples of them",
+            repair="Chunk(dim=0, index=rank, count=world_size), or Region((0, 0), (2, 4))",
+        )
     try:
         return part.resolve(shape)
     except StoreError as error:

@@ -264,9 +264,18 @@ class Weights:
             raise
 
     def _wish(self, version: int | Literal["latest"]) -> Acquire:
-        if version != "latest":
-            _check_whole("fetch(version=)", version, least=0)
-        return Acquire(self.name, KIND, None if version == "latest" else version)
+        if version == "latest":
+            return Acquire(self.name, KIND, None)
+        if not isinstance(version, int):
+            raise StoreError(
+                "there is no such version",
+                path="fetch(version=)",
+                value=version,
+                rule='a whole number >= 0, or "latest"',
+                repair='version="latest", or leave it out',
+            )
+        _check_whole("fetch(version=)", version, least=0)
+        return Acquire(self.name, KIND, version)
 
     def _read(
         self,

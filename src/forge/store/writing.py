@@ -50,6 +50,7 @@ class Contribution:
     keep: int = 1
     extra: bytes = b""
     timeout_s: float | None = None
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ def _wish(contribution: Contribution, layout_id: str, layout: Layout | None) -> 
         layout=layout,
         keep=contribution.keep,
         timeout_s=contribution.timeout_s,
+        group=contribution.group,
     )
 
 

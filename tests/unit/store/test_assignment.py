@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 
 import pytest
@@ -39,6 +40,18 @@ def written(layouts: list[Layout], shares: list[tuple[int, ...] | None]) -> Coun
                 ranges = (range(low, high) for low, high in zip(piece.box.offset, piece.box.end, strict=True))
                 found.update((one.names[tensor], at) for at in itertools.product(*ranges))
     return found
+
+
+def test_many_ranks_do_not_hold_up_the_controller() -> None:
+    """512 ranks of FSDP with 20 tensors: the shards of each are 512 boxes, and not all pairs of them are compared."""
+    layouts = [layout(**{f"t{i}": held((512, 4), [rows(rank, 1)]) for i in range(20)}) for rank in range(512)]
+    began = time.process_time()
+    shares = share_out("policy", layouts)
+    took_s = time.process_time() - began
+    assert shares == [tuple(range(20))] * 512
+    assert took_s < 0.8
+    with pytest.raises(StoreError, match="overlap"):
+        check_whole("policy", "w", held((8, 4), []), [rows(0, 4), rows(4, 2), rows(3, 5)])
 
 
 def test_one_rank_writes_all_it_has() -> None:

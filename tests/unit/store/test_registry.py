@@ -278,6 +278,16 @@ def test_values_without_a_number_get_the_next_one_and_do_not_disturb_each_other(
 # giving up
 
 
+def test_ranks_of_two_meshes_do_not_make_up_one_value(desk: Desk) -> None:
+    """Each group of a hybrid-sharded job puts the same key: rank 0 of one and rank 1 of the other are no value."""
+    key = ("object", "w")
+    begun = [wish(key, version=None, rank=rank, world_size=2, group=group) for group in "ab" for rank in (0, 1)]
+    tickets = {session: desk.begin(session, begun[session]) for session in (0, 3, 2, 1)}
+    found = {session: desk.registry.ticket(number) for session, number in tickets.items()}
+    numbers = {session: ticket.version for session, ticket in found.items() if ticket is not None}
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
+
+
 def test_a_rank_that_gives_up_ends_the_version_for_all(desk: Desk) -> None:
     desk.publish(9, wish(version=0, layout=whole("old")))
     wishes = [wish(rank=rank, world_size=3) for rank in range(3)]

@@ -98,6 +98,18 @@ def test_targets_have_the_pieces_that_belong_in_them() -> None:
     assert "At(tensor, offset)" in str(caught.value.repair)
 
 
+def test_memory_for_a_part_says_which_part() -> None:
+    shapes = {"w": ((6, 4), "float32")}
+    with pytest.raises(StoreError, match="another shape") as caught:  # it would be the first rows on every rank
+        resolve("qkv", [ts.At(torch.zeros(2, 4), of="w")], shapes)
+    assert (caught.value.path, caught.value.value) == ("qkv", [2, 4])
+    assert resolve("x", ts.At(torch.zeros(2, 4), (0, 0), of="w"), shapes)[0].pieces[0].box.offset == (0, 0)
+    odd: Any
+    for odd in (ts.Chunk("0", 0, 2), ts.Region(1, 2), ts.Region((1.0, 0), (2, 4)), (1.0, 0)):  # type: ignore[arg-type]
+        with pytest.raises(StoreError, match="part"):
+            resolve("w", ts.At(torch.zeros(2, 4), odd), shapes)
+
+
 def test_new_memory_has_the_size_of_the_part() -> None:
     tensor, target = allocate("w", ts.Region((1, 2), (3, 1)), (6, 4), "bfloat16")
     assert (tensor.shape, tensor.dtype, target.memory is tensor) == ((3, 1), torch.bfloat16, True)
@@ -222,6 +234,107 @@ def test_fetched_tensors_are_copied_into_places() -> None:
     alone(scenario)
 
 
+@pytest.mark.parametrize("verify", ["cheap", "full"])
+def test_memory_of_two_names_holds_both_or_raises(verify: Any) -> None:
+    async def scenario() -> None:
+        policy, one = ts.Weights("tied", rank=0, world_size=1), torch.randn(4, 6)
+        await policy.publish({"embed": one, "head": one, "x": torch.ones(2)}, version=1)
+        memory, x = torch.zeros(4, 6), torch.zeros(2)
+        into = {"embed": memory, "head": memory, "x": x}
+        await policy.fetch(into, verify=verify)
+        assert torch.equal(memory, one)
+        await policy.publish({"embed": one, "head": one + 1, "x": torch.ones(2)}, version=2)
+        with pytest.raises(ts.WeightMismatch) as caught:
+            await policy.fetch(into, verify=verify)
+        assert caught.value.tensors == ("embed", "head")
+        for other in (ts.At(memory[1:3], (0, 0), of="head"), ts.At(memory.view(-1)[:2], of="x")):
+            with pytest.raises(StoreError, match="share memory"):
+                await policy.fetch({"embed": memory, "other": other}, strict=False, verify=verify)
+        rows = torch.zeros(4, 12)  # interleaved, but apart
+        await policy.fetch({"embed": rows[:, :6], "head": rows[:, 6:], "x": x}, verify=verify)
+        assert torch.equal(rows, torch.cat([one, one + 1], 1))
+
+    alone(scenario)
+
+
+def test_destinations_whose_elements_overlap_are_refused() -> None:
+    shapes = {"w": ((4, 4), "float32"), "v": ((3, 2), "float32")}
+    with pytest.raises(StoreError, match="share memory"):
+        resolve("w", torch.zeros(10).unfold(0, 4, 2), shapes)
+    resolve("w", torch.zeros(4, 8)[:, ::2].t(), shapes)
+    resolve("v", torch.zeros(8).as_strided((3, 2), (2, 3)), shapes)  # crossing, but apart
+
+
+def test_nothing_is_copied_into_places_of_which_one_does_not_fit() -> None:
+    async def scenario() -> None:
+        model = torch.nn.Linear(3, 4)
+        policy = ts.Weights("policy", rank=0, world_size=1)
+        await policy.publish(model, version=1)
+        fetched = await policy.fetch()
+        weight = torch.zeros(4, 3)
+        with pytest.raises(StoreError, match="another shape"):
+            fetched.copy_into({"weight": weight, "bias": torch.zeros(5)})
+        assert not weight.any(), "the memory is a mixture now"
+        other = torch.nn.Linear(3, 4)
+        fetched.copy_into(other)
+        assert torch.equal(other.weight, model.weight)
+        with pytest.raises(StoreError, match="no memory to fill"):
+            fetched.copy_into(weight)  # type: ignore[arg-type]
+
+    alone(scenario)
+
+
+def test_tensors_of_inference_mode_are_filled() -> None:
+    async def scenario() -> None:
+        model = torch.nn.Linear(3, 4)
+        policy = ts.Weights("policy", rank=0, world_size=1)
+        await policy.publish(model, version=1)
+        with torch.inference_mode():
+            into = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in model.state_dict().items()}
+        for _ in range(2):
+            await policy.fetch(into, cast=True)
+            assert torch.equal(into["weight"], model.weight.bfloat16())
+        into["weight"] = torch.zeros(4, 3, dtype=torch.bfloat16)
+        (await policy.fetch()).copy_into(into, cast=True)
+        assert torch.equal(into["weight"], model.weight.bfloat16())
+
+    alone(scenario)
+
+
+def test_nobody_waits_for_a_version_that_has_gone() -> None:
+    async def scenario() -> None:
+        policy = ts.Weights("policy", rank=0, world_size=1)
+        for version in (1, 2, 3):
+            await policy.publish({"x": torch.ones(2)}, version=version)
+        async with asyncio.timeout(5):
+            with pytest.raises(ts.StoreKeyError, match="version 1"):
+                await policy.fetch(version=1, wait_s=30)
+        waiting = asyncio.ensure_future(policy.fetch(version=4, wait_s=30))
+        await policy.publish({"x": torch.ones(2)}, version=4)
+        assert (await waiting).version == 4
+
+    alone(scenario)
+
+
+def test_errors_say_what_to_give() -> None:
+    async def scenario() -> None:
+        await ts.put("one", torch.ones(4, 4))
+        await ts.put("many", {"a": torch.ones(4)})
+        for key, into in (("one", {"a": torch.ones(4, 4)}), ("many", torch.ones(4))):
+            with pytest.raises(ts.WeightMismatch) as mixed:
+                await ts.get(key, into)
+            assert mixed.value.path == "into"
+            assert "a tensor for a tensor" in str(mixed.value.repair)
+        with pytest.raises(StoreError, match="which part") as both:
+            await ts.get("one", torch.ones(2, 4), spec=ts.Chunk(0, 1, 2))
+        assert "At(tensor, Chunk(" in str(both.value.repair)
+        with pytest.raises(StoreError) as newest:
+            await ts.Weights("policy").fetch(version="newest")  # type: ignore[arg-type]
+        assert '"latest"' in str(newest.value.rule)
+
+    alone(scenario)
+
+
 def test_dtensors_of_one_rank(mesh: Any) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -238,3 +351,29 @@ def test_dtensors_of_one_rank(mesh: Any) -> None:
         assert torch.equal(into.full_tensor(), stored["q"])
 
     alone(scenario)
+
+
+def test_lazy_views_of_memory_that_is_known_are_refused() -> None:
+    async def body() -> None:
+        numbers = torch.randn(3, dtype=torch.complex64)
+        for name, plain, lazy in (("c", numbers, numbers.conj()), ("n", numbers.imag, numbers.conj().imag)):
+            policy = ts.Weights(name, rank=0, world_size=1)
+            await policy.publish({"x": plain}, version=1)
+            with pytest.raises(StoreError, match="no plain memory"):
+                await policy.publish({"x": lazy}, version=2)  # the same address, dtype, shape and strides
+            memory = torch.zeros_like(plain)
+            await policy.fetch({"x": memory})
+            with pytest.raises(StoreError, match="no plain memory"):
+                await policy.fetch({"x": memory.conj() if name == "c" else torch._neg_view(memory)})
+
+    alone(body)
+
+
+def test_nested_tensors_are_refused_by_name() -> None:
+    async def body() -> None:
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        with pytest.raises(StoreError) as caught:
+            await ts.Weights("nested", rank=0, world_size=1).publish({"x": nested}, version=1)
+        assert (caught.value.path, caught.value.value) == ("x", "nested")
+
+    alone(body)
