@@ -142,6 +142,8 @@ def wanted(
 
 def _overlaps(tensor: Tensor) -> bool:
     """Whether two elements of a tensor have the same memory."""
+    if tensor.is_contiguous():
+        return False
     reach = 0
     walk = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     for step, size in walk:

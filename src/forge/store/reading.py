@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +92,8 @@ class Reader:
         with self._guard:
             known = self._catalogs.get(key)
             if known is None:
-                known = self._catalogs[key] = catalog(lease)
+                with _uncollected():
+                    known = self._catalogs[key] = catalog(lease)
                 if len(self._catalogs) > _MAX_PLANS:
                     self._catalogs.popitem(last=False)
             return known
@@ -148,8 +151,11 @@ class Reader:
                 if known_mark == mark:
                     return made
         check_names(f"version {lease.version.number} of {lease.version.key!r}", known.shapes, into, strict=strict)
-        wanted = [target for label, place in into.items() for target in resolve(label, place, known.shapes, cast=cast)]
-        made = make_plan(lease.version.key, known, wanted, where)
+        with _uncollected():
+            wanted = [
+                target for label, place in into.items() for target in resolve(label, place, known.shapes, cast=cast)
+            ]
+            made = make_plan(lease.version.key, known, wanted, where)
         with self._guard:
             self._plans.appendleft((mark, made, targets.kept))
         return made
@@ -247,6 +253,20 @@ class _Holding:
 
     def release(self) -> None:
         self._client.release_soon(self._lease)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Plans of many tensors are many small objects without cycles. Looking for cycles among them, again and again as
+    they are made, would take half of the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def check_into(into: object) -> None:
