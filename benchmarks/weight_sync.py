@@ -84,7 +84,7 @@ async def publish(cast: Cast) -> Found:
         for key in (f"start-{number}", f"cold-{number}"):
             await fresh.retire.call(key, 0, 1)
         await fresh.stop()
-    warm = Publisher(cast, POLICY, keep=plan.keep)
+    warm = Publisher(cast, POLICY, keep=2)  # with 1 every publication would be a cold one
     taken = await alternate(warm, warm.copy, num_rounds=plan.num_rounds, num_warm=3)
     rows = [
         row("publish, cold", cold, peer, torchstore=GIB / TORCHSTORE_COLD_S / 1e9),
@@ -141,7 +141,7 @@ async def view(cast: Cast) -> Found:
 async def end_to_end(cast: Cast) -> Found:
     """Publish, then fetch in place: from the first byte to the last. Two copies, so that 0.5 would be perfect."""
     rows = []
-    publisher = Publisher(cast, POLICY, keep=cast.plan.keep)
+    publisher = Publisher(cast, POLICY, keep=2)
     for count in (1, 2):
         if available() < count * cast.plan.size + 2 * GIB:
             continue
@@ -206,14 +206,15 @@ async def memory(cast: Cast) -> Found:
     size = num_elements_of(shapes) * plan.dtype.itemsize
     await cast.hold("quarter", shapes, plan.dtype, trainers=1, readers=1)
     pids = await cast.pids()
+    own_before, segments_before = Watch(pids).start
     for keep in (2, 3, 1):
         publisher = Publisher(cast, f"kept-{keep}", name="quarter", keep=keep)
         async with watching(pids) as watch:
             for _ in range(keep + 3):
                 await publisher()
                 await at_once(cast.readers.fetch, "quarter", 1, publisher.key)
-        segments = (watch.peak_segments - watch.start[1]) / size
-        own = (watch.peak_own - watch.start[0]) / size
+        segments = (watch.peak_segments - segments_before) / size
+        own = (watch.peak_own - own_before) / size
         what = f"peak extra memory for each kept version, keep={keep}"
         goal = 1.1 if keep > 1 else None
         figures.append(figure(what, (segments + own) / keep, "× the state dict", goal=goal, sign="≤"))

@@ -41,6 +41,9 @@ _serial = itertools.count(1)
 _RUN = uuid.uuid4().hex[:12]
 """Tells this process's groups from those of every other process on the machine."""
 
+ACTOR_FAILED = "its actor failed"
+"""Begins the reason where an actor failed in a process that lives on."""
+
 STOP_S = 5.0
 """How long a group may take to stop by itself before it is killed."""
 
@@ -257,7 +260,7 @@ class RankGroup:
         loop = asyncio.get_running_loop()
 
         def on_fault(report: str) -> None:
-            post(loop, self.fail, f"its actor failed:\n{report}")
+            post(loop, self.fail, f"{ACTOR_FAILED}:\n{report}")
 
         watch_faults(self.name, on_fault)
 
@@ -275,7 +278,8 @@ class RankGroup:
         except SupervisionError as error:
             raise LaunchError(f"{label} failed in its {phase}:\n{error}", path=label) from None
         except ActorFailure as error:
-            raise LaunchError(f"{label} died in its {phase}: {error.message}", path=label) from None
+            how = "failed" if ACTOR_FAILED in error.message else "died"  # a fault can come before the call's own answer
+            raise LaunchError(f"{label} {how} in its {phase}: {error.message}", path=label) from None
         except TimeoutError as error:
             if getattr(error, "remote_traceback", None) is not None:
                 raise
