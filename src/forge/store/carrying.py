@@ -33,6 +33,11 @@ SPARES = 2
 """How many segments a volume keeps for the next versions that are handed to it."""
 
 
+def on_host(segment: str) -> str:
+    """The name of the copy of a device segment that is on the host. Who lets go of one lets go of the other."""
+    return f"{segment}-on-host"
+
+
 class Shelf:
     """The segments that a data server gives out: this process's own, and those that it adopted for others."""
 
@@ -207,7 +212,8 @@ class Carrier:
                 raise StoreKeyError(f"process {os.getpid()} does not hold this filling of {segment!r} any more")
             copied = self._host_copies.get(segment)
             if copied is None:
-                copied = self._host_copies[segment] = self._client.segments.create("host-copy", device.size)
+                name = on_host(segment)
+                copied = self._host_copies[segment] = self._client.segments.create(segment, device.size, name=name)
             if copied.stamp != stamp:
                 copied.set_stamp(0)
                 copied.flat().copy_(device.memory)  # with the header, and so with the stamp

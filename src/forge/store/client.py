@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import logging
 import os
 import queue
 import threading
@@ -19,12 +18,11 @@ from torch import Tensor
 
 from forge.errors import StoreError
 from forge.runtime.meeting import Line, LineError, host_id, meet, run_id
-from forge.store.carrying import Carrier
+from forge.store.carrying import Carrier, on_host
 from forge.store.records import Acquire, Holder, Layout, Lease, SegmentRecord
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports.cuda import DeviceSegment, OpenedSegments
 
-_log = logging.getLogger("forge.store")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -62,6 +60,7 @@ class StoreClient:
         """Let go of a segment, own or opened."""
         with self._guard:
             self._opened.pop(segment, None)
+            self._opened.pop(on_host(segment), None)
             device = self.device_segments.pop(segment, None)
         self.opened_device.drop(segment)
         if device is not None:
@@ -144,7 +143,11 @@ class StoreClient:
         unknown = [way for way in chosen if way not in ALL_WAYS]
         if unknown:
             raise StoreError(
-                f"{WAYS} names an unknown way", path=WAYS, value=unknown, rule=f"some of {','.join(ALL_WAYS)}"
+                f"{WAYS} names an unknown way",
+                path=WAYS,
+                value=unknown,
+                rule=f"some of {','.join(ALL_WAYS)}",
+                repair=f"unset {WAYS}",
             )
         return chosen
 
@@ -218,7 +221,7 @@ def client() -> StoreClient:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Many, since some of them wait for other ranks; they cost nothing while they do."""
+    """Many: a caller must not wait for the fetches of others."""
     return ThreadPoolExecutor(64, thread_name_prefix="forge-store")
 
 

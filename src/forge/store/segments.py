@@ -142,10 +142,10 @@ class SegmentPool:
         self._guard = threading.Lock()
         self._has_told = False
 
-    def create(self, key: str, size: int) -> Segment:
+    def create(self, key: str, size: int, *, name: str = "") -> Segment:
         """A new segment, in memory where that is left, else on disk."""
         plain = re.sub(r"[^A-Za-z0-9._-]", "_", key)[-60:]
-        name = f"forge-{self._run}-{plain}-{os.getpid()}-{next(_numbers)}"
+        name = name or f"forge-{self._run}-{plain}-{os.getpid()}-{next(_numbers)}"
         with self._guard:
             used = sum(segment.size for segment in self._segments.values() if not segment.is_on_disk)
         room = _room(used)

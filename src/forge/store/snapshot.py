@@ -123,7 +123,7 @@ def copy(table: Table, layout: Layout, memories: Memories, memory: Tensor) -> li
     for entry in table.others:
         view = piece_view(memory, entry.start, entry.piece.box.shape, layout.helds[entry.tensor].dtype)
         view.copy_(part_of(memories.tensors[entry.tensor], entry.piece.at, entry.piece.box.shape), non_blocking=True)
-    if torch.cuda.is_available():
+    if memory.is_cuda or any(tensor.is_cuda for tensor in memories.tensors):  # never wake a GPU that is not used
         torch.cuda.synchronize()
     if memory.is_cpu:
         return added(digests, kernel.digest_only(table.digested, base, num_threads=threads))

@@ -13,9 +13,9 @@ import logging
 import os
 import re
 import threading
+import weakref
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +56,11 @@ def _check(code: int, what: str) -> None:
 
 
 class _Array:
-    """Device memory at an address, as torch takes it."""
+    """Device memory at an address, as torch takes it. Every tensor that looks at it keeps this object, and with it
+    `base`, alive."""
 
-    def __init__(self, address: int, size: int) -> None:
+    def __init__(self, address: int, size: int, *, base: Tensor | None = None) -> None:
+        self.base = base
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",
@@ -67,15 +69,24 @@ class _Array:
         }
 
 
-def _tensor(address: int, size: int, device: int) -> Tensor:
+def _tensor(address: int, size: int, device: int, end: str) -> Tensor:
+    """The memory as a tensor. When nothing looks at it any more, the runtime's function `end` gives it back."""
+    owner = _Array(address, size)
+    weakref.finalize(owner, _give_back, end, address, device).atexit = False
     with torch.cuda.device(device):
-        tensor: Tensor = torch.as_tensor(_Array(address, size), device=f"cuda:{device}")
+        tensor: Tensor = torch.as_tensor(owner, device=f"cuda:{device}")
     return tensor
+
+
+def _give_back(end: str, address: int, device: int) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        getattr(_runtime(), end)(ctypes.c_void_p(address))
 
 
 def alias(memory: Tensor) -> tuple[Tensor, object]:
     """The same memory as a tensor of its own, and an object that lives for as long as anything looks at that."""
-    owner = _Array(memory.data_ptr(), memory.numel())
+    owner = _Array(memory.data_ptr(), memory.numel(), base=memory)
     with torch.cuda.device(memory.device):
         return torch.as_tensor(owner, device=memory.device), owner
 
@@ -92,14 +103,14 @@ class DeviceSegment:
         plain = re.sub(r"[^A-Za-z0-9._-]", "_", key)[-60:]
         self.name = f"forge-{run}-{plain}-{os.getpid()}-cuda-{next(_numbers)}"
         self.size, self.device = size, device
-        self._address = ctypes.c_void_p()
+        address = ctypes.c_void_p()
         library = _runtime()
         with torch.cuda.device(device):
-            code = library.cudaMalloc(ctypes.byref(self._address), ctypes.c_size_t(size))
+            code = library.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size))
             if code == 2:  # out of memory: torch may hold some that it does not use
                 library.cudaGetLastError()
                 torch.cuda.empty_cache()
-                code = library.cudaMalloc(ctypes.byref(self._address), ctypes.c_size_t(size))
+                code = library.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(size))
             if code == 2:
                 library.cudaGetLastError()
                 free, total = torch.cuda.mem_get_info(device)
@@ -111,10 +122,10 @@ class DeviceSegment:
                     repair='keep fewer versions (keep=1), or keep them in shared memory: Weights(on="host")',
                 )
             _check(code, "allocate device memory")
+            self.memory = _tensor(int(address.value or 0), size, device, "cudaFree")
             handle = _Handle()
-            _check(library.cudaIpcGetMemHandle(ctypes.byref(handle), self._address), "share device memory")
+            _check(library.cudaIpcGetMemHandle(ctypes.byref(handle), address), "share device memory")
         self.handle = ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES)
-        self.memory = _tensor(int(self._address.value or 0), size, device)
         header = torch.frombuffer(bytearray(pack_stamp(0)), dtype=torch.uint8)
         self.memory[:STAMP_SIZE].copy_(header)
         self._stamp = self.memory[STAMP_SIZE - 8 : STAMP_SIZE].view(torch.int64)
@@ -133,12 +144,8 @@ class DeviceSegment:
         return Holder("cuda", host, pid, session, segment=self.name, token=token)
 
     def close(self) -> None:
-        """Free the memory. Nobody may be reading it."""
-        if self._address.value:
-            with torch.cuda.device(self.device):
-                torch.cuda.synchronize()
-                _runtime().cudaFree(self._address)
-            self._address = ctypes.c_void_p()
+        """Let go of the memory. It is freed when nothing in this process looks at it any more."""
+        self.memory = self._stamp = torch.empty(0, dtype=torch.int64)
 
 
 def read_stamp(memory: Tensor) -> int:
@@ -146,10 +153,11 @@ def read_stamp(memory: Tensor) -> int:
 
 
 class OpenedSegments:
-    """The device segments of other processes that this one has open."""
+    """The device segments of other processes that this one has open. Those that are let go of are closed when nothing
+    looks at them any more."""
 
     def __init__(self) -> None:
-        self._opened: dict[str, tuple[int, Tensor]] = {}
+        self._opened: dict[str, Tensor] = {}
         self._guard = threading.Lock()
 
     def open(self, holder: Holder, record: SegmentRecord) -> Tensor:
@@ -158,22 +166,18 @@ class OpenedSegments:
             known = self._opened.get(holder.segment)
             if known is None:
                 known = self._opened[holder.segment] = _open(holder, record.size)
-            return known[1]
-
-    def close(self) -> None:
-        for segment in list(self._opened):
-            self.drop(segment)
+            return known
 
     def drop(self, segment: str) -> None:
         with self._guard:
-            known = self._opened.pop(segment, None)
-        if known is not None:
-            with torch.cuda.device(known[1].device):
-                torch.cuda.synchronize()
-                _runtime().cudaIpcCloseMemHandle(ctypes.c_void_p(known[0]))
+            self._opened.pop(segment, None)
+
+    def close(self) -> None:
+        with self._guard:
+            self._opened.clear()
 
 
-def _open(holder: Holder, size: int) -> tuple[int, Tensor]:
+def _open(holder: Holder, size: int) -> Tensor:
     if not torch.cuda.is_available():
         raise StoreError("this process sees no GPU", rule="a GPU to open device memory with")
     handle, uuid = holder.token[:_HANDLE_BYTES], holder.token[_HANDLE_BYTES:].decode()
@@ -185,8 +189,7 @@ def _open(holder: Holder, size: int) -> tuple[int, Tensor]:
     with torch.cuda.device(devices[0]):
         code = _runtime().cudaIpcOpenMemHandle(ctypes.byref(address), value, _LAZY_PEER_ACCESS)
         _check(code, f"open the device memory of process {holder.pid}")
-    where: Any = address.value or 0
-    return int(where), _tensor(int(where), max(size, HEADER), devices[0])
+    return _tensor(int(address.value or 0), max(size, HEADER), devices[0], "cudaIpcCloseMemHandle")
 
 
 _pinned: set[int] = set()
