@@ -94,6 +94,27 @@ def check_held(state: dict[str, Any]) -> int:
     return held.version
 
 
+def close_client(state: dict[str, Any]) -> None:
+    """What happens in a process when its run ends."""
+    from forge.store.client import client
+
+    client().close()
+
+
+def free_memory(state: dict[str, Any]) -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
+def publish_large(state: dict[str, Any]) -> None:
+    weights = state["large"] = ts.Weights("large", on="cuda")
+    weights.publish({"w": torch.ones(1 << 28, device="cuda")}, version=0).result(60)
+
+
+def retire_large(state: dict[str, Any]) -> None:
+    asyncio.run(state["large"].retire(keep=0))
+    asyncio.run(state["large"].versions())  # what was told before has arrived
+
+
 @pytest.fixture
 def peers() -> Iterator[list[Peer]]:
     started: list[Peer] = []
@@ -149,6 +170,17 @@ def test_views_of_device_memory_keep_their_version(peers: list[Peer]) -> None:
     for version in range(1, 5):
         publisher.run(publish, version, {"on": "cuda"})
     assert reader.run(check_held) == 0
+    reader.run(close_client)
+    assert reader.run(check_held) == 0, "views outlive the run"
+
+
+def test_memory_of_a_retired_version_is_free_again(peers: list[Peer]) -> None:
+    publisher = Peer()
+    peers.append(publisher)
+    publisher.run(publish_large)
+    held = publisher.run(free_memory)
+    publisher.run(retire_large)
+    assert publisher.run(free_memory) - held >= 1 << 30
 
 
 def test_a_version_on_a_gpu_ends_with_its_publisher(peers: list[Peer]) -> None:
