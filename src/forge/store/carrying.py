@@ -9,6 +9,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import StoreError, StoreKeyError
@@ -272,8 +273,6 @@ class Carrier:
             return self._registered[segment.name]
 
     def _hand_over(self, segment: Segment, record: SegmentRecord, volume: Holder, label: str) -> list[Holder]:
-        from dataclasses import replace
-
         reader = self._reader(volume.address)
         if volume.host == self._client.host:
             fd = reader.ask("adopt", (segment.name, self._client.pid, segment.fd, segment.size, label))

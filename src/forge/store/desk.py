@@ -11,8 +11,9 @@ from typing import Any
 
 from forge.errors import StoreError
 from forge.runtime.meeting import Session, host_id
+from forge.store.ledger import Key
 from forge.store.records import Acquire, Begin, Commit, Holder, Lease, Part, Ticket, VersionInfo
-from forge.store.registry import Key, Registry
+from forge.store.registry import Registry
 
 _log = logging.getLogger("forge.store")
 PATIENCE_S = 30.0
@@ -119,7 +120,7 @@ class StoreDesk:
         """Answers when the version is complete: with its number and digest."""
         key, commit = body
         try:
-            self._registry.commit(session.id, replace(commit, part=self._hold(commit.part)))
+            self._registry.commit(replace(commit, part=self._hold(commit.part)))
             while (version := self._registry.outcome(commit.ticket)) is None:
                 await self._changes(key)
         finally:

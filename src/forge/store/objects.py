@@ -11,9 +11,9 @@ from torch import Tensor
 
 from forge.errors import StoreError
 from forge.store.client import client, in_thread, start, until_done
-from forge.store.reading import Reader, check_names
+from forge.store.reading import Reader
 from forge.store.records import Acquire, Lease
-from forge.store.targets import At, Spec, Target, allocate, is_place, resolve
+from forge.store.targets import Spec, Target, allocate, is_place
 from forge.store.trees import put_together, read_structure, take_apart, write_structure
 from forge.store.verifying import Verify, check_verify
 from forge.store.writing import Contribution, Published, Writer, check_dtype
@@ -250,6 +250,3 @@ async def delete(key: str | None = None, *, prefix: str | None = None) -> int:
 def check_key(key: object) -> None:
     if not isinstance(key, str) or not key:
         raise StoreError("a key is a string", path="key", value=key, rule="a non-empty string", repair='"batch/1"')
-
-
-__all__ = ["At", "check_names", "delete", "exists", "get", "get_state_dict", "keys", "put", "put_state_dict", "resolve"]

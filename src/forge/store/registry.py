@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
-from forge.errors import StoreError, StoreKeyError
+from forge.errors import StoreError
+from forge.store import refusals
 from forge.store.assignment import share_out
+from forge.store.ledger import Building, Kept, Key, Spare, Writer
 from forge.store.packing import packing
 from forge.store.proof import version_digest
 from forge.store.records import (
@@ -31,9 +33,6 @@ from forge.store.records import (
     label_of,
 )
 
-Key = tuple[str, str]
-"""Kind and name."""
-
 SPARES = 1
 """How many free segments a process keeps for the next version of a key."""
 
@@ -48,80 +47,20 @@ class Outside(Protocol):
         """This process need not keep the segment any longer."""
 
 
-@dataclass(eq=False)
-class _Building:
-    """A version that is being written."""
-
-    key: Key
-    number: int
-    world_size: int
-    keep: int
-    group: str = ""
-    writers: dict[int, _Writer] = field(default_factory=dict)
-    shares: list[tuple[int, ...] | None] | None = None
-    parts: dict[int, Part] = field(default_factory=dict)
-    extra: bytes = b""
-    failure: StoreError | None = None
-    version: Version | None = None
-    """Once it is complete."""
-
-
-@dataclass(eq=False)
-class _Writer:
-    """One rank of a version that is being written."""
-
-    ticket: int
-    session: int
-    rank: int
-    layout: str
-    building: _Building
-    token: str = ""
-    reuse: _Spare | None = None
-    volumes: tuple[Holder, ...] = ()
-    has_share: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Spare:
-    """A segment that can be written again, and the sessions that may have mapped it."""
-
-    name: str
-    size: int
-    openers: frozenset[int]
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A complete version."""
-
-    version: Version
-    owners: dict[int, int]
-    """The session that wrote each rank's part."""
-    leases: set[int] = field(default_factory=set)
-    openers: set[int] = field(default_factory=set)
-    """Sessions that may have mapped its segments."""
-    is_retired: bool = False
-    """Nobody new gets it; it goes with its last reader."""
-    has_spare: bool = True
-    """Whether its memory stays for the next version. With keep=1 it does not: that needs twice the memory for good."""
-    losses: dict[int, str] = field(default_factory=dict)
-    """For each rank whose part lost a copy, who held that."""
-
-
 class Registry:
     """All keys of one run."""
 
     def __init__(self, outside: Outside) -> None:
         self._outside = outside
         self._ids = itertools.count(1)
-        self._kept: dict[Key, dict[int, _Kept]] = {}
-        self._building: dict[Key, list[_Building]] = {}
+        self._kept: dict[Key, dict[int, Kept]] = {}
+        self._building: dict[Key, list[Building]] = {}
         self._newest: dict[Key, int] = {}
-        self._writers: dict[int, _Writer] = {}
-        self._leases: dict[int, tuple[int, Key, _Kept]] = {}
+        self._writers: dict[int, Writer] = {}
+        self._leases: dict[int, tuple[int, Key, Kept]] = {}
         self._layouts: dict[str, Layout] = {}
         self._layout_uses: Counter[str] = Counter()
-        self._spares: dict[tuple[int, Key], list[_Spare]] = {}
+        self._spares: dict[tuple[int, Key], list[Spare]] = {}
         self._volumes: dict[int, Holder] = {}
         self._copies = 1
         self._shares: dict[tuple[str, ...], list[tuple[int, ...] | None]] = {}
@@ -136,7 +75,7 @@ class Registry:
         building = self._join(key, wish)
         if wish.layout is not None:
             self._layouts.setdefault(wish.layout_id, wish.layout)
-        writer = _Writer(next(self._ids), session, wish.rank, wish.layout_id, building, wish.token)
+        writer = Writer(next(self._ids), session, wish.rank, wish.layout_id, building, wish.token)
         building.writers[wish.rank] = writer
         self._writers[writer.ticket] = writer
         self._layout_uses[wish.layout_id] += 1
@@ -144,58 +83,31 @@ class Registry:
             self._share_out(building)
         return writer.ticket
 
-    def _join(self, key: Key, wish: Begin) -> _Building:
+    def _join(self, key: Key, wish: Begin) -> Building:
         if not 0 <= wish.rank < wish.world_size:
-            raise StoreError(
-                f"a rank that publishes {wish.key!r} is not one of the ranks",
-                path=f"{wish.key}.publish()",
-                value=f"rank {wish.rank} of {wish.world_size}",
-                rule="0 <= rank < world_size",
-                repair="set RANK and WORLD_SIZE, or say it: Weights(rank=, world_size=)",
-            )
+            raise refusals.no_such_rank(wish)
         under_way = self._building.get(key, [])
         for building in under_way:
             if wish.version is None and (wish.rank in building.writers or wish.group != building.group):
                 continue
             if wish.version is not None and building.number != wish.version:
                 continue
-            self._check_joining(building, wish)
+            if building.world_size != wish.world_size:
+                raise refusals.other_world_size(wish, building)
+            if wish.rank in building.writers:
+                raise refusals.rank_twice(wish, building)
             return building
         newest = self._newest.get(key, -1)
         number = wish.version
         if number is None:
             number = max([newest, *(building.number for building in under_way)]) + 1
         elif number <= newest:
-            raise StoreError(
-                f"version {number} of {wish.key!r} comes too late: version {newest} is published",
-                path=f"{wish.key}.publish(version=)",
-                value=number,
-                rule=f"versions grow: more than {newest}",
-                repair=f"publish version {newest + 1}, or go back first: `await weights.rewind(to={number - 1})`",
-            )
-        building = _Building(key, number, wish.world_size, wish.keep, wish.group)
+            raise refusals.too_late(wish, number, newest)
+        building = Building(key, number, wish.world_size, wish.keep, wish.group)
         self._building.setdefault(key, []).append(building)
         return building
 
-    def _check_joining(self, building: _Building, wish: Begin) -> None:
-        if building.world_size != wish.world_size:
-            raise StoreError(
-                f"the ranks that publish version {building.number} of {wish.key!r} disagree about how many they are",
-                path=f"{wish.key}.publish()",
-                value=f"rank {wish.rank} says world_size={wish.world_size}",
-                rule=f"as the first that came: world_size={building.world_size}",
-                repair="give all ranks the same world_size",
-            )
-        if wish.rank in building.writers:
-            raise StoreError(
-                f"rank {wish.rank} publishes version {building.number} of {wish.key!r} already",
-                path=f"{wish.key}.publish()",
-                value=f"rank {wish.rank} of {wish.world_size}",
-                rule="each rank publishes a version once",
-                repair="await the first publication, use another version, or give each process its own rank=",
-            )
-
-    def _share_out(self, building: _Building) -> None:
+    def _share_out(self, building: Building) -> None:
         names = [building.writers[rank].layout for rank in range(building.world_size)]
         try:
             shares = self._shares.get(tuple(names))
@@ -236,15 +148,15 @@ class Registry:
         missing = sorted(set(range(building.world_size)) - set(building.writers))
         return f"rank(s) {missing} of {building.world_size} of version {building.number} of {building.key[1]!r}"
 
-    def _make_room(self, building: _Building) -> None:
+    def _make_room(self, building: Building) -> None:
         """The oldest version makes room for the one that is written, so that `keep` versions' memory is enough. One
         complete version is always left."""
         self.retire(building.key, keep=max(1, building.keep - 1))
 
-    def _spare_for(self, writer: _Writer, written: tuple[int, ...] | None) -> _Spare | None:
+    def _spare_for(self, writer: Writer, written: tuple[int, ...] | None) -> Spare | None:
         """A free segment of the writer's that fits; those that do not are given up."""
         size = packing(self._layouts[writer.layout], written).size
-        found: _Spare | None = None
+        found: Spare | None = None
         for spare in self._spares.pop((writer.session, writer.building.key), []):
             if found is None and size <= spare.size <= 2 * size:
                 found = spare
@@ -252,7 +164,7 @@ class Registry:
                 self._drop(spare.name, spare.openers | {writer.session})
         return found
 
-    def commit(self, session: int, commit: Commit) -> None:
+    def commit(self, commit: Commit) -> None:
         """A rank's part is written. With the last one the version becomes visible."""
         writer = self._writers.get(commit.ticket)
         if writer is None:
@@ -268,7 +180,7 @@ class Registry:
         if len(building.parts) == building.world_size:
             self._complete(building)
 
-    def _complete(self, building: _Building) -> None:
+    def _complete(self, building: Building) -> None:
         losses = self._without_lost_volumes(building)
         for rank, lost in losses.items():
             if not building.parts[rank].segment.holders:
@@ -291,13 +203,13 @@ class Registry:
             else:  # it was not needed: the part is kept elsewhere
                 self._drop(writer.reuse.name, writer.reuse.openers | {writer.session})
         has_spare = building.key[0] != "weights" or building.keep > 1
-        kept = _Kept(version, owners, openers=openers, has_spare=has_spare, losses=losses)
+        kept = Kept(version, owners, openers=openers, has_spare=has_spare, losses=losses)
         self._kept.setdefault(building.key, {})[building.number] = kept
         self._newest[building.key] = max(building.number, self._newest.get(building.key, -1))
         self.retire(building.key, keep=building.keep)
         self._outside.changed(building.key)
 
-    def _without_lost_volumes(self, building: _Building) -> dict[int, str]:
+    def _without_lost_volumes(self, building: Building) -> dict[int, str]:
         """Forget copies on volumes that have ended since they took them. For each rank that lost one, who held it."""
         losses: dict[int, str] = {}
         for rank, part in building.parts.items():
@@ -337,7 +249,7 @@ class Registry:
             if writer.token == token:
                 self.close_ticket(writer.ticket)
 
-    def _take_back(self, writer: _Writer) -> None:
+    def _take_back(self, writer: Writer) -> None:
         """A segment that a writer got for a version that came to nothing is free again; whoever took its part from it
         has it for nothing."""
         spare, part = writer.reuse, writer.building.parts.get(writer.rank)
@@ -351,18 +263,18 @@ class Registry:
         if spare is not None:
             self._spares.setdefault((writer.session, writer.building.key), []).append(spare)
 
-    def _drop_part(self, part: Part, *, but: _Spare | None = None) -> None:
+    def _drop_part(self, part: Part, *, but: Spare | None = None) -> None:
         for holder in part.segment.holders:
             if but is None or holder.segment != but.name:
                 self._drop(holder.segment, {holder.session})
 
-    def _fail(self, building: _Building, failure: StoreError) -> None:
+    def _fail(self, building: Building, failure: StoreError) -> None:
         if building.failure is None:
             building.failure = failure
             self._not_under_way(building)
             self._outside.changed(building.key)
 
-    def _not_under_way(self, building: _Building) -> None:
+    def _not_under_way(self, building: Building) -> None:
         under_way = self._building[building.key]
         under_way.remove(building)
         if not under_way:
@@ -381,48 +293,18 @@ class Registry:
         needed = {part.layout for part in kept.version.parts} - wish.known
         return Lease(number, kept.version, {name: self._layouts[name] for name in needed})
 
-    def _find(self, key: Key, number: int | None) -> _Kept:
+    def _find(self, key: Key, number: int | None) -> Kept:
         usable = {number: kept for number, kept in self._kept.get(key, {}).items() if not kept.is_retired}
         if number is None and usable:
             number = max(usable)
         if number is None or number not in usable:
-            raise self._nothing(key, number, sorted(usable))
+            near = [name for kind, name in self._kept if kind == key[0]]
+            raise refusals.nothing(key, number, usable=usable, near=near, under_way=self._building.get(key, ()))
         kept = usable[number]
         for part in kept.version.parts:
             if part.segment.inline is None and not part.segment.holders:
-                raise StoreError(
-                    f"version {number} of {key[1]!r} is lost: the only copy of rank {part.rank}'s part was held by "
-                    f"{kept.losses.get(part.rank, 'a process')}, which has ended",
-                    path=key[1],
-                    value=number,
-                    rule="the data outlives its publisher on the controller's host, or on storage volumes",
-                    repair="publish again; to survive this, keep copies: `await ts.setup(volumes=2, copies=2)`",
-                )
+                raise refusals.lost(key, number, part.rank, held_by=kept.losses.get(part.rank, "a process"))
         return kept
-
-    def _nothing(self, key: Key, number: int | None, usable: list[int]) -> StoreKeyError:
-        kind, name = key
-        what = name if number is None else f"{name} version {number}"
-        under_way = [
-            f"version {b.number} has {len(b.parts)} of {b.world_size} rank(s), missing "
-            f"{sorted(set(range(b.world_size)) - set(b.parts))}"
-            for b in self._building.get(key, ())
-        ]
-        near = sorted(other for other_kind, other in self._kept if other_kind == kind)[:8]
-        if kind == "weights":
-            repair = "publish it, or wait for it: `await weights.wait(at_least=...)`"
-        else:
-            repair = "put it first, or wait for it: `ts.get(key, wait_s=...)`"
-        return StoreKeyError(
-            f"the store has no {what!r}",
-            path=name,
-            value=number if number is not None else "latest",
-            rule=(
-                f"published versions: {usable}" if usable else f"{'weights' if kind == 'weights' else 'keys'}: {near}"
-            )
-            + (f"; under way: {'; '.join(under_way)}" if under_way else ""),
-            repair=repair,
-        )
 
     def release(self, lease: int) -> None:
         """A reader lets go. Doing so twice is harmless."""
@@ -499,7 +381,7 @@ class Registry:
             self._outside.changed(key)
         return retired
 
-    def _free(self, key: Key, kept: _Kept) -> None:
+    def _free(self, key: Key, kept: Kept) -> None:
         """Nobody reads a retired version any more: its memory goes back to its writers, or is given up."""
         versions = self._kept.get(key, {})
         if versions.get(kept.version.number) is kept:  # not where the number was published again meanwhile
@@ -511,10 +393,10 @@ class Registry:
             self._layout_done(part.layout)
             owner = kept.owners[part.rank]
             owned = [holder.segment for holder in part.segment.holders if holder.session == owner]
-            spare: _Spare | None = None
+            spare: Spare | None = None
             if owned and is_wanted and kept.has_spare and len(self._spares.get((owner, key), ())) < SPARES:
                 sessions = {holder.session for holder in part.segment.holders if holder.segment == owned[0]}
-                spare = _Spare(owned[0], part.segment.size, frozenset(kept.openers | sessions))
+                spare = Spare(owned[0], part.segment.size, frozenset(kept.openers | sessions))
                 self._spares.setdefault((owner, key), []).append(spare)
             for segment in {holder.segment for holder in part.segment.holders}:
                 if spare is None or segment != spare.name:

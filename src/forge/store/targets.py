@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forge.errors import StoreError
 from forge.store.boxes import Piece
-from forge.store.layout import dtype_name, dtype_of, held_by, is_plain, local, region_pieces, wanted
+from forge.store.layout import dtype_of, held_by, is_plain, local, region_pieces, wanted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -242,6 +242,3 @@ def _empty_extent(shape: tuple[int, ...], spec: Placed) -> tuple[int, ...]:
 
     extent, _ = compute_local_shape_and_global_offset(shape, spec.mesh, list(spec.placements))
     return tuple(extent)
-
-
-__all__ = ["At", "Chunk", "Placed", "Region", "Spec", "Target", "allocate", "dtype_name", "is_place", "resolve"]

@@ -13,7 +13,7 @@ from forge.errors import StoreError, WeightMismatch
 from forge.store import device_kernel, kernel
 from forge.store.catalog import Catalog, published_digests
 from forge.store.proof import MODULUS, sample_seed
-from forge.store.records import Part, Version
+from forge.store.records import Version
 from forge.store.rects import Places, Rects, byte_offset, row_bytes, row_major
 
 Verify = Literal["cheap", "full", "off"]
@@ -138,7 +138,7 @@ def table_of(rows: Iterable[list[int]], *, num_slots: int) -> Rects:
     return table
 
 
-def raise_if_any(version: Version, names: set[str], *, why: str, parts: Sequence[Part] = ()) -> None:
+def raise_if_any(version: Version, names: set[str], *, why: str) -> None:
     """Raise `WeightMismatch` for these tensors, if there are any."""
     if not names:
         return

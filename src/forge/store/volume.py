@@ -5,7 +5,7 @@ from __future__ import annotations
 from forge.errors import StoreError
 from forge.runtime.actor import MeshActor
 from forge.runtime.endpoints import endpoint
-from forge.runtime.lifetime import runtime
+from forge.store.checks import check_whole_number
 from forge.store.client import client
 from forge.store.records import Holder
 
@@ -39,15 +39,8 @@ async def setup(*, volumes: int = 0, copies: int = 1) -> list[object]:
         volumes: how many storage volumes to start, spread over the hosts of the run.
         copies: on how many volumes each part is kept.
     """
-    for name, value, least in (("volumes", volumes, 0), ("copies", copies, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise StoreError(
-                f"setup({name}=) is not valid",
-                path=f"ts.setup({name}=)",
-                value=value,
-                rule=f"a whole number >= {least}",
-                repair="ts.setup(volumes=2, copies=2)",
-            )
+    check_whole_number("ts.setup(volumes=)", volumes, least=0)
+    check_whole_number("ts.setup(copies=)", copies, least=1)
     if volumes and copies > volumes:
         raise StoreError(
             "there are fewer volumes than copies",
@@ -62,6 +55,3 @@ async def setup(*, volumes: int = 0, copies: int = 1) -> list[object]:
         label = f"store-volume-{number}"
         started.append(await Volume.options(mesh_name=label).as_actor(label))
     return started
-
-
-__all__ = ["Volume", "runtime", "setup"]

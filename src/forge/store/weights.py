@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
+from forge.store.checks import check_whole_number
 from forge.store.client import StoreClient, client, in_thread, start
 from forge.store.execution import Targets
 from forge.store.reading import Fetched, Reader, Verify, check_verify
@@ -37,15 +39,11 @@ class Publication:
         return self._wait().__await__()
 
     async def _wait(self) -> Published:
-        import asyncio
-
         self._is_seen = True
         return await asyncio.shield(asyncio.wrap_future(self._done))
 
     async def snapshot(self) -> float:
         """Wait until the weights may be changed; how long taking the snapshot took, in seconds."""
-        import asyncio
-
         self._is_seen = True
         return await asyncio.shield(asyncio.wrap_future(self._snapshot))
 
@@ -102,7 +100,7 @@ class Weights:
         on: Literal["auto", "host", "cuda"] = "auto",
     ) -> None:
         _check_name(name)
-        _check_whole("Weights(keep=)", keep, least=1)
+        check_whole_number("Weights(keep=)", keep, least=1)
         if (rank is None) != (world_size is None):
             raise StoreError(
                 "rank and world_size belong together",
@@ -113,7 +111,7 @@ class Weights:
             )
         for name_of, number in (("rank", rank), ("world_size", world_size)):
             if number is not None:
-                _check_whole(f"Weights({name_of}=)", number, least=int(name_of == "world_size"))
+                check_whole_number(f"Weights({name_of}=)", number, least=int(name_of == "world_size"))
         if rank is not None and world_size is not None and rank >= world_size:
             raise StoreError(
                 "rank is not one of the ranks",
@@ -149,13 +147,14 @@ class Weights:
         """Publish this rank's part of a version. Every rank calls it, with the same version.
 
         Tensors may be plain or DTensors; what several ranks hold is stored once, and taken to be equal. A rank may have
-        names that others have not, as a stage of a pipeline does. The snapshot is taken in the
-        background, beginning now: wait for `snapshot()` before the weights change, and for the publication itself
-        before telling anybody of the version. Readers see it when every rank's part is there, and never before; if a
-        rank dies on the way the others' publications raise, and readers keep the version they had. `timeout_s` bounds
-        the wait for the other ranks to begin.
+        names that others have not, as a stage of a pipeline does.
+
+        The snapshot is taken in the background, beginning now: wait for `snapshot()` before the weights change, and for
+        the publication itself before telling anybody of the version. Readers see it when every rank's part is there,
+        and never before; if a rank dies on the way the others' publications raise, and readers keep the version they
+        had. `timeout_s` bounds the wait for the other ranks to begin.
         """
-        _check_whole("publish(version=)", version, least=0)
+        check_whole_number("publish(version=)", version, least=0)
         tensors = _named_tensors(self.name, state_dict)
         rank, world_size = ranks_of(self._rank, self._world_size)
         writer = self._writer_here()
@@ -219,9 +218,8 @@ class Weights:
         """Get a version, whole.
 
         With `into`, a dict from names to tensors, DTensors or `At` objects, exactly their part of each tensor is copied
-        there.
-        Without, the result's `tensors` are views of the shared memory where a tensor lies there in one piece on this
-        host, and new tensors otherwise; the version stays as it is for as long as any of them lives.
+        there. Without, the result's `tensors` are views of the shared memory where a tensor lies there in one piece on
+        this host, and new tensors otherwise; the version stays as it is for as long as any of them lives.
 
         Args:
             into: the memory to fill, or a module, whose state dict is filled. Until `fetch` returns it may hold
@@ -274,7 +272,7 @@ class Weights:
                 rule='a whole number >= 0, or "latest"',
                 repair='version="latest", or leave it out',
             )
-        _check_whole("fetch(version=)", version, least=0)
+        check_whole_number("fetch(version=)", version, least=0)
         return Acquire(self.name, KIND, version)
 
     def _read(
@@ -298,9 +296,7 @@ class Weights:
 
     async def wait(self, *, at_least: int = 0, timeout_s: float | None = None) -> int:
         """Wait until a version of at least this number can be fetched; the newest number."""
-        import asyncio
-
-        _check_whole("wait(at_least=)", at_least, least=0)
+        check_whole_number("wait(at_least=)", at_least, least=0)
         waiting = client().line.ask("wait", ((KIND, self.name), at_least))
         try:
             return int(await asyncio.wait_for(waiting, timeout_s))
@@ -322,14 +318,14 @@ class Weights:
     async def retire(self, *, keep: int = 1) -> list[int]:
         """Let go of all but the newest `keep` versions; the numbers that went. A version that is being read stays
         until its readers let it go, but nobody new gets it."""
-        _check_whole("retire(keep=)", keep, least=0)
+        check_whole_number("retire(keep=)", keep, least=0)
         retired: list[int] = await client().line.ask("retire", ((KIND, self.name), keep))
         return retired
 
     async def rewind(self, *, to: int) -> list[int]:
         """Take back every version after `to`, so that a trainer that went back to a checkpoint can publish those
         numbers again. The numbers that went."""
-        _check_whole("rewind(to=)", to, least=-1)
+        check_whole_number("rewind(to=)", to, least=-1)
         retired: list[int] = await client().line.ask("rewind", ((KIND, self.name), to))
         return retired
 
@@ -348,13 +344,6 @@ def _check_name(name: object) -> None:
             value=name,
             rule="a non-empty string",
             repair='Weights("policy")',
-        )
-
-
-def _check_whole(path: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise StoreError(
-            f"{path} is not valid", path=path, value=value, rule=f"a whole number >= {least}", repair=f"give {least}"
         )
 
 

@@ -99,7 +99,7 @@ class Desk:
         assert ticket is not None
         name = ticket.reuse or f"segment-{next(_numbers)}"
         given = [here(session, name)] if holders is None else holders
-        self.registry.commit(session, Commit(number, part_of(ticket, begun, given)))
+        self.registry.commit(Commit(number, part_of(ticket, begun, given)))
         return name
 
     def publish(self, session: int, begun: Begin, holders: Sequence[Holder] | None = None) -> tuple[Version, str]:
@@ -338,7 +338,7 @@ def test_a_part_that_comes_after_the_failure_is_dropped_too(desk: Desk) -> None:
     ticket = tickets[0]
     assert ticket is not None
     with pytest.raises(StoreError, match="rank 1"):
-        desk.registry.commit(10, Commit(numbers[0], part_of(ticket, wishes[0], [here(10, "s"), here(0, "s")])))
+        desk.registry.commit(Commit(numbers[0], part_of(ticket, wishes[0], [here(10, "s"), here(0, "s")])))
     desk.registry.close_ticket(numbers[0])
     assert desk.told.drops[0, "s"] == 1
     assert desk.tables() == {}
@@ -468,7 +468,7 @@ def test_a_free_segment_that_a_part_did_not_need_is_given_up(desk: Desk) -> None
     ticket = desk.registry.ticket(number)
     assert ticket is not None
     assert ticket.reuse == name
-    desk.registry.commit(1, Commit(number, part_of(ticket, begun, (), inline=b"small")))
+    desk.registry.commit(Commit(number, part_of(ticket, begun, (), inline=b"small")))
     desk.registry.close_ticket(number)
     assert desk.told.drops[1, name] == 1
 
@@ -636,7 +636,7 @@ def test_a_value_that_the_registry_keeps_itself_outlives_everybody(desk: Desk) -
     number = desk.begin(1, begun)
     ticket = desk.registry.ticket(number)
     assert ticket is not None
-    desk.registry.commit(1, Commit(number, part_of(ticket, begun, (), inline=b"bytes"), extra=b"more"))
+    desk.registry.commit(Commit(number, part_of(ticket, begun, (), inline=b"bytes"), extra=b"more"))
     desk.registry.close_ticket(number)
     desk.registry.left(1)
     version = desk.acquire(2, VALUE).version

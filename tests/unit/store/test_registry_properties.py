@@ -134,7 +134,7 @@ class Store(RuleBasedStateMachine):
         part = part_of(ticket, begun, holders, inline=b"" if kind == "inline" else None)
         self.mapped |= {(holder.session, holder.segment) for holder in holders}
         ranks, key = self.buildings[number], (begun.kind, begun.key)
-        self.registry.commit(who, Commit(number, part))
+        self.registry.commit(Commit(number, part))
         ranks.stamps[begun.rank] = part.segment.stamp
         version = self.registry.outcome(number)
         assert (version is not None) == (len(ranks.stamps) == begun.world_size), "seen before it is whole, or not then"
