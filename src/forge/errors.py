@@ -131,6 +131,26 @@ class FanoutError(ForgeError, RuntimeError):
         self.outcomes = tuple(outcomes)
 
 
+class ModelError(ForgeError, ValueError):
+    """A model folder that cannot be used: a family that is not known, a tensor missing or of another shape."""
+
+
+class LayoutError(ConfigError):
+    """A layout over ranks that the model, or the number of ranks, does not admit."""
+
+
+class DataError(ForgeError, ValueError):
+    """A record or a file of data that cannot be read. `path` names file and line."""
+
+
+class CheckpointError(ForgeError, RuntimeError):
+    """A checkpoint that is missing, incomplete, or not of this model."""
+
+
+class NonFiniteError(ForgeError, FloatingPointError):
+    """Loss or gradient is NaN or infinite. The state is as it was before the step."""
+
+
 class StoreError(ForgeError, RuntimeError):
     """The tensor store could not do what was asked."""
 

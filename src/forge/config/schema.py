@@ -53,8 +53,16 @@ class ModelConfig(ConfigModel):
         default=None,
         description="Name of a preset (`forge config presets` lists them). It is laid beneath the user's own keys.",
     )
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name in logs. If there is no preset and the name is one, or a preset's hf_repo, that preset is "
+        "taken.",
+    )
     path: PathText | None = Field(
-        default=None, description="Folder with the model's Hugging Face files: weights, tokenizer, config.json."
+        default=None,
+        description="Folder with the model's Hugging Face files: config.json, weights, tokenizer. Its config.json wins "
+        "over the preset. Null for random weights, of the architecture that the keys below describe.",
     )
     hf_repo: str | None = Field(
         default=None, description="Hugging Face repository that the weights come from, such as Qwen/Qwen3-1.7B."

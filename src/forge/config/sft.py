@@ -1,0 +1,129 @@
+"""The sections that supervised fine-tuning adds: data, validation and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.rules import PathText
+from forge.config.schema import ForgeConfig
+from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
+
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "text"]
+
+
+class SourceConfig(ConfigModel):
+    """One source of samples."""
+
+    path: PathText | None = Field(
+        default=None,
+        description="A .jsonl, .json or .parquet file (.gz of the first two as well), a pattern such as data/*.jsonl, "
+        "or a folder that holds such files or that `datasets` saved.",
+    )
+    hf_dataset: str | None = Field(
+        default=None, min_length=1, description="A dataset of the Hugging Face hub, such as owner/name."
+    )
+    hf_config: str | None = Field(default=None, description="Its configuration; null for the default one.")
+    split: str = Field(default="train", min_length=1, description="Split of a Hugging Face dataset.")
+    format: Format = Field(
+        default="auto", description="How a record is laid out; `auto` goes by the keys of the first record."
+    )
+    columns: Mapping[str, str] = Field(
+        default_factory=FrozenDict,
+        description="Other names of a format's keys, such as {prompt: question, response: answer}.",
+    )
+    weight: float = Field(default=1.0, gt=0, description="How often it is drawn from, relative to other sources.")
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if (self.path is None) == (self.hf_dataset is None):
+            raise broken_rule("exactly one of path and hf_dataset", repair="remove one, or add one", key="path")
+        return self
+
+
+class DataConfig(ConfigModel):
+    """Where samples come from, and how they become tokens."""
+
+    sources: tuple[SourceConfig, ...] = Field(
+        default=(), description="Where samples come from; drawn from by weight. Needed."
+    )
+    loss_on: Literal["answers", "all"] = Field(
+        default="answers", description="Which tokens count: only what the assistant says, or all but the first."
+    )
+    system_prompt: str | None = Field(
+        default=None, description="A system message to put before conversations that have none."
+    )
+    chat_template: PathText | None = Field(
+        default=None, description="A file with a Jinja chat template; null for the tokenizer's own."
+    )
+    packing: bool = Field(
+        default=True, description="Whether a row holds as many samples as fit into training.max_seq_len."
+    )
+    pack_lookahead: int = Field(
+        default=256, ge=1, description="Samples among which the packer chooses the one that fits best."
+    )
+    oversize: Literal["drop", "truncate", "error"] = Field(
+        default="drop", description="What happens to a sample longer than training.max_seq_len. It is counted."
+    )
+    on_bad_record: Literal["error", "skip"] = Field(
+        default="error", description="What happens to a record that cannot be read: named by file and line, or counted."
+    )
+    shuffle: bool = Field(default=True, description="Whether each epoch has an order of its own.")
+    streaming: bool = Field(
+        default=False, description="Whether files are read as they come instead of being indexed first."
+    )
+    shuffle_buffer: int = Field(
+        default=10_000, ge=1, description="For streaming: among how many samples the next one is drawn."
+    )
+
+
+class ValidationConfig(ConfigModel):
+    """How training is judged while it runs."""
+
+    interval: int | None = Field(
+        default=None, ge=1, description="Optimizer steps between two validations; null for none but the last."
+    )
+    sources: tuple[SourceConfig, ...] = Field(default=(), description="Held-out samples of their own.")
+    fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="Part of the training samples to hold out, if there are no sources here."
+    )
+    max_samples: int | None = Field(default=None, ge=1, description="At most so many samples; null for all.")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to validate on."""
+        return bool(self.sources) or self.fraction > 0
+
+
+class MetricsConfig(ConfigModel):
+    """Where figures go."""
+
+    log_interval: int = Field(default=10, ge=1, description="Optimizer steps between two lines on the console.")
+    progress: bool | None = Field(
+        default=None, description="Whether a progress bar is shown; null for yes on a terminal."
+    )
+    jsonl: bool = Field(default=True, description="Whether every step is written to metrics.jsonl.")
+    tensorboard: bool = Field(default=True, description="Whether TensorBoard files are written.")
+    wandb: bool = Field(default=False, description="Whether Weights & Biases is told; needs the extra `wandb`.")
+    wandb_project: str = Field(default="torchforge", min_length=1, description="Its project.")
+
+
+class SFTConfig(ForgeConfig):
+    """Supervised fine-tuning: one configuration for `apps/sft/main.py`."""
+
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="The optimizer's steps.")
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="The layout over ranks.")
+    checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved, and when.")
+    data: DataConfig = Field(default_factory=DataConfig, description="Where samples come from.")
+    validation: ValidationConfig = Field(default_factory=ValidationConfig, description="How training is judged.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where figures go.")
+
+    @model_validator(mode="after")
+    def _check_data(self) -> Self:
+        if self.data.streaming and self.validation.fraction > 0:
+            rule = "0 with data.streaming: a stream has no known length to take a part of"
+            raise broken_rule(rule, repair="give validation.sources", key="validation.fraction")
+        return self

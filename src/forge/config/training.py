@@ -1,0 +1,199 @@
+"""What a trainer needs to know: the optimizer's steps, the layout over ranks, and where checkpoints go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from forge.config.base import ConfigModel, broken_rule
+from forge.config.rules import Directory, PathText
+from forge.config.schema import ModelConfig
+
+
+class TrainingConfig(ConfigModel):
+    """The optimizer's steps and the memory that they may take."""
+
+    batch_size: int = Field(
+        default=8,
+        ge=1,
+        description="Rows that go forward together, over all ranks. A row is one sample, or one pack of samples.",
+    )
+    gradient_accumulation_steps: int = Field(
+        default=1, ge=1, description="How many such batches make one optimizer step."
+    )
+    num_epochs: int = Field(default=1, ge=1, description="How often the data is gone through.")
+    max_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps after which to stop; null for the end of the last epoch."
+    )
+    max_seq_len: int = Field(default=2048, ge=2, description="Longest sample, and length of a packed row, in tokens.")
+    microbatch_tokens: int | None = Field(
+        default=None,
+        ge=2,
+        description="Tokens that one rank takes through the model at once; null for max_seq_len. Gradients do not "
+        "depend on it, memory does.",
+    )
+
+    learning_rate: float = Field(default=1e-5, gt=0, description="Highest learning rate of the schedule.")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine",
+        description="How the rate goes on after the warm-up. `wsd`: warm-up, stable, decay.",
+    )
+    warmup_steps: int | None = Field(
+        default=None, ge=0, description="Steps over which the rate rises from 0; null to use warmup_ratio."
+    )
+    warmup_ratio: float = Field(default=0.03, ge=0, lt=1, description="The warm-up as a part of all steps.")
+    decay_ratio: float = Field(
+        default=0.2, gt=0, le=1, description="For `wsd`: the last part of all steps, over which the rate falls."
+    )
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Where the rate ends, as a part of learning_rate; not for `constant`."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="Decay of AdamW. Norms and biases are left out.")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients.")
+    adam_eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    optimizer_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Precision of AdamW's two states. `bfloat16` halves their memory."
+    )
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0, description="Norm to which a larger gradient is scaled; null for no clipping."
+    )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="What happens when loss or gradient is NaN or infinite: `stop` keeps the state and ends the run, "
+        "`skip` leaves the step out. Both name the samples.",
+    )
+
+    head_chunk_tokens: int = Field(
+        default=1024,
+        ge=1,
+        description="Tokens whose logits exist at once. Gradients do not depend on it, memory does.",
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="What is computed again in the backward pass: nothing, all but costly products, or whole layers.",
+    )
+    activation_offload: bool = Field(
+        default=False, description="Whether what the backward pass needs waits in the host's memory."
+    )
+    compile: bool = Field(default=False, description="Whether each layer is compiled with torch.compile.")
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if self.microbatch_tokens is not None and self.microbatch_tokens < self.max_seq_len:
+            rule = f"at least max_seq_len, which is {self.max_seq_len}: a sample is never split"
+            raise broken_rule(rule, repair="raise it, or lower max_seq_len", key="microbatch_tokens")
+        return self
+
+
+class DistributedConfig(ConfigModel):
+    """How a model is laid out over ranks. Their number is the product of the degrees (expert excluded)."""
+
+    strategy: Literal["auto", "none", "replicate", "fsdp", "hsdp"] = Field(
+        default="auto",
+        description="How data parallel ranks hold the weights. `auto` goes by the degrees; the other words check them: "
+        "`none` one rank, `replicate` whole copies, `fsdp` shards, `hsdp` copies of shards.",
+    )
+    precision: Literal["float32", "bfloat16", "bfloat16_pure", "float64"] = Field(
+        default="float32",
+        description="`bfloat16`: computed in bfloat16 with float32 weights and gradients' sums. `bfloat16_pure`: "
+        "everything in bfloat16. `float64`: for tests.",
+    )
+    replicate: int = Field(default=1, ge=1, description="Data parallel ranks that hold whole copies.")
+    shard: int = Field(
+        default=-1, ge=-1, description="Data parallel ranks that share one copy (FSDP); -1 for all that are left."
+    )
+    tensor: int = Field(default=1, ge=1, description="Ranks that split every layer's heads and widths.")
+    pipeline: int = Field(default=1, ge=1, description="Ranks that split the layers.")
+    expert: int = Field(
+        default=1, ge=1, description="Ranks that split the experts of a mixture; they are among the others."
+    )
+    sequence_parallel: bool = Field(
+        default=True, description="Whether tensor parallel ranks also split the tokens between layers."
+    )
+    pipeline_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = Field(
+        default="1F1B", description="In which order pipeline stages go forward and backward."
+    )
+    pipeline_microbatches: int | None = Field(
+        default=None, ge=1, description="Rows in the pipeline at once; null for twice the stages."
+    )
+    num_threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of each rank; null for one, so that ranks do not compete."
+    )
+    with_gpus: bool | None = Field(
+        default=None, description="Whether each rank gets a GPU; null for yes where there is one."
+    )
+    hosts: int | None = Field(default=None, ge=1, description="Hosts to spread the ranks over; null for one.")
+
+    @model_validator(mode="after")
+    def _check_degrees(self) -> Self:
+        if self.shard == 0:
+            raise broken_rule("-1 or at least 1", repair="write -1 for all ranks that are left", key="shard")
+        data = self.replicate * abs(self.shard)
+        wrong = {
+            "none": (self.replicate != 1 or self.shard > 1, "replicate 1 and shard 1 or -1"),
+            "replicate": (self.shard > 1, "shard 1 or -1"),
+            "fsdp": (self.replicate > 1, "replicate 1"),
+            "hsdp": (self.replicate < 2, "replicate of at least 2"),
+        }.get(self.strategy, (False, ""))
+        if wrong[0]:
+            rule = f"`{self.strategy}` needs {wrong[1]}; replicate is {self.replicate} and shard is {self.shard}"
+            raise broken_rule(rule, repair="write `auto`, or change the degrees", key="strategy")
+        ranks = data * self.tensor * self.pipeline
+        if self.shard != -1 and ranks % self.expert:
+            rule = f"must divide the number of ranks, which is {ranks}"
+            raise broken_rule(rule, repair="lower it, or add ranks", key="expert")
+        if self.hosts is not None and self.shard != -1 and ranks % self.hosts:
+            rule = f"must divide the number of ranks, which is {ranks}"
+            raise broken_rule(rule, repair="choose another number of hosts", key="hosts")
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the degrees ask for; a shard of -1 counts as 1."""
+        return self.replicate * max(1, self.shard) * self.tensor * self.pipeline
+
+
+class CheckpointConfig(ConfigModel):
+    """When the state of training is saved, where, and what is kept."""
+
+    output_dir: Directory | None = Field(
+        default=None, description="Folder of the checkpoints; null for `checkpoints` in the run's folder."
+    )
+    save_interval: int | None = Field(
+        default=500, ge=1, description="Optimizer steps between two checkpoints; null for only the last one."
+    )
+    keep: int = Field(default=2, ge=1, description="How many of the newest checkpoints are kept.")
+    keep_best: bool = Field(
+        default=True, description="Whether the checkpoint with the lowest validation loss is kept as well."
+    )
+    asynchronous: bool = Field(
+        default=True, description="Whether training goes on while a checkpoint is being written."
+    )
+    resume: Literal["never", "auto", "must"] | PathText = Field(
+        default="never",
+        description="`never` starts anew and refuses a folder with checkpoints; `auto` goes on from the newest one if "
+        "there is one; `must` insists on one; anything else is the path of a checkpoint.",
+    )
+    export_hf: bool = Field(
+        default=True, description="Whether the final weights are also written as a Hugging Face folder."
+    )
+
+
+class TrainerConfig(ConfigModel):
+    """Everything that a trainer is made from."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="Which model.")
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="The optimizer's steps.")
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="The layout over ranks.")
+    checkpoint_dir: Path | None = Field(default=None, description="Folder of the checkpoints; null to save none.")
+    checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When and what to keep.")
+    seed: int = Field(default=0, ge=0, description="Seed of everything random.")
+    total_steps: int | None = Field(
+        default=None, ge=1, description="Steps that the learning rate's schedule covers; null for training.max_steps."
+    )
+    frozen: bool = Field(
+        default=False, description="Whether there is no optimizer: a reference model, which only scores."
+    )

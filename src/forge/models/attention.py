@@ -1,0 +1,81 @@
+"""Attention within documents: packed rows without padding, and without a mask of [L, L]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import forge.models.titan_setup  # noqa: F401
+
+# isort: split
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torchtitan.protocols.module import Module
+
+from forge.models.rows import Documents, RowBook
+
+
+class DocumentAttention(Module):
+    """Causal attention in which a token sees its own document only.
+
+    On CUDA in half precision one kernel takes the whole row. Elsewhere each document is attended to by itself, so that
+    work grows with the squares of the documents' lengths and not with that of the row's.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.book = RowBook()
+
+    @torch.compiler.disable
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Tensor,
+        scale: float | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """`attention_masks` is TorchTitan's word for what is handed to the layers: here the key of the row."""
+        documents = self.book.find(attention_masks).documents
+        if q_BLNH.is_cuda and q_BLNH.dtype in (torch.bfloat16, torch.float16):
+            return _by_one_kernel(q_BLNH, k_BLNH, v_BLNH, documents, scale)
+        return _by_document(q_BLNH, k_BLNH, v_BLNH, documents, scale)
+
+
+def _by_one_kernel(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
+    out = varlen_attn(
+        q[0],
+        k[0],
+        v[0],
+        documents.offsets,
+        documents.offsets,
+        documents.longest,
+        documents.longest,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return out.unsqueeze(0)
+
+
+def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1:
+        k, v = (tensor.repeat_interleave(groups, dim=2) for tensor in (k, v))
+    sizes = (*documents.lengths, documents.num_padding)
+    parts = []
+    for q_part, k_part, v_part in zip(*(tensor.split(sizes, dim=1) for tensor in (q, k, v)), strict=True):
+        if len(parts) == len(documents.lengths):
+            parts.append(v_part)  # padding: each token sees itself alone
+            break
+        heads_first = (tensor.transpose(1, 2) for tensor in (q_part, k_part, v_part))
+        parts.append(F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale).transpose(1, 2))
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]

@@ -1,0 +1,58 @@
+"""Rotary embeddings in the half-rotated order that Hugging Face checkpoints use, for every family."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import forge.models.titan_setup  # noqa: F401
+
+# isort: split
+import torch
+from torch import Tensor
+from torchtitan.models.common.rope import CosSinRoPE
+
+
+class Rotary(CosSinRoPE):
+    """TorchTitan's rotary embedding, with Llama 3's stretching, and in no less precision than its input.
+
+    Llama's own order of dimensions would need its weights permuted on the way in and out; this one takes them as they
+    are, so that what the trainer holds is what the file holds.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> Tensor:
+        config = self.config
+        exponents = torch.arange(0, config.dim, 2, dtype=torch.int64).float() / config.dim
+        frequencies = 1.0 / (config.theta**exponents)
+        if config.scaling == "llama":
+            frequencies = _stretched(frequencies, config)
+        angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), frequencies)
+        both_halves = torch.cat([angles, angles], dim=-1)
+        return torch.cat([both_halves.cos(), both_halves.sin()], dim=-1)
+
+    @staticmethod
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rope_cache.chunk(2, dim=-1)
+        return _rotated(query, cos, sin), _rotated(key, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * cos + CosSinRoPE._rotate_half(wide) * sin).type_as(x)
+
+
+def _stretched(frequencies: Tensor, config: CosSinRoPE.Config) -> Tensor:
+    """Llama 3.1: long waves are stretched by the factor, short ones kept, those between blended."""
+    waves = 2 * math.pi / frequencies
+    longest = config.original_max_position_embeddings / config.low_freq_factor
+    shortest = config.original_max_position_embeddings / config.high_freq_factor
+    blend = (config.original_max_position_embeddings / waves - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    between = (1 - blend) * frequencies / config.scaling_factor + blend * frequencies
+    result = torch.where(waves > longest, frequencies / config.scaling_factor, between)
+    return torch.where(waves < shortest, frequencies, result)

@@ -1,0 +1,86 @@
+"""Which documents lie in a row of tokens, and how the layers of a model find out.
+
+A row is a line of tokens [1, L] that holds several documents, one after the other. The layers are handed a *key*, a
+tensor with one whole number, and look the row up in the model's `RowBook`. A tensor passes through pipelines, through
+activation checkpointing and torch.compile as any input does; an object would be split, forgotten or guarded on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Where the documents of a row begin and end.
+
+    Attributes:
+        lengths: the real documents, in order.
+        num_padding: tokens after them, each a document of its own that nobody else sees.
+        offsets: int32 [D + 1] on the compute device, padding included, as kernels for packed attention want them.
+    """
+
+    lengths: tuple[int, ...]
+    num_padding: int
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], *, num_padding: int = 0, device: torch.device | str = "cpu") -> Documents:
+        ends = (0, *accumulate(lengths + (1,) * num_padding))
+        return cls(lengths, num_padding, torch.tensor(ends, dtype=torch.int32, device=device))
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths, default=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTask:
+    """One row, and what is wanted of it.
+
+    Attributes:
+        documents: where its documents are.
+        positions: int64 [1, L]; each document counts from 0.
+        index: int64 [N]: the places of the row whose next token is asked about.
+        targets: int64 [N]: those tokens.
+        weights: float [N], or None. With weights the head returns their sum of -logprob, and works out the gradient on
+            the way; without, it returns logprobs (and entropies) that any loss may be made from.
+        entropy: whether entropies are wanted too.
+        temperature: what logits are divided by.
+        as_row: whether the head returns one tensor [1, L, 2] of logprobs and entropies, 0 where nothing was asked:
+            stages of a pipeline must give the same shape each time.
+    """
+
+    documents: Documents
+    positions: Tensor
+    index: Tensor
+    targets: Tensor
+    weights: Tensor | None = None
+    entropy: bool = False
+    temperature: float = 1.0
+    as_row: bool = False
+
+
+@dataclass(slots=True)
+class RowBook:
+    """The rows that are under way, by key."""
+
+    _rows: dict[int, RowTask] = field(default_factory=dict)
+    _keys: count[int] = field(default_factory=count)
+
+    def enter(self, row: RowTask) -> Tensor:
+        """Add a row and return its key, int64 [1, 1] in host memory."""
+        key = next(self._keys)
+        self._rows[key] = row
+        return torch.tensor([[key]])
+
+    def find(self, key: Tensor) -> RowTask:
+        return self._rows[int(key.reshape(-1)[0])]
+
+    def clear(self) -> None:
+        """Forget all rows: their backward passes are done."""
+        self._rows.clear()

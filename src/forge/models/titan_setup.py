@@ -1,0 +1,38 @@
+"""Make TorchTitan importable wherever torch is.
+
+TorchTitan asks torch which accelerator there is when it is imported, and takes CUDA for granted where there is none;
+one of its kernels imports Triton unconditionally. Both are settled here, before its first import. Every module of ours
+that imports TorchTitan imports this one first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import types
+
+import torch
+import torch._utils
+
+_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
+
+
+def _absent(name: str) -> None:
+    """What a stand-in for a module of kernels answers: None for a kernel, an error for what Python itself asks."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+
+def prepare() -> None:
+    """Settle what TorchTitan finds. Calling it again does nothing more."""
+    if not torch.cuda.is_available():
+        torch._utils._get_available_device_type = lambda: "cpu"
+    if importlib.util.find_spec("triton") is None and _KERNELS not in sys.modules:
+        kernels = types.ModuleType(_KERNELS)
+        kernels.__getattr__ = _absent  # type: ignore[method-assign]
+        sys.modules[_KERNELS] = kernels
+    logging.getLogger("torchtitan").setLevel(logging.WARNING)
+
+
+prepare()

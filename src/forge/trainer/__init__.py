@@ -1,0 +1,1 @@
+"""Training: the engine on TorchTitan, its actor, checkpoints and layouts."""

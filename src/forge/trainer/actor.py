@@ -1,0 +1,114 @@
+"""`Trainer`: an engine behind endpoints. Every rank runs the same call; rank 0's answer is the one to read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from forge.config import TrainerConfig
+from forge.runtime.endpoints import endpoint
+from forge.service.actor import ForgeActor
+from forge.types import Batch, StepResult
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge.losses import Loss
+    from forge.trainer.engine import Engine
+    from forge.trainer.keeping import Keeper
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Trainer(ForgeActor):
+    """A model that learns, on as many ranks as the configuration's degrees ask for.
+
+    `config.frozen` makes a reference model of it, which only scores and may be a service of several replicas.
+
+    Example:
+        >>> trainer = await Trainer.options(procs=2).as_actor(config)
+        >>> results = await trainer.train_step.call(batch)  # one StepResult per rank, all equal
+    """
+
+    def __init__(self, config: TrainerConfig, loss: Loss | None = None) -> None:
+        self.config, self.loss = config, loss
+
+    @endpoint
+    async def setup(self) -> None:
+        """Load the model. Everything that touches it runs on one thread, so that the actor answers meanwhile."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forge-engine")
+        await self._do(self._open)
+
+    def _open(self) -> None:
+        from forge.trainer.engine import Engine
+        from forge.trainer.keeping import Keeper
+
+        self.engine: Engine = Engine(self.config, loss=self.loss)
+        self.keeper: Keeper = Keeper(self.engine)
+        self._weights: Any = None
+
+    async def _do(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+    @endpoint
+    async def train_step(self, batch: Batch) -> StepResult:
+        """One optimizer step on the global batch."""
+        return await self._do(self.engine.train_step, batch)
+
+    @endpoint(retry=True)
+    async def evaluate(self, batch: Batch) -> tuple[float, float]:
+        """The sum of the batch's loss and its normaliser; no gradient."""
+        return await self._do(self.engine.evaluate, batch)
+
+    @endpoint(retry=True)
+    async def forward_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor] | None:
+        """The logprobs of every sample's tokens, float32 [L] each. Ranks other than 0 answer None."""
+        logprobs = await self._do(self.engine.forward_logprobs, batch, temperature=temperature)
+        return logprobs if self.engine.ranks.rank == 0 else None
+
+    @endpoint
+    async def publish_weights(self, version: int, name: str = "policy") -> None:
+        """Publish the weights as a version of `name` in the store. Returns when readers can fetch it."""
+        from forge.store import Weights
+
+        if self._weights is None:
+            ranks = self.engine.ranks
+            self._weights = Weights(name, rank=ranks.rank, world_size=ranks.size)
+        state = await self._do(self.engine.own_parameters)
+        await self._weights.publish(state, version=version)
+
+    @endpoint
+    async def save(self, extra: Mapping[str, Any] | None = None, metric: float | None = None) -> None:
+        """Save a checkpoint; see `Keeper.save`."""
+        await self._do(self.keeper.save, extra=extra, metric=metric)
+
+    @endpoint
+    async def load(self, resume: str = "must") -> dict[str, Any] | None:
+        """Go on from a checkpoint, and return what its `save` was given as `extra`; None if there is none."""
+        return await self._do(self.keeper.load, resume)
+
+    @endpoint
+    async def wait_saved(self) -> None:
+        """Return when the last checkpoint is complete."""
+        await self._do(self.keeper.wait)
+
+    @endpoint
+    async def export_hf(self, folder: Path, dtype: str | None = None, overwrite: bool = False) -> None:
+        """Write the weights as a Hugging Face folder."""
+        await self._do(self.keeper.export, Path(folder), dtype=dtype, overwrite=overwrite)
+
+    @endpoint
+    async def state(self) -> dict[str, Any]:
+        """Where training is: step, layout, device, parameters, memory."""
+        return await self._do(self.engine.describe)
+
+    @endpoint
+    async def close(self) -> None:
+        """Complete what is being saved and leave the process group."""
+        await self._do(self.keeper.close)
+        await self._do(self.engine.close)

@@ -1,0 +1,172 @@
+"""Put a model on its ranks: build it, cut it into stages, split it over tensor, expert and data parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import forge.models.titan_setup  # noqa: F401
+
+# isort: split
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.config import TrainingConfig as TitanTraining
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as titan_distributed
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+
+from forge.config import DistributedConfig, ModelConfig, TrainingConfig
+from forge.models.language_model import LanguageModel
+from forge.models.titan import titan_config
+from forge.trainer.layout import Layout
+
+_BACKEND = "partial_dtensor"  # TorchTitan's newer default needs a newer torch
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """In what the weights are kept, computed with, and their gradients summed."""
+
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @classmethod
+    def of(cls, name: str) -> Precision:
+        wide, half, double = torch.float32, torch.bfloat16, torch.float64
+        return {
+            "float32": cls(wide, wide, wide),
+            "bfloat16": cls(wide, half, wide),
+            "bfloat16_pure": cls(half, half, wide),
+            "float64": cls(double, double, double),
+        }[name]
+
+
+@dataclass(slots=True)
+class Assembled:
+    """What one rank holds of a model: its parts (several for an interleaved pipeline), and how they are driven."""
+
+    parts: list[LanguageModel]
+    dims: ParallelDims
+    schedule: Any = None
+    has_first: bool = True
+    has_last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _TitanView:
+    """What TorchTitan's `update_from_config` reads."""
+
+    parallelism: ParallelismConfig
+
+
+def assemble(
+    model: ModelConfig,
+    *,
+    layout: Layout,
+    training: TrainingConfig,
+    distributed: DistributedConfig,
+    device: torch.device,
+    loss_fn: Callable[..., Any],
+) -> Assembled:
+    """Build this rank's part of the model, empty: its weights are to be loaded or drawn next.
+
+    `loss_fn(output, key)` is called by a pipeline for each row that leaves its last stage.
+    """
+    parallelism = ParallelismConfig(
+        data_parallel_replicate_degree=layout.replicate,
+        data_parallel_shard_degree=layout.shard,
+        tensor_parallel_degree=layout.tensor,
+        pipeline_parallel_degree=layout.pipeline,
+        expert_parallel_degree=layout.expert,
+        pipeline_parallel_schedule=distributed.pipeline_schedule,
+        pipeline_parallel_microbatch_size=1,
+        enable_sequence_parallel=distributed.sequence_parallel and layout.tensor > 1,
+        spmd_backend=_BACKEND,
+    )
+    dims = ParallelDims.from_config(parallelism, layout.num_ranks)
+    dims.build_mesh()
+    titan_distributed.set_spmd_backend(_BACKEND)
+    precision = Precision.of(distributed.precision)
+    config = titan_config(model, max_seq_len=max(training.max_seq_len, training.microbatch_tokens or 0))
+    config.update_from_config(config=_TitanView(parallelism))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(precision.master)
+    try:
+        with torch.device("meta"):
+            whole = config.build()
+    finally:
+        torch.set_default_dtype(before)
+
+    def split(part: LanguageModel, **_: Any) -> LanguageModel:
+        return _split(part, dims=dims, precision=precision, training=training, on_gpu=device.type == "cuda")
+
+    if layout.pipeline == 1:
+        assembled = Assembled([split(whole)], dims)
+    else:
+        schedule, parts, first, last = pipeline_llm(
+            whole,
+            parallel_dims=dims,
+            training=TitanTraining(local_batch_size=layout.pipeline_microbatches),
+            parallelism=parallelism,
+            compile_config=CompileConfig(),
+            ac_config=None,
+            dump_folder="",
+            device=device,
+            model_config=config,
+            parallelize_fn=split,
+            loss_fn=loss_fn,
+        )
+        assembled = Assembled(parts, dims, schedule, first, last)
+    for part in assembled.parts:
+        part.to_empty(device=device)
+        with torch.no_grad():
+            part.init_states(buffer_device=device)
+    return assembled
+
+
+def _split(
+    part: LanguageModel, *, dims: ParallelDims, precision: Precision, training: TrainingConfig, on_gpu: bool
+) -> LanguageModel:
+    if dims.tp_enabled or dims.ep_enabled:
+        part.parallelize(dims)
+    checkpointing = {"none": None, "selective": SelectiveAC, "full": FullAC}[training.activation_checkpointing]
+    if checkpointing is not None:
+        checkpointing.Config().build().apply(part)
+    if training.compile:
+        for layer in part.layers.values():
+            layer.compile(dynamic=True)
+    if _needs_fsdp(dims, precision):
+        _shard(part, dims=dims, precision=precision)
+        if not on_gpu:
+            _sum_plainly(part)
+    return part
+
+
+def _needs_fsdp(dims: ParallelDims, precision: Precision) -> bool:
+    """One data parallel rank that computes in the precision of its weights has nothing to gather."""
+    return dims.dp_replicate * dims.dp_shard > 1 or precision.master != precision.compute or dims.ep > 1
+
+
+def _shard(part: LanguageModel, *, dims: ParallelDims, precision: Precision) -> None:
+    copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
+    apply_fsdp_to_decoder(
+        part,
+        dims.get_mesh([*copies, "fsdp"]),
+        param_dtype=precision.compute,
+        reduce_dtype=precision.reduce,
+        pp_enabled=dims.pp_enabled,
+        ep_degree=dims.ep,
+        edp_mesh=dims.get_optional_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
+    )
+
+
+def _sum_plainly(part: LanguageModel) -> None:
+    """gloo cannot scale while it sums, which TorchTitan's division by one asks for."""
+    for module in part.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,387 @@
+"""The engine: one model on its ranks, taking optimizer steps and scoring tokens. One for CPU and GPU, SFT and RL."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from forge.config import TrainerConfig
+from forge.errors import ConfigError, DataError, NonFiniteError
+from forge.losses import CrossEntropy, Loss, TokenView
+from forge.models.locate import ResolvedModel, resolve
+from forge.models.random_weights import draw_weights
+from forge.models.rows import Documents, RowBook, RowTask
+from forge.models.weights import load_hf, named_parameters
+from forge.trainer.assembly import Assembled, Precision, assemble
+from forge.trainer.head import from_row, head_function
+from forge.trainer.layout import check_layout
+from forge.trainer.microbatches import Row, RowPlan, build_rows, plan_rows, scatter_back
+from forge.trainer.offload import keep_activations_on_host
+from forge.trainer.optimizer import Optimizers, clip_gradients
+from forge.trainer.ranks import Ranks
+from forge.trainer.schedules import rate_factor
+from forge.types import Batch, StepResult
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What is added up over rows, and over ranks."""
+
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    bad_samples: tuple[int, ...] = ()
+
+    @classmethod
+    def of_row(cls, row: Row, scaled: Tensor, metrics: Mapping[str, Tensor]) -> _Sums:
+        loss = float(scaled.detach())
+        plain = {name: float(tensor.detach()) for name, tensor in metrics.items()}
+        return cls(loss, plain, () if math.isfinite(loss) else row.sample_indices)
+
+    def __add__(self, other: _Sums) -> _Sums:
+        metrics = dict(self.metrics)
+        for name, value in other.metrics.items():
+            metrics[name] = _merged(name, metrics.get(name), value)
+        return _Sums(self.loss + other.loss, metrics, self.bad_samples + other.bad_samples)
+
+
+def _merged(name: str, old: float | None, new: float) -> float:
+    if old is None:
+        return new
+    if name.endswith("_max"):
+        return max(old, new)
+    return min(old, new) if name.endswith("_min") else old + new
+
+
+class Engine:
+    """One rank of a trainer. All ranks make the same calls with the same arguments, in the same order.
+
+    `frozen=True` in the configuration makes a reference model: no optimizer, no gradients.
+    """
+
+    def __init__(self, config: TrainerConfig, *, loss: Loss | None = None) -> None:
+        self.config = config
+        self.loss: Loss = loss if loss is not None else CrossEntropy()
+        self.model: ResolvedModel = resolve(config.model)
+        self.ranks = Ranks(use_gpu=config.distributed.with_gpus)
+        try:
+            self._build()
+        except BaseException:
+            self.ranks.close()
+            raise
+
+    def _build(self) -> None:
+        config, device = self.config, self.ranks.device
+        if not config.frozen and self.total_steps is None and config.training.schedule != "constant":
+            raise ConfigError(
+                "the learning rate's schedule needs to know how many steps there will be",
+                path="training.max_steps",
+                value=None,
+                rule=f"a number, for the schedule `{config.training.schedule}`",
+                repair="set it, or set training.schedule=constant",
+            )
+        torch.manual_seed(config.seed)
+        self.layout = check_layout(config.distributed, self.model.facts, config.training, num_ranks=self.ranks.size)
+        self.data_rank = self.layout.data_rank(self.ranks.rank)
+        self.book = RowBook()
+        self.assembled: Assembled = assemble(
+            self.model.facts,
+            layout=self.layout,
+            training=config.training,
+            distributed=config.distributed,
+            device=device,
+            loss_fn=self._pipeline_loss,
+        )
+        head = head_function(chunk_tokens=config.training.head_chunk_tokens)
+        for part in self.parts:
+            part.use(self.book, head)
+            part.train(not config.frozen)
+            part.requires_grad_(not config.frozen)
+        self.load_weights(self.model.folder)
+        self.optimizers = None if config.frozen else Optimizers(self.parts, config.training)
+        self._wide = torch.promote_types(torch.float32, Precision.of(config.distributed.precision).compute)
+        self.step = 0
+        self._rows: dict[int, tuple[Row, RowTask]] = {}
+        self._normalizer = 1.0
+        self._sums: dict[int, _Sums] = {}
+        self._scores: dict[int, Tensor] | None = None
+
+    @property
+    def parts(self) -> list[Any]:
+        return self.assembled.parts
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.config.total_steps or self.config.training.max_steps
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its copy of the model: the last pipeline stage, the first tensor rank."""
+        return self.assembled.has_last and self.ranks.rank % self.layout.tensor == 0
+
+    def load_weights(self, folder: Path | None) -> None:
+        """Weights from a Hugging Face folder, or random ones where there is none."""
+        if folder is not None:
+            load_hf(self.parts, folder, self.model.facts)
+        else:
+            draw_weights(self.parts, num_layers=self.model.facts.num_layers or 1, seed=self.config.seed)
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """This rank's parameters, DTensors where they are split, under all names that they have."""
+        return dict(named_parameters(self.parts))
+
+    def own_parameters(self) -> dict[str, Tensor]:
+        """The same, each under one name: what the store and checkpoints hold."""
+        seen: dict[int, str] = {}
+        for name, parameter in self.named_parameters().items():
+            seen.setdefault(id(parameter), name)
+        named = self.named_parameters()
+        return {name: named[name].detach() for name in seen.values()}
+
+    # ---- Training -----------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch) -> StepResult:
+        """Take one optimizer step on a batch, which is the same on every rank.
+
+        Raises `NonFiniteError`, with everything as it was before, if loss or gradient is not finite and the
+        configuration says `stop`.
+        """
+        if self.optimizers is None:
+            raise RuntimeError("this engine is frozen: it has no optimizer")
+        began = time.perf_counter()
+        training = self.config.training
+        sums = self._pass(batch, backward=True)
+        totals = self._reduce(sums)
+        norm = clip_gradients(self.parts, self.assembled.dims, max_norm=training.max_grad_norm)
+        rate = training.learning_rate * self._rate_factor()
+        finite = math.isfinite(totals.loss) and math.isfinite(norm)
+        if finite:
+            self.optimizers.step(learning_rate=rate)
+        self.optimizers.zero_grad()
+        if not finite and training.on_nonfinite == "stop":
+            raise self._nonfinite(batch, totals, norm)
+        self.step += 1
+        return StepResult(
+            step=self.step,
+            loss=totals.loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            num_tokens=batch.num_tokens,
+            num_loss_tokens=int((batch.loss_weights != 0).sum()),
+            skipped=not finite,
+            seconds=time.perf_counter() - began,
+            metrics=self._metrics(totals, batch, finite=finite),
+        )
+
+    def _rate_factor(self) -> float:
+        training, total = self.config.training, self.total_steps
+        if total is not None:
+            return rate_factor(self.step, config=training, total_steps=total)
+        return min(1.0, (self.step + 1) / training.warmup_steps) if training.warmup_steps else 1.0
+
+    def _pass(self, batch: Batch, *, backward: bool) -> _Sums:
+        """Take a batch through the model, row by row, and through the loss; with `backward`, add up gradients."""
+        self._normalizer = self._normalizer_of(batch)
+        self._sums = {}
+        rows = [row.to(self.ranks.device) for row in build_rows(batch, self._plan(batch), self.data_rank)]
+        with torch.set_grad_enabled(backward):
+            self._run(rows, self._loss_task, backward=backward)
+        return sum(self._sums.values(), _Sums())
+
+    def _normalizer_of(self, batch: Batch) -> float:
+        normalizer = self.loss.normalizer(batch)
+        if normalizer == 0:
+            raise DataError(
+                "no token of the batch counts, so there is nothing to learn from it",
+                path="batch.loss_weights",
+                value=0.0,
+                rule="at least one weight that is not 0",
+                repair="leave such batches out",
+            )
+        return normalizer
+
+    def _run(self, rows: Sequence[Row], task_of: Callable[[Row], RowTask], *, backward: bool) -> None:
+        try:
+            if self.assembled.schedule is not None:
+                self._through_pipeline(rows, task_of, backward=backward)
+            else:
+                for row in rows:
+                    self._through_model(row, task_of(row), backward=backward)
+        finally:
+            self.book.clear()
+            self._rows.clear()
+
+    def _plan(self, batch: Batch) -> RowPlan:
+        training = self.config.training
+        plan = plan_rows(
+            batch.lengths,
+            num_ranks=self.layout.data_parallel,
+            max_tokens=training.microbatch_tokens or training.max_seq_len,
+            row_multiple=self.layout.row_multiple,
+            fixed_shape=self.layout.fixed_shape,
+            identities=batch.identities,
+        )
+        return plan.rounded_up(self.layout.pipeline_microbatches)
+
+    def _enter(self, row: Row, task: RowTask) -> Tensor:
+        key = self.book.enter(task)
+        self._rows[int(key)] = (row, task)
+        return key
+
+    def _loss_task(self, row: Row) -> RowTask:
+        """Only tokens that count are looked at. A plain sum of -logprobs is left to the head, which is cheaper."""
+        index = row.loss_index_N
+        fused = self.loss.is_nll and self.assembled.schedule is None
+        weights = row.weights_T.index_select(0, index + 1).to(self._wide) / self._normalizer if fused else None
+        return replace(self._task(row, index), weights=weights, entropy=self.loss.needs_entropy)
+
+    def _task(self, row: Row, index: Tensor | None = None, *, temperature: float = 1.0) -> RowTask:
+        index = row.target_index_P if index is None else index
+        num_samples = len(row.sample_indices)
+        num_padding = len(row.document_lengths) - num_samples
+        return RowTask(
+            documents=Documents.of(row.sample_lengths, num_padding=num_padding, device=self.ranks.device),
+            positions=row.positions_L.unsqueeze(0),
+            index=index,
+            targets=row.targets_L.index_select(0, index),
+            temperature=temperature,
+            as_row=self.assembled.schedule is not None,
+        )
+
+    def _saving(self) -> AbstractContextManager[Any]:
+        return keep_activations_on_host() if self.config.training.activation_offload else nullcontext()
+
+    def _through_model(self, row: Row, task: RowTask, *, backward: bool) -> None:
+        key = self._enter(row, task)
+        with self._saving():
+            output = self.parts[0](row.token_ids_L.unsqueeze(0), key)
+            scaled = self._judge(output, int(key))
+        if backward:
+            scaled.backward()
+
+    def _judge(self, output: Any, key: int) -> Tensor:
+        """A row's part of the normalised loss; what it adds to the step's sums is added."""
+        row, task = self._rows[key]
+        if task.weights is not None:
+            scaled, _ = output
+            self._sums[key] = _Sums.of_row(row, scaled, {})
+            return cast(Tensor, scaled)
+        logprobs, entropy = from_row(output, task) if task.as_row else output
+        if self._scores is not None:
+            self._scores[key] = row.align(logprobs, task.index).float().cpu()
+            return logprobs.new_zeros(())
+        terms = self.loss(
+            TokenView(
+                logprobs_T=row.align(logprobs, task.index),
+                entropy_T=row.align(entropy, task.index) if task.entropy else None,
+                weights_T=row.weights_T,
+                lengths=row.sample_lengths,
+                fields=row.fields,
+            )
+        )
+        scaled = terms.total / self._normalizer
+        self._sums[key] = _Sums.of_row(row, scaled, terms.metrics)
+        return scaled
+
+    # ---- Pipelines ----------------------------------------------------------------------------------------------
+
+    def _through_pipeline(self, rows: Sequence[Row], task_of: Callable[[Row], RowTask], *, backward: bool) -> None:
+        assembled, at_once = self.assembled, self.layout.pipeline_microbatches
+        run = assembled.schedule.step if backward else assembled.schedule.eval
+        for start in range(0, len(rows), at_once):
+            group = rows[start : start + at_once]
+            keys = torch.cat([self._enter(row, task_of(row)) for row in group])
+            tokens = torch.stack([row.token_ids_L for row in group])
+            with self._saving():
+                run(
+                    *([tokens] if assembled.has_first else []),
+                    key=keys,
+                    target=keys if assembled.has_last else None,
+                    losses=[] if assembled.has_last else None,
+                )
+
+    def _pipeline_loss(self, output: Any, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return self._judge(output, int(target.reshape(-1)[0])), {}
+
+    # ---- Over all ranks -----------------------------------------------------------------------------------------
+
+    def _reduce(self, sums: _Sums) -> _Sums:
+        """The same figures on every rank. Ranks that see the same rows count once."""
+        gathered = self.ranks.gather(sums if self.is_leader else None)
+        return sum((other for other in gathered if other is not None), _Sums())
+
+    def _metrics(self, totals: _Sums, batch: Batch, *, finite: bool) -> dict[str, Any]:
+        extremes = ("_max", "_min")
+        metrics: dict[str, Any] = {
+            name: value if name.endswith(extremes) else value / batch.total_weight
+            for name, value in totals.metrics.items()
+        }
+        if self.ranks.device.type == "cuda":
+            metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if not finite:
+            metrics["bad_samples"] = self._names(batch, totals.bad_samples)
+        return metrics
+
+    @staticmethod
+    def _names(batch: Batch, samples: Sequence[int]) -> list[str]:
+        chosen = sorted(set(samples)) or range(len(batch))
+        return [(batch.identities[index] if batch.identities else "") or f"sample {index}" for index in chosen]
+
+    def _nonfinite(self, batch: Batch, totals: _Sums, norm: float) -> NonFiniteError:
+        names = self._names(batch, totals.bad_samples)
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return NonFiniteError(
+            f"step {self.step + 1}: the loss is {totals.loss:g} and the gradient's norm is {norm:g}",
+            path=", ".join(names[:8]) + more,
+            value=totals.loss if not math.isfinite(totals.loss) else norm,
+            rule="loss and gradient must be finite; no step was taken",
+            repair="look at these samples, lower training.learning_rate, or set training.on_nonfinite=skip",
+        )
+
+    # ---- Scoring ------------------------------------------------------------------------------------------------
+
+    def evaluate(self, batch: Batch) -> tuple[float, float]:
+        """The sum of a batch's loss, not yet normalised, and its normaliser: they add up over batches."""
+        totals = self._reduce(self._pass(batch, backward=False))
+        return totals.loss * self._normalizer, self._normalizer
+
+    def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
+        """The logprob of every token of every sample, float32 [L] each, in the batch's order; 0 for the first token."""
+        plan = self._plan(batch)
+        rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
+        self._scores = {}
+        try:
+            with torch.no_grad():
+                self._run(rows, lambda row: self._task(row, temperature=temperature), backward=False)
+            mine = [self._scores[key] for key in sorted(self._scores)] if self.is_leader else None
+        finally:
+            self._scores = None
+        by_rank: dict[int, list[Tensor]] = {}
+        for rank, scores in enumerate(self.ranks.gather(mine)):
+            if scores is not None:
+                by_rank[self.layout.data_rank(rank)] = scores
+        return scatter_back(plan, [by_rank[rank] for rank in range(plan.num_ranks)])
+
+    def describe(self) -> dict[str, Any]:
+        """Where training is, in plain values."""
+        return {
+            "step": self.step,
+            "layout": str(self.layout),
+            "device": str(self.ranks.device),
+            "num_parameters": sum(parameter.numel() for parameter in self.own_parameters().values()),
+            "model": self.model.name,
+            "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.ranks.device.type == "cuda" else None,
+        }
+
+    # ---- The end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the process groups. The engine cannot be used any more."""
+        self.ranks.close()

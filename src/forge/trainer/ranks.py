@@ -1,0 +1,84 @@
+"""The ranks of one trainer: their process groups, their device, and small messages between them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from forge.errors import LayoutError
+
+_TIMEOUT = timedelta(minutes=30)
+
+
+class Ranks:
+    """This process's place among the ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell it.
+
+    Two groups are made: the default one for tensors (NCCL on GPUs, gloo on CPUs), and `control`, always gloo, for
+    figures, objects and checkpoints, which must not wait in a GPU's queue.
+    """
+
+    def __init__(self, *, use_gpu: bool | None = None) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.device = _choose_device(use_gpu)
+        was_collecting = gc.isenabled()
+        if dist.is_initialized():
+            raise LayoutError(
+                "this process already belongs to a torch.distributed group",
+                path="torch.distributed",
+                value=f"rank {dist.get_rank()} of {dist.get_world_size()}",
+                rule="one engine in a process",
+                repair="close the engine that is there, or run this one in an actor of its own",
+            )
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        else:
+            # Gradients are summed as the same tensors in the same order, so that a run repeats itself bit for bit.
+            torch.autograd.set_multithreading_enabled(False)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        place: dict[str, Any] = {"rank": self.rank, "world_size": self.size, "timeout": _TIMEOUT}
+        if self.size == 1:
+            place["store"] = dist.HashStore()  # nobody else is to find us
+        dist.init_process_group(backend, **place)
+        self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        if was_collecting:
+            gc.enable()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    def close(self) -> None:
+        """Leave the groups. The next engine in this process can make new ones."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _choose_device(use_gpu: bool | None) -> torch.device:
+    if use_gpu is None:
+        use_gpu = torch.cuda.is_available()
+    if not use_gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise LayoutError(
+            "a GPU was asked for, and torch sees none",
+            path="distributed.with_gpus",
+            value=True,
+            rule="a machine with a GPU and torch's CUDA build",
+            repair="set distributed.with_gpus=false, or run `forge doctor` to see what is missing",
+        )
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local if local < torch.cuda.device_count() else 0)
