@@ -23,9 +23,18 @@ def from_command_line(schema: type[Schema], arguments: Sequence[str] | None = No
     """
     parser = argparse.ArgumentParser(description=schema.__doc__)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="a YAML file; later ones win")
+    parser.add_argument(
+        "--resume",
+        metavar="CHECKPOINT",
+        nargs="?",
+        const="must",
+        help="go on from the newest checkpoint, or from this one; the same as checkpointing.resume=must",
+    )
     parser.add_argument("words", metavar="OVERRIDE", nargs="*", help="a.b=c sets a value, ~a.b removes one")
     parsed = parser.parse_intermixed_args(arguments)
     files, overrides = split_words(parsed.words)
+    if parsed.resume is not None:
+        overrides = [*overrides, f"checkpointing.resume={parsed.resume}"]
     try:
         return load(schema, files=[*parsed.config, *files], overrides=overrides)
     except ConfigError as error:

@@ -112,3 +112,4 @@ class Trainer(ForgeActor):
         """Complete what is being saved and leave the process group."""
         await self._do(self.keeper.close)
         await self._do(self.engine.close)
+        self._thread.shutdown(wait=False)

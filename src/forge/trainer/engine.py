@@ -374,7 +374,10 @@ class Engine:
         return {
             "step": self.step,
             "layout": str(self.layout),
+            "num_ranks": self.ranks.size,
             "device": str(self.ranks.device),
+            "device_name": torch.cuda.get_device_name() if self.ranks.device.type == "cuda" else "cpu",
+            "compute_dtype": str(Precision.of(self.config.distributed.precision).compute).removeprefix("torch."),
             "num_parameters": sum(parameter.numel() for parameter in self.own_parameters().values()),
             "model": self.model.name,
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.ranks.device.type == "cuda" else None,

@@ -1,0 +1,30 @@
+"""Supervised fine-tuning of a Hugging Face model.
+
+python apps/sft/main.py --config apps/sft/tiny.yaml
+forge run apps/sft/main.py --config apps/sft/tiny.yaml training.learning_rate=3e-4
+forge run --nproc_per_node 2 apps/sft/main.py --config apps/sft/tiny.yaml
+forge run apps/sft/main.py --config apps/sft/tiny.yaml --resume
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from forge.config import SFTConfig, from_command_line
+from forge.loops.sft import run_sft
+
+
+def main() -> None:
+    config = from_command_line(SFTConfig)
+    is_first = os.environ.get("RANK", "0") == "0"
+    logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
+    result = asyncio.run(run_sft(config))
+    if is_first:
+        validation = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f}"
+        print(f"Done after {result.step} steps: loss {result.loss:.4f}{validation}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The loops: each is one page that sees the whole of a run."""

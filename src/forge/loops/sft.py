@@ -1,0 +1,307 @@
+"""Supervised fine-tuning.
+
+    files ──Sample──▶ data.BatchLoader ──Batch──▶ trainer.train_step ──StepResult──▶ observe
+                            │                          │
+                            └── position ──▶ checkpoint ◀── weights, optimizer, random state
+
+The loop asks the loader for a batch, hands it to the trainer, writes down what came back, and now and then validates
+and saves. It holds no state that a checkpoint does not.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.config import SFTConfig, TrainerConfig, save
+from forge.data import BatchLoader, Loaders, open_loaders
+from forge.errors import ConfigError, NonFiniteError
+from forge.models.locate import ResolvedModel, resolve
+from forge.models.tokenizer import ChatTokenizer
+from forge.observe import (
+    MetricsLog,
+    Throughput,
+    device_peak_flops,
+    flops_per_token,
+    make_sinks,
+    mean_context,
+    model_flops_utilization,
+    step_values,
+)
+from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS
+from forge.runtime.lifetime import run
+from forge.trainer.handles import TrainerHandle, is_rank, open_trainer
+from forge.types import Batch, StepResult
+
+_log = logging.getLogger("forge.sft")
+
+
+@dataclass(frozen=True, slots=True)
+class SFTResult:
+    """How a run ended.
+
+    Attributes:
+        step: optimizer steps taken, those before a resume included.
+        loss: of the last step; NaN if there was none.
+        validation_loss: the last one, if there was any; `best_validation_loss` the lowest.
+        export: the Hugging Face folder, if one was written.
+    """
+
+    step: int
+    loss: float
+    validation_loss: float | None
+    best_validation_loss: float | None
+    export: Path | None
+
+
+async def run_sft(config: SFTConfig) -> SFTResult:
+    """Fine-tune as a configuration says. In every rank of `forge run --nproc_per_node`, or once as the controller."""
+    model = resolve(config.model)
+    tokenizer = _tokenizer(model, config)
+    with open_loaders(
+        config.data,
+        training=config.training,
+        tokenizer=tokenizer,
+        seed=config.run.seed,
+        validation=config.validation,
+    ) as loaders:
+        trainer_config = _trainer_config(config, model, num_steps=_num_steps(config, loaders.train))
+        if is_rank():
+            return await _drive(config, trainer_config, loaders)
+        async with run(config):
+            return await _drive(config, trainer_config, loaders)
+
+
+async def _drive(config: SFTConfig, trainer_config: TrainerConfig, loaders: Loaders) -> SFTResult:
+    trainer = await open_trainer(trainer_config)
+    loop = _Loop(config, trainer_config, loaders=loaders, trainer=trainer)
+    try:
+        return await loop.run()
+    finally:
+        loop.close()
+        await trainer.close()
+
+
+def checkpoint_dir(config: SFTConfig) -> Path:
+    """Where a run's checkpoints are, and in `hf` beside them the model that it made."""
+    return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
+
+
+def run_dir(config: SFTConfig) -> Path:
+    """Where a run writes everything else."""
+    return config.run.output_dir / config.run.name
+
+
+def _tokenizer(model: ResolvedModel, config: SFTConfig) -> ChatTokenizer:
+    if model.folder is None:
+        raise ConfigError(
+            "fine-tuning needs a model with its tokenizer",
+            path="model.path",
+            value=None,
+            rule="a folder with Hugging Face files, or the preset `tiny`",
+            repair=f"run `forge download {model.facts.hf_repo or 'OWNER/NAME'} --output-dir DIR` and set model.path=DIR",
+        )
+    template = config.data.chat_template
+    return ChatTokenizer.load(model.folder, chat_template=Path(template) if template else None)
+
+
+def _num_steps(config: SFTConfig, loader: BatchLoader) -> int | None:
+    """How many optimizer steps there will be, which is what the learning rate's schedule runs over."""
+    most = config.training.max_steps
+    if most is not None and config.data.streaming:
+        return most
+    count = loader.count_batches()
+    if count is None:
+        return most
+    if not count.exact:
+        _log.info("the data makes about %d steps (estimated from a part of it)", count.total)
+    return count.total if most is None else min(most, count.total)
+
+
+def _trainer_config(config: SFTConfig, model: ResolvedModel, *, num_steps: int | None) -> TrainerConfig:
+    return TrainerConfig(
+        model=model.facts,
+        training=config.training,
+        distributed=config.distributed,
+        checkpoint_dir=checkpoint_dir(config),
+        checkpointing=config.checkpointing,
+        seed=config.run.seed,
+        total_steps=num_steps,
+    )
+
+
+class _Loop:
+    """One run, from its first batch or from where a checkpoint left it."""
+
+    def __init__(
+        self, config: SFTConfig, trainer_config: TrainerConfig, *, loaders: Loaders, trainer: TrainerHandle
+    ) -> None:
+        self._config, self._trainer_config = config, trainer_config
+        self._loaders, self._trainer = loaders, trainer
+        self._log: MetricsLog | None = None
+        self._step = 0
+        self._loss = math.nan
+        self._validation_loss: float | None = None
+        self._best: float | None = None
+        self._saved_step = 0
+        self._throughput = Throughput()
+        self._peak_flops: float | None = None
+        self._num_devices = 1
+
+    async def run(self) -> SFTResult:
+        resumed = await self._resume()
+        self._open_log(resume_step=self._step if resumed else None)
+        state = await self._trainer.state()
+        self._num_devices = state["num_ranks"]
+        self._peak_flops = device_peak_flops(state["device_name"], state["compute_dtype"])
+        self._throughput = Throughput()
+        for batch, position in self._batches():
+            result = await self._train(batch, position)
+            self._write_step(result, batch)
+            if _is_due(self._step, self._config.validation.interval):
+                await self._validate()
+            if _is_due(self._step, self._config.checkpointing.save_interval):
+                await self._save()
+        return await self._finish()
+
+    def _batches(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Batches, each with the loader's position before it."""
+        limit = self._config.training.max_steps
+        loader = self._loaders.train
+        while limit is None or self._step < limit:
+            position = loader.state_dict()
+            batch = next(loader, None)
+            if batch is None:
+                return
+            yield batch, position
+
+    async def _train(self, batch: Batch, position: dict[str, Any]) -> StepResult:
+        try:
+            result = await self._trainer.train_step(batch)
+        except NonFiniteError:
+            _log.error("the run stops; its state before this step is kept in %s", checkpoint_dir(self._config))
+            await self._save(position=position)
+            raise
+        self._step, self._loss = result.step, result.loss
+        return result
+
+    # ---- Validation, checkpoints, and the end ---------------------------------------------------------------------
+
+    async def _validate(self) -> None:
+        loader = self._loaders.validation
+        if loader is None:
+            return
+        with self._paused():
+            loader.rewind()
+            loss = weight = 0.0
+            for batch in loader:
+                batch_loss, batch_weight = await self._trainer.evaluate(batch)
+                loss, weight = loss + batch_loss, weight + batch_weight
+            self._validation_loss = loss / weight
+            is_best = self._best is None or self._validation_loss < self._best
+            if is_best:
+                self._best = self._validation_loss
+            self._write({VALIDATION_LOSS: self._validation_loss, VALIDATION_BEST: int(is_best)})
+            if is_best and self._config.checkpointing.keep_best:
+                await self._save(metric=self._validation_loss)
+
+    async def _save(self, *, metric: float | None = None, position: dict[str, Any] | None = None) -> None:
+        if self._saved_step == self._step and position is None:
+            return
+        with self._paused():
+            extra = {
+                "data": position or self._loaders.train.state_dict(),
+                "best_validation_loss": self._best,
+                "validation_loss": self._validation_loss,
+            }
+            await self._trainer.save(extra=extra, metric=metric)
+        self._saved_step = self._step
+
+    async def _resume(self) -> bool:
+        extra = await self._trainer.load(self._config.checkpointing.resume)
+        if extra is None:
+            return False
+        self._loaders.train.load_state_dict(extra["data"])
+        self._best, self._validation_loss = extra["best_validation_loss"], extra["validation_loss"]
+        self._step = self._saved_step = (await self._trainer.state())["step"]
+        if self._trainer.is_leader:
+            _log.info("going on after step %d", self._step)
+        return True
+
+    async def _finish(self) -> SFTResult:
+        interval = self._config.validation.interval
+        if not _is_due(self._step, interval):
+            await self._validate()
+        await self._save()
+        export = None
+        if self._config.checkpointing.export_hf:
+            export = checkpoint_dir(self._config) / "hf"
+            await self._trainer.export_hf(export, overwrite=True)
+            if self._trainer.is_leader:
+                _log.info("the model is in %s", export)
+        return SFTResult(self._step, self._loss, self._validation_loss, self._best, export)
+
+    # ---- Figures --------------------------------------------------------------------------------------------------
+
+    def _open_log(self, *, resume_step: int | None) -> None:
+        if not self._trainer.is_leader:
+            return
+        folder = run_dir(self._config)
+        if is_rank():
+            save(self._config, folder)
+        self._log = make_sinks(
+            self._config.metrics,
+            folder=folder,
+            run_name=self._config.run.name,
+            resume_step=resume_step,
+            total_steps=self._trainer_config.total_steps,
+            num_epochs=self._config.training.num_epochs,
+        )
+
+    def _write_step(self, result: StepResult, batch: Batch) -> None:
+        self._throughput.add(result.num_tokens)
+        rate = self._throughput.tokens_per_s
+        names = result.metrics.get("bad_samples")
+        if result.skipped and self._trainer.is_leader:
+            _log.warning("step %d was skipped: loss or gradient is not finite; samples: %s", result.step, names)
+        values = step_values(
+            result,
+            epoch=self._loaders.train.epoch + 1,
+            tokens_per_s=rate,
+            mfu=self._utilization(batch, rate),
+        )
+        self._write({name: value for name, value in values.items() if not isinstance(value, list)})
+
+    def _utilization(self, batch: Batch, rate: float | None) -> float | None:
+        """Which part of the devices' peak goes into the model, where the peak is known."""
+        if self._peak_flops is None:
+            return None
+        return model_flops_utilization(
+            rate,
+            flops_per_token=flops_per_token(self._trainer_config.model, mean_context(batch.lengths)),
+            peak_flops=self._peak_flops,
+            num_devices=self._num_devices,
+        )
+
+    def _write(self, values: dict[str, Any]) -> None:
+        if self._log is not None:
+            self._log.write(self._step, values)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        with self._throughput.paused():
+            yield
+
+    def close(self) -> None:
+        """Close the metrics' files."""
+        if self._log is not None:
+            self._log.close()
+
+
+def _is_due(step: int, interval: int | None) -> bool:
+    return interval is not None and step > 0 and step % interval == 0

@@ -1,0 +1,142 @@
+"""One way to talk to a trainer, wherever its ranks are: in processes of their own, or in this one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forge.config import TrainerConfig
+from forge.trainer.actor import Trainer
+from forge.types import Batch, StepResult
+
+if TYPE_CHECKING:
+    from forge.losses import Loss
+
+
+class TrainerHandle(Protocol):
+    """What a loop needs of a trainer. Every answer is that of the whole trainer, not of one rank."""
+
+    is_leader: bool
+    """Whether this process speaks for the run: prints, and writes metrics. One process does."""
+
+    async def train_step(self, batch: Batch) -> StepResult: ...
+
+    async def evaluate(self, batch: Batch) -> tuple[float, float]: ...
+
+    async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None: ...
+
+    async def load(self, resume: str) -> dict[str, Any] | None: ...
+
+    async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None: ...
+
+    async def state(self) -> dict[str, Any]: ...
+
+    async def close(self) -> None:
+        """Complete what is being saved and let go of everything."""
+        ...
+
+
+class MeshTrainer:
+    """A trainer in processes of its own, driven from the controller."""
+
+    is_leader = True
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def _first(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
+        answers = await getattr(self._actor, endpoint).call(*args, **kwargs)
+        return next(iter(answers.values()))
+
+    async def train_step(self, batch: Batch) -> StepResult:
+        result: StepResult = await self._first("train_step", batch)
+        return result
+
+    async def evaluate(self, batch: Batch) -> tuple[float, float]:
+        sums: tuple[float, float] = await self._first("evaluate", batch)
+        return sums
+
+    async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
+        await self._first("save", dict(extra), metric)
+
+    async def load(self, resume: str) -> dict[str, Any] | None:
+        extra: dict[str, Any] | None = await self._first("load", resume)
+        return extra
+
+    async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None:
+        await self._first("export_hf", folder, overwrite=overwrite)
+
+    async def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = await self._first("state")
+        return state
+
+    async def close(self) -> None:
+        await self._first("close")
+        await self._actor.stop()
+
+
+class LocalTrainer:
+    """One rank of a trainer in this process, for programs that are started once per rank, as torchrun does.
+
+    All ranks run the same program with the same data, and meet inside the engine.
+    """
+
+    def __init__(self, config: TrainerConfig, loss: Loss | None = None) -> None:
+        from forge.trainer.engine import Engine
+        from forge.trainer.keeping import Keeper
+
+        self._engine = Engine(config, loss=loss)
+        self._keeper = Keeper(self._engine)
+        self.is_leader = self._engine.ranks.rank == 0
+
+    async def train_step(self, batch: Batch) -> StepResult:
+        return self._engine.train_step(batch)
+
+    async def evaluate(self, batch: Batch) -> tuple[float, float]:
+        return self._engine.evaluate(batch)
+
+    async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
+        self._keeper.save(extra=extra, metric=metric)
+
+    async def load(self, resume: str) -> dict[str, Any] | None:
+        return self._keeper.load(resume)
+
+    async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None:
+        self._keeper.export(folder, overwrite=overwrite)
+
+    async def state(self) -> dict[str, Any]:
+        return self._engine.describe()
+
+    async def close(self) -> None:
+        self._keeper.close()
+        self._engine.close()
+
+
+def is_rank() -> bool:
+    """Whether this process was started as one of several ranks, as `forge run --nproc_per_node` does."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+async def open_trainer(config: TrainerConfig, loss: Loss | None = None) -> TrainerHandle:
+    """A trainer for this program: in this process if it is a rank itself, else in as many as the degrees ask for."""
+    if is_rank():
+        return LocalTrainer(config, loss)
+    distributed = config.distributed
+    hosts = distributed.hosts or 1
+    actor = await Trainer.options(
+        procs=distributed.num_ranks // hosts,
+        hosts=distributed.hosts,
+        with_gpus=_wants_gpus(distributed.with_gpus),
+        num_threads=distributed.num_threads,
+    ).as_actor(config, loss)
+    return MeshTrainer(actor)
+
+
+def _wants_gpus(chosen: bool | None) -> bool:
+    if chosen is not None:
+        return chosen
+    import torch
+
+    return torch.cuda.is_available()
