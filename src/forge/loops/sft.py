@@ -104,7 +104,7 @@ def _tokenizer(model: ResolvedModel, config: SFTConfig) -> ChatTokenizer:
             path="model.path",
             value=None,
             rule="a folder with Hugging Face files, or the preset `tiny`",
-            repair=f"run `forge download {model.facts.hf_repo or 'OWNER/NAME'} --output-dir DIR` and set model.path=DIR",
+            repair=f"run `forge download {model.facts.hf_repo or 'OWNER/NAME'} --output-dir DIR`, set model.path=DIR",
         )
     template = config.data.chat_template
     return ChatTokenizer.load(model.folder, chat_template=Path(template) if template else None)

@@ -16,7 +16,7 @@ from torchtitan.models.common.moe import GroupedExperts
 
 
 class Experts(GroupedExperts):
-    """TorchTitan's experts compute in bfloat16 whatever they are given, which moves float32 logits by 0.6. These do not."""
+    """Experts that compute in what they are given. TorchTitan's own take bfloat16, which moves float32 logits by 0.6."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):

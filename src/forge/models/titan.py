@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import forge.models.titan_setup  # noqa: F401
+
+# isort: split
 from torchtitan.models.common.attention import GQAttention, QKVLinear
 from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.feed_forward import FeedForward
@@ -14,7 +17,6 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
-import forge.models.titan_setup  # noqa: F401  (before torchtitan)
 from forge.config import ModelConfig
 from forge.models.attention import DocumentAttention
 from forge.models.experts import Experts

@@ -1,0 +1,45 @@
+"""Data for training: records from files and datasets, made into tokens, mixed, packed and resumable.
+
+with open_loaders(config.data, training=config.training, tokenizer=tokenizer, seed=0) as loaders:
+    for batch in loaders.train:
+        ...
+"""
+
+from forge.data.corpus import Corpus, Drawn, IndexedCorpus, Pass
+from forge.data.counting import BatchCount
+from forge.data.formats import Conversation, Layout, convert, detect
+from forge.data.loader import BatchLoader
+from forge.data.opening import Loaders, open_corpus, open_indexed_corpus, open_loaders
+from forge.data.packing import Packer
+from forge.data.records import Record
+from forge.data.samples import Counters, Encoder, Tokenizer
+from forge.data.sources import IndexedFiles, IndexedSource, StreamSource, open_indexed, open_stream
+from forge.data.streaming import StreamCorpus
+
+__all__ = [
+    "BatchCount",
+    "BatchLoader",
+    "Conversation",
+    "Corpus",
+    "Counters",
+    "Drawn",
+    "Encoder",
+    "IndexedCorpus",
+    "IndexedFiles",
+    "IndexedSource",
+    "Layout",
+    "Loaders",
+    "Packer",
+    "Pass",
+    "Record",
+    "StreamCorpus",
+    "StreamSource",
+    "Tokenizer",
+    "convert",
+    "detect",
+    "open_corpus",
+    "open_indexed",
+    "open_indexed_corpus",
+    "open_loaders",
+    "open_stream",
+]

@@ -1,0 +1,186 @@
+"""Sources mixed into one sequence of records per epoch: what is indexed, and the seam that streams share with it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from forge.data.formats import Layout
+from forge.data.mixing import Indices, derive, epoch_order, hold_out, shuffled
+from forge.data.records import Mark, Record
+from forge.data.sources import IndexedSource
+from forge.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A record that an epoch came to, with what finds it again: its number, and for streams a mark."""
+
+    source: int
+    number: int
+    record: Record
+    mark: Mark | None = None
+
+
+class Pass(Protocol):
+    """One epoch on its way through the records."""
+
+    def draw(self) -> Drawn | None:
+        """The next record; None at the end of the epoch."""
+        ...
+
+    def state(self, held: Sequence[Drawn]) -> dict[str, Any]:
+        """Where it stands, with what was drawn and is not used up, in plain JSON."""
+        ...
+
+
+class Corpus(Protocol):
+    """Records in an order that the seed decides.
+
+    Attributes:
+        layouts: the layout of each source's records.
+    """
+
+    layouts: tuple[Layout, ...]
+
+    def identity(self) -> dict[str, Any]:
+        """What a saved position belongs to. Two corpora with the same give the same records in the same order."""
+        ...
+
+    def begin(self, epoch: int) -> Pass:
+        """An epoch from its start."""
+        ...
+
+    def resume(self, epoch: int, state: Mapping[str, Any]) -> tuple[Pass, list[Drawn]]:
+        """An epoch from where `Pass.state` was taken, and what was held then, read again."""
+        ...
+
+
+class IndexedCorpus:
+    """Sources with random access. Every source may be narrowed to a part of its samples."""
+
+    def __init__(
+        self,
+        sources: Sequence[IndexedSource],
+        *,
+        layouts: Sequence[Layout],
+        weights: Sequence[float],
+        seed: int,
+        shuffle: bool,
+        parts: Sequence[Indices] | None = None,
+    ) -> None:
+        self._sources = tuple(sources)
+        self.layouts = tuple(layouts)
+        self._weights = tuple(weights)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._parts = tuple(np.arange(len(source)) for source in sources) if parts is None else tuple(parts)
+        self._ends = np.cumsum([len(part) for part in self._parts])
+
+    def __len__(self) -> int:
+        """How many samples there are, each counted once whatever its source's weight."""
+        return int(self._ends[-1])
+
+    def split(self, fraction: float, *, seed: int) -> tuple[IndexedCorpus, IndexedCorpus]:
+        """What stays for training and what is held out of each source.
+
+        Both are the same for the same data, fraction and seed, and have no sample in common. A source of one sample
+        keeps it.
+        """
+        pairs = [
+            hold_out(len(part), fraction=fraction, key=derive(seed, "split", number))
+            for number, part in enumerate(self._parts)
+        ]
+        if not sum(len(held) for _, held in pairs):
+            raise DataError(
+                "there is nothing to hold out",
+                path="validation.fraction",
+                value=fraction,
+                rule="at least one source has two samples",
+                repair="give validation.sources, or set the fraction to 0",
+            )
+        stays = [part[stay] for part, (stay, _) in zip(self._parts, pairs, strict=True)]
+        held = [part[out] for part, (_, out) in zip(self._parts, pairs, strict=True)]
+        return self._narrowed(stays), self._narrowed(held)
+
+    def limited(self, count: int, *, seed: int) -> IndexedCorpus:
+        """At most `count` of the samples, spread over all, the same ones for the same seed."""
+        if len(self) <= count:
+            return self
+        chosen = np.sort(shuffled(len(self), derive(seed, "limit"))[:count])
+        starts = [0, *self._ends[:-1]]
+        inside = [
+            chosen[(chosen >= start) & (chosen < end)] - start for start, end in zip(starts, self._ends, strict=True)
+        ]
+        return self._narrowed([part[picked] for part, picked in zip(self._parts, inside, strict=True)])
+
+    def in_order(self) -> IndexedCorpus:
+        """The same samples, each once, always in the same order: what validation goes through."""
+        return IndexedCorpus(
+            self._sources,
+            layouts=self.layouts,
+            weights=[1.0] * len(self._sources),
+            seed=self._seed,
+            shuffle=False,
+            parts=self._parts,
+        )
+
+    def _narrowed(self, parts: Sequence[Indices]) -> IndexedCorpus:
+        return IndexedCorpus(
+            self._sources,
+            layouts=self.layouts,
+            weights=self._weights,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            parts=parts,
+        )
+
+    def identity(self) -> dict[str, Any]:
+        sources = [
+            {
+                "name": source.name,
+                "length": len(part),
+                "digest": hashlib.blake2b(part.tobytes() + source.digest.encode(), digest_size=16).hexdigest(),
+                "weight": weight,
+            }
+            for source, part, weight in zip(self._sources, self._parts, self._weights, strict=True)
+        ]
+        return {"streaming": False, "seed": self._seed, "shuffle": self._shuffle, "sources": sources}
+
+    def order(self, epoch: int) -> Indices:
+        """The numbers of an epoch's samples, in order."""
+        counts = [len(part) for part in self._parts]
+        return epoch_order(counts, self._weights, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+
+    def at(self, number: int) -> Drawn:
+        """The sample with a number, which counts through source after source."""
+        source = int(np.searchsorted(self._ends, number, side="right"))
+        part = self._parts[source]
+        index = int(part[number - (int(self._ends[source]) - len(part))])
+        return Drawn(source, number, self._sources[source].read(index))
+
+    def begin(self, epoch: int) -> Pass:
+        return _IndexedPass(self, epoch)
+
+    def resume(self, epoch: int, state: Mapping[str, Any]) -> tuple[Pass, list[Drawn]]:
+        return _IndexedPass(self, epoch, position=state["position"]), [self.at(number) for number in state["held"]]
+
+
+class _IndexedPass:
+    def __init__(self, corpus: IndexedCorpus, epoch: int, *, position: int = 0) -> None:
+        self._corpus = corpus
+        self._order = corpus.order(epoch)
+        self._position = position
+
+    def draw(self) -> Drawn | None:
+        if self._position >= len(self._order):
+            return None
+        self._position += 1
+        return self._corpus.at(int(self._order[self._position - 1]))
+
+    def state(self, held: Sequence[Drawn]) -> dict[str, Any]:
+        return {"position": self._position, "held": [drawn.number for drawn in held]}

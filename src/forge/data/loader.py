@@ -1,0 +1,279 @@
+"""Batches for training: drawn, tokenised, packed, and resumable to the token."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from forge.config import DataConfig, TrainingConfig
+from forge.data.corpus import Corpus, Drawn, IndexedCorpus, Pass
+from forge.data.counting import BatchCount, count_batches
+from forge.data.packing import Packer
+from forge.data.read_ahead import ReadAhead
+from forge.data.samples import Counters, Encoder
+from forge.errors import DataError
+from forge.types import Batch, Sample
+
+_STATE_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """Where the loader stands after a batch. `place` is the state of the epoch's pass; None before its first batch."""
+
+    epoch: int
+    num_batches: int
+    place: dict[str, Any] | None
+    counters: dict[str, int]
+
+
+class BatchLoader:
+    """An iterator over the batches of all epochs.
+
+    A batch has training.batch_size x training.gradient_accumulation_steps rows; the last one of an epoch may have
+    fewer, and no batch reaches into the next epoch. `for batch in loader` goes on where the last one stopped. With
+    `read_ahead`, so many batches are made ahead in a background thread; neither the order nor the state depends on it,
+    and `close`, or leaving the loader as a context, ends the thread.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        encoder: Encoder,
+        *,
+        data: DataConfig,
+        training: TrainingConfig,
+        read_ahead: int = 2,
+    ) -> None:
+        self._corpus = corpus
+        self._maker = _Maker(corpus, encoder, data=data, training=training)
+        self._read_ahead = read_ahead
+        self._position = self._start = _Position(0, 0, None, Counters().as_dict())
+        self._made: Iterator[tuple[Batch, _Position]] | None = None
+        self._release: weakref.finalize[Any, Any] | None = None
+        self._closed = False
+        self._count: BatchCount | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, counted from 0, of the batch that was given last."""
+        return self._position.epoch
+
+    @property
+    def batch_in_epoch(self) -> int:
+        """How many batches of this epoch were given."""
+        return self._position.num_batches
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The format of each source, also where the configuration said `auto`."""
+        return tuple(layout.format for layout in self._corpus.layouts)
+
+    @property
+    def counters(self) -> Counters:
+        """What became of the records up to the batch that was given last. Samples that wait in the packer are read."""
+        return Counters(**self._position.counters)
+
+    @property
+    def fill_rate(self) -> float:
+        """Which part of its rows is filled with tokens, so far; 0 before the first batch."""
+        counters = self._position.counters
+        return counters["tokens"] / max(1, counters["rows"] * self._maker.encoder.max_seq_len)
+
+    def count_batches(self) -> BatchCount | None:
+        """How many batches all epochs have; None for a stream, whose length nobody knows.
+
+        Which samples are dropped and how they pack is known only from their lengths. Up to 200,000 samples are all
+        tokenised once to know it exactly; of more, some are, and the answer says that it is an estimate. It is the same
+        for the same data, whatever the position.
+        """
+        if self._count is None and isinstance(self._corpus, IndexedCorpus):
+            maker = self._maker
+            self._count = count_batches(self._corpus, maker.encoder, data=maker.data, training=maker.training)
+        return self._count
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed:
+            raise RuntimeError("the loader is closed")
+        if self._made is None:
+            made = self._maker.batches(self._position)
+            if self._read_ahead:
+                ahead = ReadAhead(made, depth=self._read_ahead)
+                self._release = weakref.finalize(self, ahead.close)
+                self._made = ahead
+            else:
+                self._made = made
+        try:
+            batch, self._position = next(self._made)
+        except BaseException:
+            self._stop()
+            raise
+        return batch
+
+    def rewind(self) -> None:
+        """Go back to the first batch of the first epoch, with all counts at 0."""
+        self._stop()
+        self._position = self._start
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands after the batch that was given last: positions and numbers, no tokens; plain JSON."""
+        position = self._position
+        return {
+            "format": _STATE_FORMAT,
+            "corpus": self._corpus.identity(),
+            "epoch": position.epoch,
+            "num_batches": position.num_batches,
+            "place": position.place,
+            "counters": dict(position.counters),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the batch at which the state was taken.
+
+        The state must be of the same data in the same order, or it is refused with a DataError. Batch size, packing and
+        lengths may be others: the samples to come are the same, only their batches differ.
+        """
+        if state.get("format") != _STATE_FORMAT:
+            raise DataError(
+                "this is not a state of a data loader",
+                path="format",
+                value=state.get("format"),
+                rule=f"its format is {_STATE_FORMAT}",
+                repair="give what state_dict() of this version gave",
+            )
+        _check_identity(state["corpus"], self._corpus.identity())
+        self._stop()
+        self._position = _Position(state["epoch"], state["num_batches"], state["place"], dict(state["counters"]))
+
+    def close(self) -> None:
+        """End the background thread. The loader gives no more batches; its state can still be asked for."""
+        self._stop()
+        self._closed = True
+
+    def _stop(self) -> None:
+        if self._release is not None:
+            self._release()
+        self._made = self._release = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Maker:
+    """Makes batches from a position on. It is all that the background thread holds on to."""
+
+    def __init__(self, corpus: Corpus, encoder: Encoder, *, data: DataConfig, training: TrainingConfig) -> None:
+        self.corpus = corpus
+        self.encoder = encoder
+        self.data = data
+        self.training = training
+
+    def batches(self, position: _Position) -> Iterator[tuple[Batch, _Position]]:
+        """Every batch after a position, each with the position after it."""
+        counters = Counters(**position.counters)
+        num_batches, place = position.num_batches, position.place
+        for epoch in range(position.epoch, self.training.num_epochs):
+            held: list[Drawn] = []
+            if place is None:
+                walk = self.corpus.begin(epoch)
+            else:
+                walk, held = self.corpus.resume(epoch, place)
+            packer = self._packer(walk, held, counters)
+            while batch := self._batch(packer, counters):
+                num_batches += 1
+                waiting = [drawn for drawn, _ in packer.waiting()]
+                yield batch, _Position(epoch, num_batches, walk.state(waiting), counters.as_dict())
+            if num_batches == 0:
+                raise _nothing_left(epoch, counters)
+            num_batches, place = 0, None
+
+    def _packer(self, walk: Pass, held: list[Drawn], counters: Counters) -> Packer[tuple[Drawn, Sample]]:
+        def draw() -> tuple[tuple[Drawn, Sample], int] | None:
+            while (drawn := walk.draw()) is not None:
+                if (sample := self._encode(drawn, counters)) is not None:
+                    return (drawn, sample), len(sample)
+            return None
+
+        data = self.data
+        packer = Packer(draw, capacity=self.encoder.max_seq_len, lookahead=data.pack_lookahead, packing=data.packing)
+        for drawn in held:
+            if (sample := self._encode(drawn, Counters())) is not None:
+                packer.add((drawn, sample), len(sample))
+        return packer
+
+    def _encode(self, drawn: Drawn, counters: Counters) -> Sample | None:
+        return self.encoder.encode(drawn.record, layout=self.corpus.layouts[drawn.source], counters=counters)
+
+    def _batch(self, packer: Packer[tuple[Drawn, Sample]], counters: Counters) -> Batch | None:
+        rows: list[list[tuple[Drawn, Sample]]] = []
+        while len(rows) < rows_per_batch(self.training) and (row := packer.next_row()):
+            rows.append(row)
+        if not rows:
+            return None
+        batch = Batch.of([sample for row in rows for _, sample in row])
+        counters.rows += len(rows)
+        counters.samples += len(batch)
+        counters.tokens += batch.num_tokens
+        counters.loss_tokens += int((batch.loss_weights > 0).sum())
+        return batch
+
+
+def rows_per_batch(training: TrainingConfig) -> int:
+    """Rows of one optimizer step."""
+    return training.batch_size * training.gradient_accumulation_steps
+
+
+def _nothing_left(epoch: int, counters: Counters) -> DataError:
+    return DataError(
+        f"epoch {epoch + 1} has no sample to train on",
+        path="data.sources",
+        value=counters.as_dict(),
+        rule="at least one sample is neither left out nor dropped",
+        repair="look at the counts: raise training.max_seq_len, set data.oversize to truncate, or correct the records",
+    )
+
+
+def _check_identity(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    repair = "give the data and the settings that the run began with, or start anew"
+    for key in present:
+        if key != "sources" and saved.get(key) != present[key]:
+            rule = f"{key} is {saved.get(key)!r}, as when the state was saved"
+            raise DataError(
+                f"the state does not fit: {key} has changed",
+                path=f"data.{key}",
+                value=present[key],
+                rule=rule,
+                repair=repair,
+            )
+    before, now = saved["sources"], present["sources"]
+    if len(before) != len(now):
+        rule = f"{len(before)} sources, as when the state was saved"
+        raise DataError(
+            "the state does not fit: there are other sources",
+            path="data.sources",
+            value=len(now),
+            rule=rule,
+            repair=repair,
+        )
+    for old, new in zip(before, now, strict=True):
+        for key in ("length", "digest", "weight"):
+            if old.get(key) != new.get(key):
+                what = {"length": "another length", "digest": "another content", "weight": "another weight"}[key]
+                raise DataError(
+                    f"the state does not fit: {new['name']} has {what}",
+                    path=new["name"],
+                    value=new.get(key),
+                    rule=f"its {key} is {old.get(key)!r}, as when the state was saved",
+                    repair=repair,
+                )

@@ -1,0 +1,137 @@
+"""What a loss is: sums over tokens, so that it does not matter how a batch is cut into pieces.
+
+A loss never divides by the number of tokens that it sees, since that would be the number of one micro-batch. It says
+what the *whole* batch is to be divided by (`normalizer`), and gives plain sums for any part of it (`LossTerms`). The
+trainer adds the sums of all micro-batches and ranks. Loss and gradient are then the same for every split, order,
+packing and number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from forge.errors import DataError
+from forge.types import Batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenView:
+    """The tokens of one micro-batch, laid end to end: T tokens of whole samples, on the device that computes.
+
+    Every tensor is [T], and index t belongs to token t as *predicted* (see `forge.types`). Where a weight is 0, all
+    other values are meaningless and may even be NaN.
+
+    Attributes:
+        logprobs_T: the policy's logprob of each token; the gradient flows through it.
+        weights_T: how much each token counts.
+        lengths: the lengths of the samples, in order; they add up to T.
+        entropy_T: the entropy of the distribution that each token was predicted from, if the loss needs it.
+        fields: what the loss's `fields` name.
+    """
+
+    logprobs_T: Tensor
+    weights_T: Tensor
+    lengths: tuple[int, ...]
+    entropy_T: Tensor | None = None
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        num_tokens = int(self.logprobs_T.shape[0])
+        others = {"weights_T": self.weights_T, "entropy_T": self.entropy_T}
+        others |= {f"fields[{name!r}]": values for name, values in self.fields.items()}
+        for path, values in others.items():
+            if values is not None and values.shape != self.logprobs_T.shape:
+                raise DataError(
+                    f"{path} does not have one value for each token",
+                    path=path,
+                    value=tuple(values.shape),
+                    rule=f"[{num_tokens}], as logprobs_T",
+                    repair="cut all tensors of a micro-batch at the same places",
+                )
+        if sum(self.lengths) != num_tokens:
+            raise DataError(
+                "the lengths of the samples do not add up to the tokens",
+                path="lengths",
+                value=self.lengths,
+                rule=f"a sum of {num_tokens}",
+                repair="give the length of each whole sample of the micro-batch",
+            )
+
+    @property
+    def counted_T(self) -> Tensor:
+        """Which tokens count: bool [T]."""
+        return self.weights_T != 0
+
+    def counted(self, values_T: Tensor) -> Tensor:
+        """Values with 0 at tokens that do not count, so that no NaN or infinity there reaches a sum or a gradient."""
+        return torch.where(self.counted_T, values_T, 0.0)
+
+    def value(self, name: str) -> Tensor:
+        """A field, with 0 at tokens that do not count."""
+        if name not in self.fields:
+            raise DataError(
+                f"the loss needs the field {name!r}, which the batch does not have",
+                path=f"fields[{name!r}]",
+                value=sorted(self.fields),
+                rule="every field that the loss names in `fields`",
+                repair=f"put {name!r} into the fields of each sample",
+            )
+        return self.counted(self.fields[name])
+
+    def sum(self, values_T: Tensor) -> Tensor:
+        """The weighted sum over tokens that count."""
+        return (self.weights_T * self.counted(values_T)).sum()
+
+    def sample_sums(self, values_T: Tensor) -> Tensor:
+        """The sums over each sample: [S]."""
+        sums = torch.zeros(len(self.lengths), dtype=values_T.dtype, device=values_T.device)
+        return sums.index_add(0, self.sample_index(), values_T)
+
+    def sample_index(self) -> Tensor:
+        """Which sample each token belongs to: int64 [T]."""
+        device = self.logprobs_T.device
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=device)
+        index = torch.arange(len(self.lengths), device=device)
+        return torch.repeat_interleave(index, lengths, output_size=int(self.logprobs_T.shape[0]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossTerms:
+    """What a loss found in one micro-batch.
+
+    Attributes:
+        total: a scalar, the plain sum. The loss of a batch is the sum of all totals divided by `Loss.normalizer`.
+        metrics: detached scalars by name, which are put together over micro-batches and ranks by their name:
+            `…_max` and `…_min` by the largest and smallest (infinite where nothing counted); all others are sums of
+            weight times value, are added, and become means when divided by `Batch.total_weight`.
+    """
+
+    total: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Loss(Protocol):
+    """Turns logprobs into something to minimise. Stateless: called for every micro-batch, on every rank."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields per token that it reads."""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether `TokenView.entropy_T` must be there."""
+
+    @property
+    def is_nll(self) -> bool:
+        """Whether `total` is just the weighted sum of negative logprobs, so that `chunked_nll` may compute it."""
+
+    def normalizer(self, batch: Batch) -> float:
+        """What the sum over the whole, global batch is divided by. 0 if nothing in it counts."""
+
+    def __call__(self, tokens: TokenView) -> LossTerms:
+        """The sums over one micro-batch."""

@@ -1,0 +1,204 @@
+"""One chunk of tokens in the output layer: logits, probabilities and gradients, in buffers that are used again.
+
+Shapes: V the vocabulary (of this rank, where it is split), D the model's width, C the tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BLOCK_ROWS = 1024  # of the weight's gradient on a CPU: one block of it stays in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a call of `forge.losses.head` is to be done; its functions explain each."""
+
+    chunk_tokens: int
+    scale: float
+    entropy: bool
+    fp32_logits: bool
+    group: Any
+    vocab_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known about the tokens of one chunk, each [C]."""
+
+    logprobs: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+
+
+class Workspace:
+    """The buffers of one chunk: its logits, and its probabilities, which turn into the gradient of the logits."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, plan: Plan) -> None:
+        self._hidden, self._weight, self._plan = hidden, weight, plan
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        self._is_narrow = weight.dtype != self.dtype
+        shape = (min(plan.chunk_tokens, hidden.shape[0]), weight.shape[0])
+        product_dtype = self.dtype if plan.fp32_logits else weight.dtype
+        self._logits = torch.empty(shape, dtype=product_dtype, device=weight.device)
+        self._probs = torch.empty(shape, dtype=self.dtype, device=weight.device)
+        self._narrow: Tensor | None = None if product_dtype != weight.dtype else self._logits
+        self._wide_weight = weight.to(self.dtype) if plan.fp32_logits and not weight.is_cuda else weight
+
+    def chunks(self) -> list[slice]:
+        step, end = self._plan.chunk_tokens, self._hidden.shape[0]
+        return [slice(start, min(start + step, end)) for start in range(0, end, step)]
+
+    def joined(self, parts: list[Any]) -> Tensor:
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self._weight.device)
+
+    def _views(self, rows: slice) -> tuple[Tensor, Tensor]:
+        count = rows.stop - rows.start
+        return self._logits[:count], self._probs[:count]
+
+    def fill(self, rows: slice) -> None:
+        """Compute the logits of a chunk, and the probabilities among this rank's rows of the weight."""
+        logits, probs = self._views(rows)
+        hidden, scale = self._hidden[rows], self._plan.scale
+        if not (self._is_narrow and self._plan.fp32_logits):
+            logits.addmm_(hidden, self._weight.t(), beta=0, alpha=scale)
+        elif hidden.is_cuda:
+            torch.mm(hidden, self._weight.t(), out_dtype=self.dtype, out=logits)
+            logits.mul_(scale)
+        else:
+            logits.addmm_(hidden.to(self.dtype), self._wide_weight.t(), beta=0, alpha=scale)
+        if logits.is_cuda and logits.dtype != self.dtype:  # torch.softmax with `out` would make a wide copy first
+            torch.ops.aten._softmax.out(logits, -1, True, out=probs)
+        else:
+            torch.softmax(logits, dim=-1, dtype=self.dtype, out=probs)
+
+    def read(self, rows: slice, targets: Tensor) -> Found:
+        """Fill, and find out about the targets; with a group, over all its ranks."""
+        self.fill(rows)
+        logits, probs = self._views(rows)
+        lse = self._own_lse(rows)
+        target_logits, hits = self._at_targets(logits, targets)
+        sums = [target_logits, hits]
+        if self._plan.entropy:
+            sums.append(probs.mul_(logits).sum(-1))  # the probabilities are not needed any more
+        if self._plan.group is not None:
+            lse, sums = self._over_ranks(lse, sums)
+        logprobs = torch.where(sums[1] > 0, sums[0] - lse, math.nan)
+        return Found(logprobs, lse, lse - sums[2] if self._plan.entropy else None)
+
+    def _own_lse(self, rows: slice) -> Tensor:
+        # The largest logit's probability is 1 / sum(exp(x - max)), and never rounds to 0.
+        logits, probs = self._views(rows)
+        if logits.shape[1] == 0:
+            return torch.full((logits.shape[0],), -math.inf, dtype=self.dtype, device=logits.device)
+        return logits.amax(-1).to(self.dtype) - probs.amax(-1).log()
+
+    def _at_targets(self, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The value at each target, or 0 where another rank has it; and 1.0 where this one has it."""
+        index, hits = self._own(targets)
+        if values.shape[1] == 0:
+            return hits.clone(), hits
+        found = values.gather(1, index[:, None]).squeeze(1).to(self.dtype)
+        return torch.where(hits > 0, found, 0.0), hits
+
+    def _own(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        last = self._weight.shape[0] - 1
+        index = targets - self._plan.vocab_start
+        hits = ((index >= 0) & (index <= last)).to(self.dtype)
+        return index.clamp(0, max(last, 0)), hits
+
+    def _over_ranks(self, lse: Tensor, sums: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        import torch.distributed as dist
+
+        top = lse.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self._plan.group)
+        share = (lse - top).exp()
+        parts = torch.stack([share, *sums[:2], *(share * part for part in sums[2:])])
+        dist.all_reduce(parts, op=dist.ReduceOp.SUM, group=self._plan.group)
+        return top + parts[0].log(), [parts[1], parts[2], *(part / parts[0] for part in parts[3:])]
+
+    def rescale(self, rows: slice, lse: Tensor) -> None:
+        """Make probabilities among this rank's rows into those among the whole vocabulary."""
+        if self._plan.group is not None:
+            self._views(rows)[1].mul_((self._own_lse(rows) - lse).exp()[:, None])
+
+    def differentiate(self, rows: slice, targets: Tensor, grad_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of the product, grad * (1[target] - p), as p - 1[target] [C, V] and a factor for each row [C].
+
+        The factor goes to the narrower sides of the products that follow, which spares a pass over the vocabulary.
+        """
+        _, probs = self._views(rows)
+        self._add_at_targets(probs, targets, torch.full_like(grad_logprobs, -1.0))
+        return self._rounded(rows), -self._plan.scale * grad_logprobs
+
+    def differentiate_both(
+        self, rows: slice, targets: Tensor, grad_logprobs: Tensor, of_entropy: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The same with the entropy's gradient, -grad_entropy * p * (logp + entropy); logp is x - lse."""
+        logits, probs = self._views(rows)
+        grad_entropy, offset = of_entropy
+        factor = logits.to(self.dtype).add_(offset[:, None])  # in place unless logits are narrow
+        factor.mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
+        probs.mul_(factor)
+        self._add_at_targets(probs, targets, -grad_logprobs)
+        return self._rounded(rows), torch.full_like(grad_logprobs, -self._plan.scale)
+
+    def _add_at_targets(self, values: Tensor, targets: Tensor, amounts: Tensor) -> None:
+        if values.shape[1] > 0:
+            index, hits = self._own(targets)
+            values.scatter_add_(1, index[:, None], (amounts * hits)[:, None])
+
+    def _rounded(self, rows: slice) -> Tensor:
+        # To the weight's dtype only now, so that p - 1 of a sure token keeps its digits.
+        _, probs = self._views(rows)
+        if not self._is_narrow:
+            return probs
+        if self._narrow is None:
+            self._narrow = torch.empty(self._logits.shape, dtype=self._weight.dtype, device=self._weight.device)
+        return self._narrow[: len(probs)].copy_(probs)
+
+
+class Gradients:
+    """The gradients of hidden and weight, as far as they are wanted, as chunks come in."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, wants: tuple[bool, bool]) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._dtype = torch.promote_types(weight.dtype, torch.float32)
+        make = {"device": weight.device}
+        self.hidden = torch.empty(hidden.shape, dtype=hidden.dtype, **make) if wants[0] else None
+        self.weight = torch.zeros(weight.shape, dtype=self._dtype, **make) if wants[1] else None
+
+    def add(self, rows: slice, gradient_CV: Tensor, factor_C: Tensor) -> None:
+        """Take in a chunk whose gradient of the product is `factor_C[:, None] * gradient_CV`."""
+        if self.hidden is not None:
+            torch.mm(gradient_CV, self._weight, out=self.hidden[rows])
+            self.hidden[rows].mul_(factor_C[:, None])
+        if self.weight is None:
+            return
+        hidden = (self._hidden[rows] * factor_C[:, None]).to(self._hidden.dtype)
+        if self.weight.dtype == hidden.dtype:
+            self.weight.addmm_(gradient_CV.t(), hidden)
+        elif self.weight.is_cuda:
+            torch.addmm(self.weight, gradient_CV.t(), hidden, out_dtype=self._dtype, out=self.weight)
+        else:
+            for start in range(0, self.weight.shape[0], _BLOCK_ROWS):
+                block = slice(start, start + _BLOCK_ROWS)
+                self.weight[block].add_(torch.mm(gradient_CV[:, block].t(), hidden))
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.hidden, None if self.weight is None else self.weight.to(self._weight.dtype)
+
+
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient that was computed ahead, times what arrives in the backward pass.
+
+    In place where the graph ends with this pass: the moment is that of a training step's largest memory, and a second
+    copy of the output layer would add to it.
+    """
+    is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
+    return (gradient.mul_(factor) if is_last else gradient * factor).to(dtype)

@@ -1,0 +1,319 @@
+"""A model small enough for a laptop's CPU, made on the spot: no download, and the same bytes every time.
+
+It is a whole Hugging Face folder (configuration, weights, tokenizer, chat template): whatever works with a real model
+can be run and tested with this one. Its weights are random, so it knows nothing until it is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import ValidationError
+
+from forge.config import ModelConfig
+from forge.config.model_presets import read_preset
+from forge.errors import ModelError
+from forge.models.facts import complete
+from forge.models.hf_config import SpecialIds, write_hf_config, write_json
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+VOCAB_SIZE: Final = 512
+"""Tokens of the tiny tokenizer: 256 bytes, 253 merges and 3 special ones, in this order."""
+
+SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SPECIAL_IDS: Final = SpecialIds(bos=None, eos=VOCAB_SIZE - 1, pad=VOCAB_SIZE - 3)
+
+TINY_FILES: Final = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+
+CHAT_TEMPLATE: Final = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' %}
+{%- generation %}
+{{- message['content'] + '<|im_end|>' }}
+{%- endgeneration %}
+{{- '\\n' }}
+{%- else %}
+{{- message['content'] + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+_STD: Final = 0.04
+# Words keep the space before them, every digit is alone, and no piece holds both letters and other characters.
+_PIECES: Final = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_ASCII_PIECES: Final = re.compile(r" ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
+_SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "qwen3": {},
+    "qwen3_moe": {
+        "tie_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "expert_intermediate_size": 64,
+    },
+    "llama": {
+        "tie_embeddings": False,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_seq_len": 256,
+        },
+        "norm_eps": 1e-5,
+    },
+}
+
+
+def make_tiny(folder: str | Path, *, seed: int = 0, family: str = "qwen3", **shape: Any) -> ModelConfig:
+    """Write a tiny model of a family into a folder, and return its facts.
+
+    `shape` overrides facts by their names in `ModelConfig`, such as num_layers=2. With none, the family qwen3 has the
+    facts of the preset `tiny`. A tensor depends on the seed, its name and its shape alone: two models that differ in
+    the number of layers agree in the layers that both have.
+    """
+    if family not in _SHAPES:
+        raise ModelError(
+            "There is no tiny model of this family.",
+            path="family",
+            value=family,
+            rule=f"one of {', '.join(_SHAPES)}",
+            repair="choose one of them",
+        )
+    asked = {**read_preset("tiny").data["model"], **_SHAPES[family], "family": family, **shape}
+    try:
+        facts = ModelConfig.model_validate(asked)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or first.get("ctx", {}).get("key")
+        raise ModelError(
+            "A tiny model of this shape cannot be made.",
+            path=key,
+            value=asked.get(key),
+            rule=first["msg"],
+            repair="give facts of ModelConfig, with values that it allows",
+        ) from None
+    return write_tiny(facts, folder, seed=seed)
+
+
+def write_tiny(facts: ModelConfig, folder: str | Path, *, seed: int = 0) -> ModelConfig:
+    """As `make_tiny`, of facts that are all there."""
+    from safetensors.numpy import save_file
+
+    facts = complete(facts)
+    vocab, max_length = _sizes(facts, "vocab_size", "max_seq_len")
+    if vocab < VOCAB_SIZE:
+        raise ModelError(
+            "The tiny tokenizer has more tokens than the model would have.",
+            path="model.vocab_size",
+            value=vocab,
+            rule=f"at least {VOCAB_SIZE}",
+            repair="leave it out",
+        )
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: _draw(name, shape, seed) for name, shape in tensor_shapes(facts)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tokenizer(folder, max_length=max_length)
+    write_json(
+        folder / "generation_config.json",
+        {"do_sample": True, "eos_token_id": SPECIAL_IDS.eos, "pad_token_id": SPECIAL_IDS.pad, "temperature": 1.0},
+    )
+    write_hf_config(facts, folder, dtype="float32", special_ids=SPECIAL_IDS)
+    return facts
+
+
+def tensor_shapes(facts: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of a Hugging Face checkpoint with these facts, by name."""
+    vocab, hidden, num_layers = _sizes(facts, "vocab_size", "hidden_size", "num_layers")
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for layer in range(num_layers):
+        for name, shape in _layer_shapes(facts):
+            yield f"model.layers.{layer}.{name}.weight", shape
+    yield "model.norm.weight", (hidden,)
+    if not facts.tie_embeddings:
+        yield "lm_head.weight", (vocab, hidden)
+
+
+def _sizes(facts: ModelConfig, *keys: str) -> tuple[int, ...]:
+    return tuple(int(getattr(facts, key)) for key in keys)
+
+
+def _layer_shapes(facts: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, head_dim, num_heads, num_kv_heads = _sizes(facts, "hidden_size", "head_dim", "num_heads", "num_kv_heads")
+    queries, keys = num_heads * head_dim, num_kv_heads * head_dim
+    yield "input_layernorm", (hidden,)
+    yield "post_attention_layernorm", (hidden,)
+    yield "self_attn.q_proj", (queries, hidden)
+    yield "self_attn.k_proj", (keys, hidden)
+    yield "self_attn.v_proj", (keys, hidden)
+    yield "self_attn.o_proj", (hidden, queries)
+    if facts.family != "llama":
+        yield "self_attn.q_norm", (head_dim,)
+        yield "self_attn.k_norm", (head_dim,)
+    if facts.family != "qwen3_moe":
+        yield from _feed_forward("mlp", hidden, *_sizes(facts, "intermediate_size"))
+        return
+    num_experts, inner = _sizes(facts, "num_experts", "expert_intermediate_size")
+    yield "mlp.gate", (num_experts, hidden)
+    for expert in range(num_experts):
+        yield from _feed_forward(f"mlp.experts.{expert}", hidden, inner)
+
+
+def _feed_forward(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}.gate_proj", (inner, hidden)
+    yield f"{prefix}.up_proj", (inner, hidden)
+    yield f"{prefix}.down_proj", (hidden, inner)
+
+
+def _draw(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+    """Evenly distributed values from raw bits, whose stream numpy promises never to change; norms are 1."""
+    import numpy as np
+
+    if len(shape) == 1:
+        return np.ones(shape, np.float32)
+    bits = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(shape[0] * shape[1])
+    unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
+    values: NDArray[np.float32] = (unit * np.float32(_STD * 3**0.5)).reshape(shape)
+    return values
+
+
+def _write_tokenizer(folder: Path, *, max_length: int) -> None:
+    specials = [
+        {
+            "id": VOCAB_SIZE - len(SPECIAL_TOKENS) + index,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for index, token in enumerate(SPECIAL_TOKENS)
+    ]
+    tokens, merges = _learn_merges()
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": _PIECES}, "behavior": "Isolated", "invert": False}
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {token: index for index, token in enumerate(tokens)},
+        "merges": [list(pair) for pair in merges],
+    }
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": specials,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model,
+    }
+    write_json(folder / "tokenizer.json", content)
+    settings = {
+        "clean_up_tokenization_spaces": False,
+        "eos_token": SPECIAL_TOKENS[2],
+        "extra_special_tokens": [SPECIAL_TOKENS[1]],
+        "model_max_length": max_length,
+        "pad_token": SPECIAL_TOKENS[0],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    write_json(folder / "tokenizer_config.json", settings)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+
+
+@cache
+def _learn_merges() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Byte-pair encoding of a small text: the tokens in the order of their ids, and the merges that make them.
+
+    The most frequent pair is merged first, and of equally frequent ones the first in the order of Unicode: the outcome
+    does not depend on any library's way of breaking ties.
+    """
+    alphabet = _byte_characters()
+    tokens = list(alphabet)
+    counts = Counter(_ASCII_PIECES.findall(_training_text()))
+    words = {tuple(alphabet[byte] for byte in piece.encode()): number for piece, number in counts.items()}
+    merges: list[tuple[str, str]] = []
+    while len(tokens) < VOCAB_SIZE - len(SPECIAL_TOKENS):
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, number in words.items():
+            for pair in pairwise(word):
+                pairs[pair] += number
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        merges.append(best)
+        if "".join(best) not in tokens:
+            tokens.append("".join(best))
+        words = {_join(word, best): number for word, number in words.items()}
+    return tuple(tokens), tuple(merges)
+
+
+def _join(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    if pair[0] not in word:
+        return word
+    joined: list[str] = []
+    index = 0
+    while index < len(word):
+        if word[index : index + 2] == pair:
+            joined.append("".join(pair))
+            index += 2
+        else:
+            joined.append(word[index])
+            index += 1
+    return tuple(joined)
+
+
+def _byte_characters() -> tuple[str, ...]:
+    """A visible character for each byte, as byte-level tokenizers write them: those of Latin-1 that can be seen stand
+    for themselves, the others for the code points from 256 on, in order."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return tuple(chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256))
+
+
+def _training_text() -> str:
+    """Arithmetic and simple English, in about the proportions of what a tiny model is trained on."""
+    lines = ["system\nYou are a helpful assistant.", "user\nHello!", "assistant\nHello! How can I help you today?"] * 9
+    for left in range(1, 21):
+        right = left * 7 % 13 + 1
+        lines.append(f"What is {left} + {right}? The answer is {left + right}.")
+        lines.append(f"Question: compute {left} * {right} = {left * right}. Let us think step by step.")
+        lines.append(f"If there are {left + right} apples and {right} are taken away, then {left} of them are left.")
+    people = ("The teacher", "A friend", "My mother", "The little child", "Our neighbour", "That man", "This woman")
+    deeds = ("reads", "likes", "wants to see", "writes about", "looks for", "would have", "could not find", "makes")
+    things = ("a good book.", "the old house.", "some water and bread.", "the way home.", "her first letter.")
+    times = ("in the morning", "when it was time", "every day", "because they know", "which is more than before")
+    for index, person in enumerate(people):
+        for place, deed in enumerate(deeds):
+            thing, time = things[(index + place) % len(things)], times[(index * 3 + place) % len(times)]
+            lines.append(f"{person} {deed} {thing} {time.capitalize()}, {person.lower()} {deed} {thing}")
+    lines += ["Name the capital of the country.", "Yes, that is right.", "No, it is not.", json.dumps({"key": "value"})]
+    return "\n".join(lines)

@@ -1,0 +1,237 @@
+"""Text and conversations to tokens and back, with the mask of what the assistant says.
+
+The tokens of a conversation are always those of its whole text, tokenised once, exactly as `apply_chat_template` gives
+them. The mask is laid over them by character positions (`forge.models.chat`), so asking for it never changes a token.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge.errors import ModelError
+from forge.models.chat import ChatTemplate, Message, Span
+from forge.models.hf_config import SpecialIds
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+class ChatTokenizer:
+    """A tokenizer and its chat template. Make one with `load`.
+
+    It can be pickled, and what arrives needs no file: the other process may be on another host.
+    """
+
+    def __init__(self, tokenizer: Any, *, name: str, stop_ids: Iterable[int] = ()) -> None:
+        """`tokenizer` is a fast one of `transformers`, `name` says where it is from, `stop_ids` end generation too."""
+        if not getattr(tokenizer, "is_fast", False):
+            raise ModelError(
+                "The tokenizer cannot tell which characters a token stands for.",
+                path=name,
+                value=type(tokenizer).__name__,
+                rule="a tokenizer of the library `tokenizers`, with a tokenizer.json",
+                repair="save it in that form with `transformers`, or use another model",
+            )
+        self.name = name
+        self._tokenizer = tokenizer
+        self._stop_ids = tuple(stop_ids)
+        self._templates: dict[str, ChatTemplate] = {}
+        self._prepare()
+
+    @classmethod
+    def load(cls, folder: str | Path, *, chat_template: str | Path | None = None) -> ChatTokenizer:
+        """The tokenizer in a model's folder. `chat_template` is a file with a Jinja template to use instead of its own.
+
+        A folder without a chat template loads; only conversations then raise.
+        """
+        from transformers import AutoTokenizer
+
+        folder = Path(folder)
+        if not any((folder / name).is_file() for name in _FILES):
+            raise ModelError(
+                "There is no tokenizer in this folder.",
+                path=str(folder),
+                rule=f"a folder with at least one of {', '.join(_FILES)}",
+                repair="check the path, or fetch the model with `forge download`",
+            )
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:
+            raise ModelError(
+                "The tokenizer cannot be loaded.",
+                path=str(folder),
+                rule=f"files that `transformers` can load: {type(error).__name__}: {error}",
+                repair="fetch the tokenizer's files again with `forge download`",
+            ) from error
+        if chat_template is not None:
+            tokenizer.chat_template = _read_template(Path(chat_template))
+        name = str(folder if chat_template is None else chat_template)
+        return cls(tokenizer, name=name, stop_ids=_generation_stops(folder))
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> tuple[list[int], list[bool]]:
+        """The tokens of a conversation, and for each whether the assistant says it.
+
+        The mask covers what the assistant generates, the end of its turn included, and not the header before it. A
+        token counts only if all its characters do. `options` go to the template: tools=…, enable_thinking=….
+        """
+        text, spans = self._template(options).render_spans(messages, **options)
+        encoding = self._plain.encode(text, add_special_tokens=False)
+        return encoding.ids, _mask(encoding.offsets, spans)
+
+    def encode_prompt(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
+    ) -> list[int]:
+        """The tokens after which the assistant's answer is to be generated."""
+        options = {"add_generation_prompt": add_generation_prompt, **options}
+        text = self._template(options).render(messages, **options)
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """The tokens of plain text, with what the tokenizer puts before it, such as BOS, and with EOS at its end."""
+        ids: list[int] = self._whole.encode(text, add_special_tokens=True).ids
+        eos = self.eos_token_id
+        return ids if ids and ids[-1] == eos else [*ids, eos]
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """The text of tokens, unchanged: no spaces are tidied up."""
+        text: str = self._whole.decode(list(ids), skip_special_tokens=skip_special)
+        return text
+
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends a text."""
+        eos = self._tokenizer.eos_token_id
+        if eos is None:
+            raise ModelError(
+                "The tokenizer has no token that ends a text.",
+                path=self.name,
+                value=None,
+                rule="tokenizer_config.json must name an eos_token",
+                repair="add eos_token to tokenizer_config.json",
+            )
+        return int(eos)
+
+    @property
+    def pad_token_id(self) -> int:
+        """A token to fill up with: EOS where the tokenizer names none. No mask is ever made from it."""
+        pad = self._tokenizer.pad_token_id
+        return self.eos_token_id if pad is None else int(pad)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Where generation ends: EOS, what generation_config.json names, and the end of a turn."""
+        return self._all_stops
+
+    @property
+    def special_ids(self) -> SpecialIds:
+        """What `write_hf_config` writes into a config.json."""
+        found = self._tokenizer
+        return SpecialIds(bos=found.bos_token_id, eos=found.eos_token_id, pad=found.pad_token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are. A model may have more rows than that."""
+        return len(self._tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return bool(self._tokenizer.chat_template)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the tokenizer's files and the chat template in use into a folder."""
+        self._tokenizer.save_pretrained(str(folder))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "_tokenizer": self._tokenizer, "_stop_ids": self._stop_ids}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._templates = {}
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Two tokenizers without padding or truncation: as it came, and one whose character positions are not trimmed.
+
+        Post-processors trim positions and add tokens around a text; a rendered conversation has its own.
+        """
+        from tokenizers import Tokenizer
+
+        text = self._tokenizer.backend_tokenizer.to_str()
+        self._whole, self._plain = Tokenizer.from_str(text), Tokenizer.from_str(text)
+        for each in (self._whole, self._plain):
+            each.no_padding()
+            each.no_truncation()
+        self._plain.post_processor = None
+        stops = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
+        stops += self._stop_ids
+        if self.has_chat_template:
+            end = self._template({}).end_of_turn()
+            stops += [] if end is None else [self._tokenizer.convert_tokens_to_ids(end)]
+        self._all_stops = tuple(dict.fromkeys(int(stop) for stop in stops))
+
+    def _template(self, options: dict[str, Any]) -> ChatTemplate:
+        if not self.has_chat_template:
+            raise ModelError(
+                "The tokenizer has no chat template.",
+                path=self.name,
+                rule="conversations need a template that turns them into text",
+                repair="set data.chat_template to a file with a Jinja template, or use the chat version of the model",
+            )
+        text = self._tokenizer.get_chat_template(tools=options.get("tools"))
+        if text not in self._templates:
+            known = self._tokenizer.added_tokens_decoder.values()
+            stops = [self._tokenizer.eos_token, *map(self._whole.id_to_token, self._stop_ids)]
+            self._templates[text] = ChatTemplate(
+                text,
+                self.name,
+                words=dict(self._tokenizer.special_tokens_map),
+                special_tokens=tuple(token.content for token in known if token.special),
+                stop_tokens=tuple(stop for stop in stops if stop is not None),
+            )
+        return self._templates[text]
+
+
+def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[bool]:
+    mask = [False] * len(offsets)
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+    for start, end in spans:
+        first, last = bisect_left(starts, start), bisect_right(ends, end)
+        mask[first:last] = [True] * max(0, last - first)
+    return mask
+
+
+def _generation_stops(folder: Path) -> tuple[int, ...]:
+    """The ends of generation that a model's own settings name; Llama 3 has several."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return ()
+    try:
+        named = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(
+            "The model's generation settings cannot be read.",
+            path=str(path),
+            rule=f"a JSON object: {error}",
+            repair="fetch the file again with `forge download`, or remove it",
+        ) from None
+    listed = named if isinstance(named, list) else [named]
+    return tuple(stop for stop in listed if isinstance(stop, int))
+
+
+def _read_template(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            "The chat template cannot be read.",
+            path=str(path),
+            rule=f"a text file in UTF-8: {error}",
+            repair="correct data.chat_template, or remove it to use the tokenizer's own",
+        ) from None
+    ChatTemplate(text, str(path)).check()
+    return text

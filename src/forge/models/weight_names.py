@@ -1,0 +1,215 @@
+"""Which tensor of a Hugging Face checkpoint is which parameter of ours.
+
+The two differ in names and in one thing more: we stack the experts of a mixture, the hub stores them one by one. No
+number is changed on the way, so weights that come in and go out again are the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forge.config.schema import ModelConfig
+from forge.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EMBEDDING = "tok_embeddings.weight"
+HEAD = "lm_head.weight"
+"""Our name of the output layer's weight, and Hugging Face's too."""
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(frozen=True, slots=True)
+class FusedSource:
+    """Where a stack of experts lies in a checkpoint that stores all experts of a layer as one tensor [E, rows, D].
+
+    Attributes:
+        hf_name: the tensor's name.
+        shape: its whole shape, which may hold more than one of our stacks side by side in dimension 1.
+        first_row: the row at which ours begins.
+    """
+
+    hf_name: str
+    shape: tuple[int, int, int]
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """One parameter of ours.
+
+    Attributes:
+        name: our name, without the parts that wrappers insert.
+        shape: the whole parameter's shape.
+        hf_names: the one tensor that it is, or for a stack of experts one tensor per expert, in order.
+        fused: where a stack is found in a checkpoint that has its experts in one tensor; None if it is no stack.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    hf_names: tuple[str, ...]
+    fused: FusedSource | None = None
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        """The shape that each of `hf_names` has."""
+        return self.shape if self.fused is None else self.shape[1:]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the parts that activation checkpointing and torch.compile insert."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def weight_map(config: ModelConfig) -> tuple[WeightSlot, ...]:
+    """Every parameter of a model, in the order of the forward pass. It depends on nothing but the architecture.
+
+    A tied output layer has no slot of its own: `lm_head.weight` is then another name of `tok_embeddings.weight`.
+    """
+    dim, vocab = _fact(config, "hidden_size"), _fact(config, "vocab_size")
+    slots = [WeightSlot(EMBEDDING, (vocab, dim), ("model.embed_tokens.weight",))]
+    for layer in range(_fact(config, "num_layers")):
+        slots += _attention(config, layer)
+        slots += _feed_forward(config, layer) if config.num_experts is None else _mixture(config, layer)
+    slots.append(WeightSlot("norm.weight", (dim,), ("model.norm.weight",)))
+    if not config.tie_embeddings:
+        slots.append(WeightSlot(HEAD, (vocab, dim), (HEAD,)))
+    return tuple(slots)
+
+
+def slots_by_name(config: ModelConfig) -> dict[str, WeightSlot]:
+    """The slot of every name that a parameter can have; a tied output layer leads to the embedding's slot."""
+    slots = {slot.name: slot for slot in weight_map(config)}
+    slots.setdefault(HEAD, slots[EMBEDDING])
+    return slots
+
+
+def hf_views(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors under our names, as Hugging Face names them. All are views: nothing is copied.
+
+    `state` may hold a part of the model. A tied output layer is left out, as Hugging Face leaves it out.
+    """
+    slots = {slot.name: slot for slot in weight_map(config)}
+    for given, tensor in state.items():
+        name = plain_name(given)
+        if name == HEAD and config.tie_embeddings:
+            continue
+        slot = slots.get(name)
+        if slot is None:
+            raise unknown_parameter(given)
+        if tuple(tensor.shape) != slot.shape:
+            raise wrong_parameter(given, tuple(tensor.shape), slot)
+        yield from split(slot, tensor)
+
+
+def split(slot: WeightSlot, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of Hugging Face that a whole parameter consists of, as views."""
+    parts = (tensor,) if slot.fused is None else tensor.unbind(0)
+    yield from zip(slot.hf_names, parts, strict=True)
+
+
+def to_ours(hf: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The inverse of `hf_views` for a whole model in memory; experts may be one by one or in one tensor."""
+    import torch
+
+    ours: dict[str, Tensor] = {}
+    for slot in weight_map(config):
+        if slot.fused is not None and slot.fused.hf_name in hf:
+            first = slot.fused.first_row
+            ours[slot.name] = hf[slot.fused.hf_name][:, first : first + slot.shape[1]]
+            continue
+        absent = [name for name in slot.hf_names if name not in hf]
+        if absent:
+            raise ModelError(
+                "A tensor of the model is missing.",
+                path=absent[0],
+                rule=f"{slot.name} is made from it",
+                repair="Give the tensors of the whole model.",
+            )
+        parts = [hf[name] for name in slot.hf_names]
+        ours[slot.name] = parts[0] if slot.fused is None else torch.stack(parts)
+    return ours
+
+
+def unknown_parameter(name: str) -> ModelError:
+    return ModelError(
+        "A parameter of the model has no place in a Hugging Face checkpoint.",
+        path=name,
+        rule="it is one of those that `weight_map` lists for the architecture",
+        repair="Give the configuration that the model was built from.",
+    )
+
+
+def wrong_parameter(name: str, shape: tuple[int, ...], slot: WeightSlot) -> ModelError:
+    return ModelError(
+        "A parameter of the model is not as large as its configuration says.",
+        path=name,
+        value=shape,
+        rule=f"its shape is {slot.shape}",
+        repair="Give the configuration that the model was built from.",
+    )
+
+
+def _fact(config: ModelConfig, key: str) -> int:
+    value = getattr(config, key)
+    if value is None:
+        raise ModelError(
+            "The description of the model is not complete.",
+            path=f"model.{key}",
+            value=None,
+            rule="the shapes of the weights follow from it",
+            repair="Give it, or a preset, or a folder with a config.json.",
+        )
+    return int(value)
+
+
+def _attention(config: ModelConfig, layer: int) -> list[WeightSlot]:
+    ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+    dim, heads = _fact(config, "hidden_size"), _fact(config, "num_heads")
+    width = config.head_dim or dim // heads
+    queries, keys = heads * width, _fact(config, "num_kv_heads") * width
+    slots = [
+        WeightSlot(f"{ours}.attention_norm.weight", (dim,), (f"{theirs}.input_layernorm.weight",)),
+        WeightSlot(f"{ours}.attention.qkv_linear.wq.weight", (queries, dim), (f"{theirs}.self_attn.q_proj.weight",)),
+        WeightSlot(f"{ours}.attention.qkv_linear.wk.weight", (keys, dim), (f"{theirs}.self_attn.k_proj.weight",)),
+        WeightSlot(f"{ours}.attention.qkv_linear.wv.weight", (keys, dim), (f"{theirs}.self_attn.v_proj.weight",)),
+        WeightSlot(f"{ours}.attention.wo.weight", (dim, queries), (f"{theirs}.self_attn.o_proj.weight",)),
+    ]
+    if config.family != "llama":
+        slots += [
+            WeightSlot(f"{ours}.attention.{norm}.weight", (width,), (f"{theirs}.self_attn.{norm}.weight",))
+            for norm in ("q_norm", "k_norm")
+        ]
+    slots.append(WeightSlot(f"{ours}.ffn_norm.weight", (dim,), (f"{theirs}.post_attention_layernorm.weight",)))
+    return slots
+
+
+def _feed_forward(config: ModelConfig, layer: int) -> list[WeightSlot]:
+    dim, inner = _fact(config, "hidden_size"), _fact(config, "intermediate_size")
+    shapes = {"w1": ("gate_proj", (inner, dim)), "w3": ("up_proj", (inner, dim)), "w2": ("down_proj", (dim, inner))}
+    return [
+        WeightSlot(f"layers.{layer}.feed_forward.{name}.weight", shape, (f"model.layers.{layer}.mlp.{hf}.weight",))
+        for name, (hf, shape) in shapes.items()
+    ]
+
+
+def _mixture(config: ModelConfig, layer: int) -> list[WeightSlot]:
+    dim, inner = _fact(config, "hidden_size"), _fact(config, "expert_intermediate_size")
+    experts = _fact(config, "num_experts")
+    ours, theirs = f"layers.{layer}.moe", f"model.layers.{layer}.mlp"
+    both = (experts, 2 * inner, dim)
+    stacks = (
+        ("w1_EFD", "gate_proj", (inner, dim), FusedSource(f"{theirs}.experts.gate_up_proj", both, 0)),
+        ("w3_EFD", "up_proj", (inner, dim), FusedSource(f"{theirs}.experts.gate_up_proj", both, inner)),
+        ("w2_EDF", "down_proj", (dim, inner), FusedSource(f"{theirs}.experts.down_proj", (experts, dim, inner), 0)),
+    )
+    slots = [WeightSlot(f"{ours}.router.gate.weight", (experts, dim), (f"{theirs}.gate.weight",))]
+    for name, hf, shape, fused in stacks:
+        names = tuple(f"{theirs}.experts.{expert}.{hf}.weight" for expert in range(experts))
+        slots.append(WeightSlot(f"{ours}.routed_experts.inner_experts.{name}", (experts, *shape), names, fused))
+    return slots

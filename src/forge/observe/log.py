@@ -1,0 +1,152 @@
+"""One log for a run, which passes every figure on to several sinks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Self
+
+from forge.errors import DataError
+from forge.observe.sink import Sink, Value
+
+if TYPE_CHECKING:
+    from forge.config import MetricsConfig
+
+_log = logging.getLogger("forge.observe")
+
+
+class MetricsLog:
+    """Passes figures on to sinks, by name. It is a sink itself, and closes them when a `with` block ends.
+
+    Figures are not worth a run: a sink that raises is reported once, by a warning of the logger `forge.observe` that
+    names the sink, the step and the error; it is closed, left out from then on, and kept in `failures`. The other sinks
+    and the caller go on. What the *caller* does wrong is raised: a negative step, or a value that is no number or text.
+    """
+
+    def __init__(self, sinks: Mapping[str, Sink]) -> None:
+        self._sinks = dict(sinks)
+        self._failures: dict[str, Exception] = {}
+        self._closed = False
+
+    @property
+    def sinks(self) -> Mapping[str, Sink]:
+        """The sinks that still take figures."""
+        return MappingProxyType(self._sinks)
+
+    @property
+    def failures(self) -> Mapping[str, Exception]:
+        """The sinks that were left out, and what each of them raised."""
+        return MappingProxyType(self._failures)
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        if self._closed:
+            raise ValueError("the metrics log is closed: figures can no longer be written to it")
+        if not isinstance(step, int) or step < 0:
+            raise DataError(
+                "a step is not a number of steps",
+                path="step",
+                value=step,
+                rule="a whole number, 0 or more",
+                repair="count optimizer steps from 0 on",
+            )
+        checked = {name: _plain(name, value) for name, value in values.items()}
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.write(step, checked)
+            except Exception as error:  # noqa: BLE001 - reported, and kept in `failures`
+                self._leave_out(name, error, when=f"at step {step}")
+
+    def close(self) -> None:
+        self._closed = True
+        for name, sink in list(self._sinks.items()):
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001 - reported, and kept in `failures`
+                self._report(name, error, when="when it was closed")
+        self._sinks.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _leave_out(self, name: str, error: Exception, *, when: str) -> None:
+        sink = self._sinks.pop(name)
+        self._report(name, error, when=when)
+        try:
+            sink.close()
+        except Exception as second:  # noqa: BLE001 - the first error was reported; this one follows from it
+            _log.debug("the sink %r could not be closed either: %s", name, second)
+
+    def _report(self, name: str, error: Exception, *, when: str) -> None:
+        self._failures[name] = error
+        text = "the metrics sink %r failed %s; it gets no more figures, and the run goes on: %s: %s"
+        _log.warning(text, name, when, type(error).__name__, error)
+
+
+def _plain(name: str, value: object) -> Value:
+    """The value as Python's own. Scalars of numpy and tensors with one element are taken as well."""
+    cause = None
+    if not isinstance(value, float | int | str) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError, TypeError) as error:
+            cause = error
+    if isinstance(value, float | int | str):
+        return value
+    raise DataError(
+        "a figure is neither a number nor a text",
+        path=name,
+        value=value,
+        rule="each value is a float, an int or a str",
+        repair="reduce it to one number first, such as by .mean().item()",
+    ) from cause
+
+
+def make_sinks(
+    config: MetricsConfig,
+    *,
+    folder: str | os.PathLike[str],
+    run_name: str = "run",
+    resume_step: int | None = None,
+    total_steps: int | None = None,
+    num_epochs: int | None = None,
+) -> MetricsLog:
+    """The sinks that a configuration asks for, which write into `folder`: metrics.jsonl, tensorboard/ and wandb/.
+
+    `resume_step` is the step of the checkpoint from which the run goes on, None for a new run. A sink that cannot even
+    be opened is an error here, before any work is done: the user asked for it.
+    """
+    from forge.observe.console import ConsoleSink
+
+    place = Path(folder)
+    sinks: dict[str, Sink] = {}
+    try:
+        if config.jsonl:
+            from forge.observe.jsonl import JsonlSink
+
+            sinks["jsonl"] = JsonlSink(place / "metrics.jsonl", resume_step=resume_step)
+        if config.tensorboard:
+            from forge.observe.tensorboard import TensorBoardSink
+
+            sinks["tensorboard"] = TensorBoardSink(place / "tensorboard", resume_step=resume_step)
+        if config.wandb:
+            from forge.observe.wandb import WandbSink
+
+            sinks["wandb"] = WandbSink(place, project=config.wandb_project, run_name=run_name, resume_step=resume_step)
+    except BaseException:
+        MetricsLog(sinks).close()
+        raise
+    # Last, so that a bar is drawn only when everything else is open.
+    sinks["console"] = ConsoleSink(
+        log_interval=config.log_interval,
+        num_epochs=num_epochs,
+        total_steps=total_steps,
+        resume_step=resume_step,
+        progress=config.progress,
+    )
+    return MetricsLog(sinks)

@@ -1,0 +1,48 @@
+"""The seam through which figures leave a run, and the names that the built-in sinks know.
+
+A *sink* takes the figures of one step. Anything with `write` and `close` is one; a list in memory for tests is in
+`forge.testing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Protocol, runtime_checkable
+
+Value = float | int | str
+
+TRAIN_LOSS: Final = "train/loss"
+LEARNING_RATE: Final = "train/learning_rate"
+GRAD_NORM: Final = "train/grad_norm"
+EPOCH: Final = "train/epoch"
+NUM_TOKENS: Final = "train/num_tokens"
+NUM_LOSS_TOKENS: Final = "train/num_loss_tokens"
+STEP_SECONDS: Final = "train/seconds"
+SKIPPED: Final = "train/skipped"
+TOKENS_PER_S: Final = "train/tokens_per_s"
+MEMORY_GIB: Final = "train/memory_gib"
+MFU: Final = "train/mfu"
+VALIDATION_LOSS: Final = "validation/loss"
+VALIDATION_BEST: Final = "validation/best"
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Somewhere that figures go.
+
+    A caller may rely on this: `write` takes any finite or non-finite number and any text, in any order of names; what
+    it took does not change when the caller's mapping does; what it wrote is with the operating system when it returns,
+    so that `kill -9` loses none of it (Weights & Biases excepted, which has a process of its own). `close` may be
+    called twice. `write` after `close` raises `ValueError`.
+    """
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        """Take the figures of one step. A step may be written in parts: training first, validation after it."""
+
+    def close(self) -> None:
+        """Bring everything to its place and let go of it."""
+
+
+def closed_error(sink: Sink) -> ValueError:
+    """What `write` raises after `close`."""
+    return ValueError(f"{type(sink).__name__} is closed: figures can no longer be written to it")

@@ -1,0 +1,76 @@
+"""Figures to Weights & Biases. Needs the extra `wandb`."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+from forge.errors import ConfigError
+from forge.observe.sink import Value, closed_error
+
+
+class WandbSink:
+    """One run of Weights & Biases, whose local files lie in `folder/wandb`.
+
+    Whether it goes online is the environment's to say, as for every program that uses wandb: `WANDB_MODE=offline`
+    keeps everything in the folder for `wandb sync`. The run's identity is kept in the folder, so that a run that goes
+    on at `resume_step` continues the same curves. Weights & Biases does not take a step twice: where an earlier process
+    came further than its last checkpoint, the figures that it sent stay. Standard output is left alone.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        project: str = "torchforge",
+        run_name: str = "run",
+        resume_step: int | None = None,
+    ) -> None:
+        wandb = _import_wandb()
+        self.folder = Path(folder)
+        (self.folder / "wandb").mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project,
+            name=run_name,
+            id=_identity(self.folder / "wandb" / "run_id", keep=resume_step is not None),
+            dir=os.fspath(self.folder),
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self._closed = False
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        if self._closed:
+            raise closed_error(self)
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._run.finish()
+
+
+def _import_wandb() -> ModuleType:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            f"Weights & Biases cannot be used: {error}",
+            path="metrics.wandb",
+            value=True,
+            rule="the package wandb must be installed",
+            repair="pip install 'torchforge[wandb]', or set metrics.wandb to false",
+        ) from error
+    return wandb
+
+
+def _identity(path: Path, *, keep: bool) -> str:
+    """The run's identity: the one in the file for a run that goes on, else a new one, which the file then holds."""
+    if keep and path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    identity = uuid.uuid4().hex[:12]
+    path.write_text(identity + "\n", encoding="utf-8")
+    return identity

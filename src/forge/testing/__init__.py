@@ -1,0 +1,5 @@
+"""Stand-ins for the library's seams, for your tests and ours. Each passes the contract suite of its seam."""
+
+from forge.testing.sinks import ListSink
+
+__all__ = ["ListSink"]

@@ -1,0 +1,339 @@
+"""A folder of checkpoints: what is in it, which are complete, and which may go. Knows no tensors.
+
+A checkpoint is a folder `step-00000120` that came into being by one rename, so it is whole or it is not there. Other
+names in the folder are on their way in or out, and readers ignore them:
+
+    step-00000120.partial-…     being written
+    step-00000120.replaced-…    about to be replaced by one of the same step
+    step-00000120.trash-…       being deleted
+    .writer                     locked by the process that writes here
+
+`checkpoint.json` inside each says what it is and lists its files with sizes and digests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from forge.errors import CheckpointError
+
+RECORD_NAME: Final = "checkpoint.json"
+LOCK_NAME: Final = ".writer"
+_FORMAT: Final = 1
+_COMPLETE: Final = re.compile(r"step-\d{8,}")
+_UNREADABLE: Final = (OSError, ValueError, TypeError, KeyError, AttributeError)
+_LEFTOVER: Final = re.compile(r"(step-\d{8,})\.(partial|replaced|trash)-.+")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size in bytes and SHA-256 of one file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """One complete checkpoint, as its `checkpoint.json` describes it.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps taken when it was saved.
+        sequence: counts the checkpoints of a folder in the order in which they were completed. The latest is the one
+            completed last, which after going back to an older one need not be the one with the most steps.
+        time: when it was completed, in ISO 8601, UTC.
+        metric: what the checkpoint was judged by (lower is better), or None.
+        world_size: how many ranks saved it.
+        torch_version: the PyTorch that saved it.
+        extra: what the caller stored with it.
+        files: the files it consists of, `checkpoint.json` excluded.
+    """
+
+    path: Path
+    step: int
+    sequence: int
+    time: str
+    metric: float | None
+    world_size: int
+    torch_version: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def write_record(info: CheckpointInfo, *, folder: Path) -> None:
+    """Write `checkpoint.json` into `folder`, through to the disk."""
+    record = {"format": _FORMAT, **asdict(info)}
+    del record["path"]
+    with (folder / RECORD_NAME).open("w", encoding="utf-8") as file:
+        json.dump(record, file, indent=1, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_checkpoint(path: Path) -> CheckpointInfo:
+    """What the checkpoint at `path` is. Raises CheckpointError when there is none, or its record cannot be read."""
+    path = Path(path)
+    if _LEFTOVER.fullmatch(path.name):
+        raise CheckpointError(
+            "This is not a complete checkpoint: it was being written or deleted.",
+            path=str(path),
+            rule="a folder such as step-00000120, without anything after the number",
+            repair=_known_checkpoints(path.parent),
+        )
+    if not (path / RECORD_NAME).is_file():
+        raise CheckpointError(
+            "There is no checkpoint here.",
+            path=str(path),
+            value="a folder" if path.is_dir() else "a file" if path.exists() else "nothing",
+            rule=f"a folder with a {RECORD_NAME}",
+            repair=_known_checkpoints(path if path.is_dir() and _complete_names(path) else path.parent),
+        )
+    try:
+        return _parse(path)
+    except _UNREADABLE as error:
+        raise CheckpointError(
+            f"The record of a checkpoint cannot be read: {error!r}",
+            path=str(path / RECORD_NAME),
+            rule=f"a record of format {_FORMAT}, as this library writes it",
+            repair=f"restore the file, or remove {path}",
+        ) from error
+
+
+def list_checkpoints(folder: Path) -> tuple[CheckpointInfo, ...]:
+    """The complete checkpoints of a folder in the order in which they were completed. Needs no lock."""
+    found = [read_checkpoint(folder / name) for name in _complete_names(folder)]
+    return tuple(sorted(found, key=lambda info: (info.sequence, info.step)))
+
+
+def best_checkpoint(infos: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
+    """The one with the lowest metric; the earlier of two equal ones; None when none has a metric."""
+    judged = [info for info in infos if info.metric is not None and math.isfinite(info.metric)]
+    return min(judged, key=lambda info: (info.metric, info.sequence), default=None)
+
+
+def checkpoints_to_delete(infos: Sequence[CheckpointInfo], *, keep: int, keep_best: bool) -> tuple[CheckpointInfo, ...]:
+    """Which of `infos`, in order of completion, the keep rule lets go. The newest always stays."""
+    best = best_checkpoint(infos) if keep_best else None
+    return tuple(info for info in infos[: -max(1, keep)] if info is not best)
+
+
+def find_checkpoint(folder: Path, *, resume: str) -> CheckpointInfo | None:
+    """The checkpoint to start from under a rule of `checkpointing.resume`; None to start anew."""
+    if resume not in ("never", "auto", "must"):
+        return read_checkpoint(Path(resume).expanduser())
+    infos = list_checkpoints(folder)
+    if resume == "never" and infos:
+        raise CheckpointError(
+            f"This folder already holds {len(infos)} checkpoint(s), the latest of step {infos[-1].step}.",
+            path=str(folder),
+            value=infos[-1].path.name,
+            rule="with checkpointing.resume=never the folder must hold no checkpoint, so that no two runs are mixed",
+            repair="checkpointing.resume=auto to go on from it, or another checkpointing.output_dir",
+        )
+    if resume == "must" and not infos:
+        raise CheckpointError(
+            "There is no checkpoint to go on from.",
+            path=str(folder),
+            value="no complete checkpoint" if folder.is_dir() else "no such folder",
+            rule="checkpointing.resume=must insists on one",
+            repair="check checkpointing.output_dir, or say checkpointing.resume=auto to start anew where there is none",
+        )
+    return infos[-1] if infos else None
+
+
+def damaged_files(info: CheckpointInfo, *, names: Iterable[str], digests: bool) -> tuple[str, ...]:
+    """What is wrong with the files called `names`: gone, of another size, or of other content. Empty when nothing is.
+
+    `digests` also reads the files and compares SHA-256; without it only sizes are compared.
+    """
+    faults = []
+    for name in names:
+        path, expected = info.path / name, info.files[name]
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif path.stat().st_size != expected.size:
+            faults.append(f"{name} has {path.stat().st_size} bytes instead of {expected.size}")
+        elif digests and _sha256(path) != expected.sha256:
+            faults.append(f"{name} has other content than was written")
+    return tuple(faults)
+
+
+def publish(partial: Path, *, target: Path) -> None:
+    """Make a written checkpoint visible, by one rename. One of the same step is replaced; a kill loses neither."""
+    sync_folder(partial)
+    replaced = target.with_name(f"{target.name}.replaced-{partial.name.rpartition('.partial-')[2]}")
+    if target.exists():
+        target.rename(replaced)
+    partial.rename(target)
+    sync_folder(target.parent)
+    if replaced.exists():
+        delete(replaced)
+
+
+def delete(path: Path) -> None:
+    """Delete a checkpoint's folder. It is renamed first: a kill leaves it whole or gone, never half.
+
+    What cannot be deleted, such as a file that a reader on a network file system holds open, is left as `.trash-…`
+    for the next start, with a warning: it must not end a training run.
+    """
+    name = _LEFTOVER.sub(r"\1", path.name)
+    trash = path if ".trash-" in path.name else path.with_name(f"{name}.trash-{os.urandom(4).hex()}")
+    try:
+        if trash != path:
+            path.rename(trash)
+        shutil.rmtree(trash)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        warnings.warn(f"an old checkpoint could not be deleted now: {error}", RuntimeWarning, stacklevel=2)
+
+
+def prune(folder: Path, *, keep: int, keep_best: bool) -> None:
+    """Delete what the keep rule lets go. A checkpoint whose record cannot be read is neither counted nor deleted."""
+    infos = _readable(folder)
+    for info in checkpoints_to_delete(infos, keep=keep, keep_best=keep_best):
+        delete(info.path)
+
+
+def next_sequence(folder: Path) -> int:
+    """The sequence number of the checkpoint that is completed next."""
+    infos = _readable(folder)
+    return infos[-1].sequence + 1 if infos else 0
+
+
+def clean(folder: Path) -> None:
+    """Remove what dead writers left behind, and put back a checkpoint that was being replaced. Needs the lock."""
+    for entry in sorted(folder.iterdir()):
+        leftover = _LEFTOVER.fullmatch(entry.name)
+        if leftover is None:
+            continue
+        original = folder / leftover[1]
+        if leftover[2] == "replaced" and not original.exists():
+            entry.rename(original)
+        else:
+            delete(entry)
+    sync_folder(folder)
+
+
+class WriterLock:
+    """Held by the one process that writes checkpoints into a folder; the system lets go of it when that process ends.
+
+    A child process that outlives it does not hold it. On a file system without locks there is a warning and no
+    protection: `is_held` is False, and leftovers must not be removed.
+    """
+
+    _held: Final[set[Path]] = set()
+    _guard: Final = threading.Lock()
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.resolve()
+        with self._guard:
+            if self._folder in self._held:
+                raise self._refusal(f"this process, {os.getpid()}")
+            self._file = (folder / LOCK_NAME).open("a+", encoding="utf-8")
+            try:
+                self.is_held = self._take()
+            except BaseException:
+                self._file.close()
+                raise
+            self._held.add(self._folder)
+
+    def _take(self) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self._file.seek(0)
+                raise self._refusal(self._file.read().strip() or "another process") from error
+            warnings.warn(
+                f"{self._folder} cannot be locked ({error}): make sure that one run alone writes there",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return False
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+        return True
+
+    def _refusal(self, holder: str) -> CheckpointError:
+        return CheckpointError(
+            "Another run is writing checkpoints into this folder.",
+            path=str(self._folder),
+            value=holder,
+            rule="one run writes into a folder at a time",
+            repair="end the other run (or close its Checkpoints), choose another checkpointing.output_dir, or open the "
+            "folder with read_only=True",
+        )
+
+    def release(self) -> None:
+        """Let go. A second call does nothing."""
+        with self._guard:
+            if not self._file.closed:
+                self._file.close()
+                self._held.discard(self._folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the names in a folder through to the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _complete_names(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return sorted(entry.name for entry in folder.iterdir() if _COMPLETE.fullmatch(entry.name))
+
+
+def _parse(path: Path) -> CheckpointInfo:
+    record = json.loads((path / RECORD_NAME).read_text(encoding="utf-8"))
+    if record.pop("format") != _FORMAT:
+        raise ValueError(f"its format is not {_FORMAT}")
+    files = {name: FileRecord(**facts) for name, facts in record.pop("files").items()}
+    return CheckpointInfo(path=path, files=files, **record)
+
+
+def _readable(folder: Path) -> list[CheckpointInfo]:
+    infos = []
+    for name in _complete_names(folder):
+        with contextlib.suppress(*_UNREADABLE):
+            infos.append(_parse(folder / name))
+    return sorted(infos, key=lambda info: (info.sequence, info.step))
+
+
+def _known_checkpoints(folder: Path) -> str:
+    infos = _readable(folder)
+    if not infos:
+        return "name the folder of a checkpoint, such as checkpoints/step-00000120"
+    return f"the latest in {folder} is {infos[-1].path}"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,244 @@
+"""What every sink promises, whatever it writes to."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from forge.observe import ConsoleSink, JsonlSink, MetricsLog, Sink, TensorBoardSink, Value, WandbSink, read_jsonl
+from forge.testing import ListSink
+
+Written = list[tuple[int, str, Value]]
+
+
+@dataclass
+class Place:
+    """Somewhere that figures go: how to open a sink there, and what a reader finds there afterwards."""
+
+    open: Callable[[int | None], Sink]
+    read: Callable[[], Written]
+
+
+def jsonl_place(folder: Path) -> Place:
+    path = folder / "new" / "metrics.jsonl"
+
+    def read() -> Written:
+        return [(line.step, name, value) for line in read_jsonl(path) for name, value in line.values.items()]
+
+    return Place(lambda resume_step: JsonlSink(path, resume_step=resume_step), read)
+
+
+def tensorboard_place(folder: Path) -> Place:
+    place = folder / "new" / "tensorboard"
+
+    def read() -> Written:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(place), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+        tags = events.Tags()
+        written: Written = [(item.step, tag, item.value) for tag in tags["scalars"] for item in events.Scalars(tag)]
+        for tag in tags["tensors"]:
+            written += [(item.step, tag, item.tensor_proto.string_val[0].decode()) for item in events.Tensors(tag)]
+        return sorted(written, key=lambda item: item[0])
+
+    return Place(lambda resume_step: TensorBoardSink(place, resume_step=resume_step), read)
+
+
+def wandb_place(folder: Path) -> Place:
+    def read() -> Written:
+        import wandb
+        from wandb.proto.wandb_internal_pb2 import Record
+
+        wandb.teardown()  # its process writes on after the run's end, and is done when it has ended itself
+        written: Written = []
+        for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+            for data in wandb_records(path.read_bytes()):
+                record = Record.FromString(data)
+                items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                step = items.get("_step", record.history.step.num)
+                written += [(step, name, value) for name, value in items.items() if not name.startswith("_")]
+        return [(step, name, math.nan if value == "NaN" else value) for step, name, value in written]
+
+    return Place(lambda resume_step: WandbSink(folder, resume_step=resume_step), read)
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """The records of an offline run: a LevelDB log, in blocks of 32 KiB, after a header of 7 bytes."""
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield parts
+            parts = b""
+
+
+def console_place(folder: Path) -> Place:
+    stream = io.StringIO()
+
+    def read() -> Written:
+        written: Written = []
+        for line in stream.getvalue().splitlines():
+            first, *rest = line.split(" | ")
+            for name, text in (part.split(": ") for part in rest):
+                number = text.replace(".", "").replace("-", "").isdigit() or text in ("nan", "inf", "-inf")
+                written.append((int(first.removeprefix("Step ")), name, float(text) if number else text))
+        return written
+
+    return Place(lambda resume_step: ConsoleSink(log_interval=1, resume_step=resume_step, stream=stream), read)
+
+
+def list_place(folder: Path, *, in_a_log: bool = False) -> Place:
+    sinks: list[ListSink] = []
+
+    def opened(resume_step: int | None) -> Sink:
+        sinks.append(ListSink())
+        return MetricsLog({"list": sinks[-1]}) if in_a_log else sinks[-1]
+
+    def read() -> Written:
+        return [(step, name, value) for step, values in sinks[-1].entries for name, value in values.items()]
+
+    return Place(opened, read)
+
+
+PLACES: dict[str, Callable[[Path], Place]] = {
+    "jsonl": jsonl_place,
+    "tensorboard": tensorboard_place,
+    "wandb": wandb_place,
+    "console": console_place,
+    "list": list_place,
+    "log": lambda folder: list_place(folder, in_a_log=True),
+}
+KEEPING = {name: PLACES[name] for name in ("jsonl", "tensorboard")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_network() -> Iterator[None]:
+    """Weights & Biases in its offline mode; its process ends with the module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        yield
+    import wandb
+
+    wandb.teardown()
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return PLACES[request.param](tmp_path)
+
+
+def test_what_was_written_can_be_read(place: Place) -> None:
+    sink = place.open(None)
+    assert isinstance(sink, Sink)
+    sink.write(1, {"reward/mean": 0.5, "count": 3})
+    sink.write(2, {"reward/mean": -2.25, "note": "first"})
+    sink.write(2, {"later/part": 1.5})
+    sink.close()
+    expected = [
+        (1, "reward/mean", 0.5),
+        (1, "count", 3),
+        (2, "reward/mean", -2.25),
+        (2, "note", "first"),
+        (2, "later/part", 1.5),
+    ]
+    assert sorted(place.read(), key=lambda item: item[:2]) == sorted(expected, key=lambda item: item[:2])
+
+
+def test_figures_that_are_not_finite_are_figures(place: Place) -> None:
+    sink = place.open(None)
+    sink.write(1, {"worst": math.nan})
+    sink.write(2, {"worst": 1.0})
+    sink.close()
+    (_, _, first), second = place.read()
+    assert isinstance(first, float)
+    assert math.isnan(first)
+    assert second == (2, "worst", 1.0)
+
+
+def test_an_empty_step_is_no_error(place: Place) -> None:
+    sink = place.open(None)
+    sink.write(1, {})
+    sink.close()
+    assert place.read() == []
+
+
+def test_what_was_taken_does_not_change_with_the_callers_mapping(place: Place) -> None:
+    sink = place.open(None)
+    values: dict[str, Value] = {"figure": 1.0}
+    sink.write(1, values)
+    values["figure"] = 2.0
+    sink.write(2, values)
+    values.clear()
+    sink.close()
+    assert place.read() == [(1, "figure", 1.0), (2, "figure", 2.0)]
+
+
+def test_closing_twice_is_closing_once_and_nothing_is_taken_after_it(place: Place) -> None:
+    sink = place.open(None)
+    sink.write(1, {"figure": 1.0})
+    sink.close()
+    sink.close()
+    with pytest.raises(ValueError, match="closed"):
+        sink.write(2, {"figure": 2.0})
+    assert place.read() == [(1, "figure", 1.0)]
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_what_was_written_is_there_without_closing(kind: str, tmp_path: Path) -> None:
+    place = KEEPING[kind](tmp_path)
+    sink = place.open(None)
+    sink.write(1, {"figure": 1.0})
+    assert place.read() == [(1, "figure", 1.0)]
+    sink.close()
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_run_that_goes_on_has_each_step_once(kind: str, tmp_path: Path) -> None:
+    place = KEEPING[kind](tmp_path)
+    for resume_step, steps, worth in [(None, range(1, 8), 1.0), (4, range(5, 7), 2.0), (5, range(6, 9), 3.0)]:
+        sink = place.open(resume_step)
+        for step in steps:
+            sink.write(step, {"figure": worth})
+        sink.close()
+    worths = {1: 1.0, 2: 1.0, 3: 1.0, 4: 1.0, 5: 2.0, 6: 3.0, 7: 3.0, 8: 3.0}
+    assert place.read() == [(step, "figure", worth) for step, worth in worths.items()]
+
+
+@pytest.mark.parametrize("kind", KEEPING)
+def test_a_new_run_in_an_old_place_starts_empty(kind: str, tmp_path: Path) -> None:
+    place = KEEPING[kind](tmp_path)
+    for worth in (1.0, 2.0):
+        sink = place.open(None)
+        for step in (0, int(worth)):
+            sink.write(step, {"figure": worth})
+        sink.close()
+    assert place.read() == [(0, "figure", 2.0), (2, "figure", 2.0)]
+
+
+def test_weights_and_biases_knows_a_run_that_goes_on(tmp_path: Path) -> None:
+    identities = []
+    for resume_step in (None, 1, None):
+        sink = WandbSink(tmp_path, resume_step=resume_step)
+        sink.write(1 if resume_step is None else 2, {"figure": 1.0})
+        sink.close()
+        identities.append((tmp_path / "wandb" / "run_id").read_text().strip())
+    first, resumed, new = identities
+    assert first == resumed != new
+    import wandb
+
+    wandb.teardown()
+    names = sorted(path.stem for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert names == sorted(f"run-{identity}" for identity in identities)

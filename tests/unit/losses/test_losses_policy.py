@@ -1,0 +1,290 @@
+"""Policy and supervised losses: values worked by hand, gradients, and sums that do not depend on the split."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from forge.errors import ConfigError, DataError
+from forge.losses import ClippedPolicy, CrossEntropy, KLPenalty, Loss, LossTerms, TokenView, estimate_kl
+from forge.types import Batch, Sample
+
+# Two samples of three tokens, the first of each never predicted.
+RATIOS = [1.0, 1.5, 0.5, 1.0, 1.1, 0.5]
+ADVANTAGES = [9.0, 1.0, 1.0, 9.0, -2.0, -1.0]
+WEIGHTS = [0.0, 1.0, 1.0, 0.0, 1.0, 2.0]
+# -min(rA, clip(r)A):  -1.2 (cut above), -0.5,         2.2, 0.8 (cut below, weight 2)
+TOTAL = -1.2 - 0.5 + 2.2 + 2 * 0.8
+
+
+def doubles(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def hand_view(**changes: Any) -> TokenView:
+    old = doubles([-1.0, -2.0, -0.5, -1.0, -0.3, -0.7])
+    made: dict[str, Any] = {
+        "logprobs_T": (old + doubles(RATIOS).log()).requires_grad_(),
+        "weights_T": doubles(WEIGHTS),
+        "lengths": (3, 3),
+        "fields": {"advantages": doubles(ADVANTAGES), "old_logprobs": old},
+    }
+    return TokenView(**(made | changes))
+
+
+def hand_batch() -> Batch:
+    ids = torch.arange(3)
+    return Batch.of([Sample(ids, torch.tensor(WEIGHTS[:3])), Sample(ids, torch.tensor(WEIGHTS[3:]))])
+
+
+def test_the_clipped_surrogate_by_hand() -> None:
+    view = hand_view()
+    terms = ClippedPolicy()(view)
+    assert float(terms.total.detach()) == pytest.approx(TOTAL, abs=1e-12)
+    (gradient,) = torch.autograd.grad(terms.total, view.logprobs_T)
+    assert gradient.tolist() == pytest.approx([0, 0, -0.5, 0, 2.2, 0], abs=1e-12)
+    expected = {
+        "ratio": 1.5 + 0.5 + 1.1 + 2 * 0.5,
+        "ratio_max": 1.5,
+        "clip_low": 2.0,
+        "clip_high": 1.0,
+        "approx_kl": sum(weight * (r - 1 - math.log(r)) for r, weight in zip(RATIOS, WEIGHTS, strict=True)),
+    }
+    assert {name: float(value) for name, value in terms.metrics.items()} == pytest.approx(expected, abs=1e-12)
+    assert not any(value.requires_grad for value in terms.metrics.values())
+
+
+def test_uneven_clipping() -> None:
+    """The ratio 1.5 of a positive advantage is cut at 1.28, the ratio 0.5 of a negative one not at all."""
+    terms = ClippedPolicy(clip_low=1.0, clip_high=0.28)(hand_view())
+    assert float(terms.total.detach()) == pytest.approx(-1.28 - 0.5 + 2.2 + 2 * 0.5, abs=1e-12)
+    assert float(terms.metrics["clip_low"]) == 0
+    open_above = ClippedPolicy(clip_high=math.inf)(hand_view())
+    assert float(open_above.total.detach()) == pytest.approx(TOTAL - 0.3, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("policy", "loss"),
+    [
+        (ClippedPolicy(average="token_mean"), TOTAL / 5),
+        (ClippedPolicy(average="sequence_mean"), ((-1.2 - 0.5) / 2 + (2.2 + 1.6) / 3) / 2),
+        (ClippedPolicy(average="constant", length=4), TOTAL / 8),
+    ],
+)
+def test_averages_by_hand(policy: ClippedPolicy, loss: float) -> None:
+    total = policy(hand_view()).total.detach()
+    assert float(total) / policy.normalizer(hand_batch()) == pytest.approx(loss, abs=1e-12)
+
+
+def test_a_sample_of_which_nothing_counts_does_not_change_a_mean_over_samples() -> None:
+    policy = ClippedPolicy(average="sequence_mean")
+    extra = Batch.of([*hand_batch().samples(), Sample(torch.arange(2), torch.zeros(2))])
+    assert policy.normalizer(extra) == policy.normalizer(hand_batch()) == 2
+    assert ClippedPolicy(average="constant", length=4).normalizer(extra) == 12
+    view = hand_view(weights_T=doubles([0, 1, 1, 0, 0, 0]))
+    total = policy(view).total
+    assert float(total.detach()) == pytest.approx(-0.85, abs=1e-12)
+    assert torch.isfinite(torch.autograd.grad(total, view.logprobs_T)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "each"),
+    [("k1", lambda r: -math.log(r)), ("k2", lambda r: math.log(r) ** 2 / 2), ("k3", lambda r: r - 1 - math.log(r))],
+)
+def test_the_penalty_for_leaving_the_reference(estimator: Any, each: Any) -> None:
+    view = hand_view()
+    reference = view.logprobs_T.detach() + doubles([5, 2, 0.5, 5, 1, 4]).log()
+    view = hand_view(fields={**view.fields, "ref_logprobs": reference})
+    policy = ClippedPolicy(kl=KLPenalty(0.1, estimator))
+    assert policy.fields == ("advantages", "old_logprobs", "ref_logprobs")
+    terms = policy(view)
+    divergence = each(2) + each(0.5) + each(1) + 2 * each(4)
+    assert float(terms.metrics["kl"]) == pytest.approx(divergence, abs=1e-12)
+    assert float(terms.total.detach()) == pytest.approx(TOTAL + 0.1 * divergence, abs=1e-12)
+
+
+def test_estimates_have_the_divergence_as_their_mean() -> None:
+    policy, reference = doubles([0.5, 0.3, 0.2]), doubles([0.4, 0.4, 0.2])
+    exact = float((policy * (policy / reference).log()).sum())
+    for estimator in ("k1", "k3"):
+        mean = float((policy * estimate_kl(policy.log(), reference.log(), estimator)).sum())
+        assert mean == pytest.approx(exact, abs=1e-12)
+
+
+def test_the_entropy_bonus() -> None:
+    entropy = doubles([math.nan, 1, 2, math.inf, 3, 4]).requires_grad_()
+    bonus = ClippedPolicy(entropy_coefficient=0.1)
+    assert bonus.needs_entropy
+    assert not ClippedPolicy().needs_entropy
+    terms = bonus(hand_view(entropy_T=entropy))
+    assert float(terms.total.detach()) == pytest.approx(TOTAL - 0.1 * (1 + 2 + 3 + 8), abs=1e-12)
+    assert float(terms.metrics["entropy"]) == 14
+    (gradient,) = torch.autograd.grad(terms.total, entropy)
+    assert gradient.tolist() == pytest.approx([0, -0.1, -0.1, 0, -0.1, -0.2])
+    reported = ClippedPolicy()(hand_view(entropy_T=entropy))
+    assert float(reported.metrics["entropy"]) == 14
+    assert float(reported.total.detach()) == pytest.approx(TOTAL, abs=1e-12)
+
+
+def test_cross_entropy_by_hand() -> None:
+    view = TokenView(doubles([-9.0, -1.0, -0.5]).requires_grad_(), doubles([0, 1, 0.5]), (3,))
+    loss = CrossEntropy()
+    terms = loss(view)
+    assert float(terms.total.detach()) == float(terms.metrics["nll"]) == 1.25
+    assert torch.autograd.grad(terms.total, view.logprobs_T)[0].tolist() == [0, -1, -0.5]
+    assert (loss.is_nll, loss.fields, loss.needs_entropy) == (True, (), False)
+    assert loss.normalizer(Batch.of([Sample(torch.arange(3), torch.tensor([0, 1, 0.5]))])) == 1.5
+
+
+EVERY_LOSS: list[Loss] = [
+    CrossEntropy(),
+    ClippedPolicy(entropy_coefficient=0.03, kl=KLPenalty(0.05)),
+    ClippedPolicy(average="sequence_mean", kl=KLPenalty(0.05, "k2"), clip_high=0.28),
+    ClippedPolicy(average="constant", length=64, kl=KLPenalty(0.05, "k1"), entropy_coefficient=0.1),
+]
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_tokens_of_weight_0_never_count(loss: Loss, poison: float) -> None:
+    clean, spoiled = random_views(poison=None), random_views(poison=poison)
+    for one, other in zip(clean, spoiled, strict=True):
+        expected, found = loss(one), loss(other)
+        assert torch.equal(found.total, expected.total)
+        assert {name: float(value) for name, value in found.metrics.items()} == {
+            name: float(value) for name, value in expected.metrics.items()
+        }
+        assert torch.isfinite(found.total)
+        gradient, wanted = (
+            torch.autograd.grad(terms.total, view.logprobs_T)[0] for terms, view in ((found, other), (expected, one))
+        )
+        assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS)
+def test_sums_do_not_depend_on_split_or_order(loss: Loss) -> None:
+    views = random_views(poison=None)
+    whole = loss(joined(views))
+    gradient = torch.autograd.grad(whole.total, [view.logprobs_T for view in views])
+    order = random.Random(5)
+    for num_parts in (1, 2, 3, len(views)):
+        shuffled = order.sample(range(len(views)), len(views))
+        parts = [shuffled[start::num_parts] for start in range(num_parts)]
+        terms = [loss(joined([views[index] for index in part])) for part in parts]
+        total = torch.stack([term.total for term in terms]).sum()
+        torch.testing.assert_close(total, whole.total, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(put_together(terms), dict(whole.metrics), rtol=1e-12, atol=1e-12)
+        again = torch.autograd.grad(total, [view.logprobs_T for view in views])
+        torch.testing.assert_close(again, gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS)
+def test_gradcheck_of_losses(loss: Loss) -> None:
+    view = joined(random_views(poison=None))
+
+    def total(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        return loss(TokenView(logprobs, view.weights_T, view.lengths, entropy, view.fields)).total
+
+    assert view.entropy_T is not None
+    leaves = (view.logprobs_T.detach().requires_grad_(), view.entropy_T.detach().requires_grad_(loss.needs_entropy))
+    assert torch.autograd.gradcheck(total, leaves)
+
+
+def test_a_micro_batch_in_which_nothing_counts() -> None:
+    view = hand_view(weights_T=torch.zeros(6, dtype=torch.float64))
+    for average in ("token_mean", "sequence_mean"):
+        terms = ClippedPolicy(average=average)(view)  # type: ignore[arg-type]
+        assert float(terms.total.detach()) == 0
+        assert float(terms.metrics["ratio_max"]) == -math.inf
+    empty = TokenView(doubles([]), doubles([]), (), fields={"advantages": doubles([]), "old_logprobs": doubles([])})
+    assert float(ClippedPolicy()(empty).total) == 0
+
+
+def random_views(*, poison: float | None) -> list[TokenView]:
+    """Seven samples of one to nine tokens; with `poison` wherever the weight is 0."""
+    maker = torch.Generator().manual_seed(3)
+
+    def numbers(length: int) -> torch.Tensor:
+        return torch.randn(length, generator=maker, dtype=torch.float64)
+
+    def spoiled(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return values if poison is None else torch.where(weights == 0, poison, values)
+
+    views = []
+    for length in (4, 1, 9, 2, 6, 3, 5):
+        weights = numbers(length).abs() * (numbers(length) > -0.5)
+        weights[0] = 0
+        logprobs = -numbers(length).abs()
+        fields = {
+            "advantages": spoiled(numbers(length), weights),
+            "old_logprobs": spoiled(logprobs + 0.2 * numbers(length), weights),
+            "ref_logprobs": spoiled(logprobs + 0.2 * numbers(length), weights),
+        }
+        entropy = spoiled(numbers(length).abs(), weights)
+        leaf = spoiled(logprobs, weights).clone().requires_grad_()
+        views.append(TokenView(leaf, weights, (length,), entropy, fields))
+    return views
+
+
+def joined(views: Sequence[TokenView]) -> TokenView:
+    def cat(name: str) -> torch.Tensor:
+        return torch.cat([getattr(view, name) for view in views])
+
+    fields = {name: torch.cat([view.fields[name] for view in views]) for name in views[0].fields}
+    lengths = tuple(length for view in views for length in view.lengths)
+    return TokenView(cat("logprobs_T"), cat("weights_T"), lengths, cat("entropy_T"), fields)
+
+
+def put_together(terms: Sequence[LossTerms]) -> dict[str, torch.Tensor]:
+    """As `LossTerms` says that metrics are."""
+    found = {}
+    for name in terms[0].metrics:
+        values = torch.stack([term.metrics[name] for term in terms])
+        found[name] = values.amax() if name.endswith("_max") else values.sum()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: ClippedPolicy(clip_low=1.5), "clip_low"),
+        (lambda: ClippedPolicy(clip_low=math.nan), "clip_low"),
+        (lambda: ClippedPolicy(clip_high=-0.1), "clip_high"),
+        (lambda: ClippedPolicy(average="mean"), "average"),  # type: ignore[arg-type]
+        (lambda: ClippedPolicy(average="constant"), "length"),
+        (lambda: ClippedPolicy(average="constant", length=0), "length"),
+        (lambda: ClippedPolicy(length=5), "length"),
+        (lambda: ClippedPolicy(entropy_coefficient=-1), "entropy_coefficient"),
+        (lambda: KLPenalty(math.inf), "kl.coefficient"),
+        (lambda: KLPenalty(0.1, "k4"), "kl.estimator"),  # type: ignore[arg-type]
+    ],
+)
+def test_settings_that_are_refused(make: Any, path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert caught.value.path == path
+    assert caught.value.rule
+    assert caught.value.repair
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: ClippedPolicy()(hand_view(fields={"advantages": doubles(ADVANTAGES)})), "fields['old_logprobs']"),
+        (lambda: ClippedPolicy(entropy_coefficient=0.1)(hand_view()), "entropy_T"),
+        (lambda: hand_view(weights_T=doubles([1.0])), "weights_T"),
+        (lambda: hand_view(fields={"advantages": doubles([1.0])}), "fields['advantages']"),
+        (lambda: hand_view(lengths=(3, 2)), "lengths"),
+    ],
+)
+def test_tokens_that_are_refused(make: Any, path: str) -> None:
+    with pytest.raises(DataError) as caught:
+        make()
+    assert caught.value.path == path
+    assert caught.value.rule
+    assert caught.value.repair
