@@ -23,7 +23,10 @@ _SHOWN = 5
 class Tokenizer(Protocol):
     """What the data needs of a tokenizer."""
 
-    eos_token_id: int | None
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, if there is one."""
+        ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
         """The tokens of a conversation, and for each whether the assistant says it, its end-of-turn token included."""

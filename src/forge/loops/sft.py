@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from forge.observe import (
     model_flops_utilization,
     step_values,
 )
-from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS
+from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
 from forge.runtime.lifetime import run
 from forge.trainer.handles import TrainerHandle, is_rank, open_trainer
 from forge.types import Batch, StepResult
@@ -275,7 +275,7 @@ class _Loop:
             tokens_per_s=rate,
             mfu=self._utilization(batch, rate),
         )
-        self._write({name: value for name, value in values.items() if not isinstance(value, list)})
+        self._write(values)
 
     def _utilization(self, batch: Batch, rate: float | None) -> float | None:
         """Which part of the devices' peak goes into the model, where the peak is known."""
@@ -288,7 +288,7 @@ class _Loop:
             num_devices=self._num_devices,
         )
 
-    def _write(self, values: dict[str, Any]) -> None:
+    def _write(self, values: Mapping[str, Value]) -> None:
         if self._log is not None:
             self._log.write(self._step, values)
 

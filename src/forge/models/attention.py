@@ -17,7 +17,7 @@ from torchtitan.protocols.module import Module
 from forge.models.rows import Documents, RowBook
 
 
-class DocumentAttention(Module):
+class DocumentAttention(Module):  # type: ignore[misc]
     """Causal attention in which a token sees its own document only.
 
     On CUDA in half precision one kernel takes the whole row. Elsewhere each document is attended to by itself, so that
@@ -25,7 +25,7 @@ class DocumentAttention(Module):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
+    class Config(Module.Config):  # type: ignore[misc]
         pass
 
     def __init__(self, config: Config) -> None:
@@ -71,11 +71,12 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: f
     if groups > 1:
         k, v = (tensor.repeat_interleave(groups, dim=2) for tensor in (k, v))
     sizes = (*documents.lengths, documents.num_padding)
-    parts = []
+    parts: list[Tensor] = []
     for q_part, k_part, v_part in zip(*(tensor.split(sizes, dim=1) for tensor in (q, k, v)), strict=True):
         if len(parts) == len(documents.lengths):
             parts.append(v_part)  # padding: each token sees itself alone
             break
-        heads_first = (tensor.transpose(1, 2) for tensor in (q_part, k_part, v_part))
-        parts.append(F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scale).transpose(1, 2))
+        query, key, value = (tensor.transpose(1, 2) for tensor in (q_part, k_part, v_part))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+        parts.append(out.transpose(1, 2))
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
 
 
-class Experts(GroupedExperts):
-    """Experts that compute in what they are given. TorchTitan's own take bfloat16, which moves float32 logits by 0.6."""
+class Experts(GroupedExperts):  # type: ignore[misc]
+    """Experts that compute in the dtype of their input. TorchTitan's own take bfloat16: float32 logits move by 0.6."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
+    class Config(GroupedExperts.Config):  # type: ignore[misc]
         pass
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:

@@ -25,14 +25,14 @@ With a group, `weight` is this rank's part of the vocabulary, and the gradient o
 the sum."""
 
 
-class Head(Linear):
+class Head(Linear):  # type: ignore[misc]
     """The output layer. It never makes logits for a whole row: a `HeadFunction` turns hidden states into logprobs.
 
     Without a function it returns the logits [1, L, V], which only tests and small models can afford.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
+    class Config(Linear.Config):  # type: ignore[misc]
         pass
 
     function: HeadFunction | None = None
@@ -50,14 +50,14 @@ class Head(Linear):
         return self.function(input[0].index_select(0, row.index), weight, row, group)
 
 
-class LanguageModel(Qwen3Model):
+class LanguageModel(Qwen3Model):  # type: ignore[misc]
     """A decoder for Qwen3, Qwen3-MoE and Llama 3: they differ in what their layers' configurations hold.
 
     `forward` takes tokens [1, L] (or, in a later stage of a pipeline, hidden states) and the key of a row in `book`.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Qwen3Model.Config):
+    class Config(Qwen3Model.Config):  # type: ignore[misc]
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
             # The head takes what the norm gives and keeps its part of the vocabulary to itself.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtitan.models.common.rope import CosSinRoPE
 
 
-class Rotary(CosSinRoPE):
+class Rotary(CosSinRoPE):  # type: ignore[misc]
     """TorchTitan's rotary embedding, with Llama 3's stretching, and in no less precision than its input.
 
     Llama's own order of dimensions would need its weights permuted on the way in and out; this one takes them as they
@@ -21,7 +21,7 @@ class Rotary(CosSinRoPE):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
+    class Config(CosSinRoPE.Config):  # type: ignore[misc]
         pass
 
     def _precompute_cache(self) -> Tensor:

@@ -149,7 +149,7 @@ def _split(
 
 def _needs_fsdp(dims: ParallelDims, precision: Precision) -> bool:
     """One data parallel rank that computes in the precision of its weights has nothing to gather."""
-    return dims.dp_replicate * dims.dp_shard > 1 or precision.master != precision.compute or dims.ep > 1
+    return bool(dims.dp_replicate * dims.dp_shard > 1 or precision.master != precision.compute or dims.ep > 1)
 
 
 def _shard(part: LanguageModel, *, dims: ParallelDims, precision: Precision) -> None:

@@ -60,6 +60,10 @@ def _merged(name: str, old: float | None, new: float) -> float:
     return min(old, new) if name.endswith("_min") else old + new
 
 
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 class Engine:
     """One rank of a trainer. All ranks make the same calls with the same arguments, in the same order.
 
@@ -326,7 +330,7 @@ class Engine:
         if self.ranks.device.type == "cuda":
             metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if not finite:
-            metrics["bad_samples"] = self._names(batch, totals.bad_samples)
+            metrics["bad_samples"] = _listed(self._names(batch, totals.bad_samples))
         return metrics
 
     @staticmethod
@@ -336,10 +340,9 @@ class Engine:
 
     def _nonfinite(self, batch: Batch, totals: _Sums, norm: float) -> NonFiniteError:
         names = self._names(batch, totals.bad_samples)
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         return NonFiniteError(
             f"step {self.step + 1}: the loss is {totals.loss:g} and the gradient's norm is {norm:g}",
-            path=", ".join(names[:8]) + more,
+            path=_listed(names),
             value=totals.loss if not math.isfinite(totals.loss) else norm,
             rule="loss and gradient must be finite; no step was taken",
             repair="look at these samples, lower training.learning_rate, or set training.on_nonfinite=skip",

@@ -139,4 +139,4 @@ def _wants_gpus(chosen: bool | None) -> bool:
         return chosen
     import torch
 
-    return torch.cuda.is_available()
+    return bool(torch.cuda.is_available())

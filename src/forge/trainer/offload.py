@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 SMALLEST_BYTES = 2**20
 """Smaller tensors stay where they are: moving them costs more than they take."""
 
-_Kept = Tensor | tuple[torch.device, Tensor]
+_Kept: TypeAlias = Any
+"""A tensor that stayed, or the device that it came from with its copy."""
 
 
 def keep_activations_on_host() -> AbstractContextManager[Any]:
     """While this holds, large tensors that autograd saves are kept in host memory; weights stay where they are."""
-    return torch.autograd.graph.saved_tensors_hooks(_to_host, _back)
+    return cast(AbstractContextManager[Any], torch.autograd.graph.saved_tensors_hooks(_to_host, _back))
 
 
 def _to_host(tensor: Tensor) -> _Kept:

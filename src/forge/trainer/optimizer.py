@@ -24,7 +24,7 @@ from forge.config import TrainingConfig
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class HalfStateAdamW(torch.optim.Optimizer):
+class HalfStateAdamW(torch.optim.Optimizer):  # type: ignore[misc]
     """AdamW whose two states are kept in bfloat16 and worked with in float32.
 
     The states are rounded to the nearest, so each step must move them by more than bfloat16 resolves: the second
