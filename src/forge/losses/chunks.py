@@ -72,10 +72,7 @@ class Workspace:
             logits.mul_(scale)
         else:
             logits.addmm_(hidden.to(self.dtype), self._wide_weight.t(), beta=0, alpha=scale)
-        if logits.is_cuda and logits.dtype != self.dtype:  # torch.softmax with `out` would make a wide copy first
-            torch.ops.aten._softmax.out(logits, -1, True, out=probs)
-        else:
-            torch.softmax(logits, dim=-1, dtype=self.dtype, out=probs)
+        torch.softmax(logits, dim=-1, dtype=self.dtype, out=probs)
 
     def read(self, rows: slice, targets: Tensor) -> Found:
         """Fill, and find out about the targets; with a group, over all its ranks."""

@@ -108,7 +108,8 @@ def proposals(model: ModelConfig, num_ranks: int) -> tuple[Layout, ...]:
         for pipeline in _pipeline_degrees(model, num_ranks)
         for tensor in _divisors(num_ranks // pipeline)
         for expert in _expert_degrees(model, num_ranks // pipeline)
-        if all(size % tensor == 0 for _, size in _tensor_sizes(model, expert=expert))
+        if all(size % tensor == 0 for _, size in _tensor_sizes(model))
+        and not _slices_experts(model, tensor=tensor, expert=expert)
     ]
     return tuple(sorted(found, key=_complexity))
 
@@ -118,8 +119,7 @@ def _refuse(message: str, *, path: str, value: object, rule: str, repair: str) -
 
 
 def _check_facts(model: ModelConfig) -> None:
-    width = "intermediate_size" if model.num_experts is None else "expert_intermediate_size"
-    for name in (*NEEDED_FACTS, width):
+    for name in NEEDED_FACTS if model.num_experts is not None else (*NEEDED_FACTS, "intermediate_size"):
         if getattr(model, name) is None:
             _refuse(
                 "the model's architecture is not known well enough to lay it out",
@@ -193,12 +193,12 @@ def _check_strategy(distributed: DistributedConfig, layout: Layout) -> None:
 
 
 def _check_tensor(layout: Layout, model: ModelConfig) -> None:
-    for name, size in _tensor_sizes(model, expert=layout.expert):
+    for name, size in _tensor_sizes(model):
         if size % layout.tensor:
             fitting = [
                 degree
                 for degree in _divisors(layout.num_ranks)
-                if all(other % degree == 0 for _, other in _tensor_sizes(model, expert=layout.expert))
+                if all(other % degree == 0 for _, other in _tensor_sizes(model))
             ]
             _refuse(
                 f"a layer of this model cannot be split over {layout.tensor} tensor parallel ranks",
@@ -260,13 +260,15 @@ def _check_microbatches(distributed: DistributedConfig, layout: Layout) -> None:
 def _check_expert(layout: Layout, model: ModelConfig) -> None:
     group = layout.shard * layout.tensor
     if layout.expert == 1:
-        if model.num_experts is not None and layout.tensor > 1:
+        if _slices_experts(model, tensor=layout.tensor, expert=1):
+            fitting_degrees = _expert_degrees(model, group)[1:]
+            expert = f"set distributed.expert to {_either(fitting_degrees)}, or " if fitting_degrees else "set "
             _refuse(
                 "tensor parallel ranks that each hold a slice of every expert get a wrong gradient of the router",
                 path="distributed.expert",
                 value=1,
                 rule="more than 1 for a mixture on tensor parallel ranks, so that each holds whole experts",
-                repair=f"set distributed.expert to {_either(_expert_degrees(model, group)[1:])}",
+                repair=f"{expert}distributed.tensor to 1",
             )
         return
     fitting = f"set distributed.expert to {_either(_expert_degrees(model, group))}"
@@ -315,14 +317,16 @@ def _check_training(
         )
 
 
-def _tensor_sizes(model: ModelConfig, *, expert: int) -> Iterator[tuple[str, int]]:
-    """What tensor parallel ranks divide among them. Experts that are split by `expert` keep their whole width."""
+def _tensor_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
+    """What tensor parallel ranks divide among them. Experts stay whole: `expert` splits those."""
     for name in ("num_heads", "num_kv_heads", "vocab_size"):
         yield name, _fact(getattr(model, name))
     if model.num_experts is None:
         yield "intermediate_size", _fact(model.intermediate_size)
-    elif expert == 1:
-        yield "expert_intermediate_size", _fact(model.expert_intermediate_size)
+
+
+def _slices_experts(model: ModelConfig, *, tensor: int, expert: int) -> bool:
+    return model.num_experts is not None and tensor > 1 and expert == 1
 
 
 def _pipeline_degrees(model: ModelConfig, num_ranks: int) -> list[int]:

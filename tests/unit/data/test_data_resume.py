@@ -52,6 +52,7 @@ def settings_of(folder: Path, **data: Any) -> dict[str, Any]:
     streaming=st.booleans(),
     packing=st.booleans(),
     shuffle=st.booleans(),
+    oversize=st.sampled_from(["drop", "truncate"]),
     numbers=st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 3), st.integers(0, 5)),
     cuts=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
@@ -60,6 +61,7 @@ def test_from_any_cut_the_rest_is_the_same(
     streaming: bool,
     packing: bool,
     shuffle: bool,
+    oversize: str,
     numbers: tuple[int, int, int, int],
     cuts: tuple[float, float],
 ) -> None:
@@ -69,10 +71,11 @@ def test_from_any_cut_the_rest_is_the_same(
         streaming=streaming,
         packing=packing,
         shuffle=shuffle,
+        oversize=oversize,
         pack_lookahead=lookahead,
         shuffle_buffer=buffer,
     )
-    training = {"batch_size": batch_size, "num_epochs": 2, "max_seq_len": 30}
+    training = {"batch_size": batch_size, "num_epochs": 2, "max_seq_len": 20}
     whole = open_train(data, seed=seed, **training)
     expected = [content(batch) for batch in whole]
     at = sorted(round(cut * len(expected)) for cut in cuts)

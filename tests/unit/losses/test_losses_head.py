@@ -105,6 +105,19 @@ def test_nll_can_be_differentiated_twice_over_the_same_graph() -> None:
         close(once / 2, again / 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_nll_scales_by_the_gradient_that_arrives(dtype: torch.dtype) -> None:
+    """Once without keeping the graph, where memory is used again, as in training."""
+    case, again = make_case(dtype=dtype), make_case(dtype=dtype)
+    total, _ = chunked_nll(case.hidden, case.weight, case.targets, case.weights, chunk_tokens=4)
+    expected = gradients_of(total / 4, case)
+    (chunked_nll(again.hidden, again.weight, case.targets, case.weights, chunk_tokens=4)[0] / 4).backward()
+    assert again.hidden.grad is not None
+    assert torch.equal(again.hidden.grad, expected[0])
+    assert again.weight.grad is not None
+    assert torch.equal(again.weight.grad, expected[1])
+
+
 @pytest.mark.parametrize("fp32_logits", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_inputs_give_float32_results_and_gradients_of_their_own_dtype(

@@ -85,16 +85,18 @@ def test_neighbours_in_tensor_and_pipeline_take_the_same_part_of_a_batch() -> No
 
 
 @pytest.mark.parametrize(
-    ("degrees", "multiple"),
+    ("model", "degrees", "multiple"),
     [
-        ({"tensor": 4}, 4),
-        ({"tensor": 4, "sequence_parallel": False}, 1),
-        ({"tensor": 4, "sequence_parallel": False, "expert": 2}, 4),
-        ({"expert": 4}, 1),
+        (DENSE, {"tensor": 4}, 4),
+        (DENSE, {"tensor": 4, "sequence_parallel": False}, 1),
+        (MIXTURE, {"tensor": 4, "sequence_parallel": False, "expert": 2}, 4),
+        (MIXTURE, {"expert": 4}, 1),
     ],
 )
-def test_rows_are_padded_where_tensor_ranks_split_them(degrees: dict[str, Any], multiple: int) -> None:
-    assert layout_of(MIXTURE, ranks=4, **degrees).row_multiple == multiple
+def test_rows_are_padded_where_tensor_ranks_split_them(
+    model: ModelConfig, degrees: dict[str, Any], multiple: int
+) -> None:
+    assert layout_of(model, ranks=4, **degrees).row_multiple == multiple
 
 
 def test_shapes_are_fixed_for_a_pipeline_and_for_compilation() -> None:
@@ -160,26 +162,36 @@ def test_the_repair_of_a_product_names_the_simplest_layouts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "model", "name"),
+    ("change", "name"),
     [
-        ({"num_heads": 6, "num_kv_heads": 3}, DENSE, "num_heads"),
-        ({"num_kv_heads": 2}, DENSE, "num_kv_heads"),
-        ({"vocab_size": 510}, DENSE, "vocab_size"),
-        ({"intermediate_size": 254}, DENSE, "intermediate_size"),
-        ({"expert_intermediate_size": 66}, MIXTURE, "expert_intermediate_size"),
+        ({"num_heads": 6, "num_kv_heads": 3}, "num_heads"),
+        ({"num_kv_heads": 2}, "num_kv_heads"),
+        ({"vocab_size": 510}, "vocab_size"),
+        ({"intermediate_size": 254}, "intermediate_size"),
     ],
 )
-def test_what_tensor_ranks_split_must_be_divisible(change: dict[str, int], model: ModelConfig, name: str) -> None:
-    error = refusal(model.model_copy(update=change), ranks=4, tensor=4)
+def test_what_tensor_ranks_split_must_be_divisible(change: dict[str, int], name: str) -> None:
+    error = refusal(DENSE.model_copy(update=change), ranks=4, tensor=4)
     assert (error.path, error.value) == ("distributed.tensor", 4)
     assert error.rule == f"must divide model.{name}, which is {change[name]}"
-    tensor = "1" if name == "num_heads" and change["num_kv_heads"] == 3 else "1 or 2"
+    tensor = "1" if name == "num_heads" else "1 or 2"
     assert str(error.repair).startswith(f"set distributed.tensor to {tensor}; 4 ranks can be used as: shard 4")
 
 
 def test_a_width_that_is_not_split_may_be_of_any_size() -> None:
     experts_apart = MIXTURE.model_copy(update={"expert_intermediate_size": 66, "intermediate_size": 254})
     assert layout_of(experts_apart, ranks=4, tensor=4, expert=4).tensor == 4
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "repair"),
+    [(8, "set distributed.expert to 2 or 4, or distributed.tensor to 1"), (5, "set distributed.tensor to 1")],
+)
+def test_tensor_ranks_do_not_slice_experts(num_experts: int, repair: str) -> None:
+    error = refusal(MIXTURE.model_copy(update={"num_experts": num_experts}), ranks=4, tensor=2)
+    assert (error.path, error.value) == ("distributed.expert", 1)
+    assert "more than 1 for a mixture on tensor parallel ranks" in str(error.rule)
+    assert error.repair == repair
 
 
 def test_a_tied_model_has_no_pipeline() -> None:
@@ -297,11 +309,9 @@ def test_no_ranks() -> None:
     assert (error.path, error.value, error.rule) == ("num_ranks", 0, "at least 1")
 
 
-@pytest.mark.parametrize(
-    ("model", "name"), [(DENSE, "num_kv_heads"), (DENSE, "intermediate_size"), (MIXTURE, "expert_intermediate_size")]
-)
-def test_a_fact_that_is_missing(model: ModelConfig, name: str) -> None:
-    error = refusal(model.model_copy(update={name: None}), ranks=1)
+@pytest.mark.parametrize("name", ["num_kv_heads", "intermediate_size", "tie_embeddings"])
+def test_a_fact_that_is_missing(name: str) -> None:
+    error = refusal(DENSE.model_copy(update={name: None}), ranks=1)
     assert (error.path, error.rule) == (f"model.{name}", "must be known")
 
 
