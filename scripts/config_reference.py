@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from forge.config import ForgeConfig
+from forge.config import ForgeConfig, SFTConfig
 from forge.config.fields import elements_of, sections_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "config.md"
@@ -20,18 +20,30 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "config.m
 HEADER = """\
 # Configuration reference
 
-Every key of `forge.config.ForgeConfig`, with its type, default and limits. Applications add sections of their own; see
-their README and the guide to configuration. This page is made from the schema by `scripts/config_reference.py`.
+Every key of `forge.config.ForgeConfig`, with its type, default and limits, and then the sections that an application
+adds. This page is made from the schema by `scripts/config_reference.py`.
+"""
+
+SFT_HEADER = """\
+# Supervised fine-tuning
+
+What `forge.config.SFTConfig` adds for `apps/sft`; see [the guide](../guides/sft.md).
 """
 
 
 def make_page() -> str:
     """The whole page."""
-    return "\n".join([HEADER, *_sections(ForgeConfig)]).rstrip() + "\n"
+    added = [
+        (name, section)
+        for name, field in SFTConfig.model_fields.items()
+        if name not in ForgeConfig.model_fields
+        for section in sections_of(field.annotation)
+    ]
+    pages = [HEADER, *_sections([("", ForgeConfig)]), SFT_HEADER, *_sections(added)]
+    return "\n".join(pages).rstrip() + "\n"
 
 
-def _sections(root: type[BaseModel]) -> Iterator[str]:
-    waiting: list[tuple[str, type[BaseModel]]] = [("", root)]
+def _sections(waiting: list[tuple[str, type[BaseModel]]]) -> Iterator[str]:
     while waiting:
         path, section = waiting.pop(0)
         yield f"## {f'`{path}`' if path else 'The top level'}\n"

@@ -35,7 +35,12 @@ class SourceConfig(ConfigModel):
         default_factory=FrozenDict,
         description="Other names of a format's keys, such as {prompt: question, response: answer}.",
     )
-    weight: float = Field(default=1.0, gt=0, description="How often it is drawn from, relative to other sources.")
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="How often an epoch goes through it: 2 for twice, 0.5 for one half, another one each epoch. With "
+        "data.streaming: how often it is drawn from, relative to the others.",
+    )
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:

@@ -85,6 +85,9 @@ class TrainingConfig(ConfigModel):
         if self.microbatch_tokens is not None and self.microbatch_tokens < self.max_seq_len:
             rule = f"at least max_seq_len, which is {self.max_seq_len}: a sample is never split"
             raise broken_rule(rule, repair="raise it, or lower max_seq_len", key="microbatch_tokens")
+        if self.optimizer_dtype == "bfloat16" and self.beta2 > 0.99:
+            rule = f"at most 0.99 with optimizer_dtype bfloat16, in which a state cannot move by {1 - self.beta2:.2g}"
+            raise broken_rule(rule, repair="lower it, or keep the states in float32", key="beta2")
         return self
 
 
