@@ -32,7 +32,7 @@ def make_batch(num_tokens: int, *, longest: int, vocab: int, seed: int) -> Batch
         draw = torch.rand((), generator=generator).item()
         length = min(left, longest, round(64 * (longest / 64) ** draw))
         weights = torch.ones(length)
-        weights[: max(1, length // 4)] = 0
+        weights[0] = 0
         samples.append(Sample(torch.randint(0, vocab, (length,), generator=generator), weights))
         left -= length
     return Batch.of(samples)

@@ -66,10 +66,11 @@ class TrainingConfig(ConfigModel):
         "`skip` leaves the step out. Both name the samples.",
     )
 
-    head_chunk_tokens: int = Field(
-        default=1024,
+    head_chunk_tokens: int | None = Field(
+        default=None,
         ge=1,
-        description="Tokens whose logits exist at once. Gradients do not depend on it, memory does.",
+        description="Tokens whose logits exist at once; null for 1024 on a GPU and 256 on a CPU. Gradients do not "
+        "depend on it, memory does.",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge.losses import head_kernel
+
 _BLOCK_ROWS = 1024  # of the weight's gradient on a CPU: one block of it stays in the cache
 
 
@@ -46,7 +48,7 @@ class Workspace:
         shape = (min(plan.chunk_tokens, hidden.shape[0]), weight.shape[0])
         product_dtype = self.dtype if plan.fp32_logits else weight.dtype
         self._logits = torch.empty(shape, dtype=product_dtype, device=weight.device)
-        self._probs = torch.empty(shape, dtype=self.dtype, device=weight.device)
+        self._wide: Tensor | None = None
         self._narrow: Tensor | None = None if product_dtype != weight.dtype else self._logits
         self._wide_weight = weight.to(self.dtype) if plan.fp32_logits and not weight.is_cuda else weight
 
@@ -58,12 +60,24 @@ class Workspace:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self._weight.device)
 
     def _views(self, rows: slice) -> tuple[Tensor, Tensor]:
+        if self._wide is None:
+            self._wide = torch.empty(self._logits.shape, dtype=self.dtype, device=self._weight.device)
         count = rows.stop - rows.start
-        return self._logits[:count], self._probs[:count]
+        return self._logits[:count], self._wide[:count]
 
-    def fill(self, rows: slice) -> None:
-        """Compute the logits of a chunk, and the probabilities among this rank's rows of the weight."""
-        logits, probs = self._views(rows)
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel does what `read` and `differentiate` do; it knows neither groups nor entropies."""
+        return self._plan.group is None and not self._plan.entropy and head_kernel.takes(self._logits)
+
+    def judge(self, rows: slice, targets: Tensor, *, with_gradient: bool) -> tuple[Found, Tensor]:
+        """Logprobs by one kernel; and p - 1[target] in the weight's dtype, if the gradient is asked for."""
+        logits = self._product(rows)
+        logprobs, lse = head_kernel.judge(logits, targets, with_gradient=with_gradient)
+        return Found(logprobs, lse, None), logits.to(self._weight.dtype)
+
+    def _product(self, rows: slice) -> Tensor:
+        logits = self._logits[: rows.stop - rows.start]
         hidden, scale = self._hidden[rows], self._plan.scale
         if not (self._is_narrow and self._plan.fp32_logits):
             logits.addmm_(hidden, self._weight.t(), beta=0, alpha=scale)
@@ -72,6 +86,12 @@ class Workspace:
             logits.mul_(scale)
         else:
             logits.addmm_(hidden.to(self.dtype), self._wide_weight.t(), beta=0, alpha=scale)
+        return logits
+
+    def fill(self, rows: slice) -> None:
+        """Compute the logits of a chunk, and the probabilities among this rank's rows of the weight."""
+        self._product(rows)
+        logits, probs = self._views(rows)
         torch.softmax(logits, dim=-1, dtype=self.dtype, out=probs)
 
     def read(self, rows: slice, targets: Tensor) -> Found:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forge.errors import ConfigError, DataError, ModelError
-from forge.losses.chunks import Gradients, Plan, Workspace, scaled
+from forge.losses.chunks import Found, Gradients, Plan, Workspace, scaled
 
 CHUNK_TOKENS = 1024
 CHUNK_TOKENS_CPU = 256
@@ -101,11 +101,15 @@ def chunked_nll(
     return total, logprobs_N
 
 
+def _found(space: Workspace, rows: slice, targets: Tensor) -> Found:
+    return space.judge(rows, targets, with_gradient=False)[0] if space.is_fused else space.read(rows, targets)
+
+
 class _Logprobs(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
         space = Workspace(hidden, weight, plan)
-        found = [space.read(rows, targets[rows]) for rows in space.chunks()]
+        found = [_found(space, rows, targets[rows]) for rows in space.chunks()]
         logprobs = space.joined([row.logprobs for row in found])
         lse = space.joined([row.lse for row in found])
         entropy = space.joined([row.entropy for row in found]) if plan.entropy else None
@@ -123,6 +127,10 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         for rows in space.chunks():
+            if space.is_fused:
+                _, gradient = space.judge(rows, targets[rows], with_gradient=True)
+                gradients.add(rows, gradient, -ctx.plan.scale * grad_logprobs[rows])
+                continue
             space.fill(rows)
             space.rescale(rows, lse[rows])
             if grad_entropy is None:
@@ -150,7 +158,12 @@ class _Nll(torch.autograd.Function):  # type: ignore[misc]
         weights = weights.to(space.dtype)
         parts = []
         for rows in space.chunks():
-            found = space.read(rows, targets[rows])
+            if space.is_fused and any(wants):
+                found, gradient = space.judge(rows, targets[rows], with_gradient=True)
+                parts.append(found.logprobs)
+                gradients.add(rows, gradient, plan.scale * weights[rows])
+                continue
+            found = _found(space, rows, targets[rows])
             parts.append(found.logprobs)
             if any(wants):
                 space.rescale(rows, found.lse)

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import sys
 import types
+import warnings
 
 import torch
 import torch._utils
@@ -33,6 +34,8 @@ def prepare() -> None:
         kernels.__getattr__ = _absent  # type: ignore[method-assign]
         sys.modules[_KERNELS] = kernels
     logging.getLogger("torchtitan").setLevel(logging.WARNING)
+    # The router asks for float32 by autocast, which a CPU has no need of: it is told so at every call.
+    warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
 
 
 prepare()

@@ -142,8 +142,7 @@ def _split(
             layer.compile(dynamic=True)
     if _needs_fsdp(dims, precision):
         _shard(part, dims=dims, precision=precision)
-        if not on_gpu:
-            _sum_plainly(part)
+        _settle_sums(part, on_gpu=on_gpu, is_alone=dims.dp_replicate * dims.dp_shard == 1 and dims.ep == 1)
     return part
 
 
@@ -160,13 +159,18 @@ def _shard(part: LanguageModel, *, dims: ParallelDims, precision: Precision) -> 
         param_dtype=precision.compute,
         reduce_dtype=precision.reduce,
         pp_enabled=dims.pp_enabled,
+        # One rank has nothing to save by dropping what it gathered, and would convert it again in the backward pass.
+        reshard_after_forward_policy="never" if dims.dp_shard == 1 else "default",
         ep_degree=dims.ep,
         edp_mesh=dims.get_optional_mesh([*copies, "efsdp"]) if dims.ep_enabled else None,
     )
 
 
-def _sum_plainly(part: LanguageModel) -> None:
-    """gloo cannot scale while it sums, which TorchTitan's division by one asks for."""
+def _settle_sums(part: LanguageModel, *, on_gpu: bool, is_alone: bool) -> None:
+    """TorchTitan asks for gradients to be divided by one: a needless pass on one rank, and too much for gloo."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
+            if is_alone:
+                module.set_gradient_divide_factor(None)
+            elif not on_gpu:
+                module.set_force_sum_reduction_for_comms(True)

@@ -41,8 +41,9 @@ class _Sums:
 
     @classmethod
     def of_row(cls, row: Row, scaled: Tensor, metrics: Mapping[str, Tensor]) -> _Sums:
-        loss = float(scaled.detach())
-        plain = {name: float(tensor.detach()) for name, tensor in metrics.items()}
+        """Waits for the device; so it is called when all rows of a step are under way."""
+        loss = float(scaled)
+        plain = {name: float(tensor) for name, tensor in metrics.items()}
         return cls(loss, plain, () if math.isfinite(loss) else row.sample_indices)
 
     def __add__(self, other: _Sums) -> _Sums:
@@ -114,7 +115,7 @@ class Engine:
         self.step = 0
         self._rows: dict[int, tuple[Row, RowTask]] = {}
         self._normalizer = 1.0
-        self._sums: dict[int, _Sums] = {}
+        self._judged: dict[int, tuple[Row, Tensor, Mapping[str, Tensor]]] = {}
         self._scores: dict[int, Tensor] | None = None
 
     @property
@@ -161,8 +162,7 @@ class Engine:
             raise RuntimeError("this engine is frozen: it has no optimizer")
         began = time.perf_counter()
         training = self.config.training
-        sums = self._pass(batch, backward=True)
-        totals = self._reduce(sums)
+        totals = self._reduce(self._pass(batch, backward=True))
         norm = clip_gradients(self.parts, self.assembled.dims, max_norm=training.max_grad_norm)
         rate = training.learning_rate * self._rate_factor()
         finite = math.isfinite(totals.loss) and math.isfinite(norm)
@@ -193,11 +193,11 @@ class Engine:
     def _pass(self, batch: Batch, *, backward: bool) -> _Sums:
         """Take a batch through the model, row by row, and through the loss; with `backward`, add up gradients."""
         self._normalizer = self._normalizer_of(batch)
-        self._sums = {}
+        self._judged = {}
         rows = [row.to(self.ranks.device) for row in build_rows(batch, self._plan(batch), self.data_rank)]
         with torch.set_grad_enabled(backward):
             self._run(rows, self._loss_task, backward=backward)
-        return sum(self._sums.values(), _Sums())
+        return sum((_Sums.of_row(*judged) for judged in self._judged.values()), _Sums())
 
     def _normalizer_of(self, batch: Batch) -> float:
         normalizer = self.loss.normalizer(batch)
@@ -275,7 +275,7 @@ class Engine:
         row, task = self._rows[key]
         if task.weights is not None:
             scaled, _ = output
-            self._sums[key] = _Sums.of_row(row, scaled, {})
+            self._judged[key] = (row, scaled.detach(), {})
             return cast(Tensor, scaled)
         logprobs, entropy = from_row(output, task) if task.as_row else output
         if self._scores is not None:
@@ -291,7 +291,7 @@ class Engine:
             )
         )
         scaled = terms.total / self._normalizer
-        self._sums[key] = _Sums.of_row(row, scaled, terms.metrics)
+        self._judged[key] = (row, scaled.detach(), terms.metrics)
         return scaled
 
     # ---- Pipelines ----------------------------------------------------------------------------------------------

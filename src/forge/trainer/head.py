@@ -13,8 +13,8 @@ from forge.models.language_model import HeadFunction
 from forge.models.rows import RowTask
 
 
-def head_function(*, chunk_tokens: int) -> HeadFunction:
-    """A head that never holds more than `chunk_tokens` rows of logits."""
+def head_function(*, chunk_tokens: int | None) -> HeadFunction:
+    """A head that never holds more than `chunk_tokens` rows of logits; None for what suits the device."""
 
     def compute(hidden_ND: Tensor, weight_VD: Tensor, row: RowTask, group: Any) -> Any:
         start = 0 if group is None else dist.get_rank(group) * weight_VD.shape[0]

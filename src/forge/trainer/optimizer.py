@@ -9,15 +9,16 @@ import forge.models.titan_setup  # noqa: F401
 
 # isort: split
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as titan_distributed
 
 from forge.config import TrainingConfig
 
@@ -106,12 +107,46 @@ def _adamw(part: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
 
 
 def clip_gradients(parts: Sequence[nn.Module], dims: ParallelDims, *, max_norm: float | None) -> float:
-    """Scale the gradient to at most `max_norm` and return the norm that it had, over all ranks."""
-    norm = titan_distributed.clip_grad_norm_(
-        [parameter for part in parts for parameter in part.parameters()],
-        float("inf") if max_norm is None else max_norm,
-        foreach=True,
-        pp_mesh=dims.get_optional_mesh("pp"),
-        ep_enabled=dims.ep_enabled,
-    )
-    return float(norm)
+    """Scale the gradient to at most `max_norm` and return the norm that it had, over all ranks.
+
+    Works on what each rank holds, and asks the others once for each way in which parameters are split: the same on
+    DTensors would take longer than the optimizer's step.
+    """
+    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for part in parts:
+        for parameter in part.parameters():
+            if parameter.grad is not None:
+                parameter.grad = _summed(parameter.grad)
+                split_over, gradient = _local(parameter.grad)
+                groups.setdefault(split_over, []).append(gradient)
+    device = next(parts[0].parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (mesh, split_dims), gradients in groups.items():
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        for dim in split_dims:
+            assert mesh is not None
+            dist.all_reduce(squares, group=mesh.get_group(dim))
+        total += squares
+    if dims.pp_enabled:
+        dist.all_reduce(total, group=dims.get_mesh("pp").get_group())
+    norm = float(total.sqrt())
+    if max_norm is not None and norm > max_norm:
+        for gradients in groups.values():
+            torch._foreach_mul_(gradients, max_norm / norm)
+    return norm
+
+
+def _summed(gradient: Tensor) -> Tensor:
+    """Tensor parallel ranks each have a part of the sum for weights that all of them hold."""
+    if not isinstance(gradient, DTensor) or not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    return gradient.redistribute(placements=whole)
+
+
+def _local(gradient: Tensor) -> tuple[tuple[DeviceMesh | None, tuple[int, ...]], Tensor]:
+    """What this rank holds of a gradient, and over which dimensions of which mesh it is split."""
+    if not isinstance(gradient, DTensor):
+        return (None, ()), gradient
+    split = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return (gradient.device_mesh, split), gradient.to_local()

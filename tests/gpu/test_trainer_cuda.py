@@ -1,0 +1,203 @@
+"""The trainer on a GPU: what it computes, what it saves, and what its memory options cost and keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from forge.config import CheckpointConfig, DistributedConfig, TrainerConfig, TrainingConfig
+from forge.losses import chunked_logprobs, chunked_nll
+from forge.models.hf_config import read_hf_config
+from forge.models.tiny import make_tiny
+from forge.trainer.engine import Engine
+from forge.trainer.keeping import Keeper
+from forge.types import Batch, Sample
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
+
+LOGPROB_BF16 = 0.05  # the largest difference of one token's logprob between bfloat16 and float32, at this size
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp(request.param)
+    make_tiny(place, family=request.param)
+    return place
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tiny")
+    make_tiny(place)
+    return place
+
+
+@pytest.fixture
+def engine_of() -> Iterator[Callable[..., Engine]]:
+    opened: list[Engine] = []
+
+    def open_engine(
+        folder: Path, *, on_gpu: bool = True, precision: str = "bfloat16", keep: Path | None = None, **training: Any
+    ) -> Engine:
+        for engine in opened:
+            engine.close()
+        opened.clear()
+        config = TrainerConfig(
+            model=read_hf_config(folder).model_copy(update={"path": str(folder)}),
+            training=TrainingConfig.model_validate(
+                {"max_seq_len": 256, "learning_rate": 1e-3, "schedule": "constant", **training}
+            ),
+            distributed=DistributedConfig.model_validate({"precision": precision, "with_gpus": on_gpu}),
+            checkpoint_dir=keep,
+            checkpointing=CheckpointConfig(),
+        )
+        opened.append(Engine(config))
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
+        engine.close()
+
+
+def batch_of(num_samples: int = 12, *, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for index in range(num_samples):
+        length = int(torch.randint(2, 200, (), generator=generator))
+        weights = (torch.rand(length, generator=generator) < 0.7).float()
+        weights[0] = 0
+        samples.append(Sample(torch.randint(0, 512, (length,), generator=generator), weights, {}, f"sample {index}"))
+    return Batch.of(samples)
+
+
+def reference_logprobs(folder: Path, batch: Batch) -> list[torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    with torch.no_grad():
+        for sample in batch.samples():
+            logits = model(sample.token_ids[None]).logits[0].log_softmax(-1)
+            picked = logits[:-1].gather(1, sample.token_ids[1:, None])[:, 0]
+            found.append(torch.cat([torch.zeros(1), picked]))
+    return found
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("float32", 2e-4), ("bfloat16", LOGPROB_BF16)])
+def test_logprobs_are_those_of_transformers(
+    folder: Path, engine_of: Callable[..., Engine], precision: str, bound: float
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    batch = batch_of()
+    ours = engine_of(folder, precision=precision).forward_logprobs(batch)
+    difference = (torch.cat(ours) - torch.cat(reference_logprobs(folder, batch))).abs()
+    assert difference.mean() < bound / 4
+    if precision == "float32" or "moe" not in folder.name:  # a rounded router sends a few tokens to other experts
+        assert difference.max() < bound
+
+
+def test_a_gpu_steps_as_a_cpu_does(folder: Path, engine_of: Callable[..., Engine]) -> None:
+    batch = batch_of()
+    on_cpu = result_of(engine_of(folder, on_gpu=False, precision="float32"), batch)
+    on_gpu = result_of(engine_of(folder, precision="float32"), batch)
+    half = result_of(engine_of(folder, precision="bfloat16"), batch)
+    assert on_gpu == pytest.approx(on_cpu, rel=1e-4)
+    assert half == pytest.approx(on_cpu, rel=3e-2)
+
+
+def result_of(engine: Engine, batch: Batch) -> tuple[float, float]:
+    result = engine.train_step(batch)
+    return result.loss, result.grad_norm
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full"},
+        {"activation_offload": True},
+        {"microbatch_tokens": 300},
+        {"head_chunk_tokens": 64},
+        {"compile": True},
+    ],
+    ids=lambda options: next(iter(options)) + "_" + str(next(iter(options.values()))),
+)
+def test_options_of_memory_change_no_result(
+    tiny: Path, engine_of: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    batch = batch_of()
+    plain = result_of(engine_of(tiny, microbatch_tokens=4096), batch)
+    changed = result_of(engine_of(tiny, **{"microbatch_tokens": 4096, **options}), batch)
+    assert changed == pytest.approx(plain, rel=2e-2)
+
+
+def test_checkpointing_and_offload_save_memory(tiny: Path, engine_of: Callable[..., Engine]) -> None:
+    batch = Batch.of([sample for seed in range(30) for sample in batch_of(seed=seed).samples()])
+
+    def peak(**options: Any) -> int:
+        engine = engine_of(tiny, microbatch_tokens=65536, **options)
+        engine.train_step(batch)
+        torch.cuda.reset_peak_memory_stats()
+        engine.train_step(batch)
+        return int(torch.cuda.max_memory_allocated())
+
+    plain = peak()
+    assert peak(activation_checkpointing="full") < 0.7 * plain
+    assert peak(activation_offload=True) < 0.7 * plain
+
+
+def test_masters_stay_float32_and_states_may_be_half(tiny: Path, engine_of: Callable[..., Engine]) -> None:
+    engine = engine_of(tiny, optimizer_dtype="bfloat16")
+    first = engine.train_step(batch_of()).loss
+    for _ in range(20):
+        last = engine.train_step(batch_of()).loss
+    assert last < 0.8 * first
+    assert {parameter.dtype for parameter in engine.own_parameters().values()} == {torch.float32}
+    states = engine.optimizers.state_dict() if engine.optimizers is not None else {}
+    assert {value.dtype for name, value in states.items() if name.endswith("exp_avg")} == {torch.bfloat16}
+
+
+def test_a_run_goes_on_from_its_checkpoint(tiny: Path, tmp_path: Path, engine_of: Callable[..., Engine]) -> None:
+    engine = engine_of(tiny, keep=tmp_path)
+    keeper = Keeper(engine)
+    for seed in range(3):
+        engine.train_step(batch_of(seed=seed))
+    keeper.save(extra={"seed": 3})
+    expected = [engine.train_step(batch_of(seed=seed)).loss for seed in range(3, 6)]
+    keeper.close()
+    engine = engine_of(tiny, keep=tmp_path)
+    keeper = Keeper(engine)
+    assert keeper.load("must") == {"seed": 3}
+    again = [engine.train_step(batch_of(seed=seed)).loss for seed in range(3, 6)]
+    keeper.close()
+    assert again == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_exported_folder_is_what_was_trained(tiny: Path, tmp_path: Path, engine_of: Callable[..., Engine]) -> None:
+    engine = engine_of(tiny)
+    engine.train_step(batch_of())
+    Keeper(engine).export(tmp_path / "out", dtype="float32")
+    ours = engine.forward_logprobs(batch_of(seed=1))
+    for mine, theirs in zip(ours, reference_logprobs(tmp_path / "out", batch_of(seed=1)), strict=True):
+        assert (mine - theirs).abs().max() < LOGPROB_BF16
+
+
+def test_the_chunked_head_never_holds_all_logits() -> None:
+    tokens, vocab, width = 4096, 151_936, 256
+    hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(vocab, width, device="cuda") * 0.02).bfloat16().requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    total, _ = chunked_nll(hidden, weight, targets, torch.ones(tokens, device="cuda"), chunk_tokens=256)
+    total.backward()
+    grown = torch.cuda.max_memory_allocated() - before
+    assert grown < tokens * vocab * 2 / 2, "half of the logits in bfloat16"
+    logprobs, _ = chunked_logprobs(hidden, weight, targets, chunk_tokens=256)
+    naive = (hidden.float() @ weight.float().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert (logprobs - naive).abs().max() < 0.1
+    assert float(total) == pytest.approx(-float(naive.sum()), rel=1e-3)
