@@ -157,8 +157,9 @@ def test_masters_stay_float32_and_states_may_be_half(tiny: Path, engine_of: Call
         last = engine.train_step(batch_of()).loss
     assert last < 0.8 * first
     assert {parameter.dtype for parameter in engine.own_parameters().values()} == {torch.float32}
-    states = engine.optimizers.state_dict() if engine.optimizers is not None else {}
-    assert {value.dtype for name, value in states.items() if name.endswith("exp_avg")} == {torch.bfloat16}
+    assert engine.optimizer is not None
+    states = engine.optimizer.state_dict()
+    assert {state.dtype for kind in ("exp_avg", "exp_avg_sq") for state in states[kind].values()} == {torch.bfloat16}
 
 
 def test_a_run_goes_on_from_its_checkpoint(tiny: Path, tmp_path: Path, engine_of: Callable[..., Engine]) -> None:
@@ -200,4 +201,43 @@ def test_the_chunked_head_never_holds_all_logits() -> None:
     logprobs, _ = chunked_logprobs(hidden, weight, targets, chunk_tokens=256)
     naive = (hidden.float() @ weight.float().T).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert (logprobs - naive).abs().max() < 0.1
-    assert float(total) == pytest.approx(-float(naive.sum()), rel=1e-3)
+    assert float(total.detach()) == pytest.approx(-float(naive.detach().sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize(("tokens", "vocab"), [(37, 5003), (1, 100), (300, 4096), (0, 64)])
+def test_the_kernel_of_the_head_differentiates(dtype: torch.dtype, bound: float, tokens: int, vocab: int) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(tokens, 64, device="cuda", generator=generator).to(dtype)
+    weight = torch.randn(vocab, 64, device="cuda", generator=generator).to(dtype)
+    targets = torch.randint(0, vocab, (tokens,), device="cuda", generator=generator)
+    counts = torch.rand(tokens, device="cuda", generator=generator)
+
+    def gradients(loss_of: Callable[..., torch.Tensor], wide: bool) -> list[torch.Tensor]:
+        inputs = [(tensor.double() if wide else tensor).clone().requires_grad_() for tensor in (hidden, weight)]
+        loss = loss_of(*inputs)
+        loss.backward()
+        return [loss.detach().double()[None], *(tensor.grad.double() for tensor in inputs)]
+
+    def naive(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return -((h @ w.T).log_softmax(-1).gather(1, targets[:, None])[:, 0] * counts.double()).sum()
+
+    def ours(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return chunked_nll(h, w, targets, counts, chunk_tokens=16)[0]
+
+    def by_logprobs(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return -(chunked_logprobs(h, w, targets, chunk_tokens=16)[0] * counts).sum()
+
+    expected = gradients(naive, wide=True)
+    for found in (gradients(ours, wide=False), gradients(by_logprobs, wide=False)):
+        for mine, right in zip(found, expected, strict=True):
+            assert mine.shape == right.shape
+            if mine.numel():
+                assert (mine - right).abs().max() <= bound * right.abs().max()
+
+
+def test_a_target_outside_the_vocabulary_shows_as_nan() -> None:
+    hidden, weight = (torch.randn(size, 8, device="cuda") for size in (2, 10))
+    logprobs, _ = chunked_logprobs(hidden, weight, torch.tensor([3, 10], device="cuda"))
+    assert logprobs.isnan().tolist() == [False, True]

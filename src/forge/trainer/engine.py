@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge.config import TrainerConfig
 from forge.errors import ConfigError, DataError, NonFiniteError
@@ -25,7 +25,7 @@ from forge.trainer.head import from_row, head_function
 from forge.trainer.layout import check_layout
 from forge.trainer.microbatches import Row, RowPlan, build_rows, plan_rows, scatter_back
 from forge.trainer.offload import keep_activations_on_host
-from forge.trainer.optimizer import Optimizers, clip_gradients
+from forge.trainer.optimizer import Optimizer, gradient_norm, scale_gradients
 from forge.trainer.ranks import Ranks
 from forge.trainer.schedules import rate_factor
 from forge.types import Batch, StepResult
@@ -110,7 +110,8 @@ class Engine:
             part.train(not config.frozen)
             part.requires_grad_(not config.frozen)
         self.load_weights(self.model.folder)
-        self.optimizers = None if config.frozen else Optimizers(self.parts, config.training)
+        self._parameters = self._named_once()
+        self.optimizer = None if config.frozen else Optimizer(self._parameters, config.training)
         self._wide = torch.promote_types(torch.float32, Precision.of(config.distributed.precision).compute)
         self.step = 0
         self._rows: dict[int, tuple[Row, RowTask]] = {}
@@ -138,17 +139,16 @@ class Engine:
         else:
             draw_weights(self.parts, num_layers=self.model.facts.num_layers or 1, seed=self.config.seed)
 
-    def named_parameters(self) -> dict[str, Tensor]:
-        """This rank's parameters, DTensors where they are split, under all names that they have."""
-        return dict(named_parameters(self.parts))
+    def _named_once(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters, each under the first of its names: tied weights have two."""
+        names: dict[int, str] = {}
+        for name, parameter in (named := named_parameters(self.parts)):
+            names.setdefault(id(parameter), name)
+        return {name: parameter for name, parameter in named if names[id(parameter)] == name}
 
     def own_parameters(self) -> dict[str, Tensor]:
-        """The same, each under one name: what the store and checkpoints hold."""
-        seen: dict[int, str] = {}
-        for name, parameter in self.named_parameters().items():
-            seen.setdefault(id(parameter), name)
-        named = self.named_parameters()
-        return {name: named[name].detach() for name in seen.values()}
+        """What this rank holds, DTensors where they are split, by name: what the store and checkpoints take."""
+        return {name: parameter.detach() for name, parameter in self._named_once().items()}
 
     # ---- Training -----------------------------------------------------------------------------------------------
 
@@ -158,17 +158,21 @@ class Engine:
         Raises `NonFiniteError`, with everything as it was before, if loss or gradient is not finite and the
         configuration says `stop`.
         """
-        if self.optimizers is None:
+        if self.optimizer is None:
             raise RuntimeError("this engine is frozen: it has no optimizer")
         began = time.perf_counter()
         training = self.config.training
-        totals = self._reduce(self._pass(batch, backward=True))
-        norm = clip_gradients(self.parts, self.assembled.dims, max_norm=training.max_grad_norm)
+        self._pass(batch, backward=True)
+        norm_ahead = gradient_norm(self._parameters.values(), self.assembled.dims)  # before anything is waited for
+        totals = self._reduce(self._sums())
+        norm = float(norm_ahead)
         rate = training.learning_rate * self._rate_factor()
         finite = math.isfinite(totals.loss) and math.isfinite(norm)
         if finite:
-            self.optimizers.step(learning_rate=rate)
-        self.optimizers.zero_grad()
+            if training.max_grad_norm is not None and norm > training.max_grad_norm:
+                scale_gradients(self._parameters.values(), training.max_grad_norm / norm)
+            self.optimizer.step(learning_rate=rate)
+        self.optimizer.zero_grad()
         if not finite and training.on_nonfinite == "stop":
             raise self._nonfinite(batch, totals, norm)
         self.step += 1
@@ -190,13 +194,18 @@ class Engine:
             return rate_factor(self.step, config=training, total_steps=total)
         return min(1.0, (self.step + 1) / training.warmup_steps) if training.warmup_steps else 1.0
 
-    def _pass(self, batch: Batch, *, backward: bool) -> _Sums:
-        """Take a batch through the model, row by row, and through the loss; with `backward`, add up gradients."""
+    def _pass(self, batch: Batch, *, backward: bool) -> None:
+        """Take a batch through the model, row by row, and through the loss; with `backward`, add up gradients.
+
+        On a GPU it returns before the device has done it; `_sums` waits.
+        """
         self._normalizer = self._normalizer_of(batch)
         self._judged = {}
         rows = [row.to(self.ranks.device) for row in build_rows(batch, self._plan(batch), self.data_rank)]
         with torch.set_grad_enabled(backward):
             self._run(rows, self._loss_task, backward=backward)
+
+    def _sums(self) -> _Sums:
         return sum((_Sums.of_row(*judged) for judged in self._judged.values()), _Sums())
 
     def _normalizer_of(self, batch: Batch) -> float:
@@ -352,7 +361,8 @@ class Engine:
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:
         """The sum of a batch's loss, not yet normalised, and its normaliser: they add up over batches."""
-        totals = self._reduce(self._pass(batch, backward=False))
+        self._pass(batch, backward=False)
+        totals = self._reduce(self._sums())
         return totals.loss * self._normalizer, self._normalizer
 
     def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:

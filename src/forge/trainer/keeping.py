@@ -51,8 +51,8 @@ class Keeper:
         engine = self._engine
         self.checkpoints.save(
             engine.step,
-            self._state(with_optimizer=engine.step > 0),
-            extra={"step": engine.step, "has_optimizer": engine.step > 0, "caller": dict(extra or {})},
+            self._state(),
+            extra={"step": engine.step, "caller": dict(extra or {})},
             metric=metric,
         )
 
@@ -65,10 +65,10 @@ class Keeper:
         found = self.checkpoints.find(resume)
         if found is None:
             return None
-        state = self._state(with_optimizer=bool(found.extra["has_optimizer"]) and engine.optimizers is not None)
-        extra = self.checkpoints.load(found, state, partial=engine.optimizers is None)
-        if "optimizer" in state and engine.optimizers is not None:
-            engine.optimizers.load_state_dict(state["optimizer"])
+        state = self._state()
+        extra = self.checkpoints.load(found, state, partial=engine.optimizer is None)
+        if engine.optimizer is not None:
+            engine.optimizer.set_num_steps(state["optimizer"]["num_steps"])
         if own := state["rng"].get(self._rng_key):
             set_rng_state(own)
         engine.step = int(extra["step"])
@@ -106,9 +106,9 @@ class Keeper:
     def _rng_key(self) -> str:
         return f"rank{self._engine.ranks.rank}"
 
-    def _state(self, *, with_optimizer: bool) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         engine = self._engine
         state: dict[str, Any] = {"model": engine.own_parameters(), "rng": {self._rng_key: rng_state()}}
-        if with_optimizer and engine.optimizers is not None:
-            state["optimizer"] = engine.optimizers.state_dict()
+        if engine.optimizer is not None:
+            state["optimizer"] = engine.optimizer.state_dict()
         return state

@@ -1,9 +1,13 @@
-"""AdamW over the parts of a model, its states in float32 or bfloat16, and the norm of a gradient over all ranks."""
+"""AdamW over what a rank holds of a model, its states in float32 or bfloat16; and the norm of a gradient.
+
+Everything here works on local tensors. The same on DTensors would take the host longer than it takes the device, which
+would stand still meanwhile.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import forge.models.titan_setup  # noqa: F401
 
@@ -11,18 +15,13 @@ import forge.models.titan_setup  # noqa: F401
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.distributed import ParallelDims
 
 from forge.config import TrainingConfig
 
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_STATES = ("exp_avg", "exp_avg_sq")
 
 
 class HalfStateAdamW(torch.optim.Optimizer):  # type: ignore[misc]
@@ -43,97 +42,131 @@ class HalfStateAdamW(torch.optim.Optimizer):  # type: ignore[misc]
                     self._update(parameter, group)
         return None if closure is None else closure()
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+    def _update(self, weight: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[weight]
         if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            state.update(_fresh(weight, torch.bfloat16, step_on=torch.device("cpu")))
         state["step"] += 1
-        beta1, beta2 = group["betas"]
-        weight, gradient, kept_mean, kept_square = (
-            tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        )
-        gradient = gradient.float()
-        mean = kept_mean.float().lerp_(gradient, 1 - beta1)
-        square = kept_square.float().lerp_(gradient.square(), 1 - beta2)
-        kept_mean.copy_(mean)
-        kept_square.copy_(square)
         steps = float(state["step"])
+        beta1, beta2 = group["betas"]
+        gradient = weight.grad.float()
+        mean = state["exp_avg"].float().lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].float().lerp_(gradient.square(), 1 - beta2)
+        state["exp_avg"].copy_(mean)
+        state["exp_avg_sq"].copy_(square)
         scale = square.div_(1 - beta2**steps).sqrt_().add_(group["eps"])
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(mean.div_(scale).to(weight.dtype), alpha=-group["lr"] / (1 - beta1**steps))
 
 
-class Optimizers:
-    """One AdamW for each part that this rank holds, seen as one."""
+def _fresh(weight: Tensor, dtype: torch.dtype, *, step_on: torch.device) -> dict[str, Tensor]:
+    states = {name: torch.zeros_like(weight, dtype=dtype, requires_grad=False) for name in _STATES}
+    return {"step": torch.zeros((), dtype=torch.float32, device=step_on), **states}
 
-    def __init__(self, parts: Sequence[nn.Module], config: TrainingConfig) -> None:
-        self._parts = list(parts)
-        self._each = [_adamw(part, config) for part in parts]
+
+class Optimizer:
+    """AdamW over the parameters that this rank holds, by name. Matrices decay, norms do not.
+
+    The states exist from the start, so that a checkpoint can be loaded into them.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainingConfig) -> None:
+        self._parameters = dict(parameters)
+        self._local = {name: nn.Parameter(_local(weight.data)) for name, weight in parameters.items()}
+        half = config.optimizer_dtype == "bfloat16"
+        matrices, vectors = (
+            [self._local[name] for name in parameters if self._decays(name) == d] for d in (True, False)
+        )
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        chosen: dict[str, Any] = {
+            "lr": config.learning_rate,
+            "betas": (config.beta1, config.beta2),
+            "eps": config.adam_eps,
+        }
+        groups = [group for group in groups if group["params"]]
+        self._adamw = HalfStateAdamW(groups, **chosen) if half else torch.optim.AdamW(groups, fused=True, **chosen)
+        for weight in self._local.values():
+            dtype = torch.bfloat16 if half else weight.dtype
+            self._adamw.state[weight] = _fresh(weight, dtype, step_on=torch.device("cpu") if half else weight.device)
+
+    def _decays(self, name: str) -> bool:
+        return bool(self._parameters[name].ndim > 1)
 
     def step(self, *, learning_rate: float) -> None:
-        for optimizer in self._each:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            optimizer.step()
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        for name, weight in self._parameters.items():
+            local = self._local[name]
+            local.data = _local(weight.data)
+            local.grad = None if weight.grad is None else _local(weight.grad)
+        self._adamw.step()
 
     def zero_grad(self) -> None:
-        for optimizer in self._each:
-            optimizer.zero_grad(set_to_none=True)
+        for name, weight in self._parameters.items():
+            weight.grad = self._local[name].grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """States by the name of the parameter, so that a checkpoint fits any layout."""
-        merged: dict[str, Any] = {}
-        for part, optimizer in zip(self._parts, self._each, strict=True):
-            merged |= get_optimizer_state_dict(part, optimizer, options=_FLAT)
-        return merged
+        """The states by parameter, laid out as the parameters are: what a checkpoint holds, for any layout.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for part, optimizer in zip(self._parts, self._each, strict=True):
-            set_optimizer_state_dict(part, optimizer, state, options=_FLAT)
+        They are the states themselves, so what is loaded into them is used; `num_steps` is to be handed back.
+        """
+        states = {name: self._adamw.state[local] for name, local in self._local.items()}
+        found: dict[str, Any] = {
+            kind: {name: _like(self._parameters[name], state[kind]) for name, state in states.items()}
+            for kind in _STATES
+        }
+        return found | {"num_steps": max((int(state["step"]) for state in states.values()), default=0)}
 
-
-def _adamw(part: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
-    matrices = [parameter for parameter in part.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in part.parameters() if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    betas = (config.beta1, config.beta2)
-    if config.optimizer_dtype == "bfloat16":
-        return HalfStateAdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.adam_eps, fused=True)
+    def set_num_steps(self, num_steps: int) -> None:
+        """How many steps the states have seen."""
+        for state in self._adamw.state.values():
+            state["step"].fill_(num_steps)
 
 
-def clip_gradients(parts: Sequence[nn.Module], dims: ParallelDims, *, max_norm: float | None) -> float:
-    """Scale the gradient to at most `max_norm` and return the norm that it had, over all ranks.
+def _local(tensor: Tensor) -> Tensor:
+    return cast(Tensor, tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
 
-    Works on what each rank holds, and asks the others once for each way in which parameters are split: the same on
-    DTensors would take longer than the optimizer's step.
+
+def _like(weight: Tensor, local: Tensor) -> Tensor:
+    """A local tensor as a DTensor laid out like a parameter."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+# ---- The norm of a gradient --------------------------------------------------------------------------------------
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> Tensor:
+    """The norm of the gradient over all ranks, a scalar that is not waited for. Afterwards all gradients are sums.
+
+    Each way in which parameters are split over ranks takes one question to the others.
     """
-    groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
-    for part in parts:
-        for parameter in part.parameters():
-            if parameter.grad is not None:
-                parameter.grad = _summed(parameter.grad)
-                split_over, gradient = _local(parameter.grad)
-                groups.setdefault(split_over, []).append(gradient)
-    device = next(parts[0].parameters()).device
+    groups: dict[tuple[int, tuple[int, ...]], tuple[DeviceMesh | None, list[Tensor]]] = {}
+    device = torch.device("cpu")
+    for parameter in parameters:
+        device = parameter.device
+        if parameter.grad is not None:
+            parameter.grad = _summed(parameter.grad)
+            mesh, split = _splits(parameter.grad)
+            groups.setdefault((id(mesh), split), (mesh, []))[1].append(_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (mesh, split_dims), gradients in groups.items():
+    for (_, split), (mesh, gradients) in groups.items():
         squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-        for dim in split_dims:
+        for dim in split:
             assert mesh is not None
             dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
     if dims.pp_enabled:
         dist.all_reduce(total, group=dims.get_mesh("pp").get_group())
-    norm = float(total.sqrt())
-    if max_norm is not None and norm > max_norm:
-        for gradients in groups.values():
-            torch._foreach_mul_(gradients, max_norm / norm)
-    return norm
+    return total.sqrt()
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients."""
+    torch._foreach_mul_([_local(parameter.grad) for parameter in parameters if parameter.grad is not None], factor)
 
 
 def _summed(gradient: Tensor) -> Tensor:
@@ -144,9 +177,9 @@ def _summed(gradient: Tensor) -> Tensor:
     return gradient.redistribute(placements=whole)
 
 
-def _local(gradient: Tensor) -> tuple[tuple[DeviceMesh | None, tuple[int, ...]], Tensor]:
-    """What this rank holds of a gradient, and over which dimensions of which mesh it is split."""
+def _splits(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """Over which dimensions of which mesh a gradient is split."""
     if not isinstance(gradient, DTensor):
-        return (None, ()), gradient
-    split = tuple(dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
-    return (gradient.device_mesh, split), gradient.to_local()
+        return None, ()
+    placements = enumerate(gradient.placements)
+    return gradient.device_mesh, tuple(dim for dim, placement in placements if not placement.is_replicate())
