@@ -424,11 +424,14 @@ def measure(plan: Plan, environment: Path | None) -> dict[str, Any]:
         data = prepare(folder, plan)
         with started(plan, folder, environment) as sides:
             for number in range(1, plan.num_warm + plan.num_rounds):
+                rates = []
                 for side in sides if number % 2 else sides[::-1]:
                     window = side.take_turn()
+                    rates.append(f"{side.name} {window['tokens'] / window['seconds']:,.0f}")
                     if number >= plan.num_warm:
                         side.windows.append(window)
-                print(f"window {number + 1} of {plan.num_warm + plan.num_rounds}", file=sys.stderr, flush=True)
+                progress = f"window {number + 1} of {plan.num_warm + plan.num_rounds}, tokens/s: {'; '.join(rates)}"
+                print(progress, file=sys.stderr, flush=True)
             for side in sides:
                 side.finish()
     return {

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
+import sys
 
 from forge.config import SFTConfig, from_command_line
+from forge.errors import INPUT_ERRORS, NonFiniteError
 from forge.loops.sft import run_sft
 
 
@@ -20,10 +23,16 @@ def main() -> None:
     config = from_command_line(SFTConfig)
     is_first = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
-    result = asyncio.run(run_sft(config))
+    try:
+        result = asyncio.run(run_sft(config))
+    except (*INPUT_ERRORS, NonFiniteError) as error:
+        if is_first:
+            print(error, file=sys.stderr)
+        sys.exit(1 if isinstance(error, NonFiniteError) else 2)
     if is_first:
         validation = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f}"
-        print(f"Done after {result.step} steps: loss {result.loss:.4f}{validation}")
+        loss = "nothing was left to do" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
+        print(f"Done after {result.step} steps: {loss}{validation}")
 
 
 if __name__ == "__main__":

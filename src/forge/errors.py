@@ -151,6 +151,10 @@ class NonFiniteError(ForgeError, FloatingPointError):
     """Loss or gradient is NaN or infinite. The state is as it was before the step."""
 
 
+INPUT_ERRORS: Final = (ConfigError, OptionError, ModelError, DataError, CheckpointError)
+"""What a user mends without looking at the program: the text says all, and a command ends with exit code 2."""
+
+
 class StoreError(ForgeError, RuntimeError):
     """The tensor store could not do what was asked."""
 

@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from forge.errors import ConfigError, ForgeError, OptionError
+from forge.errors import INPUT_ERRORS, ConfigError, ForgeError
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -99,7 +99,7 @@ def _in_this_process(script: Path, arguments: list[str]) -> int:
         print(ended.code, file=sys.stderr)
         return 1
     except ForgeError as error:
-        if isinstance(error, (ConfigError, OptionError)) and not hasattr(error, "remote_traceback"):
+        if isinstance(error, INPUT_ERRORS) and not hasattr(error, "remote_traceback"):
             raise  # wrong input: its text says all
         traceback.print_exception(error)
         return 1

@@ -33,6 +33,8 @@ def from_command_line(schema: type[Schema], arguments: Sequence[str] | None = No
     parser.add_argument("words", metavar="OVERRIDE", nargs="*", help="a.b=c sets a value, ~a.b removes one")
     parsed = parser.parse_intermixed_args(arguments)
     files, overrides = split_words(parsed.words)
+    if parsed.resume is not None and split_words([parsed.resume])[1]:
+        overrides, parsed.resume = [*overrides, parsed.resume], "must"  # an override that stands behind --resume
     if parsed.resume is not None:
         overrides = [*overrides, f"checkpointing.resume={parsed.resume}"]
     try:

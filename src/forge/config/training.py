@@ -107,7 +107,9 @@ class DistributedConfig(ConfigModel):
     )
     replicate: int = Field(default=1, ge=1, description="Data parallel ranks that hold whole copies.")
     shard: int = Field(
-        default=-1, ge=-1, description="Data parallel ranks that share one copy (FSDP); -1 for all that are left."
+        default=-1,
+        ge=-1,
+        description="Data parallel ranks that share one copy (FSDP); -1 for all GPUs that are left, or 1 on a CPU.",
     )
     tensor: int = Field(default=1, ge=1, description="Ranks that split every layer's heads and widths.")
     pipeline: int = Field(default=1, ge=1, description="Ranks that split the layers.")

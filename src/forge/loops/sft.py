@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,9 @@ from forge.observe import (
 )
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
 from forge.runtime.lifetime import run
-from forge.trainer.handles import TrainerHandle, is_rank, open_trainer
+from forge.trainer.checkpoint_folder import find_checkpoint
+from forge.trainer.handles import TrainerHandle, is_rank, open_trainer, planned_ranks
+from forge.trainer.layout import check_layout
 from forge.types import Batch, StepResult
 
 _log = logging.getLogger("forge.sft")
@@ -62,6 +65,7 @@ class SFTResult:
 async def run_sft(config: SFTConfig) -> SFTResult:
     """Fine-tune as a configuration says. In every rank of `forge run --nproc_per_node`, or once as the controller."""
     model = resolve(config.model)
+    _check_before_start(config, model)
     tokenizer = _tokenizer(model, config)
     with open_loaders(
         config.data,
@@ -97,6 +101,13 @@ def run_dir(config: SFTConfig) -> Path:
     return config.run.output_dir / config.run.name
 
 
+def _check_before_start(config: SFTConfig, model: ResolvedModel) -> None:
+    """Refuse what the ranks would refuse, before there are any: it takes a second, and nothing is left behind."""
+    num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else planned_ranks(config.distributed)
+    check_layout(config.distributed, model.facts, config.training, num_ranks=num_ranks)
+    find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
+
+
 def _tokenizer(model: ResolvedModel, config: SFTConfig) -> ChatTokenizer:
     if model.folder is None:
         raise ConfigError(
@@ -118,6 +129,8 @@ def _num_steps(config: SFTConfig, loader: BatchLoader) -> int | None:
     count = loader.count_batches()
     if count is None:
         return most
+    if count.total == 0:
+        next(loader)  # refuses, and says what became of the records
     if not count.exact:
         _log.info("the data makes about %d steps (estimated from a part of it)", count.total)
     return count.total if most is None else min(most, count.total)
@@ -148,7 +161,8 @@ class _Loop:
         self._loss = math.nan
         self._validation_loss: float | None = None
         self._best: float | None = None
-        self._saved_step = 0
+        self._saved_step: int | None = None
+        self._validated_step: int | None = None
         self._throughput = Throughput()
         self._peak_flops: float | None = None
         self._num_devices = 1
@@ -161,12 +175,13 @@ class _Loop:
         self._peak_flops = device_peak_flops(state["device_name"], state["compute_dtype"])
         self._throughput = Throughput()
         for batch, position in self._batches():
+            # Only now it is known that the last step was not the end, where validation comes first.
+            if _is_due(self._step, self._config.checkpointing.save_interval):
+                await self._save(position=position)
             result = await self._train(batch, position)
             self._write_step(result, batch)
             if _is_due(self._step, self._config.validation.interval):
                 await self._validate()
-            if _is_due(self._step, self._config.checkpointing.save_interval):
-                await self._save()
         return await self._finish()
 
     def _batches(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
@@ -194,7 +209,7 @@ class _Loop:
 
     async def _validate(self) -> None:
         loader = self._loaders.validation
-        if loader is None:
+        if loader is None or self._validated_step == self._step:
             return
         with self._paused():
             loader.rewind()
@@ -202,8 +217,8 @@ class _Loop:
             for batch in loader:
                 batch_loss, batch_weight = await self._trainer.evaluate(batch)
                 loss, weight = loss + batch_loss, weight + batch_weight
-            self._validation_loss = loss / weight
-            is_best = self._best is None or self._validation_loss < self._best
+            self._validation_loss, self._validated_step = loss / weight, self._step
+            is_best = math.isfinite(self._validation_loss) and self._validation_loss < (self._best or math.inf)
             if is_best:
                 self._best = self._validation_loss
             self._write({VALIDATION_LOSS: self._validation_loss, VALIDATION_BEST: int(is_best)})
@@ -211,13 +226,14 @@ class _Loop:
                 await self._save(metric=self._validation_loss)
 
     async def _save(self, *, metric: float | None = None, position: dict[str, Any] | None = None) -> None:
-        if self._saved_step == self._step and position is None:
+        if self._saved_step == self._step:
             return
         with self._paused():
             extra = {
                 "data": position or self._loaders.train.state_dict(),
                 "best_validation_loss": self._best,
-                "validation_loss": self._validation_loss,
+                "validation_loss": _finite(self._validation_loss),
+                "validated_step": self._validated_step,
             }
             await self._trainer.save(extra=extra, metric=metric)
         self._saved_step = self._step
@@ -228,15 +244,14 @@ class _Loop:
             return False
         self._loaders.train.load_state_dict(extra["data"])
         self._best, self._validation_loss = extra["best_validation_loss"], extra["validation_loss"]
+        self._validated_step = extra.get("validated_step")
         self._step = self._saved_step = (await self._trainer.state())["step"]
         if self._trainer.is_leader:
             _log.info("going on after step %d", self._step)
         return True
 
     async def _finish(self) -> SFTResult:
-        interval = self._config.validation.interval
-        if not _is_due(self._step, interval):
-            await self._validate()
+        await self._validate()
         await self._save()
         export = None
         if self._config.checkpointing.export_hf:
@@ -301,6 +316,10 @@ class _Loop:
         """Close the metrics' files."""
         if self._log is not None:
             self._log.close()
+
+
+def _finite(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _is_due(step: int, interval: int | None) -> bool:

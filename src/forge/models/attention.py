@@ -70,13 +70,24 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: f
     groups = q.shape[2] // k.shape[2]
     if groups > 1:
         k, v = (tensor.repeat_interleave(groups, dim=2) for tensor in (k, v))
-    sizes = (*documents.lengths, documents.num_padding)
+    sizes = (*documents.lengths, documents.num_padding) if documents.num_padding else documents.lengths
     parts: list[Tensor] = []
     for q_part, k_part, v_part in zip(*(tensor.split(sizes, dim=1) for tensor in (q, k, v)), strict=True):
         if len(parts) == len(documents.lengths):
-            parts.append(v_part)  # padding: each token sees itself alone
+            parts.append(_each_alone(q_part, k_part, v_part, scale))
             break
         query, key, value = (tensor.transpose(1, 2) for tensor in (q_part, k_part, v_part))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
         parts.append(out.transpose(1, 2))
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def _each_alone(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """Padding: each token sees itself alone.
+
+    The result is `v`, but queries and keys must get a gradient too, of 0: in a row without samples nothing else would
+    give them one, and FSDP sums over ranks only what has a gradient, so that ranks would disagree about what they sum.
+    """
+    query, key, value = (tensor.transpose(0, 1).transpose(1, 2) for tensor in (q, k, v))
+    out = F.scaled_dot_product_attention(query, key, value, scale=scale)
+    return out.transpose(1, 2).transpose(0, 1)

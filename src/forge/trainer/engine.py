@@ -23,12 +23,12 @@ from forge.models.weights import load_hf, named_parameters
 from forge.trainer.assembly import Assembled, Precision, assemble
 from forge.trainer.head import from_row, head_function
 from forge.trainer.layout import check_layout
-from forge.trainer.microbatches import Row, RowPlan, build_rows, plan_rows, scatter_back
+from forge.trainer.microbatches import Row, RowPlan, build_rows, check_batch, plan_rows, scatter_back
 from forge.trainer.offload import keep_activations_on_host
 from forge.trainer.optimizer import Optimizer, gradient_norm, scale_gradients
 from forge.trainer.ranks import Ranks
 from forge.trainer.schedules import rate_factor
-from forge.types import Batch, StepResult
+from forge.types import Batch, Sample, StepResult
 
 
 @dataclass(slots=True)
@@ -63,6 +63,13 @@ def _merged(name: str, old: float | None, new: float) -> float:
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _is_finite(sample: Sample, fields: Sequence[str]) -> bool:
+    """Whether the numbers of a sample that a loss looks at are finite. A NaN would spread to every row's loss."""
+    counted = sample.loss_weights != 0
+    values = [sample.loss_weights, *(sample.fields[name][counted] for name in fields)]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in values)
 
 
 class Engine:
@@ -199,6 +206,7 @@ class Engine:
 
         On a GPU it returns before the device has done it; `_sums` waits.
         """
+        check_batch(batch, vocab_size=self.model.facts.vocab_size, fields=self.loss.fields)
         self._normalizer = self._normalizer_of(batch)
         self._judged = {}
         rows = [row.to(self.ranks.device) for row in build_rows(batch, self._plan(batch), self.data_rank)]
@@ -339,16 +347,17 @@ class Engine:
         if self.ranks.device.type == "cuda":
             metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if not finite:
-            metrics["bad_samples"] = _listed(self._names(batch, totals.bad_samples))
+            metrics["bad_samples"] = _listed(self._bad_names(batch, totals))
         return metrics
 
-    @staticmethod
-    def _names(batch: Batch, samples: Sequence[int]) -> list[str]:
-        chosen = sorted(set(samples)) or range(len(batch))
+    def _bad_names(self, batch: Batch, totals: _Sums) -> list[str]:
+        """The samples whose own numbers are not finite; else those of the rows whose loss is not; else all."""
+        own = [index for index, sample in enumerate(batch.samples()) if not _is_finite(sample, self.loss.fields)]
+        chosen = own or sorted(set(totals.bad_samples)) or range(len(batch))
         return [(batch.identities[index] if batch.identities else "") or f"sample {index}" for index in chosen]
 
     def _nonfinite(self, batch: Batch, totals: _Sums, norm: float) -> NonFiniteError:
-        names = self._names(batch, totals.bad_samples)
+        names = self._bad_names(batch, totals)
         return NonFiniteError(
             f"step {self.step + 1}: the loss is {totals.loss:g} and the gradient's norm is {norm:g}",
             path=_listed(names),
@@ -367,6 +376,7 @@ class Engine:
 
     def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
         """The logprob of every token of every sample, float32 [L] each, in the batch's order; 0 for the first token."""
+        check_batch(batch, vocab_size=self.model.facts.vocab_size)
         plan = self._plan(batch)
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         self._scores = {}

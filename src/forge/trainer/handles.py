@@ -7,12 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from forge.config import TrainerConfig
+from forge.config import DistributedConfig, TrainerConfig
 from forge.trainer.actor import Trainer
 from forge.types import Batch, StepResult
 
 if TYPE_CHECKING:
     from forge.losses import Loss
+
+
+_KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""For glibc in ranks on CPUs: keep what a step gives back. It is asked for again in the next one, and new pages from
+the kernel, zeroed, cost a twentieth of a step. One arena, since those of other threads are given back all the same."""
 
 
 class TrainerHandle(Protocol):
@@ -125,13 +130,26 @@ async def open_trainer(config: TrainerConfig, loss: Loss | None = None) -> Train
         return LocalTrainer(config, loss)
     distributed = config.distributed
     hosts = distributed.hosts or 1
+    with_gpus = _wants_gpus(distributed.with_gpus)
+    env = {} if with_gpus else {name: value for name, value in _KEEP_MEMORY.items() if name not in os.environ}
     actor = await Trainer.options(
-        procs=distributed.num_ranks // hosts,
+        procs=planned_ranks(distributed) // hosts,
         hosts=distributed.hosts,
-        with_gpus=_wants_gpus(distributed.with_gpus),
+        with_gpus=with_gpus,
+        env=env,
         num_threads=distributed.num_threads,
     ).as_actor(config, loss)
     return MeshTrainer(actor)
+
+
+def planned_ranks(distributed: DistributedConfig) -> int:
+    """How many ranks the controller starts: the product of the degrees. A shard of -1 takes all GPUs, or one CPU rank."""
+    if distributed.shard != -1 or not _wants_gpus(distributed.with_gpus):
+        return distributed.num_ranks
+    import torch
+
+    num_gpus = torch.cuda.device_count() * (distributed.hosts or 1)
+    return max(distributed.num_ranks, num_gpus - num_gpus % distributed.num_ranks)
 
 
 def _wants_gpus(chosen: bool | None) -> bool:

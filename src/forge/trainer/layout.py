@@ -83,6 +83,7 @@ def check_layout(
     _check_tensor(layout, model)
     _check_pipeline(distributed, layout, model)
     _check_expert(layout, model)
+    _check_rows(distributed, layout)
     _check_training(distributed, layout, model, training)
     return layout
 
@@ -285,6 +286,17 @@ def _check_expert(layout: Layout, model: ModelConfig) -> None:
     else:
         return
     _refuse(problem, path="distributed.expert", value=layout.expert, rule=rule, repair=fitting)
+
+
+def _check_rows(distributed: DistributedConfig, layout: Layout) -> None:
+    if layout.tensor > 1 and layout.expert > 1 and not distributed.sequence_parallel:
+        _refuse(
+            "experts that are split among tensor parallel ranks take the tokens that each of them has",
+            path="distributed.sequence_parallel",
+            value=False,
+            rule="must be true where distributed.tensor and distributed.expert are over 1",
+            repair="set it to true, or set distributed.tensor to 1",
+        )
 
 
 def _check_training(

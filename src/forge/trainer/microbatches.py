@@ -162,6 +162,36 @@ def plan_rows(
     )
 
 
+def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] = ()) -> None:
+    """Refuse on every rank what only the rank with that sample, or the last stage of a pipeline, would stumble over.
+
+    The others would wait for it for ever.
+    """
+    for name in fields:
+        if name not in batch.fields:
+            raise DataError(
+                f"the loss needs the field {name!r}, which the batch does not have",
+                path=f"fields[{name!r}]",
+                value=sorted(batch.fields),
+                rule="every field that the loss names in `fields`",
+                repair=f"put {name!r} into the fields of each sample",
+            )
+    is_outside = (batch.token_ids < 0) | (batch.token_ids >= (vocab_size or 2**62))
+    if not bool(is_outside.any()):
+        return
+    place = int(torch.nonzero(is_outside)[0])
+    ends = list(accumulate(batch.lengths))
+    index = next(index for index, end in enumerate(ends) if place < end)
+    identity = (batch.identities[index] if batch.identities else "") or f"sample {index} of the batch"
+    raise DataError(
+        f"{identity} has a token that is not in the vocabulary",
+        path=f"{identity}: token_ids[{place - ends[index] + batch.lengths[index]}]",
+        value=int(batch.token_ids[place]),
+        rule=f"at least 0 and below {vocab_size}, the size of the model's vocabulary",
+        repair="use the tokenizer of this model",
+    )
+
+
 def build_rows(batch: Batch, plan: RowPlan, rank: int) -> list[Row]:
     """The rows of one data parallel rank, in the order of the plan, on the batch's device."""
     if batch.lengths != plan.lengths:

@@ -1,0 +1,235 @@
+"""Fine-tuning as a user starts it: from the command line to a folder that `transformers` loads."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from forge.cli import main as forge_command
+from forge.observe import read_jsonl
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 200
+NUM_STEPS = 20
+APP = ["apps/sft/main.py", "--config", "apps/sft/tiny.yaml"]
+SHORT = [
+    f"training.max_steps={NUM_STEPS}",
+    "training.batch_size=4",
+    "training.max_seq_len=256",
+    "validation.interval=8",
+    "checkpointing.save_interval=10",
+    "metrics.log_interval=4",
+]
+STEP_LINE = re.compile(
+    r"Epoch \d+/10 \| Step \d+ \| Loss: \d+\.\d{2,4} \| LR: [\d.e-]+ \| Tokens/s: \d+ \| Grad: [\d.e-]+"
+)
+VALIDATION_LINE = re.compile(r"Validation \| Step \d+ \| Loss: \d+\.\d{2,4}( \| best)?")
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+class Ended:
+    """A run that has ended, and what it left."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        words = [*command, *SHORT, f"run.output_dir={folder}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder.parent / "cache")}
+        ended = subprocess.run(
+            words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        self.output, self.errors = ended.stdout.splitlines(), ended.stderr
+        self.folder = folder / "sft-tiny"
+        self.lines = list(read_jsonl(self.folder / "metrics.jsonl"))
+
+    def values(self, name: str) -> dict[int, float]:
+        return {line.step: float(line.values[name]) for line in self.lines if name in line.values}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sft")
+
+
+@pytest.fixture(scope="module")
+def single(home: Path) -> Ended:
+    """One controller, one rank."""
+    return Ended([sys.executable, "-m", "forge.cli", "run", *APP], home / "single")
+
+
+def test_it_learns_and_says_so(single: Ended) -> None:
+    steps = list(range(1, NUM_STEPS + 1))
+    counts = Counter((line.step, name) for line in single.lines for name in line.values)
+    assert set(counts.values()) == {1}
+    assert sorted(single.values("train/loss")) == steps
+    validation = single.values("validation/loss")
+    assert sorted(validation) == [8, 16, NUM_STEPS]
+    assert validation[NUM_STEPS] < validation[8] < single.values("train/loss")[1] - 2
+    assert validation[NUM_STEPS] < 2.2
+
+    training = [line for line in single.output if line.startswith("Epoch")]
+    assert len(training) == NUM_STEPS // 4
+    assert all(STEP_LINE.fullmatch(line) for line in training), training
+    judged = [line for line in single.output if line.startswith("Validation")]
+    assert len(judged) == 3
+    assert all(VALIDATION_LINE.fullmatch(line) for line in judged), judged
+    last = single.values("train/loss")[NUM_STEPS]
+    said = f"Done after {NUM_STEPS} steps: loss {last:.4f}, validation loss {validation[NUM_STEPS]:.4f}"
+    assert single.output[-1] == said
+    assert len(single.output) == len(training) + len(judged) + 1
+    assert "Warning" not in single.errors
+    assert "Traceback" not in single.errors
+
+
+def test_what_it_leaves_behind(single: Ended) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from forge.trainer.checkpoint_folder import best_checkpoint, list_checkpoints
+
+    assert sorted(path.name for path in single.folder.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "tensorboard",
+    ]
+    assert yaml.safe_load((single.folder / "config.yaml").read_text())["training"]["max_steps"] == NUM_STEPS
+    events = EventAccumulator(str(single.folder / "tensorboard"))
+    events.Reload()
+    shown = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert shown == pytest.approx(single.values("train/loss"))
+    kept = list_checkpoints(single.folder / "checkpoints")
+    assert [info.step for info in kept] == [16, NUM_STEPS]
+    best = best_checkpoint(kept)
+    assert best is not None
+    assert (best.step, best.metric) == (NUM_STEPS, single.values("validation/loss")[NUM_STEPS])
+
+
+def test_transformers_loads_the_export_and_finds_the_same_validation_loss(single: Ended) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from forge.config import SFTConfig, load
+    from forge.data import open_loaders
+    from forge.models.tokenizer import ChatTokenizer
+
+    torch.set_num_threads(1)
+    export = single.folder / "checkpoints" / "hf"
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    config = load(SFTConfig, files=[single.folder / "config.yaml"])
+    sources = [source.model_copy(update={"path": str(ROOT / str(source.path))}) for source in config.data.sources]
+    with open_loaders(
+        config.data.model_copy(update={"sources": tuple(sources)}),
+        training=config.training,
+        tokenizer=ChatTokenizer.load(export),
+        seed=config.run.seed,
+        validation=config.validation,
+    ) as loaders:
+        assert loaders.validation is not None
+        batches = list(loaders.validation)
+    total = weight = 0.0
+    with torch.no_grad():
+        for batch in batches:
+            parts = (batch.token_ids.split(batch.lengths), batch.loss_weights.split(batch.lengths))
+            for tokens, weights in zip(*parts, strict=True):
+                logprobs = model(tokens.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
+                said = logprobs.gather(1, tokens[1:, None])[:, 0]
+                total, weight = total - float((said * weights[1:]).sum()), weight + float(weights.sum())
+    assert weight > 500
+    assert total / weight == pytest.approx(single.values("validation/loss")[NUM_STEPS], abs=1e-4)
+
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    question = [{"role": "user", "content": "What is 1 + 2?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "=" in tokenizer.decode(answer)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, "-m", "forge.cli", "run", "--nproc_per_node", "2", *APP],
+        [sys.executable, *APP, "distributed.tensor=2"],
+    ],
+    ids=["two ranks of the program", "a controller with two tensor parallel ranks"],
+)
+def test_two_ranks_learn_what_one_learns(single: Ended, home: Path, command: list[str]) -> None:
+    both = Ended(command, home / f"both-{len(command)}")
+    assert [line.step for line in both.lines] == [line.step for line in single.lines]
+    for name, steps in (("train/loss", NUM_STEPS), ("validation/loss", 3)):
+        assert len(both.values(name)) == steps
+        assert both.values(name) == pytest.approx(single.values(name), rel=2e-3)
+    assert both.values("train/loss")[1] == pytest.approx(single.values("train/loss")[1], rel=1e-6)
+    assert both.values("train/num_tokens") == single.values("train/num_tokens")
+    assert len([line for line in both.output if line.startswith("Done")]) == 1
+
+
+# ---- Wrong input -----------------------------------------------------------------------------------------------------
+
+
+def refused(words: list[str], folder: Path, capfd: pytest.CaptureFixture[str]) -> str:
+    """What the command says about input that it refuses: at once, without a traceback, and leaving nothing behind."""
+    code = forge_command(["run", *APP, f"run.output_dir={folder}", *words])
+    said = capfd.readouterr().err
+    assert code == 2, said
+    assert "Traceback" not in said
+    assert psutil.Process().children() == []
+    return said
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["model.family=gpt2"], ["model.family", "'gpt2'", "qwen3, qwen3_moe, llama"]),
+        (["model.path=no/such/folder"], ["model.path", "no/such/folder", "forge download"]),
+        (["data.sources=[{path: nothing.jsonl}]"], ["nothing.jsonl", "starts at the working directory"]),
+        (["distributed.tensor=3"], ["distributed.tensor", "must divide model.num_heads, which is 4", "shard 3"]),
+        (["distributed.pipeline=2"], ["distributed.pipeline", "model.tie_embeddings is true", "shard 2; tensor 2"]),
+        (["training.max_seq_len=4096"], ["training.max_seq_len", "which is 2048", "lower it to 2048"]),
+        (["training.max_seq_len=8"], ["data.sources", "'oversize': 1425", "raise training.max_seq_len"]),
+        (["--resume"], ["no checkpoint to go on from", "checkpointing.resume=auto"]),
+    ],
+    ids=["family", "folder", "data", "heads", "tied", "too long", "nothing to learn", "no checkpoint"],
+)
+def test_wrong_input_is_refused(
+    words: list[str],
+    parts: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    said = refused(words, tmp_path / "runs", capfd)
+    assert [part for part in parts if part not in said] == [], said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_bad_record_is_named_by_file_and_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    records = (ROOT / "apps/sft/sums.jsonl").read_text().splitlines()[:3]
+    data = tmp_path / "bad.jsonl"
+    data.write_text("\n".join([*records, '{"messages": [{"role": "user"}]}']) + "\n")
+    said = refused([f"data.sources=[{{path: {data}}}]", "validation.fraction=0"], tmp_path / "runs", capfd)
+    assert f"{data}:4" in said
+    assert "data.on_bad_record to skip" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_with_checkpoints_is_not_mixed_with_another_run(
+    single: Ended, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    before = {path: path.stat().st_mtime_ns for path in single.folder.rglob("*")}
+    said = refused([], single.folder.parent, capfd)
+    assert "already holds 2 checkpoint(s), the latest of step 20" in said
+    assert "checkpointing.resume=auto to go on from it" in said
+    assert {path: path.stat().st_mtime_ns for path in single.folder.rglob("*")} == before

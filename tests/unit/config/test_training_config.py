@@ -1,0 +1,107 @@
+"""The sections of a trainer and of fine-tuning: their rules, the files of the application, and `--resume`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge.config import DistributedConfig, SFTConfig, from_command_line, load
+from forge.errors import ConfigError
+from forge.models.facts import complete
+from forge.trainer.layout import check_layout
+
+APP = Path(__file__).parents[3] / "apps" / "sft"
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        load(SFTConfig, overrides=overrides)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["training.microbatch_tokens=100"], ["training.microbatch_tokens", "max_seq_len, which is 2048", "raise it"]),
+        (["training.schedule=sawtooth"], ["training.schedule", "'sawtooth'", "constant, linear, cosine, wsd"]),
+        (["training.learning_rate=0"], ["training.learning_rate"]),
+        (["training.max_steps=0"], ["training.max_steps"]),
+        (["distributed.shard=0"], ["distributed.shard", "-1 or at least 1", "write -1"]),
+        (["distributed.strategy=none", "distributed.shard=2"], ["distributed.strategy", "shard is 2", "`auto`"]),
+        (["distributed.strategy=replicate", "distributed.shard=2"], ["distributed.strategy", "shard 1 or -1"]),
+        (["distributed.strategy=fsdp", "distributed.replicate=2"], ["distributed.strategy", "replicate 1"]),
+        (["distributed.strategy=hsdp"], ["distributed.strategy", "replicate of at least 2"]),
+        (["distributed.shard=3", "distributed.expert=2"], ["distributed.expert", "which is 3", "lower it"]),
+        (["distributed.shard=3", "distributed.hosts=2"], ["distributed.hosts", "which is 3"]),
+        (["checkpointing.keep=0"], ["checkpointing.keep"]),
+        (["data.sources=[{}]"], ["data.sources.0.path", "exactly one of path and hf_dataset"]),
+        (["data.sources=[{path: a.jsonl, hf_dataset: a/b}]"], ["data.sources.0.path", "remove one"]),
+        (["data.sources=[{path: a.jsonl, weight: 0}]"], ["data.sources.0.weight"]),
+        (["data.streaming=true", "validation.fraction=0.1"], ["validation.fraction", "give validation.sources"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_a_broken_rule_is_named_with_its_repair(overrides: list[str], parts: list[str]) -> None:
+    said = refusal(*overrides)
+    assert [part for part in parts if part not in said] == [], said
+
+
+@pytest.mark.parametrize(
+    ("degrees", "num_ranks"),
+    [
+        ({}, 1),
+        ({"shard": 4}, 4),
+        ({"replicate": 2, "shard": 4, "tensor": 2, "pipeline": 3}, 48),
+        ({"tensor": 2}, 2),
+        ({"shard": 4, "expert": 4}, 4),
+    ],
+)
+def test_the_degrees_say_how_many_ranks_there_are(degrees: dict[str, int], num_ranks: int) -> None:
+    assert DistributedConfig(**degrees).num_ranks == num_ranks
+
+
+def test_validation_is_on_where_there_is_something_to_validate_with() -> None:
+    assert not load(SFTConfig).validation.enabled
+    assert load(SFTConfig, overrides=["validation.fraction=0.1"]).validation.enabled
+    assert load(SFTConfig, overrides=["validation.sources=[{path: a.jsonl}]"]).validation.enabled
+
+
+# ---- The command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "resume"),
+    [
+        ([], "never"),
+        (["--resume"], "must"),
+        (["--resume", "runs/a/step-00000004"], "runs/a/step-00000004"),
+        (["--resume=runs/a/step-00000004"], "runs/a/step-00000004"),
+        (["checkpointing.resume=auto"], "auto"),
+        (["checkpointing.resume=auto", "--resume"], "must"),
+    ],
+)
+def test_resume_on_the_command_line(words: list[str], resume: str) -> None:
+    assert from_command_line(SFTConfig, words).checkpointing.resume == resume
+
+
+def test_an_override_behind_resume_is_not_taken_for_a_checkpoint() -> None:
+    config = from_command_line(SFTConfig, ["--resume", "training.max_steps=7", "run.seed=3"])
+    assert (config.checkpointing.resume, config.training.max_steps, config.run.seed) == ("must", 7, 3)
+
+
+# ---- The files of the application ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3_1_7b", "qwen3_8b", "llama3_8b"])
+def test_a_file_of_the_application_is_valid_and_its_layout_fits_its_model(name: str) -> None:
+    config = load(SFTConfig, files=[APP / f"{name}.yaml"])
+    model = complete(config.model.model_copy(update={"path": None}))
+    layout = check_layout(config.distributed, model, config.training, num_ranks=config.distributed.num_ranks)
+    assert layout.num_ranks == {"tiny": 1, "qwen3_1_7b": 1}.get(name, 8)
+    assert config.data.sources
+    assert config.validation.enabled
+    if name != "tiny":
+        assert str(config.model.path).startswith("models/")
+        assert config.distributed.precision == "bfloat16"
+        assert config.distributed.with_gpus is True
