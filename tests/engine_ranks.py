@@ -128,20 +128,19 @@ def gradients_of(engine: Engine) -> Iterator[dict[str, Any]]:
 
     A pipeline's rank has those of its own layers.
     """
-    import torch
     from torch.distributed.tensor import DTensor
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    names = {id(parameter): name for name, parameter in engine.named_parameters().items()}
+    from forge.models.weights import named_parameters
+
     found: dict[str, Any] = {}
 
-    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if isinstance(gradient, DTensor):
-                    gradient = gradient.full_tensor()
-                found[names[id(parameter)]] = None if gradient is None else gradient.clone()
+    def look(*_: Any) -> None:
+        for name, parameter in named_parameters(engine.parts):
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
+            found[name] = None if gradient is None else gradient.clone()
 
     hook = register_optimizer_step_pre_hook(look)
     try:

@@ -19,6 +19,7 @@ from engine_ranks import Ranks, gradients_of, made_batch, opened, ranks_of, whol
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.errors import DataError, NonFiniteError
 from forge.losses import ClippedPolicy, CrossEntropy, Loss
+from forge.models.weights import named_parameters
 from forge.types import Batch, StepResult
 
 VOCAB = 64
@@ -98,12 +99,12 @@ def train(config: TrainerConfig) -> Trained:
         results = [engine.train_step(batch_of()) for _ in range(STEPS - 1)]
         with gradients_of(engine) as gradients:
             results.append(engine.train_step(batch_of()))
-        assert engine.optimizers is not None
-        states = engine.optimizers.state_dict()
+        assert engine.optimizer is not None
+        states = engine.optimizer.state_dict()
         return Trained(
             results,
             whole_weights(engine),
-            {state.dtype for name, state in states.items() if "exp_avg" in name},
+            {state.dtype for kind in ("exp_avg", "exp_avg_sq") for state in states[kind].values()},
             {gradient.dtype for gradient in gradients.values()},
         )
 
@@ -208,7 +209,7 @@ def run_clipping(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
                     with gradients_of(engine) as gradients:
                         result = engine.train_step(batch_of())
                     found[name].append((result.grad_norm, gradients))
-                left = [name for name, p in engine.named_parameters().items() if p.grad is not None]
+                left = [name for name, parameter in named_parameters(engine.parts) if parameter.grad is not None]
                 assert left == [], "no gradient stays behind"
     return found
 
@@ -283,12 +284,13 @@ def kept_of(engine: Any) -> dict[str, Any]:
     """Everything that a step may change, whole."""
     from torch.distributed.tensor import DTensor
 
-    states = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for name, value in engine.optimizers.state_dict().items()
-        if isinstance(value, Tensor)
+    states = engine.optimizer.state_dict()
+    kept = {
+        f"{kind} of {name}": (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for kind in ("exp_avg", "exp_avg_sq")
+        for name, value in states[kind].items()
     }
-    return {**whole_weights(engine), **states, "step": torch.tensor(engine.step)}
+    return {**whole_weights(engine), **kept, "steps": torch.tensor([engine.step, states["num_steps"]])}
 
 
 def survive(layout: dict[str, Any], kind: str, loss: Loss) -> Survived:
@@ -365,7 +367,7 @@ def run_overflow() -> tuple[str, bool, StepResult]:
     """A model whose own numbers are too large, and then repaired."""
     with opened(config_of({}, {})) as engine:
         engine.train_step(batch_of())
-        weight = engine.named_parameters()["norm.weight"]
+        weight = dict(named_parameters(engine.parts))["norm.weight"]
         original = weight.detach().clone()
         with torch.no_grad():
             weight.fill_(1e38)
@@ -434,8 +436,8 @@ def run_frozen(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
             expected = engine.forward_logprobs(batch_of(), temperature=0.7), engine.evaluate(batch_of())
         with opened(config_of({"schedule": "cosine"}, layout, frozen=True)) as engine:
             scores = engine.forward_logprobs(batch_of(), temperature=0.7), engine.evaluate(batch_of())
-            assert engine.optimizers is None
-            assert not any(parameter.requires_grad for parameter in engine.named_parameters().values())
+            assert engine.optimizer is None
+            assert not any(parameter.requires_grad for _, parameter in named_parameters(engine.parts))
             with pytest.raises(RuntimeError, match="frozen"):
                 engine.train_step(batch_of())
         found[name] = expected, scores

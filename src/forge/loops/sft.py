@@ -218,7 +218,7 @@ class _Loop:
                 batch_loss, batch_weight = await self._trainer.evaluate(batch)
                 loss, weight = loss + batch_loss, weight + batch_weight
             self._validation_loss, self._validated_step = loss / weight, self._step
-            is_best = math.isfinite(self._validation_loss) and self._validation_loss < (self._best or math.inf)
+            is_best = self._validation_loss < (math.inf if self._best is None else self._best)  # never for NaN
             if is_best:
                 self._best = self._validation_loss
             self._write({VALIDATION_LOSS: self._validation_loss, VALIDATION_BEST: int(is_best)})

@@ -143,12 +143,12 @@ async def open_trainer(config: TrainerConfig, loss: Loss | None = None) -> Train
 
 
 def planned_ranks(distributed: DistributedConfig) -> int:
-    """How many ranks the controller starts: the product of the degrees. A shard of -1 takes all GPUs, or one CPU rank."""
+    """How many ranks the controller starts: the product of the degrees, where a shard of -1 takes all GPUs."""
     if distributed.shard != -1 or not _wants_gpus(distributed.with_gpus):
         return distributed.num_ranks
     import torch
 
-    num_gpus = torch.cuda.device_count() * (distributed.hosts or 1)
+    num_gpus = int(torch.cuda.device_count()) * (distributed.hosts or 1)
     return max(distributed.num_ranks, num_gpus - num_gpus % distributed.num_ranks)
 
 

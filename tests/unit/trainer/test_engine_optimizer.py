@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.config import TrainingConfig
-from forge.trainer.optimizer import HalfStateAdamW, Optimizers
+from forge.trainer.optimizer import HalfStateAdamW, Optimizer
 from forge.trainer.schedules import rate_factor
 
 
@@ -99,14 +99,14 @@ def test_half_states_move_weights_of_any_dtype() -> None:
 def test_matrices_decay_and_vectors_do_not(states: str) -> None:
     model = Model()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    optimizers = Optimizers([model], config(optimizer_dtype=states))
+    optimizer = Optimizer(dict(model.named_parameters()), config(optimizer_dtype=states))
     for parameter in (model.matrix, model.cube, model.vector):
         parameter.grad = torch.zeros_like(parameter)
-    optimizers.step(learning_rate=0.5)
+    optimizer.step(learning_rate=0.5)
     for name in ("matrix", "cube"):
         torch.testing.assert_close(getattr(model, name).detach(), before[name] * (1 - 0.5 * 0.1))
     assert torch.equal(model.vector, before["vector"])
-    optimizers.zero_grad()
+    optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -116,39 +116,36 @@ def test_a_step_uses_the_rate_it_is_given(schedule: str, states: str) -> None:
     """With the same gradient at every step AdamW moves each weight by the rate, so the rates can be read off."""
     settings = config(schedule=schedule, warmup_steps=2, weight_decay=0.0, optimizer_dtype=states, min_lr_ratio=0.1)
     model = Model()
-    optimizers = Optimizers([model], settings)
+    optimizer = Optimizer(dict(model.named_parameters()), settings)
     for step in range(8):
         before = model.vector.detach().clone()
         rate = settings.learning_rate * rate_factor(step, config=settings, total_steps=8)
         give(model, 0)
         model.vector.grad = torch.ones(5)
-        optimizers.step(learning_rate=rate)
+        optimizer.step(learning_rate=rate)
         torch.testing.assert_close(before - model.vector, torch.full((5,), rate), rtol=0.01, atol=1e-6)
 
 
 @pytest.mark.parametrize("states", ["float32", "bfloat16"])
 def test_states_go_by_name_into_another_optimizer(states: str) -> None:
+    """What is loaded into the states is what the next step uses, in the dtype that they have."""
     model, other = Model(), Model()
-    settings = config(optimizer_dtype=states)
-    optimizers = Optimizers([model], settings)
+    one, another = (Optimizer(dict(each.named_parameters()), config(optimizer_dtype=states)) for each in (model, other))
     for step in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
         give(model, step)
-        optimizers.step(learning_rate=1e-2)
-    saved = {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in optimizers.state_dict().items()
-    }
-    assert {"state.matrix.exp_avg", "state.vector.exp_avg_sq", "state.cube.step"} <= saved.keys()
-    assert saved["state.matrix.exp_avg"].dtype == getattr(torch, states)
+        one.step(learning_rate=1e-2)
+    saved, fresh = one.state_dict(), another.state_dict()
+    assert (saved["num_steps"], fresh["num_steps"]) == (3, 0)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert saved[kind].keys() == dict(model.named_parameters()).keys()
+        for name, state in saved[kind].items():
+            assert state.dtype == fresh[kind][name].dtype == getattr(torch, states)
+            fresh[kind][name].copy_(state)
+    another.set_num_steps(saved["num_steps"])
     other.load_state_dict(model.state_dict())
-    again = Optimizers([other], settings)
-    again.load_state_dict(saved)
-    for one, both in ((model, optimizers), (other, again)):
-        give(one, 7)
-        one.unused.grad = torch.zeros(3, 3)
-        both.step(learning_rate=1e-2)
-    assert again.state_dict()["state.matrix.exp_avg"].dtype == getattr(torch, states)
+    for each, optimizer in ((model, one), (other, another)):
+        give(each, 7)
+        optimizer.step(learning_rate=1e-2)
     for name, weight in model.named_parameters():
         assert torch.equal(getattr(other, name), weight), name
 
