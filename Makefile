@@ -31,8 +31,8 @@ quickstart: env ## Run the first example
 test: env-dev ## Run every test, with a coverage report
 	@rc=0; $(py) -m coverage run -m pytest tests $(ARGS) || rc=$$?; $(py) -m coverage report || rc=$${rc/#0/1}; exit $$rc
 
-test-fast: env-dev ## Run the unit tests only
-	@$(py) -m pytest tests/unit $(ARGS)
+test-fast: env-dev ## Run the unit tests only, on two cores
+	@$(py) -m pytest -n 2 tests/unit $(ARGS)
 
 lint: env-dev ## Check style, types and import layers
 	@rc=0; \

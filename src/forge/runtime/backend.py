@@ -2,7 +2,8 @@
 
 By default Monarch notices a death after 10 to 40 seconds and then interrupts the controller's main thread. Here it
 polls often, and a fault of a mesh that this library owns is noted and dropped: whoever owns the mesh has already seen
-the death through its pidfd or heartbeat, and a controller must outlive its workers.
+the death through its pidfd or heartbeat, and a controller must outlive its workers. For the same reason it is
+patient with ranks that do not answer: on a crowded machine one that computes may be silent for seconds, and lives.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 _SETTINGS = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "250ms",
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "1s",
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "30s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "60s",
 }
 for _name, _value in _SETTINGS.items():
     os.environ.setdefault(_name, _value)

@@ -169,7 +169,11 @@ class Engine:
             raise RuntimeError("this engine is frozen: it has no optimizer")
         began = time.perf_counter()
         training = self.config.training
-        self._pass(batch, backward=True)
+        try:
+            self._pass(batch, backward=True)
+        except BaseException:
+            self.optimizer.zero_grad()  # half a gradient must not reach the next step
+            raise
         norm_ahead = gradient_norm(self._parameters.values(), self.assembled.dims)  # before anything is waited for
         totals = self._reduce(self._sums())
         norm = float(norm_ahead)

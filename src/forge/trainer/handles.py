@@ -15,11 +15,6 @@ if TYPE_CHECKING:
     from forge.losses import Loss
 
 
-_KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
-"""For glibc in ranks on CPUs: keep what a step gives back. It is asked for again in the next one, and new pages from
-the kernel, zeroed, cost a twentieth of a step. One arena, since those of other threads are given back all the same."""
-
-
 class TrainerHandle(Protocol):
     """What a loop needs of a trainer. Every answer is that of the whole trainer, not of one rank."""
 
@@ -130,13 +125,10 @@ async def open_trainer(config: TrainerConfig, loss: Loss | None = None) -> Train
         return LocalTrainer(config, loss)
     distributed = config.distributed
     hosts = distributed.hosts or 1
-    with_gpus = _wants_gpus(distributed.with_gpus)
-    env = {} if with_gpus else {name: value for name, value in _KEEP_MEMORY.items() if name not in os.environ}
     actor = await Trainer.options(
         procs=planned_ranks(distributed) // hosts,
         hosts=distributed.hosts,
-        with_gpus=with_gpus,
-        env=env,
+        with_gpus=_wants_gpus(distributed.with_gpus),
         num_threads=distributed.num_threads,
     ).as_actor(config, loss)
     return MeshTrainer(actor)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
 from forge.config import TrainingConfig
@@ -149,7 +149,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> Ten
     for parameter in parameters:
         device = parameter.device
         if parameter.grad is not None:
-            parameter.grad = _summed(parameter.grad)
+            parameter.grad = _summed(parameter.grad, parameter)
             mesh, split = _splits(parameter.grad)
             groups.setdefault((id(mesh), split), (mesh, []))[1].append(_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -169,12 +169,15 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     torch._foreach_mul_([_local(parameter.grad) for parameter in parameters if parameter.grad is not None], factor)
 
 
-def _summed(gradient: Tensor) -> Tensor:
-    """Tensor parallel ranks each have a part of the sum for weights that all of them hold."""
-    if not isinstance(gradient, DTensor) or not any(placement.is_partial() for placement in gradient.placements):
+def _summed(gradient: Tensor, weight: Tensor) -> Tensor:
+    """A gradient laid out as its weight.
+
+    Tensor parallel ranks each have a part of the sum for weights that all of them hold; and where they do not split the
+    rows, autograd may leave them the whole gradient of a weight of which each holds a part.
+    """
+    if not isinstance(gradient, DTensor) or gradient.placements == weight.placements:
         return gradient
-    whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-    return gradient.redistribute(placements=whole)
+    return gradient.redistribute(placements=weight.placements)
 
 
 def _splits(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

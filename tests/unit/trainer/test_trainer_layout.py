@@ -89,7 +89,7 @@ def test_neighbours_in_tensor_and_pipeline_take_the_same_part_of_a_batch() -> No
     [
         (DENSE, {"tensor": 4}, 4),
         (DENSE, {"tensor": 4, "sequence_parallel": False}, 1),
-        (MIXTURE, {"tensor": 4, "sequence_parallel": False, "expert": 2}, 4),
+        (MIXTURE, {"tensor": 4, "expert": 2}, 4),
         (MIXTURE, {"expert": 4}, 1),
     ],
 )
