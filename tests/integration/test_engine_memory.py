@@ -182,7 +182,6 @@ def run_compiled(cache: str) -> list[tuple[list[float], dict[str, Tensor]]]:
     return found
 
 
-@pytest.mark.skipif("FORGE_SLOW_TESTS" not in os.environ, reason="compiles for most of a minute: set FORGE_SLOW_TESTS")
 def test_compiled_layers_give_the_same_loss_and_gradients(ranks: Ranks, tmp_path: Any) -> None:
     (plain, gradients), (compiled, others) = ranks.run(
         run_compiled, 1, scratch=tmp_path, cache=str(tmp_path / "cache")
