@@ -19,26 +19,23 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
-import asyncio
 import contextlib
 import json
 import logging
-import math
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, Self
 
 from harness.report import machine, table, verdict
+from harness.sft_ours import serve, settings_of
+from harness.sft_plan import Plan, prepare
 from harness.throughput import quartiles
-from harness.windows import cpu_each_s
 
 ROOT = Path(__file__).resolve().parent.parent
 TRL_PACKAGES = ("torch==2.13.0", "trl==1.16.0", "transformers==5.22.2", "accelerate==1.15.0", "datasets==5.2.0")
@@ -51,45 +48,6 @@ OURS, PADDED = "ours", "TRL, padded"
 GOAL_BEST, GOAL_PADDED = 1.3, 2.5
 PADDED_ROWS = 8
 """TRL's default of rows in a micro-batch, of which two make a step."""
-TEXT = "the teacher reads a good book every day and my mother likes her old house which is more than water"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is trained, and for how long.
-
-    Attributes:
-        shape: facts of the model that differ from the tiny one's.
-        shortest, longest: tokens of a conversation; a packed row is as long as the longest may be.
-        num_rows: packed rows of a step, which is about as many tokens as a padded step of TRL's has.
-        num_rounds: windows of each side; `num_warm` windows before them are not counted.
-        num_marks: how often each side validates on its way.
-        num_held_out: conversations to validate on.
-    """
-
-    shape: Mapping[str, int]
-    shortest: int = 30
-    longest: int = 512
-    num_rows: int = 5
-    num_rounds: int = 12
-    num_warm: int = 2
-    window: int = 1
-    num_marks: int = 5
-    num_held_out: int = 24
-    threads: int = 1
-    settings: tuple[str, ...] = ()
-
-    @property
-    def num_steps(self) -> int:
-        return (self.num_rounds + self.num_warm) * self.window
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.num_rows * self.longest
-
-    @property
-    def validate_every_tokens(self) -> int:
-        return self.num_steps * self.tokens_per_step // (self.num_marks + 1)
 
 
 SHAPE_30M = {
@@ -104,178 +62,6 @@ SHAPE_30M = {
 }
 FULL = Plan(SHAPE_30M)
 QUICK = Plan({"num_layers": 2}, longest=256, num_rounds=3, num_warm=1, num_marks=2, num_held_out=6)
-
-# ---- what both sides read
-
-
-def prepare(folder: Path, plan: Plan) -> dict[str, Any]:
-    """Write the model, the conversations, and the same as tokens; and say what they are."""
-    from forge.models.tiny import make_tiny, tensor_shapes
-    from forge.models.tokenizer import ChatTokenizer
-
-    facts = make_tiny(folder / "model", **plan.shape)
-    tokenizer = ChatTokenizer.load(folder / "model")
-    draw = random.Random(0)
-    held_out = _write(folder / "held_out", tokenizer, draw, plan, num_records=plan.num_held_out)
-    enough = math.ceil(1.25 * plan.num_steps * plan.tokens_per_step)
-    train = _write(folder / "train", tokenizer, draw, plan, num_tokens=enough)
-    num_weights = sum(math.prod(shape) for _, shape in tensor_shapes(facts))
-    return {"parameters": num_weights, "train": train, "held_out": held_out}
-
-
-def _write(
-    path: Path, tokenizer: Any, draw: random.Random, plan: Plan, *, num_records: int = 0, num_tokens: int = 0
-) -> dict[str, Any]:
-    lengths: list[int] = []
-    num_counted = 0
-    with path.with_suffix(".chat.jsonl").open("w") as chats, path.with_suffix(".ids.jsonl").open("w") as tokens:
-        while len(lengths) < num_records or sum(lengths) < num_tokens:
-            wanted = plan.shortest * (plan.longest / plan.shortest) ** draw.random()
-            messages = _conversation(draw, wanted)
-            ids, is_answer = tokenizer.encode_chat(messages)
-            if not plan.shortest <= len(ids) <= plan.longest:
-                continue
-            labels = [token if counts else -100 for token, counts in zip(ids, is_answer, strict=True)]
-            chats.write(json.dumps({"messages": messages}) + "\n")
-            tokens.write(json.dumps({"input_ids": ids, "labels": labels}) + "\n")
-            lengths.append(len(ids))
-            num_counted += sum(is_answer)
-    return {
-        "records": len(lengths),
-        "tokens": sum(lengths),
-        "mean_length": statistics.mean(lengths),
-        "answers": num_counted / sum(lengths),
-    }
-
-
-def _conversation(draw: random.Random, wanted: float) -> list[dict[str, str]]:
-    """Something to learn in about so many tokens: counting on, or saying words again."""
-    if draw.random() < 0.5:
-        start, count = draw.randrange(100), max(1, round((wanted - 30) / 4.4))
-        answer = ", ".join(str(number) for number in range(start, start + count))
-        question = f"Count from {start} to {start + count - 1}."
-    else:
-        answer = " ".join(draw.choices(TEXT.split(), k=max(1, round((wanted - 20) / 2.9))))
-        question = f"Say it again: {answer}"
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-# ---- our side: a process that speaks as harness/trl_sft.py does
-
-
-class Turns:
-    """A trainer's handle that counts tokens and time, validates, and waits for its turn after each window."""
-
-    def __init__(self, trainer: Any, plan: Plan, held_out: Path) -> None:
-        self._trainer, self._plan = trainer, plan
-        self._held_out = _batches_of(held_out, num_tokens=4 * plan.longest)
-        self._tokens = self._steps = self._due = 0
-        self._mark()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
-
-    async def train_step(self, batch: Any) -> Any:
-        if self._steps == 0:
-            await self._validate()
-            self._mark()
-        result = await self._trainer.train_step(batch)
-        self._tokens += result.num_tokens
-        self._steps += 1
-        seconds, cpu_seconds = time.perf_counter() - self._wall, _family_cpu_s() - self._cpu_s
-        if self._tokens >= self._due or self._steps == self._plan.num_steps:
-            await self._validate()
-            began = time.perf_counter() - seconds, _family_cpu_s() - cpu_seconds
-            self._wall, self._cpu_s = began
-        if self._steps % self._plan.window == 0:
-            say(
-                "window", step=self._steps, tokens=self._tokens - self._before, seconds=seconds, cpu_seconds=cpu_seconds
-            )
-            if not sys.stdin.readline():
-                raise EOFError("the measuring program has gone")
-            self._mark()
-        return result
-
-    async def _validate(self) -> None:
-        loss = weight = 0.0
-        for batch in self._held_out:
-            batch_loss, batch_weight = await self._trainer.evaluate(batch)
-            loss, weight = loss + batch_loss, weight + batch_weight
-        say("validation", tokens=self._tokens, loss=loss / weight, validation_tokens=int(weight))
-        every = self._plan.validate_every_tokens
-        self._due = (self._tokens // every + 1) * every
-
-    def _mark(self) -> None:
-        self._before, self._wall, self._cpu_s = self._tokens, time.perf_counter(), _family_cpu_s()
-
-
-def _family_cpu_s() -> float:
-    """CPU seconds of this process and those that it started."""
-    import psutil
-
-    family = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-    return sum(cpu_each_s(family).values())
-
-
-def _batches_of(path: Path, *, num_tokens: int) -> list[Any]:
-    """The held-out tokens, in batches small enough for one call."""
-    import torch
-
-    from forge.types import Batch, Sample
-
-    samples = []
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        weights = torch.tensor([float(label != -100) for label in record["labels"]])
-        weights[0] = 0.0
-        samples.append(Sample(torch.tensor(record["input_ids"]), weights))
-    batches: list[list[Sample]] = [[]]
-    for sample in samples:
-        if batches[-1] and sum(map(len, batches[-1])) + len(sample) > num_tokens:
-            batches.append([])
-        batches[-1].append(sample)
-    return [Batch.of(batch) for batch in batches]
-
-
-def say(event: str, **values: Any) -> None:
-    print(json.dumps({"event": event, **values}), flush=True)
-
-
-def settings_of(plan: Plan, folder: Path) -> list[str]:
-    """The configuration of our run, as it would be written on the command line of `apps/sft/main.py`."""
-    return [
-        f"run.output_dir={folder / 'runs'}",
-        f"model.path={folder / 'model'}",
-        f"data.sources=[{{path: {folder / 'train.chat.jsonl'}}}]",
-        f"training.batch_size={plan.num_rows}",
-        f"training.max_seq_len={plan.longest}",
-        f"training.max_steps={plan.num_steps}",
-        "training.learning_rate=1e-3",
-        "training.schedule=constant",
-        "training.warmup_steps=0",
-        f"distributed.num_threads={plan.threads}",
-        "distributed.with_gpus=false",
-        "checkpointing.save_interval=null",
-        "checkpointing.export_hf=false",
-        *plan.settings,
-    ]
-
-
-def serve(folder: Path, plan: Plan) -> None:
-    """Train as `apps/sft/main.py` does, with `Turns` between the loop and its trainer."""
-    from forge.config import SFTConfig, load
-    from forge.loops import sft
-
-    open_trainer = sft.open_trainer
-
-    async def in_turns(*args: Any) -> Turns:
-        return Turns(await open_trainer(*args), plan, folder / "held_out.ids.jsonl")
-
-    sft.open_trainer = in_turns  # type: ignore[assignment]
-    config = load(SFTConfig, overrides=settings_of(plan, folder))
-    result = asyncio.run(sft.run_sft(config))
-    say("done", steps=result.step)
-
 
 # ---- TRL's side
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import runpy
 import signal
 import socket
@@ -26,6 +27,7 @@ import yaml
 from checkpoint_ranks import Ranks, ranks_of
 from forge.observe import read_jsonl
 from forge.trainer.checkpoint_folder import best_checkpoint, list_checkpoints
+from signals import hear_ctrl_c
 
 if Path(sys.argv[0]).name == "checkpoint_ranks.py":  # the process that ranks are forked from
     import transformers  # noqa: F401
@@ -40,6 +42,7 @@ NUM_STEPS = 16
 SAVE_INTERVAL = 4
 BAD_LINE = 40
 KILLED = -signal.SIGKILL
+INTERRUPTED = 130
 
 
 # ---- On the ranks ----------------------------------------------------------------------------------------------------
@@ -323,6 +326,26 @@ def test_a_controller_that_is_killed_takes_its_ranks_along_and_goes_on(
     run.finish("--resume")
     assert run.figures() == whole.figures()
     assert run.weights() == whole.weights()
+
+
+def test_ctrl_c_says_where_the_run_stopped_and_how_it_goes_on(ranks: Ranks, settings: Path, tmp_path: Path) -> None:
+    run = Run(ranks, tmp_path / "runs", settings)
+    command = [sys.executable, "-m", "forge.cli", "run", str(APP), *run.words()]
+    with (tmp_path / "errors.txt").open("w") as errors:
+        controller = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, preexec_fn=hear_ctrl_c, start_new_session=True
+        )
+        with controller:
+            assert controller.stdout is not None
+            for line in controller.stdout:
+                if "| Step 6 |" in line:
+                    os.killpg(controller.pid, signal.SIGINT)
+                    break
+            controller.stdout.read()
+    said = (tmp_path / "errors.txt").read_text()
+    assert controller.returncode == INTERRUPTED, said
+    assert "Traceback" not in said
+    assert re.search(r"stopped after step \d+; --resume goes on from \d+", said)
 
 
 # ---- What resume means -----------------------------------------------------------------------------------------------

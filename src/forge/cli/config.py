@@ -97,6 +97,12 @@ def _load(arguments: argparse.Namespace) -> Loaded[ForgeConfig] | None:
         return load_with_origins(schema, files=[os.path.expanduser(file) for file in files], overrides=overrides)
     except ConfigError as error:
         print(error, file=sys.stderr)
+        if arguments.schema is None:
+            print(
+                "(The schema is forge.config:ForgeConfig. A file of an application needs its own, such as",
+                file=sys.stderr,
+            )
+            print(" --schema forge.config:SFTConfig for apps/sft.)", file=sys.stderr)
         return None
 
 

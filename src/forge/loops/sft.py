@@ -10,6 +10,7 @@ and saves. It holds no state that a checkpoint does not.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -86,6 +87,9 @@ async def _drive(config: SFTConfig, trainer_config: TrainerConfig, loaders: Load
     loop = _Loop(config, trainer_config, loaders=loaders, trainer=trainer)
     try:
         return await loop.run()
+    except asyncio.CancelledError:
+        loop.say_where_it_stopped()
+        raise
     finally:
         loop.close()
         await trainer.close()
@@ -311,6 +315,16 @@ class _Loop:
     def _paused(self) -> Iterator[None]:
         with self._throughput.paused():
             yield
+
+    def say_where_it_stopped(self) -> None:
+        """For whoever pressed Ctrl-C."""
+        if self._trainer.is_leader:
+            kept = (
+                "there is no checkpoint yet"
+                if self._saved_step is None
+                else f"--resume goes on from {self._saved_step}"
+            )
+            _log.warning("stopped after step %d; %s", self._step, kept)
 
     def close(self) -> None:
         """Close the metrics' files."""

@@ -33,9 +33,17 @@ def prepare() -> None:
         kernels = types.ModuleType(_KERNELS)
         kernels.__getattr__ = _absent  # type: ignore[method-assign]
         sys.modules[_KERNELS] = kernels
-    logging.getLogger("torchtitan").setLevel(logging.WARNING)
+    _name_its_logger()
     # The router asks for float32 by autocast, which a CPU has no need of: it is told so at every call.
     warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
+
+
+def _name_its_logger() -> None:
+    """TorchTitan logs as the root logger, and would speak wherever a program lets its own words through."""
+    import torchtitan.tools.logging as titan_logging
+
+    titan_logging.logger = logging.getLogger("torchtitan")
+    titan_logging.logger.setLevel(logging.WARNING)
 
 
 prepare()
