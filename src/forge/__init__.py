@@ -13,19 +13,39 @@ if TYPE_CHECKING:
     from forge._version import __version__
     from forge.runtime import endpoint, run, shutdown
     from forge.service import ForgeActor, Service
+    from forge.trainer.actor import Trainer
+    from forge.types import Batch, Sample, StepResult
 
 _HOMES = {
+    "Batch": "forge.types",
     "ForgeActor": "forge.service",
+    "Sample": "forge.types",
     "Service": "forge.service",
+    "StepResult": "forge.types",
+    "Trainer": "forge.trainer.actor",
     "endpoint": "forge.runtime",
     "run": "forge.runtime",
     "shutdown": "forge.runtime",
     "__version__": "forge._version",
 }
 
-_PACKAGES = ("config", "errors", "runtime", "service", "store")
+_PACKAGES = (
+    *("config", "data", "errors", "loops", "losses", "models", "observe", "runtime", "service", "store", "trainer"),
+    "types",
+)
 
-__all__ = ["ForgeActor", "Service", "__version__", "endpoint", "run", "shutdown"]
+__all__ = [
+    "Batch",
+    "ForgeActor",
+    "Sample",
+    "Service",
+    "StepResult",
+    "Trainer",
+    "__version__",
+    "endpoint",
+    "run",
+    "shutdown",
+]
 
 
 def __getattr__(name: str) -> Any:
