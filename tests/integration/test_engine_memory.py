@@ -17,9 +17,10 @@ from torch import Tensor
 
 from engine_ranks import Ranks, gradients_of, made_batch, opened, ranks_of, whole_weights
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
-from forge.errors import DataError, NonFiniteError
+from forge.errors import ConfigError, DataError, NonFiniteError
 from forge.losses import ClippedPolicy, CrossEntropy, Loss
 from forge.models.weights import named_parameters
+from forge.observe import num_parameters
 from forge.types import Batch, StepResult
 
 VOCAB = 64
@@ -392,12 +393,14 @@ def test_a_model_that_overflows_is_reported(ranks: Ranks, tmp_path: Any) -> None
 
 
 def run_refusals(layouts: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
-    """A token outside the vocabulary, in a sample that only one rank has; a field that is missing."""
+    """A token outside the vocabulary, or a field too short, in a sample that only one rank has; a missing field."""
     found = {}
     good = batch_of()
     tokens = good.token_ids.clone()
     tokens[-1] = VOCAB
     outside, lacking = replace(good, token_ids=tokens), replace(good, fields={})
+    short = replace(good, fields={**good.fields, "advantages": good.fields["advantages"][:-1]})
+    negative = replace(good, loss_weights=-good.loss_weights)
     for name, layout in layouts.items():
         found[name] = []
         with opened(config_of({}, layout), ClippedPolicy()) as engine:
@@ -406,10 +409,14 @@ def run_refusals(layouts: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
                 (engine.forward_logprobs, outside),
                 (engine.evaluate, outside),
                 (engine.train_step, lacking),
+                (engine.train_step, short),
+                (engine.train_step, negative),
             ):
                 with pytest.raises(DataError) as error:
                     attempt(batch)
                 found[name].append(str(error.value))
+            with pytest.raises(ConfigError, match="temperature"):
+                engine.forward_logprobs(good, temperature=0.0)
             assert engine.train_step(good).step == 1
     return found
 
@@ -423,6 +430,8 @@ def test_every_rank_refuses_what_one_rank_cannot_take(ranks: Ranks, tmp_path: An
             assert f"made:{len(LENGTHS) - 1}" in message
             assert str(VOCAB) in message
         assert "advantages" in messages[3]
+        assert "fields['advantages']" in messages[4]
+        assert "less than nothing" in messages[5]
 
 
 # Frozen engines.
@@ -436,6 +445,7 @@ def run_frozen(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
         with opened(config_of({"schedule": "cosine"}, layout, frozen=True)) as engine:
             scores = engine.forward_logprobs(batch_of(), temperature=0.7), engine.evaluate(batch_of())
             assert engine.optimizer is None
+            assert engine.describe()["num_parameters"] == num_parameters(MODEL), "of the whole model, on every rank"
             assert not any(parameter.requires_grad for _, parameter in named_parameters(engine.parts))
             with pytest.raises(RuntimeError, match="frozen"):
                 engine.train_step(batch_of())

@@ -59,14 +59,7 @@ def chunked_logprobs(
             `hidden_ND`: the sum over the group is the gradient.
         vocab_start: with a group, the token id of this rank's first row.
     """
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ConfigError(
-            "the temperature of logprobs must be a positive number",
-            path="temperature",
-            value=temperature,
-            rule="finite and above 0",
-            repair="use 1.0, or the temperature that the tokens were sampled with",
-        )
+    check_temperature(temperature)
     plan = Plan(_chunk(chunk_tokens, hidden_ND), 1.0 / temperature, entropy, fp32_logits, group, vocab_start)
     _check(hidden_ND, weight_VD, targets_N, plan)
     logprobs_N, entropy_N = _Logprobs.apply(hidden_ND, weight_VD, targets_N, plan)
@@ -184,6 +177,18 @@ class _Nll(torch.autograd.Function):  # type: ignore[misc]
         if grad_weight is not None:
             grad_weight = scaled(grad_weight, grad_total, ctx.dtype)
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature that logits cannot be divided by."""
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ConfigError(
+            "the temperature of logprobs must be a positive number",
+            path="temperature",
+            value=temperature,
+            rule="finite and above 0",
+            repair="use 1.0, or the temperature that the tokens were sampled with",
+        )
 
 
 def _chunk(chunk_tokens: int | None, hidden: Tensor) -> int:

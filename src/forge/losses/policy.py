@@ -19,12 +19,17 @@ from forge.losses.base import LossTerms, TokenView
 from forge.losses.kl import KLPenalty, check_coefficient, estimate_kl
 from forge.types import Batch
 
+LARGEST_LOG_RATIO = 60.0
 ADVANTAGES, OLD_LOGPROBS, REF_LOGPROBS = "advantages", "old_logprobs", "ref_logprobs"
 
 
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) for each token, with r = exp(log_ratio)."""
-    ratio = log_ratio.exp()
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) for each token, with r = exp(log_ratio).
+
+    A ratio above e^60, as a sampler's logprob of -inf makes it, counts as e^60, without a gradient: an infinite one
+    would turn the gradient into NaN even where it is clipped away.
+    """
+    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
 
+_KERNEL_MULTIPLE = 8  # of bfloat16 values: the kernel for all experts at once wants rows of whole 16 bytes
+
 
 class Experts(GroupedExperts):  # type: ignore[misc]
     """Experts that compute in the dtype of their input. TorchTitan's own take bfloat16: float32 logits move by 0.6."""
@@ -35,7 +37,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 def _grouped(x: Tensor, weight_EOI: Tensor, ends: Tensor) -> Tensor:
     """Each expert's rows times its weight."""
     weight = weight_EOI.to(x.dtype)
-    if x.dtype == torch.bfloat16:
+    if x.dtype == torch.bfloat16 and all(size % _KERNEL_MULTIPLE == 0 for size in weight.shape[1:]):
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     bounds = [0, *ends.tolist()]
     parts = [x[start:end] @ weight[expert].T for expert, (start, end) in enumerate(pairwise(bounds))]

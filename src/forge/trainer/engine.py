@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from forge.config import TrainerConfig
 from forge.errors import ConfigError, DataError, NonFiniteError
 from forge.losses import CrossEntropy, Loss, TokenView
+from forge.losses.head import check_temperature
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.random_weights import draw_weights
 from forge.models.rows import Documents, RowBook, RowTask
 from forge.models.weights import load_hf, named_parameters
+from forge.observe import num_parameters
 from forge.trainer.assembly import Assembled, Precision, assemble
 from forge.trainer.head import from_row, head_function
 from forge.trainer.layout import check_layout
@@ -380,6 +382,7 @@ class Engine:
 
     def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
         """The logprob of every token of every sample, float32 [L] each, in the batch's order; 0 for the first token."""
+        check_temperature(temperature)  # on every rank: only the last stage of a pipeline would look at it
         check_batch(batch, vocab_size=self.model.facts.vocab_size)
         plan = self._plan(batch)
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
@@ -405,7 +408,7 @@ class Engine:
             "device": str(self.ranks.device),
             "device_name": torch.cuda.get_device_name() if self.ranks.device.type == "cuda" else "cpu",
             "compute_dtype": str(Precision.of(self.config.distributed.precision).compute).removeprefix("torch."),
-            "num_parameters": sum(parameter.numel() for parameter in self.own_parameters().values()),
+            "num_parameters": num_parameters(self.model.facts),  # of all stages of a pipeline
             "model": self.model.name,
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.ranks.device.type == "cuda" else None,
         }

@@ -83,7 +83,7 @@ class Row:
         sample_indices: which samples of the batch these are.
         target_index_P: int64, ascending: the positions that have a target.
         loss_index_N: int64, ascending: those among them whose target counts, which is where its weight is not 0.
-        weights_T: float32, the weight of each token as a *target*; 0 for the first of a sample.
+        weights_T: float32 or wider, the weight of each token as a *target*; 0 for the first of a sample.
         fields: further values of the samples' tokens, each [T].
     """
 
@@ -167,6 +167,8 @@ def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] =
 
     The others would wait for it for ever.
     """
+    _check_shapes(batch)
+    _check_signs(batch)
     for name in fields:
         if name not in batch.fields:
             raise DataError(
@@ -244,6 +246,34 @@ def _check_lengths(lengths: Sequence[int], *, max_tokens: int, identities: Seque
             rule=f"at most {max_tokens} tokens, which is what a rank takes through the model at once: a sample is "
             "never split",
             repair=f"raise training.microbatch_tokens to {length} or more, or drop or truncate longer samples",
+        )
+
+
+def _check_shapes(batch: Batch) -> None:
+    num_tokens = sum(batch.lengths)
+    tensors = {"token_ids": batch.token_ids, "loss_weights": batch.loss_weights}
+    tensors |= {f"fields[{name!r}]": values for name, values in batch.fields.items()}
+    for path, values in tensors.items():
+        if tuple(values.shape) != (num_tokens,):
+            raise DataError(
+                f"{path} does not have one value for each token of the batch",
+                path=path,
+                value=tuple(values.shape),
+                rule=f"[{num_tokens}], the sum of the batch's lengths",
+                repair="make batches with Batch.of(samples), and give every tensor of a sample the same length",
+            )
+
+
+def _check_signs(batch: Batch) -> None:
+    """The loss is divided by the sum of the weights: all negative they would cancel out, mixed they would blow up."""
+    wrong = torch.nonzero(batch.loss_weights < 0)
+    if wrong.numel():
+        raise DataError(
+            "a token is to count less than nothing",
+            path=f"loss_weights[{int(wrong[0])}]",
+            value=float(batch.loss_weights[int(wrong[0])]),
+            rule="at least 0",
+            repair="to push a token's probability down use a policy loss, with a negative advantage",
         )
 
 
@@ -352,6 +382,7 @@ def _build_row(batch: Batch, samples: tuple[int, ...], *, starts: Sequence[int],
     targets = torch.zeros_like(token_ids)
     targets[predicted - 1] = token_ids[predicted]
     weights = of_samples(batch.loss_weights)
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))  # sums of a mask would be a mask
     return Row(
         token_ids_L=token_ids,
         positions_L=positions,

@@ -154,7 +154,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> Ten
             groups.setdefault((id(mesh), split), (mesh, []))[1].append(_local(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (_, split), (mesh, gradients) in groups.items():
-        squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        wide = torch.promote_types(gradients[0].dtype, torch.float32)  # a norm in bfloat16 would have three digits
+        squares = torch.stack(torch._foreach_norm(gradients, 2, wide)).double().square().sum()
         for dim in split:
             assert mesh is not None
             dist.all_reduce(squares, group=mesh.get_group(dim))

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from forge.errors import ConfigError, DataError
-from forge.losses import ClippedPolicy, CrossEntropy, KLPenalty, Loss, LossTerms, TokenView, estimate_kl
+from forge.losses import (
+    ClippedPolicy,
+    CrossEntropy,
+    KLPenalty,
+    Loss,
+    LossTerms,
+    TokenView,
+    clipped_surrogate,
+    estimate_kl,
+)
 from forge.types import Batch, Sample
 
 # Two samples of three tokens, the first of each never predicted.
@@ -288,3 +297,15 @@ def test_tokens_that_are_refused(make: Any, path: str) -> None:
     assert caught.value.path == path
     assert caught.value.rule
     assert caught.value.repair
+
+
+@pytest.mark.parametrize("old", [-9999.0, -torch.inf])
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+def test_a_token_that_the_sampler_held_impossible_leaves_the_gradient_finite(old: float, advantage: float) -> None:
+    logprobs = torch.tensor([-0.5, -1.0], requires_grad=True)
+    log_ratio = logprobs - torch.tensor([-0.5, old])
+    loss = clipped_surrogate(log_ratio, torch.tensor([1.0, advantage]), clip_low=0.2, clip_high=0.2)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([-1.0, -1.2 * advantage])
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-1.0, 0.0]

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forge.errors import ConfigError, DataError, ForgeError
-from forge.trainer.microbatches import EVEN_LENGTH, Row, build_rows, plan_rows, scatter_back
+from forge.trainer.microbatches import EVEN_LENGTH, Row, build_rows, check_batch, plan_rows, scatter_back
 from forge.types import Batch, Sample
 
 torch.set_num_threads(1)
@@ -313,3 +313,30 @@ def test_a_plan_of_another_batch_is_refused() -> None:
 def test_a_plan_can_travel() -> None:
     plan = plan_rows((3, 4, 5), num_ranks=2, max_tokens=8)
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_mask_as_weights_is_the_same_as_ones() -> None:
+    """A sum of booleans would be a boolean, and a mean over samples of it a sum."""
+    tokens, weights = torch.arange(1, 6), torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    plan = plan_rows((5,), num_ranks=1, max_tokens=8)
+    for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16):
+        row = build_rows(Batch.of([Sample(tokens, weights.to(dtype))]), plan, 0)[0]
+        assert row.weights_T.dtype == torch.float32
+        assert torch.equal(row.weights_T, weights)
+
+
+@pytest.mark.parametrize("path", ["token_ids", "loss_weights", "fields['advantages']"])
+def test_a_batch_whose_tensors_do_not_fit_its_lengths_is_refused(path: str) -> None:
+    good = batch_of((3, 4))
+    tensors = {"token_ids": good.token_ids, "loss_weights": good.loss_weights, **good.fields}
+    name = "advantages" if "advantages" in path else path
+    tensors[name] = tensors[name][:-1]
+    wrong = Batch(tensors["token_ids"], tensors["loss_weights"], (3, 4), {"advantages": tensors["advantages"]})
+    error = refusal(DataError, lambda: check_batch(wrong, vocab_size=None))
+    assert (error.path, error.value) == (path, (6,))
+
+
+def test_a_negative_weight_is_refused() -> None:
+    batch = Batch.of([Sample(torch.arange(3), torch.tensor([0.0, 1.0, -0.5]))])
+    error = refusal(DataError, lambda: check_batch(batch, vocab_size=None))
+    assert (error.path, error.value, error.rule) == ("loss_weights[2]", -0.5, "at least 0")
