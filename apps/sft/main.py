@@ -29,6 +29,8 @@ def main() -> None:
         if is_first:
             print(error, file=sys.stderr)
         sys.exit(1 if isinstance(error, NonFiniteError) else 2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # where it stopped was said
     if is_first:
         validation = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f}"
         loss = "nothing was left to do" if math.isnan(result.loss) else f"loss {result.loss:.4f}"

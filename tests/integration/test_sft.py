@@ -224,6 +224,30 @@ def test_a_bad_record_is_named_by_file_and_line(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("record", "parts"),
+    [
+        ('{"prompt": 3}', ["held.jsonl:2", "`prompt`", "data.on_bad_record to skip"]),
+        (None, ["no sample to validate on", "validation", "'oversize': 1", "validation.sources"]),
+    ],
+    ids=["bad", "all too long"],
+)
+def test_what_is_held_out_is_looked_at_before_training(
+    record: str | None,
+    parts: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    held = tmp_path / "held.jsonl"
+    long = '{"prompt": "' + "1 + " * 2000 + '1", "response": "2001"}\n'
+    held.write_text(long if record is None else f'{{"prompt": "1 + 1", "response": "2"}}\n{record}\n')
+    said = refused([f"validation.sources=[{{path: {held}}}]"], tmp_path / "runs", capfd)
+    assert [part for part in parts if part not in said] == [], said
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_folder_with_checkpoints_is_not_mixed_with_another_run(
     single: Ended, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,3 +257,13 @@ def test_a_folder_with_checkpoints_is_not_mixed_with_another_run(
     assert "already holds 2 checkpoint(s), the latest of step 20" in said
     assert "checkpointing.resume=auto to go on from it" in said
     assert {path: path.stat().st_mtime_ns for path in single.folder.rglob("*")} == before
+
+
+def test_a_refused_resume_leaves_the_folder_as_it_was(
+    single: Ended, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    before = {path.name: path.read_text() for path in single.folder.glob("config*.yaml")}
+    said = refused(["--resume", *SHORT, "run.seed=5"], single.folder.parent, capfd)
+    assert "seed has changed" in said
+    assert {path.name: path.read_text() for path in single.folder.glob("config*.yaml")} == before

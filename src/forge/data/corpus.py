@@ -80,6 +80,7 @@ class IndexedCorpus:
         self._shuffle = shuffle
         self._parts = tuple(np.arange(len(source)) for source in sources) if parts is None else tuple(parts)
         self._ends = np.cumsum([len(part) for part in self._parts])
+        self._digests: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         """How many samples there are, each counted once whatever its source's weight."""
@@ -140,14 +141,21 @@ class IndexedCorpus:
         )
 
     def identity(self) -> dict[str, Any]:
+        if self._digests is None:  # it goes over every index, and a loop asks for its position before each batch
+            self._digests = tuple(
+                hashlib.blake2b(part.tobytes() + source.digest.encode(), digest_size=16).hexdigest()
+                for source, part in zip(self._sources, self._parts, strict=True)
+            )
         sources = [
             {
                 "name": source.name,
                 "length": len(part),
-                "digest": hashlib.blake2b(part.tobytes() + source.digest.encode(), digest_size=16).hexdigest(),
+                "digest": digest,
                 "weight": weight,
             }
-            for source, part, weight in zip(self._sources, self._parts, self._weights, strict=True)
+            for source, part, digest, weight in zip(
+                self._sources, self._parts, self._digests, self._weights, strict=True
+            )
         ]
         return {"streaming": False, "seed": self._seed, "shuffle": self._shuffle, "sources": sources}
 

@@ -24,7 +24,10 @@ _SPEAKERS = {
     "observation": "tool",
 }
 _RESPONSES = ("response", "completion", "answer")
-_KEYS = ("messages", "conversations", "instruction", "input", "output", "prompt", *_RESPONSES, "text")
+_KEYS = (
+    *("messages", "conversations", "instruction", "input", "output", "prompt", *_RESPONSES, "text"),
+    *("system", "tools"),
+)
 _LAYOUTS = (
     "messages: [{role, content}, …] under `messages` or `conversations`; sharegpt: [{from, value}, …] under "
     "`conversations`; alpaca: instruction, input, output; prompt_response: prompt and response, completion or answer; "
@@ -96,9 +99,21 @@ def convert(record: Record, *, layout: Layout, system_prompt: str | None = None)
         turns = _prompt_response(value, layout=layout, place=record.place)
     else:
         turns = _turns(value, layout=layout, place=record.place)
-    if system_prompt is not None and all(turn["role"] not in ("system", "developer") for turn, _ in turns):
-        turns.insert(0, ({"role": "system", "content": system_prompt}, True))
+    system = _system(value, layout=layout, place=record.place) or system_prompt
+    if system is not None and all(turn["role"] not in ("system", "developer") for turn, _ in turns):
+        turns.insert(0, ({"role": "system", "content": system}, True))
     return Conversation(tuple(turn for turn, _ in turns), tuple(trained for _, trained in turns))
+
+
+def _system(value: Mapping[str, Any], *, layout: Layout, place: str) -> str | None:
+    """The system message that a record has beside its turns. Tools beside them are not rendered, so not accepted."""
+    if value.get(layout.name("tools")):
+        rule = "no `tools`: what a chat template makes of them is not supported yet"
+        _refuse(place, "the record has tools", value[layout.name("tools")], rule)
+    system = value.get(layout.name("system"))
+    if system is None or system == "":
+        return None
+    return _text(value, "system", layout=layout, place=place)
 
 
 def _format_of(record: Record, columns: Mapping[str, str]) -> str:

@@ -251,7 +251,7 @@ def _check_identity(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Non
             rule = f"{key} is {saved.get(key)!r}, as when the state was saved"
             raise DataError(
                 f"the state does not fit: {key} has changed",
-                path=f"data.{key}",
+                path="run.seed" if key == "seed" else f"data.{key}",
                 value=present[key],
                 rule=rule,
                 repair=repair,

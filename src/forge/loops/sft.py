@@ -22,7 +22,7 @@ from typing import Any
 
 from forge.config import SFTConfig, TrainerConfig, save
 from forge.data import BatchLoader, Loaders, open_loaders
-from forge.errors import ConfigError, NonFiniteError
+from forge.errors import ConfigError, DataError, NonFiniteError
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
 from forge.observe import (
@@ -76,9 +76,10 @@ async def run_sft(config: SFTConfig) -> SFTResult:
         validation=config.validation,
     ) as loaders:
         trainer_config = _trainer_config(config, model, num_steps=_num_steps(config, loaders.train))
+        _check_validation(loaders.validation)
         if is_rank():
             return await _drive(config, trainer_config, loaders)
-        async with run(config):
+        async with run(config.launcher):  # the configuration is saved once the run is known to go ahead
             return await _drive(config, trainer_config, loaders)
 
 
@@ -138,6 +139,24 @@ def _num_steps(config: SFTConfig, loader: BatchLoader) -> int | None:
     if not count.exact:
         _log.info("the data makes about %d steps (estimated from a part of it)", count.total)
     return count.total if most is None else min(most, count.total)
+
+
+def _check_validation(loader: BatchLoader | None) -> None:
+    """Read the held-out samples once: what is wrong with them must not end a run after hours of training."""
+    count = None if loader is None else loader.count_batches()
+    if loader is None or count is None or count.total:
+        return
+    try:
+        next(loader)
+    except DataError as error:
+        raise DataError(
+            "there is no sample to validate on",
+            path="validation",
+            value=error.value,
+            rule=error.rule,
+            repair=f"{error.repair}; or give other validation.sources",
+        ) from None
+    loader.rewind()
 
 
 def _trainer_config(config: SFTConfig, model: ResolvedModel, *, num_steps: int | None) -> TrainerConfig:
@@ -271,8 +290,7 @@ class _Loop:
         if not self._trainer.is_leader:
             return
         folder = run_dir(self._config)
-        if is_rank():
-            save(self._config, folder)
+        save(self._config, folder)
         self._log = make_sinks(
             self._config.metrics,
             folder=folder,

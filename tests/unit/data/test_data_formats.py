@@ -120,7 +120,26 @@ REFUSED = [
     ("prompt_response", {"prompt": "Q"}, "no text under `response`"),
     ("prompt_response", {"prompt": PAIR, "response": "A"}, "`prompt` that is no text"),
     ("text", {"text": 7}, "`text` that is no text"),
+    ("alpaca", {"instruction": "Q", "output": "A", "system": 7}, "`system` that is no text"),
+    ("messages", {"messages": PAIR, "tools": [{"name": "add"}]}, "the record has tools"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("messages", {"messages": PAIR, "tools": None}),
+        ("alpaca", {"instruction": "Q", "output": "A", "tools": []}),
+        ("prompt_response", {"prompt": "Q", "response": "A"}),
+    ],
+)
+def test_a_system_message_beside_the_turns_comes_before_them(kind: str, value: dict[str, Any]) -> None:
+    plain = read(value, kind)
+    named = read({**value, "system": "Be brief."}, kind)
+    assert named.messages == ({"role": "system", "content": "Be brief."}, *plain.messages)
+    assert read({**value, "system": ""}, kind) == plain
+    own = convert(record({**value, "system": "Be brief."}), layout=Layout(kind, {}), system_prompt="Other.")
+    assert own == named
 
 
 @pytest.mark.parametrize(("kind", "value", "what"), REFUSED)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.config import DataConfig, TrainingConfig, ValidationConfig
-from forge.data import open_loaders
+from forge.data import IndexedCorpus, Layout, Record, open_loaders
 from forge.errors import DataError
 
 
@@ -164,7 +164,7 @@ def test_a_state_of_other_data_is_refused(tmp_path: Path, streaming: bool) -> No
         assert caught.value.repair
         return caught.value
 
-    assert refused(seed=1).path == "data.seed"
+    assert refused(seed=1).path == "run.seed"
     assert refused(streaming=not streaming).path == "data.streaming"
     assert refused(sources=[{"path": str(path)}, {"path": str(other)}]).path == "data.sources"
     assert refused(sources=[{"path": str(path), "weight": 2}]).path == str(path)
@@ -279,3 +279,27 @@ def test_a_loader_that_is_dropped_ends_its_thread(tmp_path: Path) -> None:
     assert len(loader_threads()) == 1
     del loader
     assert loader_threads() == []
+
+
+def test_asking_for_the_position_does_not_go_over_all_records_each_time() -> None:
+    class Counted:
+        name = "counted"
+        asked = 0
+
+        @property
+        def digest(self) -> str:
+            Counted.asked += 1
+            return "d"
+
+        def __len__(self) -> int:
+            return 5
+
+        def read(self, index: int) -> Record:
+            raise NotImplementedError
+
+    layouts = [Layout("text", {})]
+    corpus = IndexedCorpus([Counted()], layouts=layouts, weights=[1.0], seed=0, shuffle=True)
+    first = corpus.identity()
+    first["sources"][0]["name"] = "changed by whoever got it"
+    assert corpus.identity()["sources"][0]["name"] == "counted"
+    assert Counted.asked == 1
