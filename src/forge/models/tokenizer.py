@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge.errors import ModelError
+from forge.errors import DataError, ModelError
 from forge.models.chat import ChatTemplate, Message, Span
 from forge.models.hf_config import SpecialIds
 
@@ -78,6 +78,7 @@ class ChatTokenizer:
         token counts only if all its characters do. `options` go to the template: tools=…, enable_thinking=….
         """
         text, spans = self._template(options).render_spans(messages, **options)
+        _check_calls(messages, text)
         encoding = self._plain.encode(text, add_special_tokens=False)
         return encoding.ids, _mask(encoding.offsets, spans)
 
@@ -194,6 +195,21 @@ class ChatTokenizer:
                 stop_tokens=tuple(stop for stop in stops if stop is not None),
             )
         return self._templates[text]
+
+
+def _check_calls(messages: Sequence[Message], text: str) -> None:
+    """A template that knows no tool calls drops them, and what is left to learn is to say nothing."""
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            name = (call.get("function") or call).get("name") if isinstance(call, Mapping) else None
+            if isinstance(name, str) and name not in text:
+                raise DataError(
+                    "the chat template leaves the tool calls of a message out",
+                    path="tool_calls",
+                    value=name,
+                    rule="what an assistant calls is in the text that the template makes",
+                    repair="give a template that renders tool calls with data.chat_template",
+                )
 
 
 def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[bool]:

@@ -138,6 +138,15 @@ def test_tools(loaded: dict[str, ChatTokenizer]) -> None:
     ]
 
 
+@pytest.mark.parametrize("call", [{"function": {"name": "add", "arguments": {}}}, {"name": "add"}])
+def test_tool_calls_that_a_template_drops_are_refused(call: dict[str, Any], loaded: dict[str, ChatTokenizer]) -> None:
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(DataError, match="leaves the tool calls") as caught:
+        loaded["tiny"].encode_chat(chat)
+    assert caught.value.value == "add"
+    assert "chat_template" in str(caught.value.repair)
+
+
 def test_a_user_who_writes_like_a_tool(loaded: dict[str, ChatTokenizer]) -> None:
     """The template looks at how such a message ends, so that it cannot be marked; the headers are still counted."""
     chat: Chat = [
