@@ -71,7 +71,8 @@ class Rank(ForgeActor):
     async def die_while_publishing(self, key: str, version: int, shapes: Shapes, words: str = "") -> None:
         """Join a version, write the part, and be killed before the commit."""
         from forge.store.client import client
-        from forge.store.writing import Contribution, Writer, ranks_of
+        from forge.store.joining import Contribution, ranks_of
+        from forge.store.writing import Writer
 
         tensors = {name: self.sharded(value(name, shape, version), words) for name, shape in shapes.items()}
         writer = Writer(client())

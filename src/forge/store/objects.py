@@ -11,12 +11,13 @@ from torch import Tensor
 
 from forge.errors import StoreError
 from forge.store.client import client, in_thread, start, until_done
+from forge.store.joining import Contribution
 from forge.store.reading import Reader
 from forge.store.records import Acquire, Lease
 from forge.store.targets import Spec, Target, allocate, is_place
 from forge.store.trees import put_together, read_structure, take_apart, write_structure
 from forge.store.verifying import Verify, check_verify
-from forge.store.writing import Contribution, Published, Writer, check_dtype
+from forge.store.writing import Published, Writer, check_dtype
 
 KIND = "object"
 COPY_BELOW = 1 << 20

@@ -16,9 +16,10 @@ from forge.errors import StoreError
 from forge.store.checks import check_whole_number
 from forge.store.client import StoreClient, client, in_thread, start
 from forge.store.execution import Targets
+from forge.store.joining import Contribution, ranks_of
 from forge.store.reading import Fetched, Reader, Verify, check_verify
 from forge.store.records import Acquire, Lease, VersionInfo
-from forge.store.writing import Contribution, Published, Staged, Writer, check_dtype, ranks_of
+from forge.store.writing import Published, Staged, Writer, check_dtype
 
 _log = logging.getLogger("forge.store")
 KIND = "weights"

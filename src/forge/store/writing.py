@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import logging
-import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,15 +15,16 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.runtime.meeting import LineError, run_id
+from forge.runtime.meeting import run_id
 from forge.store import kernel
 from forge.store.carrying import is_spread
 from forge.store.client import StoreClient
+from forge.store.joining import Contribution, Joiner
 from forge.store.layout import held
 from forge.store.marks import Mark, kept_for, mark_of
 from forge.store.packing import packing
 from forge.store.proof import pack_digests, sample_seed
-from forge.store.records import HEADER, Begin, Commit, Holder, Layout, Part, SegmentRecord, Ticket
+from forge.store.records import HEADER, Commit, Holder, Layout, Part, SegmentRecord, Ticket
 from forge.store.rects import Places
 from forge.store.segments import Segment
 from forge.store.snapshot import Memories, Prepared, Table, as_stored, build, copy
@@ -36,21 +33,6 @@ from forge.store.transports.cuda import DeviceSegment, to_host
 _log = logging.getLogger("forge.store")
 INLINE = 64 << 10
 """Values smaller than this are kept by the registry itself: a segment each would cost more than it holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """One rank's part of a version to be."""
-
-    key: str
-    kind: str
-    version: int | None
-    rank: int = 0
-    world_size: int = 1
-    keep: int = 1
-    extra: bytes = b""
-    timeout_s: float | None = None
-    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,43 +84,6 @@ def check_dtype(path: str, dtype: object) -> None:
         )
 
 
-def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Which of how many publishing ranks this process is, unless the user has said so."""
-    if rank is not None and world_size is not None:
-        return rank, world_size
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _wish(contribution: Contribution, layout_id: str, layout: Layout | None) -> Begin:
-    return Begin(
-        key=contribution.key,
-        kind=contribution.kind,
-        version=contribution.version,
-        rank=contribution.rank,
-        world_size=contribution.world_size,
-        layout_id=layout_id,
-        layout=layout,
-        keep=contribution.keep,
-        timeout_s=contribution.timeout_s,
-        group=contribution.group,
-    )
-
-
-_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
-
-
-def _withdraw_all() -> None:
-    """The process ends. Who waits for other ranks would keep it from that."""
-    for writer in list(_writers):
-        writer.withdraw()
-
-
-# Python waits for threads before it calls what `atexit` has: this comes before both.
-getattr(threading, "_register_atexit", atexit.register)(_withdraw_all)
-
-
 class Writer:
     """Publishes for one key of one process. Looking at a state dict costs more than copying small tensors: what was
     found is kept for as long as the same tensors come."""
@@ -151,13 +96,8 @@ class Writer:
         self._staging: Tensor | None = None
         self._staging_is_free = threading.Semaphore(1)
         self._prepared: tuple[tuple[Any, ...], Prepared] | None = None
-        self._told: str | None = None
         self._guard = threading.Lock()
-        self._token = ""
-        self._joining: Future[Ticket] | None = None
-        self._is_withdrawn = False
-        self._is_joining = threading.Lock()
-        _writers.add(self)
+        self._joiner = Joiner(client)
 
     def record_stream(self, tensors: Mapping[str, Tensor]) -> Any:
         """Remember what the devices are still to do, in the caller's thread; the snapshot comes after that."""
@@ -174,18 +114,18 @@ class Writer:
     ) -> Staged:
         """Join the version and copy this rank's part of it. When this returns the tensors may change."""
         began = time.perf_counter()
-        early = self._begin_early(contribution)
+        early = self._joiner.begin_early(contribution)
         try:
             with self._guard:
                 prepared, marks = self._look_at(tensors, dtype)
         except BaseException:
             if early is not None:
-                self._give_back(early)
+                self._joiner.give_back(early)
             raise
-        if early is not None and self._told != prepared.layout.id:
-            self._give_back(early)  # these are other tensors than last time
+        if early is not None and not self._joiner.fits(prepared.layout):
+            self._joiner.give_back(early)  # these are other tensors than last time
             early = None
-        ticket = self._begin(contribution, prepared.layout, early)
+        ticket = self._joiner.begin(contribution, prepared.layout, early)
         try:
             for event in ready:
                 event.synchronize()
@@ -195,59 +135,9 @@ class Writer:
             self.client.line.tell("give_up", (ticket.id, why))
             raise
 
-    def _begin_early(self, contribution: Contribution) -> Future[Ticket] | None:
-        """Ask for a ticket before the tensors are looked at, if they are likely those of last time and nobody else
-        takes part, who would have to begin again if they are not."""
-        if self._told is None or contribution.world_size > 1:
-            return None
-        return self.client.line.request("begin", _wish(contribution, self._told, None))
-
-    def _give_back(self, early: Future[Ticket]) -> None:
-        ticket = early.result()
-        if not ticket.needs_layout:
-            self.client.line.call("give_up", (ticket.id, "the state dict has changed its layout"))
-
-    def _begin(self, contribution: Contribution, layout: Layout, early: Future[Ticket] | None) -> Ticket:
-        if early is not None:
-            ticket = early.result()
-            if not ticket.needs_layout:
-                return ticket
-        known = None if self._told == layout.id and early is None else layout
-        self._token = secrets.token_hex(8)
-        wish = replace(_wish(contribution, layout.id, known), token=self._token)
-        ticket = self._join(wish)
-        if ticket.needs_layout:
-            ticket = self._join(replace(wish, layout=layout))
-        self._told = layout.id
-        return ticket
-
-    def _join(self, wish: Begin) -> Ticket:
-        """Join a version; waits until every rank has, or until this one withdraws."""
-        try:
-            with self._is_joining:
-                if self._is_withdrawn:
-                    raise CancelledError
-                self._joining = self.client.line.request("begin", wish)
-            return self._joining.result()
-        except CancelledError:
-            raise StoreError(
-                f"rank {wish.rank} gave up before all ranks had begun to publish {wish.key!r}",
-                path=wish.key,
-                value=f"rank {wish.rank} of {wish.world_size}",
-                rule=f"all {wish.world_size} ranks publish",
-                repair="publish again, from every rank",
-            ) from None
-        finally:
-            self._joining = None
-
     def withdraw(self) -> None:
         """Wait for other ranks no longer, now and later: what is not begun is given up, what is goes on."""
-        with self._is_joining:
-            self._is_withdrawn = True
-            joining = self._joining
-        if joining is not None and joining.cancel() and self.client.line.is_open:
-            with contextlib.suppress(LineError):  # it has just ended
-                self.client.line.tell("withdraw", self._token)  # the answer may have been on its way
+        self._joiner.withdraw()
 
     # looking
 

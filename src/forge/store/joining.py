@@ -1,0 +1,142 @@
+"""Joining a version: every rank says what it will write, and gets a ticket when all have said so."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import threading
+import weakref
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, replace
+
+import torch
+
+from forge.errors import StoreError
+from forge.runtime.meeting import LineError
+from forge.store.client import StoreClient
+from forge.store.records import Begin, Layout, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One rank's part of a version to be."""
+
+    key: str
+    kind: str
+    version: int | None
+    rank: int = 0
+    world_size: int = 1
+    keep: int = 1
+    extra: bytes = b""
+    timeout_s: float | None = None
+    group: str = ""
+
+
+def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Which of how many publishing ranks this process is, unless the user has said so."""
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _wish(contribution: Contribution, layout_id: str, layout: Layout | None) -> Begin:
+    return Begin(
+        key=contribution.key,
+        kind=contribution.kind,
+        version=contribution.version,
+        rank=contribution.rank,
+        world_size=contribution.world_size,
+        layout_id=layout_id,
+        layout=layout,
+        keep=contribution.keep,
+        timeout_s=contribution.timeout_s,
+        group=contribution.group,
+    )
+
+
+_joiners: weakref.WeakSet[Joiner] = weakref.WeakSet()
+
+
+def _withdraw_all() -> None:
+    """The process ends. Who waits for other ranks would keep it from that."""
+    for joiner in list(_joiners):
+        joiner.withdraw()
+
+
+# Python waits for threads before it calls what `atexit` has: this comes before both.
+getattr(threading, "_register_atexit", atexit.register)(_withdraw_all)
+
+
+class Joiner:
+    """Asks the registry for tickets, for one key of one process. The layout is told once, as long as it stays."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+        self._told: str | None = None
+        self._token = ""
+        self._joining: Future[Ticket] | None = None
+        self._is_withdrawn = False
+        self._is_joining = threading.Lock()
+        _joiners.add(self)
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether this is the layout that the registry was told, which `begin_early` relies on."""
+        return self._told == layout.id
+
+    def begin_early(self, contribution: Contribution) -> Future[Ticket] | None:
+        """Ask for a ticket before the tensors are looked at, if they are likely those of last time and nobody else
+        takes part, who would have to begin again if they are not."""
+        if self._told is None or contribution.world_size > 1:
+            return None
+        return self._client.line.request("begin", _wish(contribution, self._told, None))
+
+    def give_back(self, early: Future[Ticket]) -> None:
+        ticket = early.result()
+        if not ticket.needs_layout:
+            self._client.line.call("give_up", (ticket.id, "the state dict has changed its layout"))
+
+    def begin(self, contribution: Contribution, layout: Layout, early: Future[Ticket] | None) -> Ticket:
+        if early is not None:
+            ticket = early.result()
+            if not ticket.needs_layout:
+                return ticket
+        known = None if self._told == layout.id and early is None else layout
+        self._token = secrets.token_hex(8)
+        wish = replace(_wish(contribution, layout.id, known), token=self._token)
+        ticket = self._join(wish)
+        if ticket.needs_layout:
+            ticket = self._join(replace(wish, layout=layout))
+        self._told = layout.id
+        return ticket
+
+    def _join(self, wish: Begin) -> Ticket:
+        """Join a version; waits until every rank has, or until this one withdraws."""
+        try:
+            with self._is_joining:
+                if self._is_withdrawn:
+                    raise CancelledError
+                self._joining = self._client.line.request("begin", wish)
+            return self._joining.result()
+        except CancelledError:
+            raise StoreError(
+                f"rank {wish.rank} gave up before all ranks had begun to publish {wish.key!r}",
+                path=wish.key,
+                value=f"rank {wish.rank} of {wish.world_size}",
+                rule=f"all {wish.world_size} ranks publish",
+                repair="publish again, from every rank",
+            ) from None
+        finally:
+            self._joining = None
+
+    def withdraw(self) -> None:
+        """Wait for other ranks no longer, now and later: what is not begun is given up, what is goes on."""
+        with self._is_joining:
+            self._is_withdrawn = True
+            joining = self._joining
+        if joining is not None and joining.cancel() and self._client.line.is_open:
+            with contextlib.suppress(LineError):  # it has just ended
+                self._client.line.tell("withdraw", self._token)  # the answer may have been on its way
