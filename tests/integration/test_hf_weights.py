@@ -33,6 +33,7 @@ from forge.errors import CheckpointError, ForgeError, ModelError
 from forge.models.weight_names import to_ours, weight_map
 from forge.models.weights import load_hf
 from forge.models.weights_out import export_hf
+from parameter_tree import tree
 
 LIMIT_S = 120
 FACTS = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 67}
@@ -49,21 +50,8 @@ CONFIGS = {
 # The ranks' side.
 
 
-def tree(config: ModelConfig, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Nothing but the parameters of a model, under our names, full of ones."""
-    root = nn.Module()
-    for slot in weight_map(config):
-        *path, leaf = slot.name.split(".")
-        at = root
-        for name in path:
-            if name not in dict(at.named_children()):
-                at.add_module(name, nn.Module())
-            at = at.get_submodule(name)
-        at.register_parameter(leaf, nn.Parameter(torch.ones(slot.shape, dtype=dtype)))
-    if config.tie_embeddings:
-        root.add_module("lm_head", nn.Module())
-        root.lm_head.register_parameter("weight", root.tok_embeddings.weight)
-    return root
+def ones(config: ModelConfig, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return tree(config, fill=1.0, dtype=dtype)
 
 
 def split_tensors(module: nn.Module, mesh: DeviceMesh, only: str = "", *, dim: int | None = None) -> nn.Module:
@@ -188,7 +176,7 @@ def run_case(folder: Path, family: str, layout: str) -> dict[str, Any]:
     world = dist.get_world_size()
     source = folder / "models" / family
     dtype = torch.bfloat16 if family == "llama" else torch.float32
-    part = {**LAYOUTS[world], **MIXTURE_LAYOUTS[world]}[layout](tree(config, dtype=dtype), config)
+    part = {**LAYOUTS[world], **MIXTURE_LAYOUTS[world]}[layout](ones(config, dtype=dtype), config)
     report = load_hf([part], source, config, max_read_bytes=1000)
     for module in part.modules():
         if isinstance(module, FSDPModule):
@@ -228,7 +216,7 @@ def run_failures(folder: Path) -> dict[str, Any]:
         left = sorted(path.name for path in (folder / "failed").glob(f"*{name}*"))
         found[name].append(left)
 
-    odd = stage(tree(config), config)
+    odd = stage(ones(config), config)
     if rank == 1:
         odd.register_parameter("odd", nn.Parameter(torch.ones(2)))
     attempt("parameter", odd)
@@ -236,10 +224,10 @@ def run_failures(folder: Path) -> dict[str, Any]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # writing more raises OSError
-    attempt("space", stage(tree(config), config))
+    attempt("space", stage(ones(config), config))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    attempt("finish", stage(tree(config), config), finish=lambda made: shutil.copy(made / "absent", made / "copy"))
+    attempt("finish", stage(ones(config), config), finish=lambda made: shutil.copy(made / "absent", made / "copy"))
     return found
 
 
@@ -268,7 +256,7 @@ def die_while_writing(target: Path) -> None:
     """Replace a folder, and be killed when everything is written but the folder has not got its name."""
     config = CONFIGS["qwen3"]
     die = signal.SIGKILL
-    export_hf([tree(config)], target, config, overwrite=True, finish=lambda made: os.kill(os.getpid(), die))
+    export_hf([ones(config)], target, config, overwrite=True, finish=lambda made: os.kill(os.getpid(), die))
 
 
 # The tests' side.
@@ -327,8 +315,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def environment_of_ranks() -> dict[str, str]:
+    """This file runs itself, and what it shares with other tests lies a folder higher."""
+    folders = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(folder for folder in folders if folder)
+    return {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
 def outcomes(folder: Path, world: int) -> list[dict[str, Any]]:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = environment_of_ranks()
     logs = [folder / f"log{world}-{rank}" for rank in range(world)]
     processes = []
     try:
@@ -438,14 +433,15 @@ def test_the_trained_model_has_these_parameters(family: str, folder: Path) -> No
 def test_a_kill_leaves_the_old_folder_whole(tmp_path: Path) -> None:
     config = CONFIGS["qwen3"]
     target = tmp_path / "out"
-    export_hf([tree(config)], target, config)
+    export_hf([ones(config)], target, config)
     before = (target / "model.safetensors").read_bytes()
     (target / "old").touch()
-    killed = subprocess.run([sys.executable, __file__, "die", str(target)], timeout=LIMIT_S)
+    command = [sys.executable, __file__, "die", str(target)]
+    killed = subprocess.run(command, timeout=LIMIT_S, env=environment_of_ranks())
     assert killed.returncode == -signal.SIGKILL
     assert sorted(path.name for path in target.iterdir()) == ["model.safetensors", "old"]
     assert (target / "model.safetensors").read_bytes() == before
-    export_hf([tree(config)], target, config, overwrite=True)
+    export_hf([ones(config)], target, config, overwrite=True)
     assert [path.name for path in target.iterdir()] == ["model.safetensors"]
     assert list(tmp_path.iterdir()) == [target]
 

@@ -19,6 +19,18 @@ from forge.errors import DataError
 from forge.types import Batch
 
 
+def check_field(name: str, fields: Mapping[str, Tensor]) -> None:
+    """Refuse a batch that lacks a field which a loss reads."""
+    if name not in fields:
+        raise DataError(
+            f"the loss needs the field {name!r}, which the batch does not have",
+            path=f"fields[{name!r}]",
+            value=sorted(fields),
+            rule="every field that the loss names in `fields`",
+            repair=f"put {name!r} into the fields of each sample",
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenView:
     """The tokens of one micro-batch, laid end to end: T tokens of whole samples, on the device that computes.
@@ -73,14 +85,7 @@ class TokenView:
 
     def value(self, name: str) -> Tensor:
         """A field, with 0 at tokens that do not count."""
-        if name not in self.fields:
-            raise DataError(
-                f"the loss needs the field {name!r}, which the batch does not have",
-                path=f"fields[{name!r}]",
-                value=sorted(self.fields),
-                rule="every field that the loss names in `fields`",
-                repair=f"put {name!r} into the fields of each sample",
-            )
+        check_field(name, self.fields)
         return self.counted(self.fields[name])
 
     def sum(self, values_T: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forge.errors import ConfigError, DataError
+from forge.losses.base import check_field
 from forge.types import Batch
 
 if TYPE_CHECKING:
@@ -170,14 +171,7 @@ def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] =
     _check_shapes(batch)
     _check_signs(batch)
     for name in fields:
-        if name not in batch.fields:
-            raise DataError(
-                f"the loss needs the field {name!r}, which the batch does not have",
-                path=f"fields[{name!r}]",
-                value=sorted(batch.fields),
-                rule="every field that the loss names in `fields`",
-                repair=f"put {name!r} into the fields of each sample",
-            )
+        check_field(name, batch.fields)
     is_outside = (batch.token_ids < 0) | (batch.token_ids >= (vocab_size or 2**62))
     if not bool(is_outside.any()):
         return

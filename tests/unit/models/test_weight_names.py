@@ -17,6 +17,7 @@ from forge.errors import CheckpointError, ForgeError, ModelError
 from forge.models.weight_names import hf_views, plain_name, to_ours, weight_map
 from forge.models.weights import load_hf, shard_range
 from forge.models.weights_out import TensorPlan, export_hf, plan_files, replace_folder
+from parameter_tree import tree
 
 FACTS = {"num_layers": 2, "hidden_size": 12, "num_heads": 3, "num_kv_heads": 1, "head_dim": 6, "vocab_size": 17}
 CONFIGS = {
@@ -32,23 +33,6 @@ CONFIGS = {
     ),
 }
 EVERY = pytest.mark.parametrize("family", list(CONFIGS))
-
-
-def tree(config: ModelConfig, *, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Nothing but the parameters of a model, under our names."""
-    root = nn.Module()
-    for slot in weight_map(config):
-        *path, leaf = slot.name.split(".")
-        at = root
-        for name in path:
-            if name not in dict(at.named_children()):
-                at.add_module(name, nn.Module())
-            at = at.get_submodule(name)
-        at.register_parameter(leaf, nn.Parameter(torch.zeros(slot.shape, dtype=dtype)))
-    if config.tie_embeddings:
-        root.add_module("lm_head", nn.Module())
-        root.lm_head.register_parameter("weight", root.tok_embeddings.weight)
-    return root
 
 
 def random_state(config: ModelConfig, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
