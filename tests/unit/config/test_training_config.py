@@ -24,6 +24,10 @@ def refusal(*overrides: str) -> str:
     ("overrides", "parts"),
     [
         (["training.microbatch_tokens=100"], ["training.microbatch_tokens", "max_seq_len, which is 2048", "raise it"]),
+        (
+            ["training.optimizer_dtype=bfloat16", "training.beta2=0.999"],
+            ["training.beta2", "at most 0.99", "float32"],
+        ),
         (["training.schedule=sawtooth"], ["training.schedule", "'sawtooth'", "constant, linear, cosine, wsd"]),
         (["training.learning_rate=0"], ["training.learning_rate"]),
         (["training.max_steps=0"], ["training.max_steps"]),
