@@ -351,9 +351,9 @@ async def spoil(rank: Rank, key: str, kind: str, seed: int) -> list[str]:
     """Spoil the newest version in the segment of one of the ranks, chosen by the seed; the tensors that were hit."""
     from forge.store.catalog import catalog
     from forge.store.client import client
+    from forge.store.joining import ranks_of
     from forge.store.records import Acquire
     from forge.store.views import piece_view
-    from forge.store.writing import ranks_of
 
     me, world_size = ranks_of(None, None)
     draw = random.Random(f"{kind} {seed}")
