@@ -151,7 +151,24 @@ class NonFiniteError(ForgeError, FloatingPointError):
     """Loss or gradient is NaN or infinite. The state is as it was before the step."""
 
 
-INPUT_ERRORS: Final = (ConfigError, OptionError, ModelError, DataError, CheckpointError)
+class PromptError(ForgeError, ValueError):
+    """A request that no generator can answer: a prompt that is empty, too long, or of tokens that do not exist."""
+
+
+class EngineDead(ForgeError, RuntimeError):
+    """The process of a generation engine ended. The replica is replaced; requests may be sent again."""
+
+
+class SyncError(ForgeError, RuntimeError):
+    """Trainer and generator do not compute with the same weights; generation has stopped. `tensors` names what
+    differs."""
+
+    def __init__(self, message: str, *, tensors: Sequence[str] = (), **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.tensors = tuple(tensors)
+
+
+INPUT_ERRORS: Final = (ConfigError, OptionError, ModelError, DataError, CheckpointError, PromptError)
 """What a user mends without looking at the program: the text says all, and a command ends with exit code 2."""
 
 

@@ -7,6 +7,16 @@ A loaded configuration is checked as a whole, says where each value came from, a
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.command_line import from_command_line
+from forge.config.generator import (
+    CanaryConfig,
+    GenerationConfig,
+    GeneratorConfig,
+    PolicyConfig,
+    Sampling,
+    ServeConfig,
+    UpdateConfig,
+    UpdateMode,
+)
 from forge.config.layers import Origin
 from forge.config.loading import Loaded, explain, load, load_with_origins
 from forge.config.model_presets import preset_names
@@ -30,12 +40,15 @@ from forge.config.training import CheckpointConfig, DistributedConfig, TrainerCo
 
 __all__ = [
     "ActorConfig",
+    "CanaryConfig",
     "CheckpointConfig",
     "ConfigModel",
     "DataConfig",
     "DistributedConfig",
     "ForgeConfig",
     "FrozenDict",
+    "GenerationConfig",
+    "GeneratorConfig",
     "InvalidConfig",
     "KubernetesConfig",
     "LauncherConfig",
@@ -43,16 +56,21 @@ __all__ = [
     "MetricsConfig",
     "ModelConfig",
     "Origin",
+    "PolicyConfig",
     "Problem",
     "RopeScalingConfig",
     "RunConfig",
     "SFTConfig",
+    "Sampling",
+    "ServeConfig",
     "ServiceConfig",
     "SlurmConfig",
     "SourceConfig",
     "StoreConfig",
     "TrainerConfig",
     "TrainingConfig",
+    "UpdateConfig",
+    "UpdateMode",
     "ValidationConfig",
     "broken_rule",
     "dump",

@@ -1,0 +1,114 @@
+"""What an engine is: the seam between `Generator`, the actor, and whatever makes the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from forge.config import Sampling, UpdateMode
+from forge.types import Completion, Delta
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, as tokens, and how to go on from it. `prompt_ids` fits the context and `sampling` the engine."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """What an update of the weights did.
+
+    Attributes:
+        version: the weights that serve now.
+        mode: what was done with completions under way.
+        seconds: how long the whole update took; stall_s: how long no token was made because of it.
+        num_attempts: how often it was tried.
+        num_aborted: completions that it cut short.
+        canary: the largest difference of a logprob from the trainer's; None where it was not compared.
+    """
+
+    version: int
+    mode: UpdateMode
+    seconds: float
+    stall_s: float
+    num_attempts: int = 1
+    num_aborted: int = 0
+    canary: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine does now, and what it has done since it started.
+
+    Attributes:
+        version: the weights that serve.
+        num_running, num_waiting: completions under way, and those in the queue.
+        num_done, num_aborted: completions that ended by themselves, and those that were cut short.
+        num_prompt_tokens, num_shared_tokens, num_tokens: tokens of prompts, how many of them were found computed, and
+            tokens that were drawn.
+        num_preempted: how often a completion had to give its memory to another and was read again.
+        cache_used: the part of the cache that is in use, from 0 to 1.
+        is_asleep: whether memory was given back with `sleep`.
+        more: what only one engine knows.
+    """
+
+    version: int
+    num_running: int = 0
+    num_waiting: int = 0
+    num_done: int = 0
+    num_aborted: int = 0
+    num_prompt_tokens: int = 0
+    num_shared_tokens: int = 0
+    num_tokens: int = 0
+    num_preempted: int = 0
+    cache_used: float = 0.0
+    is_asleep: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+class GenerationEngine(Protocol):
+    """An engine on one event loop. Every method may be called while others are under way."""
+
+    @property
+    def version(self) -> int:
+        """The weights that make tokens now."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model; when it returns, requests are served. Everything slow happens on other threads."""
+        ...
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """The n completions, in order. Cancelling it ends the work on them. `Overloaded` when the queue is full."""
+        ...
+
+    def stream(self, request: Request) -> AsyncIterator[Delta]:
+        """The n completions as they grow. Closing the iterator ends the work on them."""
+        ...
+
+    async def update(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
+        """Take weights from the store, whole. If that fails it raises, and the old weights go on serving."""
+        ...
+
+    async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """The logprob of every token of each sequence given those before it; the first one's is 0."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the device's memory back. Requests wait until `wake`."""
+        ...
+
+    async def wake(self) -> None:
+        """Take memory again, with the newest weights that were served."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """End everything that the engine started. Completions under way end as aborted."""
+        ...
