@@ -136,8 +136,11 @@ class GenerationConfig(ConfigModel):
     max_queue: int = Field(
         default=1024, ge=0, description="Completions that may wait besides; beyond it requests raise `Overloaded`."
     )
-    prefill_chunk_tokens: int = Field(
-        default=512, ge=16, description="Tokens of prompts that one step reads, so that long prompts stall nobody."
+    prefill_chunk_tokens: int | None = Field(
+        default=None,
+        ge=16,
+        description="Tokens of prompts that one step reads, so that long prompts stall nobody; null for 512 on the CPU "
+        "and 8192 on a GPU.",
     )
     kv_cache_gb: float | None = Field(
         default=None,

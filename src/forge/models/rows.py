@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate, count
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,20 +66,31 @@ class RowTask:
     as_row: bool = False
 
 
+class PackedRow(Protocol):
+    """What every kind of row has: a trainer's is a `RowTask`, a generator's a `PagedRow`."""
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def index(self) -> Tensor: ...
+
+
 @dataclass(slots=True)
 class RowBook:
     """The rows that are under way, by key."""
 
-    _rows: dict[int, RowTask] = field(default_factory=dict)
+    _rows: dict[int, PackedRow] = field(default_factory=dict)
     _keys: count[int] = field(default_factory=count)
 
-    def enter(self, row: RowTask) -> Tensor:
+    def enter(self, row: PackedRow) -> Tensor:
         """Add a row and return its key, int64 [1, 1] in host memory."""
         key = next(self._keys)
         self._rows[key] = row
         return torch.tensor([[key]])
 
-    def find(self, key: Tensor) -> RowTask:
+    def find(self, key: Tensor) -> Any:
+        """The row of a key, of the kind that was entered."""
         return self._rows[int(key.reshape(-1)[0])]
 
     def clear(self) -> None:

@@ -97,6 +97,13 @@ class ChatTokenizer:
         eos = self.eos_token_id
         return ids if ids and ids[-1] == eos else [*ids, eos]
 
+    def encode_beginning(self, text: str) -> list[int]:
+        """The tokens of a text that is to go on: with what the tokenizer puts before it, and no end."""
+        ids: list[int] = self._whole.encode(text, add_special_tokens=True).ids
+        if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id and not text.endswith(self._tokenizer.eos_token):
+            ids.pop()
+        return ids
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """The text of tokens, unchanged: no spaces are tidied up."""
         text: str = self._whole.decode(list(ids), skip_special_tokens=skip_special)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from forge.config import TrainerConfig
 from forge.runtime.endpoints import endpoint
 from forge.service.actor import ForgeActor
-from forge.types import Batch, StepResult
+from forge.types import Batch, Sample, StepResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,15 +72,32 @@ class Trainer(ForgeActor):
         return logprobs if self.engine.ranks.rank == 0 else None
 
     @endpoint
-    async def publish_weights(self, version: int, name: str = "policy") -> None:
-        """Publish the weights as a version of `name` in the store. Returns when readers can fetch it."""
+    async def publish_weights(self, version: int, name: str = "policy", canary: bool = True) -> None:
+        """Publish the weights as a version of `name` in the store. Returns when readers can fetch it.
+
+        With `canary`, the logprobs that this model gives a few tokens are kept with the version, so that generators
+        can prove that they compute with the same weights.
+        """
         from forge.store import Weights
 
-        if self._weights is None:
-            ranks = self.engine.ranks
+        ranks = self.engine.ranks
+        if self._weights is None or self._weights.name != name:
             self._weights = Weights(name, rank=ranks.rank, world_size=ranks.size)
+        if canary:
+            await self._keep_canary(version, name)
         state = await self._do(self.engine.own_parameters)
         await self._weights.publish(state, version=version)
+
+    async def _keep_canary(self, version: int, name: str) -> None:
+        import torch
+
+        from forge.store.canary import Canary, canary_ids, put_canary
+
+        token_ids = torch.tensor(canary_ids(self.engine.model.facts.vocab_size or 1))
+        sample = Sample(token_ids, torch.zeros(len(token_ids)), identity="canary")
+        logprobs = await self._do(self.engine.forward_logprobs, Batch.of([sample]))
+        if self.engine.ranks.rank == 0:
+            await put_canary(name, Canary(version, tuple(token_ids.tolist()), tuple(logprobs[0].tolist())))
 
     @endpoint
     async def save(self, extra: Mapping[str, Any] | None = None, metric: float | None = None) -> None:

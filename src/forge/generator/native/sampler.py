@@ -1,0 +1,280 @@
+"""Draw the next token of many completions at once.
+
+`forge.generator.native.shaping` says in which order penalties, temperature and truncation apply. A token is then drawn
+with *one* uniform number by inverting the distribution function in the order of the vocabulary. That number depends on
+the completion's seed and on the token's place in it (`forge.generator.native.randomness`), so that a seed draws the
+same tokens from the same logits whatever else is in the batch.
+
+On a CPU every bit of a row's result is a function of that row. On a GPU the sums of a row may be split in another way
+for another number of rows: logprobs can then differ in their last digits, and so, rarely, can a token whose uniform
+number lies within such a rounding error of the boundary to the next one.
+
+Shapes: S rows, V the vocabulary, N blocks of `_BLOCK` tokens each.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forge.config import Sampling
+from forge.errors import ModelError, NonFiniteError
+from forge.generator.native.randomness import uniforms
+from forge.generator.native.shaping import Shaping, Tally, is_shaped, must_go_on
+
+_BLOCK: Final = 128
+_BLOCK_UNITS: Final = 2.0**60  # what a probability of 1 is in whole numbers: exact sums, in any order
+_TOKEN_UNITS: Final = 2.0**52  # the same within a block; 128 of them stay below 2^63
+
+
+@dataclass(slots=True, eq=False)
+class SampleRow:
+    """One completion, as the sampler sees it. The same object is given at every step of it.
+
+    Attributes:
+        sampling: how its tokens are drawn.
+        seed: the completion's own (`randomness.completion_seed`), from 0 to 2^63 - 1.
+        prompt_ids: the prompt, for the repetition penalty.
+        token_ids: what was drawn so far; whoever calls `draw` appends to it.
+        stop_ids: tokens that end it, which are not drawn before `sampling.min_tokens`.
+    """
+
+    sampling: Sampling
+    seed: int
+    prompt_ids: Sequence[int]
+    token_ids: list[int]
+    stop_ids: Collection[int] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """One token for each row, on the device.
+
+    Attributes:
+        token_ids: int64 [S], each below V whatever the logits were.
+        logprobs: float32 [S], in the distribution that was drawn from; at temperature 0, that of temperature 1 with
+            penalties. NaN for rows whose logits are not finite.
+        full_logprobs: float32 [S], before penalties and truncation: what a trainer computes at that temperature, on a
+            CPU bit for bit.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    full_logprobs: Tensor
+
+    def fetch(self, *, skip: Collection[int] = ()) -> tuple[list[int], list[float], list[float]]:
+        """Tokens, logprobs and full logprobs on the host, with one copy: the one wait for the device in a step.
+
+        Raises `NonFiniteError` if a row's logits were NaN or infinite, or no token was allowed; its `value` is the
+        tuple of such rows. Whoever wants the others' tokens all the same asks again with `skip=error.value`.
+        """
+        packed = torch.stack([self.token_ids.double(), self.logprobs.double(), self.full_logprobs.double()])
+        tokens, logprobs, full = packed.tolist()
+        broken = tuple(
+            row
+            for row, both in enumerate(zip(logprobs, full, strict=True))
+            if row not in skip and not all(map(math.isfinite, both))
+        )
+        if broken:
+            raise NonFiniteError(
+                f"no token can be drawn for {len(broken)} of {len(tokens)} completions: the model's logits are NaN or "
+                "infinite, or every token is ruled out",
+                path="logits",
+                value=broken,
+                rule="logits that are numbers, with at least one token that is allowed",
+                repair="check the weights that were loaded; in bfloat16, try generator.precision=float32",
+            )
+        return [int(token) for token in tokens], logprobs, full
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What is known about a list of rows until it changes.
+
+    Attributes:
+        rows: the list; seeds: uint64 [S].
+        scale_S1: what logits are multiplied by; None where all of it is 1.
+        is_greedy_S: None where no row is greedy; is_all_greedy: whether all are.
+        shaping: for the rows that need it.
+        going_on: rows that may not end yet: when that changes, so does the plan.
+    """
+
+    rows: tuple[SampleRow, ...]
+    seeds: NDArray[np.uint64]
+    scale_S1: Tensor | None
+    is_greedy_S: Tensor | None
+    is_all_greedy: bool
+    shaping: Shaping | None
+    going_on: tuple[SampleRow, ...]
+
+    def is_for(self, rows: Sequence[SampleRow]) -> bool:
+        return (
+            len(rows) == len(self.rows)
+            and all(map(operator.is_, rows, self.rows))
+            and all(map(must_go_on, self.going_on))
+        )
+
+
+class Sampler:
+    """Draws tokens for a vocabulary on a device. Not to be used by two threads at once.
+
+    It keeps about 8 bytes for each row and token of the vocabulary, and 8 to 12 more for rows with penalties or
+    truncation. On a GPU, top-p takes about as much again for a moment.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._tally = Tally(vocab_size, self._device)
+        self._plan = self._planned([])
+        width = -(-vocab_size // _BLOCK) * _BLOCK
+        self._probs = _Space(width, self._device)  # what is beyond the vocabulary stays 0
+        self._scaled, self._shaped, self._shaped_probs = (_Space(vocab_size, self._device) for _ in range(3))
+
+    @torch.no_grad()
+    def draw(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> Drawn:
+        """One token for each row of the logits, float32 [S, V], which stay as they are.
+
+        Nothing is waited for on a GPU, where only one small copy goes in. Rows whose logits are not finite give no
+        error here but in `Drawn.fetch`.
+        """
+        self._check(logits_SV, rows)
+        if not self._plan.is_for(rows):
+            self._plan = self._planned(rows)
+        plan = self._plan
+        uniforms_S = self._copy_in(plan)
+        scaled_SV, probs_SW = self._softmaxes(logits_SV, plan)
+        lse_S = _logsumexp(scaled_SV, probs_SW)
+        best_S = None if plan.is_greedy_S is None else _argmax(scaled_SV)
+        if plan.shaping is not None:
+            shaped_PV = plan.shaping.apply(logits_SV, out_SV=self._shaped.rows(len(plan.shaping.places_S)))
+            shaped_probs_PV = torch.softmax(shaped_PV, dim=-1, out=self._shaped_probs.rows(len(shaped_PV)))
+            shaped_lse_P = _logsumexp(shaped_PV, shaped_probs_PV)
+            probs_SW[:, : self._vocab_size].index_copy_(0, plan.shaping.places_S, shaped_probs_PV)
+            if best_S is not None:
+                best_S.index_copy_(0, plan.shaping.places_S, _argmax(shaped_PV))
+        if best_S is not None and plan.is_all_greedy:
+            token_ids = best_S
+        else:
+            token_ids = pick(probs_SW, uniforms_S).clamp_(max=self._vocab_size - 1)
+            if best_S is not None:
+                token_ids = torch.where(plan.is_greedy_S, best_S, token_ids)
+        full = _at(scaled_SV, token_ids) - lse_S
+        logprobs = full
+        if plan.shaping is not None:
+            own = _at(shaped_PV, token_ids.index_select(0, plan.shaping.places_S)) - shaped_lse_P
+            logprobs = full.index_copy(0, plan.shaping.places_S, own)
+        return Drawn(token_ids, logprobs, full)
+
+    def _check(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        wanted = (len(rows), self._vocab_size)
+        if tuple(logits.shape) != wanted or logits.dtype != torch.float32:
+            raise ModelError(
+                "these are not the logits of the rows that tokens are to be drawn for",
+                path="logits_SV",
+                value=(tuple(logits.shape), str(logits.dtype)),
+                rule=f"float32 of the shape {wanted}: one row for each completion, one column for each token",
+                repair="pass the model's logits, one row for each SampleRow, converted with .float()",
+            )
+
+    def _planned(self, rows: Sequence[SampleRow]) -> _Plan:
+        device = self._device
+        greedy = [row.sampling.is_greedy for row in rows]
+        scales = [1.0 if row.sampling.is_greedy else 1.0 / row.sampling.temperature for row in rows]
+        shaped = [place for place, row in enumerate(rows) if is_shaped(row, self._vocab_size)]
+        if not shaped:
+            self._tally.follow(())
+        return _Plan(
+            rows=tuple(rows),
+            seeds=np.array([row.seed for row in rows], dtype=np.uint64),
+            scale_S1=None if set(scales) <= {1.0} else torch.tensor(scales, device=device)[:, None],
+            is_greedy_S=torch.tensor(greedy, device=device) if any(greedy) else None,
+            is_all_greedy=all(greedy),
+            shaping=Shaping([rows[place] for place in shaped], shaped, self._tally) if shaped else None,
+            going_on=tuple(row for row in rows if must_go_on(row)),
+        )
+
+    def _copy_in(self, plan: _Plan) -> Tensor:
+        """The uniform numbers [S], and into the tally the tokens drawn since; as one copy to the device."""
+        places, pairs = self._tally.fresh()
+        if plan.is_all_greedy and not places:
+            return torch.empty(0, dtype=torch.float64, device=self._device)
+        num_rows = len(plan.rows)
+        steps = np.fromiter((len(row.token_ids) for row in plan.rows), dtype=np.uint64, count=num_rows)
+        words = np.concatenate([uniforms(plan.seeds, steps).view(np.int64), np.array(places + pairs, dtype=np.int64)])
+        copied = torch.from_numpy(words).to(self._device, non_blocking=True)
+        self._tally.add(copied[num_rows : num_rows + len(places)], copied[num_rows + len(places) :])
+        return copied[:num_rows].view(torch.float64)
+
+    def _softmaxes(self, logits: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
+        """Logits divided by temperature, and their probabilities, wider by what fills up the last block."""
+        probs, scaled = self._probs.rows(len(plan.rows)), logits
+        if plan.scale_S1 is not None:
+            scaled = torch.mul(logits, plan.scale_S1, out=self._scaled.rows(len(plan.rows)))
+        torch.softmax(scaled, dim=-1, out=probs[:, : self._vocab_size])
+        return scaled, probs
+
+
+class _Space:
+    """Memory for a number of rows, used again at every step: fresh pages cost a CPU more than what is computed."""
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._rows = torch.zeros(0, width, device=device)
+
+    def rows(self, num_rows: int) -> Tensor:
+        """The first so many rows, float32: zeros, or what was written there before."""
+        if num_rows > len(self._rows):
+            self._rows = torch.zeros(num_rows, self._rows.shape[1], device=self._rows.device)
+        return self._rows[:num_rows]
+
+
+def pick(probs_SW: Tensor, uniforms_S: Tensor) -> Tensor:
+    """For each row the token at which the running sum of probabilities first exceeds its uniform number, int64 [S].
+
+    `probs_SW` is float32 and W a multiple of 128; rows need not add up to exactly 1. First the block is found, then the
+    token within it. Running sums are of whole numbers and therefore exact: they never pass over a token of probability
+    0, in whatever order a device adds, and a token is reached if its probability is above about 2^-50.
+    """
+    blocks_SNB = probs_SW.unflatten(1, (-1, _BLOCK))
+    sums_SN = (blocks_SNB.sum(-1).double() * _BLOCK_UNITS).to(torch.int64)
+    block_S, rest_S = _invert(sums_SN, uniforms_S)
+    inside_SB = blocks_SNB[torch.arange(len(block_S), device=block_S.device), block_S].double()
+    units_SB = (inside_SB / inside_SB.amax(-1, keepdim=True) * _TOKEN_UNITS).to(torch.int64)
+    token_S, _ = _invert(units_SB, rest_S)
+    return block_S * _BLOCK + token_S
+
+
+def _invert(weights_SN: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the uniform number falls among whole weights, and how far into that one, from 0 to below 1, float64."""
+    sums_SN = weights_SN.cumsum(-1)
+    total_S1 = sums_SN[:, -1:]
+    target_S1 = torch.minimum((uniforms_S[:, None] * total_S1.double()).to(torch.int64), total_S1 - 1)
+    place_S1 = torch.searchsorted(sums_SN, target_S1, right=True).clamp_(max=sums_SN.shape[1] - 1)
+    weight_S1 = weights_SN.gather(1, place_S1)
+    into_S1 = target_S1 - (sums_SN.gather(1, place_S1) - weight_S1)
+    return place_S1.squeeze(1), (into_S1.double() / weight_S1.double()).squeeze(1)
+
+
+def _logsumexp(logits_SV: Tensor, probs_SW: Tensor) -> Tensor:
+    # As `forge.losses.chunks` has it, operation by operation, so that logprobs have the trainer's bits.
+    return logits_SV.amax(-1) - probs_SW.amax(-1).log()
+
+
+def _at(logits_SV: Tensor, token_ids_S: Tensor) -> Tensor:
+    return logits_SV.gather(1, token_ids_S[:, None]).squeeze(1)
+
+
+def _argmax(logits_SV: Tensor) -> Tensor:
+    """The largest logit of each row, the first of several. NumPy's is ten times faster than torch's on a CPU."""
+    if logits_SV.is_cuda:
+        return logits_SV.argmax(-1)
+    found: NDArray[Any] = logits_SV.numpy().argmax(-1)
+    return torch.from_numpy(found)

@@ -1,0 +1,196 @@
+"""What the engine computes next: every completion's next token, a piece of the prompts that are still to be read, and
+whom memory is taken from when there is too little."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from forge.generator.native.pages import PAGE, ROOT, OutOfPages, PagePool
+from forge.generator.native.sequences import Running
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The tokens [start, end) of a sequence, to be computed in the next step."""
+
+    sequence: Running
+    start: int
+    end: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether it reaches the end of what is known, so that a token can be drawn."""
+        return self.end == len(self.sequence.ids) and self.sequence.score is None
+
+
+class Scheduler:
+    """The sequences that wait and those under way.
+
+    The oldest are served first. A sequence for whose next token there is no page takes the pages of the one that began
+    last, which is read again later: it keeps its tokens, and since every draw depends on its own seed and place alone,
+    nothing about it changes but the time it takes.
+    """
+
+    def __init__(self, pool: PagePool, *, max_batch: int, chunk_tokens: int, max_pages: int) -> None:
+        self.pool = pool
+        self.max_batch, self.chunk_tokens = max_batch, chunk_tokens
+        self.waiting: deque[Running] = deque()
+        self.running: list[Running] = []
+        self.table = np.zeros((max_batch, max_pages), dtype=np.int32)
+        self.num_preempted = 0
+        self.num_shared_tokens = 0
+        self._slots = list(range(max_batch - 1, -1, -1))
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    @property
+    def num_reserved(self) -> int:
+        """Completions under way, those included that begin when their prompt has been read."""
+        return sum(1 + len(sequence.siblings) for sequence in self.running)
+
+    def sequences(self) -> Iterator[Running]:
+        """All, siblings included."""
+        for sequence in (*self.running, *self.waiting):
+            yield sequence
+            yield from sequence.siblings
+
+    def plan(self, *, admit: bool = True) -> list[Piece]:
+        """The pieces of the next step, with pages for all their tokens. Empty only if there is nothing to do, or, with
+        `admit=False`, if nothing that has begun is left."""
+        budget, before = self.chunk_tokens, self.num_preempted
+        pieces: list[Piece] = []
+        for sequence in list(self.running):
+            left = len(sequence.ids) - sequence.num_computed
+            num = 1 if left == 1 else min(left, budget)
+            if sequence.slot < 0 or num == 0 or not self._make_room(sequence, sequence.num_computed + num):
+                continue
+            budget -= num if left > 1 else 0
+            pieces.append(Piece(sequence, sequence.num_computed, sequence.num_computed + num))
+        admit = admit and self.num_preempted == before  # else memory is short
+        while admit and budget > 0 and self.waiting and self._admit(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            num = min(len(sequence.ids) - sequence.num_computed, budget)
+            self._grow(sequence, sequence.num_computed + num)
+            budget -= num
+            pieces.append(Piece(sequence, sequence.num_computed, sequence.num_computed + num))
+        return [piece for piece in pieces if piece.sequence.slot >= 0]
+
+    def _make_room(self, sequence: Running, length: int) -> bool:
+        """Pages for a sequence up to a length, taken from those that began last if need be."""
+        while -(-length // PAGE) - len(sequence.pages) > self.pool.num_free:
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        self._grow(sequence, length)
+        return True
+
+    def _grow(self, sequence: Running, length: int) -> None:
+        held = len(sequence.pages)
+        num = -(-length // PAGE) - held
+        if num > 0:
+            sequence.pages += self.pool.take(num)
+            self.table[sequence.slot, held : held + num] = sequence.pages[held:]
+
+    def _admit(self, sequence: Running) -> bool:
+        """Begin a sequence if there is a place for it and all its siblings, and memory for what is known of it."""
+        if self.num_reserved + 1 + len(sequence.siblings) > self.max_batch:
+            return False
+        if sequence.score is None and sequence.is_pure:
+            prefix = self.pool.find(sequence.ids, most=len(sequence.ids) - 1)
+            sequence.pages, sequence.mark = prefix.pages, prefix.mark
+        spare = 1 if self.running else 0
+        if -(-len(sequence.ids) // PAGE) - len(sequence.pages) + spare > self.pool.num_free:
+            self.pool.release(sequence.pages)
+            sequence.pages, sequence.mark = [], ROOT
+            return False
+        shared = len(sequence.pages)
+        sequence.num_sealed, sequence.num_computed = shared, shared * PAGE
+        if sequence.began is None:
+            sequence.began = time.perf_counter()
+            sequence.num_shared = shared * PAGE
+            self.num_shared_tokens += shared * PAGE
+        self._place(sequence)
+        return True
+
+    def _place(self, sequence: Running) -> None:
+        sequence.slot = self._slots.pop()
+        self.table[sequence.slot, : len(sequence.pages)] = sequence.pages
+        self.running.append(sequence)
+
+    def computed(self, piece: Piece) -> None:
+        """A piece has been computed: its full pages can be shared from now on."""
+        sequence = piece.sequence
+        sequence.num_computed = piece.end
+        if sequence.score is not None or not sequence.is_pure:
+            return
+        while (sequence.num_sealed + 1) * PAGE <= sequence.num_computed:
+            start = sequence.num_sealed * PAGE
+            page, tokens = sequence.pages[sequence.num_sealed], sequence.ids[start : start + PAGE]
+            sequence.mark = self.pool.seal(page, tokens, after=sequence.mark)
+            sequence.num_sealed += 1
+
+    def fork(self, sequence: Running) -> list[tuple[int, int]]:
+        """Let the siblings of a sequence begin where it is. Which pages must be copied to which: those not yet full.
+
+        Siblings for which there is no page wait, and are then read as any other.
+        """
+        copies: list[tuple[int, int]] = []
+        siblings, sequence.siblings = sequence.siblings, []
+        num_full, rest = divmod(sequence.num_computed, PAGE)
+        for number, sibling in enumerate(siblings):
+            try:
+                own = self.pool.take(1) if rest else []
+            except OutOfPages:
+                self.waiting.extendleft(reversed(siblings[number:]))
+                break
+            self.pool.hold(sequence.pages[:num_full])
+            sibling.pages = sequence.pages[:num_full] + own
+            copies += [(sequence.pages[num_full], page) for page in own]
+            sibling.num_computed, sibling.mark, sibling.num_sealed = (
+                sequence.num_computed,
+                sequence.mark,
+                sequence.num_sealed,
+            )
+            sibling.is_pure, sibling.began = sequence.is_pure, sequence.began
+            sibling.num_shared = sequence.num_computed
+            self.num_shared_tokens += sequence.num_computed
+            self._place(sibling)
+        return copies
+
+    def end(self, sequence: Running) -> None:
+        """Forget a sequence that has ended, whether it had begun or not."""
+        if sequence.slot >= 0:
+            self._withdraw(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def preempt(self, sequence: Running) -> None:
+        """Take a sequence's pages; it is the first to begin again."""
+        self._withdraw(sequence)
+        sequence.is_pure = True
+        self.waiting.appendleft(sequence)
+        self.num_preempted += 1
+
+    def preempt_all(self) -> None:
+        """Take every sequence's pages; they begin again in the order in which they are."""
+        before = self.num_preempted
+        for sequence in reversed(list(self.running)):
+            self.preempt(sequence)
+        self.num_preempted = before
+
+    def _withdraw(self, sequence: Running) -> None:
+        self.running.remove(sequence)
+        self.pool.release(sequence.pages)
+        self._slots.append(sequence.slot)
+        sequence.slot, sequence.pages = -1, []
+        sequence.num_computed, sequence.mark, sequence.num_sealed = 0, ROOT, 0
+        if sequence.score is not None:
+            sequence.score.logprobs = [0.0]

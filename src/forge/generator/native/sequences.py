@@ -1,0 +1,186 @@
+"""A completion that is being made: its tokens, its pages, and what is told to whoever asked for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forge.generator.engine import Request
+from forge.generator.native.pages import ROOT
+from forge.generator.native.sampler import SampleRow
+from forge.generator.text import TextTracker
+from forge.types import Completion, Delta, FinishReason, Timings, VersionSpan
+
+Tell = Callable[[Any], None]
+"""How a result, or an exception, reaches who waits for it. Called on the engine's thread."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request in the engine.
+
+    Attributes:
+        request: what was asked for.
+        tell: is told the list of completions, or the exception, once.
+        tell_delta: is told every delta, for requests that stream.
+        arrived: when it came.
+        completions: those that have ended, by index.
+    """
+
+    request: Request
+    tell: Tell
+    tell_delta: Tell | None = None
+    arrived: float = field(default_factory=time.perf_counter)
+    completions: dict[int, Completion] = field(default_factory=dict)
+    is_over: bool = False
+
+    def add(self, completion: Completion) -> None:
+        self.completions[completion.index] = completion
+        if len(self.completions) == self.request.sampling.n and not self.is_over:
+            self.is_over = True
+            self.tell([self.completions[index] for index in sorted(self.completions)])
+
+    def fail(self, error: BaseException) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self.tell(error)
+
+
+@dataclass(slots=True, eq=False)
+class ScoreJob:
+    """Tokens whose logprobs are asked for."""
+
+    token_ids: tuple[int, ...]
+    temperature: float
+    tell: Tell
+    logprobs: list[float] = field(default_factory=lambda: [0.0])
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One completion, or one line of tokens to be scored.
+
+    Attributes:
+        ids: prompt and drawn tokens.
+        num_prompt: how many of them are the prompt.
+        max_len: the length at which it ends for want of room.
+        ticket, index, row, tracker: the request that it belongs to, which of its completions it is, what the sampler
+            needs, and its text where that must be known on the way. None (0) for a line to be scored.
+        score: what is asked for instead.
+        siblings: completions of the same prompt, which begin when the prompt has been read.
+        pages, num_computed: its pages, and how many of `ids` have keys and values in them.
+        mark, num_sealed: how far its pages are remembered as a beginning that others may share.
+        is_pure: whether all of its keys and values are of the weights that serve now.
+        slot: its row in the table of pages, while it is under way.
+    """
+
+    ids: list[int]
+    num_prompt: int
+    max_len: int
+    ticket: Ticket | None = None
+    index: int = 0
+    row: SampleRow | None = None
+    tracker: TextTracker | None = None
+    score: ScoreJob | None = None
+    siblings: list[Running] = field(default_factory=list)
+    stop_ids: frozenset[int] = frozenset()
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    mark: int = ROOT
+    num_sealed: int = 0
+    is_pure: bool = True
+    slot: int = -1
+    num_shared: int = 0
+    num_told: int = 0
+    fresh_text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    full_logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    began: float | None = None
+    first_token: float | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.ticket is None or not self.ticket.is_over
+
+    @property
+    def num_drawn(self) -> int:
+        return len(self.ids) - self.num_prompt
+
+    def add_token(self, token: int, logprob: float, full_logprob: float, version: int) -> FinishReason | None:
+        """Append a drawn token; why the completion ends with it, or None."""
+        assert self.row is not None
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        self.ids.append(token)
+        self.row.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.full_logprobs.append(full_logprob)
+        drawn = len(self.row.token_ids)
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last.version == version:
+            self.spans[-1] = VersionSpan(version, last.start, drawn)
+        else:
+            self.spans.append(VersionSpan(version, drawn - 1, drawn))
+        if token in self.stop_ids and drawn > self.row.sampling.min_tokens:
+            return "stop"
+        if self.tracker is not None and self._stop_string(token):
+            return "stop"
+        return "length" if len(self.ids) >= self.max_len else None
+
+    def _stop_string(self, token: int) -> bool:
+        assert self.tracker is not None
+        self.fresh_text += self.tracker.add([token])
+        return self.tracker.stopped is not None
+
+    def delta(self, completion: Completion | None = None) -> Delta:
+        """What is new since the last delta."""
+        assert self.row is not None
+        new = slice(self.num_told, None)
+        self.num_told = len(self.row.token_ids)
+        text, self.fresh_text = self.fresh_text, ""
+        return Delta(
+            index=self.index,
+            token_ids=tuple(self.row.token_ids[new]),
+            logprobs=tuple(self.logprobs[new]),
+            text=text,
+            version=self.spans[-1].version if self.spans else -1,
+            completion=completion,
+        )
+
+    def completion(self, reason: FinishReason, decode: Callable[[Sequence[int]], str]) -> Completion:
+        """The completion as it is now; it ends here."""
+        assert self.row is not None
+        assert self.ticket is not None
+        token_ids = tuple(self.row.token_ids)
+        stop_reason: int | str | None = None
+        if self.tracker is not None:
+            ended_by_token = reason == "stop" and self.tracker.stopped is None
+            self.fresh_text += self.tracker.finish()
+            text, stop_reason = self.tracker.text, self.tracker.stopped
+        else:
+            ended_by_token = reason == "stop"
+            text = decode(token_ids[:-1] if ended_by_token else token_ids)
+        if ended_by_token:
+            stop_reason = token_ids[-1]
+        now = time.perf_counter()
+        arrived = self.ticket.arrived
+        return Completion(
+            prompt_ids=tuple(self.ids[: self.num_prompt]),
+            token_ids=token_ids,
+            logprobs=tuple(self.logprobs),
+            full_logprobs=tuple(self.full_logprobs),
+            text=text,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            versions=tuple(self.spans),
+            timings=Timings(
+                queued_s=(self.began or now) - arrived,
+                first_token_s=(self.first_token or now) - arrived,
+                total_s=now - arrived,
+            ),
+            index=self.index,
+            num_shared=self.num_shared,
+        )

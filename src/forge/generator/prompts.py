@@ -1,0 +1,127 @@
+"""From what a caller gives to what an engine takes: tokens, and a complete `Sampling`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from forge.config import GeneratorConfig, InvalidConfig, Sampling
+from forge.config.diagnosis import diagnose
+from forge.errors import PromptError
+
+if TYPE_CHECKING:
+    from forge.models.tokenizer import ChatTokenizer
+
+
+class PromptReader:
+    """Reads requests for one model.
+
+    Args:
+        config: what the generator was configured with.
+        tokenizer: None for a model without one, which takes token ids only.
+        max_seq_len: longest prompt and completion together.
+        vocab_size: how many tokens the model knows.
+    """
+
+    def __init__(
+        self, config: GeneratorConfig, *, tokenizer: ChatTokenizer | None, max_seq_len: int, vocab_size: int
+    ) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._max_seq_len, self._vocab_size = max_seq_len, vocab_size
+
+    def token_ids(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        template: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """The tokens of a prompt, in whichever of the three ways it is given, or `PromptError`."""
+        given = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) != 1:
+            raise PromptError(
+                "a request has one prompt",
+                path="generate",
+                value=names or None,
+                rule="exactly one of prompt (text), messages (a conversation) and token_ids",
+                repair='generate("Once upon a time"), or generate(messages=[{"role": "user", "content": "Hi"}])',
+            )
+        if template is not None and messages is None:
+            raise PromptError(
+                "only conversations go through the chat template",
+                path="template",
+                value=dict(template),
+                rule="given together with messages",
+                repair="leave it out, or give messages",
+            )
+        if token_ids is not None:
+            found = tuple(token_ids)
+        elif prompt is not None:
+            found = tuple(self._needs_tokenizer("prompt").encode_beginning(prompt))
+        else:
+            assert messages is not None
+            found = tuple(self._needs_tokenizer("messages").encode_prompt(messages, **dict(template or {})))
+        self._check(found, names[0])
+        return found
+
+    def line(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Tokens to be scored, checked."""
+        found = tuple(token_ids)
+        self._check(found, "token_ids", room=0)
+        return found
+
+    def sampling(self, given: Sampling | Mapping[str, Any] | None, n: int | None) -> Sampling:
+        """The configuration's sampling with what the request says laid over it; `ConfigError` names what is wrong."""
+        base = self._config.sampling
+        if isinstance(given, Sampling) and n is None:
+            return given
+        if given is None and n is None:
+            return base
+        changes = given.model_dump(exclude_unset=False) if isinstance(given, Sampling) else dict(given or {})
+        if n is not None:
+            changes["n"] = n
+        data = {**base.model_dump(), **changes}
+        try:
+            return Sampling.model_validate(data)
+        except ValidationError as error:
+            found = diagnose(error, schema=Sampling, data=data, origins={})
+            raise InvalidConfig([replace(problem, path=f"sampling.{problem.path}") for problem in found]) from None
+
+    def _needs_tokenizer(self, path: str) -> ChatTokenizer:
+        if self._tokenizer is None:
+            raise PromptError(
+                "this model has no tokenizer",
+                path=path,
+                rule="a model without a folder takes tokens only",
+                repair="give token_ids, or set model.path to a folder with a tokenizer",
+            )
+        return self._tokenizer
+
+    def _check(self, ids: tuple[int, ...], path: str, *, room: int = 1) -> None:
+        if not ids:
+            raise PromptError(
+                "the prompt is empty", path=path, value=[], rule="at least one token", repair="give some text"
+            )
+        for place, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
+                raise PromptError(
+                    "a token of the prompt is not in the vocabulary",
+                    path=f"{path}[{place}]",
+                    value=token,
+                    rule=f"a whole number from 0 to {self._vocab_size - 1}",
+                    repair="use the tokenizer of this model",
+                )
+        if len(ids) + room > self._max_seq_len:
+            rule = f"at most {self._max_seq_len - room} tokens"
+            raise PromptError(
+                "the prompt is longer than the context",
+                path=path,
+                value=f"{len(ids)} tokens",
+                rule=rule + (": the context less one for the completion" if room else ", the context"),
+                repair="shorten it, or raise generator.max_seq_len as far as the model allows",
+            )
