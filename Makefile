@@ -14,7 +14,7 @@ INSTALL_ARGS ?=
 install := scripts/install.sh --venv "$(VENV)" $(if $(PYTHON),--python "$(PYTHON)") $(INSTALL_ARGS)
 py := "$(VENV)/bin/python"
 
-.PHONY: help env env-dev quickstart test test-fast lint bench docs clean
+.PHONY: help env env-dev env-test quickstart test test-fast lint bench docs clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -25,10 +25,13 @@ env:
 env-dev:
 	@$(install) --dev
 
+env-test:
+	@$(install) --dev --try-vllm
+
 quickstart: env ## Run the first example
 	@$(py) apps/quickstart/main.py $(ARGS)
 
-test: env-dev ## Run every test, with a coverage report
+test: env-test ## Run every test, with a coverage report
 	@rc=0; $(py) -m coverage run -m pytest tests $(ARGS) || rc=$$?; $(py) -m coverage report || rc=$${rc/#0/1}; exit $$rc
 
 test-fast: env-dev ## Run the unit tests only, on two cores

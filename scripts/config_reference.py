@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from forge.config import ForgeConfig, SFTConfig
+from forge.config import ForgeConfig, PolicyConfig, SFTConfig
 from forge.config.fields import elements_of, sections_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "config.md"
@@ -30,17 +30,38 @@ SFT_HEADER = """\
 What `forge.config.SFTConfig` adds for `apps/sft`; see [the guide](../guides/sft.md).
 """
 
+POLICY_HEADER = """\
+# Generation
+
+What `forge.config.PolicyConfig` adds for `forge chat`, `forge serve` and `apps/vllm`; see
+[the guide](../guides/generators.md). A `forge.config.GeneratorConfig` has the keys of `generator`, and `model`.
+"""
+
 
 def make_page() -> str:
     """The whole page."""
-    added = [
+    pages = [HEADER, *_sections([("", ForgeConfig)]), SFT_HEADER, *_sections(_added(SFTConfig))]
+    pages += [POLICY_HEADER, *_keys(PolicyConfig), *_sections(_added(PolicyConfig))]
+    return "\n".join(pages).rstrip() + "\n"
+
+
+def _added(schema: type[ForgeConfig]) -> list[tuple[str, type[BaseModel]]]:
+    """The sections that an application has besides those of every program."""
+    return [
         (name, section)
-        for name, field in SFTConfig.model_fields.items()
+        for name, field in schema.model_fields.items()
         if name not in ForgeConfig.model_fields
         for section in sections_of(field.annotation)
     ]
-    pages = [HEADER, *_sections([("", ForgeConfig)]), SFT_HEADER, *_sections(added)]
-    return "\n".join(pages).rstrip() + "\n"
+
+
+def _keys(schema: type[ForgeConfig]) -> Iterator[str]:
+    """The keys that an application adds at the top level and that are no sections."""
+    yield "| key | type | default | meaning |\n|---|---|---|---|"
+    for name, field in schema.model_fields.items():
+        if name not in ForgeConfig.model_fields and not sections_of(field.annotation):
+            yield _row(name, field)
+    yield ""
 
 
 def _sections(waiting: list[tuple[str, type[BaseModel]]]) -> Iterator[str]:
@@ -107,7 +128,7 @@ def _type(annotation: Any) -> str:
         return f"mapping of {_type(arguments[0])} to {_type(arguments[1])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
-    names = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
+    names = {Any: "anything", int: "integer", float: "number", bool: "true or false", str: "text", Path: "path"}
     return names[annotation]
 
 

