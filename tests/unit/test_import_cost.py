@@ -77,7 +77,8 @@ def test_every_public_name_can_be_had() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["run", "--help"], ["doctor", "--help"], ["worker", "--help"]]
+    "words",
+    [["--help"], ["--version"], *([command, "--help"] for command in ("run", "chat", "doctor", "worker"))],
 )
 def test_help_loads_nothing_heavy(words: list[str]) -> None:
     loaded = modules_after(HELP.format(words=words))

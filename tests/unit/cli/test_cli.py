@@ -45,7 +45,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    for command in ("run", "config", "download", "doctor", "worker"):
+    for command in ("run", "chat", "config", "download", "doctor", "worker"):
         assert f"\n    {command} " in text
 
 

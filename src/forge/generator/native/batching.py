@@ -300,8 +300,8 @@ class Batching:
 
     def _finish(self, sequence: Running, reason: FinishReason) -> None:
         assert sequence.ticket is not None
-        self.scheduler.end(sequence)
         completion = sequence.completion(reason, self._decode)
+        self.scheduler.end(sequence)
         if reason == "abort":
             self.counts.num_aborted += 1
         else:

@@ -1,0 +1,38 @@
+"""The generators of a whole program's configuration, as one service."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from forge.config import GeneratorConfig, PolicyConfig
+from forge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge.service.handle import Service
+
+
+async def start_policy(config: PolicyConfig) -> Service:
+    """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
+    from forge.generator.actor import Generator
+
+    if config.tensor_parallel > 1 and config.generator.engine == "native":
+        raise ConfigError(
+            "the embedded engine runs in one process",
+            path="tensor_parallel",
+            value=config.tensor_parallel,
+            rule="1, unless `engine: vllm`",
+            repair="set generator.engine=vllm, or num_replicas instead",
+        )
+    options = Generator.options(
+        procs=config.tensor_parallel,
+        num_replicas=config.num_replicas,
+        with_gpus=_wants_gpus(config.generator.with_gpus),
+    )
+    return await options.as_service(GeneratorConfig.of(config.model, config.generator))
+
+
+def _wants_gpus(chosen: bool | None) -> bool:
+    from forge.runtime.placement import count_gpus, visible_gpus
+
+    return bool(visible_gpus(os.environ, count_gpus())) if chosen is None else chosen
