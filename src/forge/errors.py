@@ -148,7 +148,7 @@ class CheckpointError(ForgeError, RuntimeError):
 
 
 class NonFiniteError(ForgeError, FloatingPointError):
-    """Loss or gradient is NaN or infinite. The state is as it was before the step."""
+    """Loss, gradient or logits are NaN or infinite. Training state is as it was before the step."""
 
 
 class PromptError(ForgeError, ValueError):

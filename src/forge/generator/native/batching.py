@@ -193,6 +193,7 @@ class Batching:
         """Free the cache. Whatever is under way is read again later."""
         self.scheduler.preempt_all()
         self.scheduler.pool.forget()
+        self.sampler = Sampler(self.sampler.vocab_size, self.runner.device)  # its buffers only grow
         self.runner.give_back()
 
     # ---- Steps --------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Sampler:
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = torch.device(device)
         self._tally = Tally(vocab_size, self._device)
         self._plan = self._planned([])
@@ -158,13 +158,13 @@ class Sampler:
             shaped_PV = plan.shaping.apply(logits_SV, out_SV=self._shaped.rows(len(plan.shaping.places_S)))
             shaped_probs_PV = torch.softmax(shaped_PV, dim=-1, out=self._shaped_probs.rows(len(shaped_PV)))
             shaped_lse_P = _logsumexp(shaped_PV, shaped_probs_PV)
-            probs_SW[:, : self._vocab_size].index_copy_(0, plan.shaping.places_S, shaped_probs_PV)
+            probs_SW[:, : self.vocab_size].index_copy_(0, plan.shaping.places_S, shaped_probs_PV)
             if best_S is not None:
                 best_S.index_copy_(0, plan.shaping.places_S, _argmax(shaped_PV))
         if best_S is not None and plan.is_all_greedy:
             token_ids = best_S
         else:
-            token_ids = pick(probs_SW, uniforms_S).clamp_(max=self._vocab_size - 1)
+            token_ids = pick(probs_SW, uniforms_S).clamp_(max=self.vocab_size - 1)
             if best_S is not None:
                 token_ids = torch.where(plan.is_greedy_S, best_S, token_ids)
         full = _at(scaled_SV, token_ids) - lse_S
@@ -175,7 +175,7 @@ class Sampler:
         return Drawn(token_ids, logprobs, full)
 
     def _check(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
-        wanted = (len(rows), self._vocab_size)
+        wanted = (len(rows), self.vocab_size)
         if tuple(logits.shape) != wanted or logits.dtype != torch.float32:
             raise ModelError(
                 "these are not the logits of the rows that tokens are to be drawn for",
@@ -189,7 +189,7 @@ class Sampler:
         device = self._device
         greedy = [row.sampling.is_greedy for row in rows]
         scales = [1.0 if row.sampling.is_greedy else 1.0 / row.sampling.temperature for row in rows]
-        shaped = [place for place, row in enumerate(rows) if is_shaped(row, self._vocab_size)]
+        shaped = [place for place, row in enumerate(rows) if is_shaped(row, self.vocab_size)]
         if not shaped:
             self._tally.follow(())
         return _Plan(
@@ -219,7 +219,10 @@ class Sampler:
         probs, scaled = self._probs.rows(len(plan.rows)), logits
         if plan.scale_S1 is not None:
             scaled = torch.mul(logits, plan.scale_S1, out=self._scaled.rows(len(plan.rows)))
-        torch.softmax(scaled, dim=-1, out=probs[:, : self._vocab_size])
+        if probs.shape == scaled.shape:
+            torch.softmax(scaled, dim=-1, out=probs)
+        else:
+            probs[:, : self.vocab_size].copy_(torch.softmax(scaled, dim=-1))
         return scaled, probs
 
 

@@ -17,8 +17,8 @@ Shapes: S rows that are shaped, V the vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,14 +49,21 @@ def must_go_on(row: SampleRow) -> bool:
     return len(row.token_ids) < row.sampling.min_tokens and len(row.stop_ids) > 0
 
 
-@dataclass(slots=True)
 class _Known:
-    """What is known of one row: its place among the counts, its tokens in the order in which they first came, and how
-    many of those that were drawn have been counted."""
+    """What is known of one row.
 
-    slot: int
-    tokens: dict[int, None]
-    num_counted: int = 0
+    Attributes:
+        slot: its place among the counts.
+        tokens: the tokens of prompt and completion, each once; `seen` is the same as a set.
+        num_counted: how many of the tokens that were drawn have been counted.
+    """
+
+    __slots__ = ("num_counted", "seen", "slot", "tokens")
+
+    def __init__(self, slot: int, prompt_ids: Sequence[int]) -> None:
+        self.slot, self.num_counted = slot, 0
+        self.seen = set(prompt_ids)
+        self.tokens = array("q", self.seen)
 
 
 class Tally:
@@ -80,10 +87,11 @@ class Tally:
         free = iter([slot for slot in range(len(self.counts)) if slot not in taken])
         for row in rows:
             if row not in kept:
-                kept[row] = _Known(next(free), dict.fromkeys(row.prompt_ids))
+                kept[row] = _Known(next(free), row.prompt_ids)
                 self.counts[kept[row].slot].zero_()
         self._rows = {row: kept[row] for row in rows}
-        pairs = [np.fromiter(known.tokens, np.int64) + self._start(index) for index, known in self._numbered()]
+        known_rows = enumerate(self._rows.values())
+        pairs = [np.frombuffer(known.tokens, np.int64) + self._start(index) for index, known in known_rows]
         joined = np.concatenate(pairs) if pairs else np.zeros(0, dtype=np.int64)
         self.pairs = torch.from_numpy(joined).to(self.device)
         slots = [known.slot for known in self._rows.values()]
@@ -96,8 +104,9 @@ class Tally:
         for index, (row, known) in enumerate(self._rows.items()):
             for token in row.token_ids[known.num_counted :]:
                 places.append(known.slot * self.vocab_size + token)
-                if token not in known.tokens:
-                    known.tokens[token] = None
+                if token not in known.seen:
+                    known.seen.add(token)
+                    known.tokens.append(token)
                     pairs.append(self._start(index) + token)
             known.num_counted = len(row.token_ids)
         return places, pairs
@@ -109,9 +118,6 @@ class Tally:
             self.counts.view(-1).index_add_(0, places, ones)
         if len(pairs):
             self.pairs = torch.cat([self.pairs, pairs])
-
-    def _numbered(self) -> Iterable[tuple[int, _Known]]:
-        return enumerate(self._rows.values())
 
     def _start(self, index: int) -> int:
         return index * self.vocab_size
