@@ -341,7 +341,7 @@ class Generator(ForgeActor):
 
     @endpoint(retry=True, concurrent=True)
     async def card(self) -> dict[str, Any]:
-        """What is served: name, engine, max_seq_len, version, vocab_size, has_chat_template, folder."""
+        """What is served: name, engine, max_seq_len, version, vocab_size, has_chat_template, folder, sampling."""
         if not self._is_front:
             return {}
         from forge.generator.limits import context_limit
@@ -354,6 +354,7 @@ class Generator(ForgeActor):
             "vocab_size": self.model.facts.vocab_size,
             "has_chat_template": self._tokenizer is not None and self._tokenizer.has_chat_template,
             "folder": None if self.model.folder is None else str(self.model.folder),
+            "sampling": self.config.sampling.model_dump(mode="json"),
         }
 
     @endpoint(concurrent=True)

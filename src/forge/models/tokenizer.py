@@ -87,7 +87,15 @@ class ChatTokenizer:
     ) -> list[int]:
         """The tokens after which the assistant's answer is to be generated."""
         options = {"add_generation_prompt": add_generation_prompt, **options}
-        text = self._template(options).render(messages, **options)
+        return self.encode_rendered(self.render_prompt(messages, **options))
+
+    def render_prompt(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any) -> str:
+        """The text of which `encode_prompt` gives the tokens."""
+        options = {"add_generation_prompt": add_generation_prompt, **options}
+        return self._template(options).render(messages, **options)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The tokens of text that has its own special tokens, as a rendered conversation does: nothing is added."""
         ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
         return ids
 

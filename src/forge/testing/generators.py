@@ -50,10 +50,13 @@ class FakeRequest:
 
 
 class Routed(Generic[Endpoint]):
-    """An endpoint of which there is one replica: `await service.name.route(...)`."""
+    """An endpoint of which there is one replica: `await service.name.route(...)`, or `fanout(...)` for a list."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.route = endpoint
+
+    async def fanout(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return [await self.route(*args, **kwargs)]
 
 
 class Streamed(Generic[Endpoint]):
