@@ -17,6 +17,7 @@ from forge.runtime.endpoints import EndpointSpec, specs_of
 from forge.runtime.group import GroupSpec
 from forge.runtime.placement import GPU_VARIABLE, RANK_VARIABLES
 from forge.runtime.replies import ReplyTo
+from forge.runtime.streams import ItemsTo
 from forge.runtime.travelling import portable
 from forge.runtime.wire import decode
 
@@ -82,6 +83,30 @@ class MeshActor(Actor):  # type: ignore[misc]
             reply.exception(portable(error))
             return
         dispatcher.start(self, reply, spec, args, kwargs, call_id)
+
+    @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
+    async def _forge_stream(
+        self, port: Any, caller: int, call_id: int, speaker: int, name: str, payload: bytes
+    ) -> None:
+        """As `_forge_invoke`, for a streaming endpoint; rank `speaker` sends its items. `port` hears of the end."""
+        dispatcher = self._forge_dispatcher()
+        items = ItemsTo(dispatcher.outbox(caller), call_id, speaker=speaker)
+        try:
+            args, kwargs = decode(payload)
+            spec = self._forge_spec(name)
+        except Exception as error:  # noqa: BLE001 - as above
+            items.exception(portable(error))
+            port.send(None)
+            return
+        task = dispatcher.start_stream(self, items, spec, args, kwargs, call_id)
+        if task is None:
+            port.send(None)
+        else:
+            task.add_done_callback(lambda _: port.send(None))
+
+    @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
+    async def _forge_grant(self, port: Any, call_id: int, num_items: int) -> None:
+        self._forge_dispatcher().grant(call_id, num_items)
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
     async def _forge_cancel(self, port: Any, call_id: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from forge.runtime.endpoints import EndpointSpec
 from forge.runtime.replies import Outbox
+from forge.runtime.streams import ItemsTo, Room, serve_items
 from forge.runtime.travelling import portable
 
 _log = logging.getLogger("forge.runtime")
@@ -33,6 +34,7 @@ class Dispatcher:
         self._by_call: dict[int, asyncio.Task[None]] = {}
         self._cancelled_early: dict[int, None] = {}
         self._outboxes: dict[int, Outbox] = {}
+        self._rooms: dict[int, Room] = {}
 
     def outbox(self, caller: int) -> Outbox:
         """The way back to a calling process."""
@@ -53,6 +55,29 @@ class Dispatcher:
         if call_id:
             self._by_call[call_id] = task
         task.add_done_callback(functools.partial(self._finished, call_id))
+
+    def start_stream(
+        self, actor: Any, port: ItemsTo, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], call_id: int
+    ) -> asyncio.Task[None] | None:
+        """Begin a stream and return at once; its items go to `port`. None if its reader has left already."""
+        if call_id in self._cancelled_early:
+            del self._cancelled_early[call_id]
+            return None
+        room = self._rooms[call_id] = Room(port)
+        task = asyncio.create_task(
+            self._serve_stream(port, room, functools.partial(spec.method, actor, *args, **kwargs))
+        )
+        self._tasks.add(task)
+        self._by_call[call_id] = task
+        task.add_done_callback(functools.partial(self._finished, call_id))
+        task.add_done_callback(lambda _: self._rooms.pop(call_id))
+        return task
+
+    def grant(self, call_id: int, num_items: int) -> None:
+        """The reader of a stream has taken so many items, or gives a sign of life."""
+        room = self._rooms.get(call_id)
+        if room is not None:
+            room.grant(num_items)
 
     def _finished(self, call_id: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -76,12 +101,15 @@ class Dispatcher:
         try:
             port.send(await self.invoke(actor, spec, args, kwargs))
             self.num_served += spec.name != SETUP
-        except asyncio.CancelledError as error:
-            port.exception(portable(error))
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise  # by us, and not by the user's own code
         except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
-            port.exception(portable(error))
+            _report(port, error)
+
+    async def _serve_stream(self, port: ItemsTo, room: Room, begin: functools.partial[Any]) -> None:
+        try:
+            await serve_items(begin(), port, room)
+            self.num_served += 1
+        except BaseException as error:  # noqa: BLE001 - as above
+            _report(port, error)
 
     async def invoke(self, actor: Any, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the endpoint's method here and return what it returns."""
@@ -105,6 +133,13 @@ class Dispatcher:
             if not running.cancelled():
                 running.exception()
             raise
+
+
+def _report(port: Any, error: BaseException) -> None:
+    port.exception(portable(error))
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error  # by us, and not by the user's own code
 
 
 def _without_stop_iteration(call: functools.partial[Any]) -> Any:

@@ -51,6 +51,7 @@ class EndpointSpec:
     retry: bool = False
     concurrent: bool = False
     batch: Batch | None = None
+    is_stream: bool = False
 
 
 class ForgeEndpoint(EndpointProperty):  # type: ignore[misc]
@@ -109,23 +110,28 @@ def endpoint(
     so that it can compute for minutes while the actor still answers its heartbeat. Endpoints of one actor run one at a
     time, in the order in which calls arrive, unless they say otherwise.
 
+    An `async def` that yields is a *streaming* endpoint: it always runs beside other calls, and callers read its items
+    with `async for item in handle.name.stream(...)`. When the reader leaves, the generator is cancelled.
+
     Args:
-        retry: running it twice does no harm: when a replica dies, a service sends the request to another one.
+        retry: running it twice does no harm: when a replica dies, a service sends the request to another one. A stream
+            is sent again only while it has not yielded anything.
         concurrent: run beside other calls instead of after them (`async def` only).
         batch: the endpoint takes one list and returns one list of the same length; callers pass single items. An int is
             short for `Batch(size=that)`.
     """
     if method is None:
         return functools.partial(endpoint, retry=retry, concurrent=concurrent, batch=batch)
-    is_async = inspect.iscoroutinefunction(method)
+    is_stream = inspect.isasyncgenfunction(method)
+    is_async = is_stream or inspect.iscoroutinefunction(method)
     where = f"{getattr(method, '__qualname__', method)}"
-    if not inspect.isfunction(method) or inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
+    if not inspect.isfunction(method) or inspect.isgeneratorfunction(method):
         raise OptionError(
             "an endpoint must be a plain method or an async method",
             path=where,
             value=method,
-            rule="def or async def, not a generator, class or property",
-            repair="return a list instead of yielding",
+            rule="def or async def, not a class or property, and one that yields is async def",
+            repair="write `async def` and yield, or return a list",
         )
     if not inspect.signature(method).parameters:
         raise OptionError(
@@ -139,8 +145,41 @@ def endpoint(
             rule="concurrent=True needs async def",
             repair="write `async def`, or drop concurrent=True",
         )
+    if is_stream:
+        _check_stream(method, where, batch)
     chosen = batch if batch is None or isinstance(batch, Batch) else Batch(batch)
-    return ForgeEndpoint(EndpointSpec(method.__name__, method, is_async, retry, concurrent, chosen))
+    spec = EndpointSpec(method.__name__, method, is_async, retry, concurrent or is_stream, chosen, is_stream)
+    return ForgeEndpoint(spec)
+
+
+def _check_stream(method: Callable[..., Any], where: str, batch: object) -> None:
+    if batch is not None:
+        raise OptionError(
+            "a streaming endpoint cannot be batched",
+            path=where,
+            value=batch,
+            rule="batch= is for endpoints that return one list",
+            repair="drop batch=, or return a list instead of yielding",
+        )
+    if method.__name__ == "setup":
+        raise OptionError(
+            "setup cannot be a streaming endpoint",
+            path=where,
+            value=method,
+            rule="setup is awaited before anything is served, and nobody reads items of it",
+            repair="return instead of yielding",
+        )
+
+
+def streams_only(where: str, verb: str) -> OptionError:
+    """Why a streaming endpoint cannot be called with another verb than `stream`. `where` names the endpoint."""
+    return OptionError(
+        f"{where} is a streaming endpoint: it has no {verb}",
+        path=f"{where}.{verb}",
+        value=verb,
+        rule="a method that yields is read item by item, with stream",
+        repair=f"async for item in {where}.stream(...)",
+    )
 
 
 def specs_of(cls: type) -> dict[str, EndpointSpec]:

@@ -2,19 +2,24 @@
 
 `call_one`, `call`, `choose`, `stream`, `broadcast` and `rref` behave as Monarch's do, except that a user's exception is
 raised as itself and the death of a process raises `ActorFailure`: within milliseconds at the actor's owner, within
-seconds through a handle that was sent to another process.
+seconds through a handle that was sent to another process. An endpoint that yields has `stream` alone, and it is read
+with `async for`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterator
-from typing import Any
+import functools
+from collections.abc import AsyncGenerator, Generator, Iterator
+from typing import Any, NoReturn
 
 from forge.errors import ActorFailure, CallTimeout
 from forge.runtime.control import control
-from forge.runtime.endpoints import specs_of
+from forge.runtime.endpoints import specs_of, streams_only
 from forge.runtime.group import PendingCalls, RankGroup, translate
+from forge.runtime.replies import reply_desk
+from forge.runtime.streams import End, Inflow
+from forge.runtime.wire import encode
 
 
 class Reply:
@@ -81,6 +86,40 @@ class EndpointVerbs:
         self._endpoint.broadcast(*args, **kwargs)
 
 
+class StreamVerbs:
+    """One streaming endpoint of a spawned actor: `async for item in handle.name.stream(...)`."""
+
+    def __init__(self, actor: Any, name: str, calls: PendingCalls | None, label: str) -> None:
+        self._actor, self._name, self._calls, self._label = actor, name, calls, label
+
+    async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Run the generator on every rank and take the first rank's items, in order, each as soon as it is yielded.
+
+        Leaving the loop, `aclose()` and cancelling the reader cancel the generator. What it raises is raised here after
+        the items before it; the death of the actor raises `ActorFailure`.
+        """
+        desk, ranks = reply_desk(), self._actor._ndslice
+        calls = PendingCalls() if self._calls is None else self._calls
+        payload = encode((args, kwargs))
+        with Inflow(self._actor, desk, calls=calls, num_ranks=len(ranks), speaker=ranks.offset) as inflow:
+            self._actor._forge_connect.broadcast(desk.caller, desk.port)
+            inflow.start(self._name, payload, is_watched=self._calls is None)
+            while (item := await inflow.next()) is not End:
+                yield item
+
+    def _refuse(self, verb: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise streams_only(f"{self._label}.{self._name}", verb)
+
+    call = functools.partialmethod(_refuse, "call")
+    call_one = functools.partialmethod(_refuse, "call_one")
+    choose = functools.partialmethod(_refuse, "choose")
+    broadcast = functools.partialmethod(_refuse, "broadcast")
+    rref = functools.partialmethod(_refuse, "rref")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"say how to call it: async for item in {self._name}.stream(...)")
+
+
 class ActorHandle:
     """A spawned actor. Endpoints are attributes; mesh operations (`slice`, `sizes`, `flatten`…) are Monarch's.
 
@@ -100,6 +139,9 @@ class ActorHandle:
                 f"actor {self._label} has no endpoint {name!r}; its class declares: {declared or 'none'}"
             )
         if hasattr(value, "call_one"):
+            spec = getattr(getattr(self._actor._class, name, None), "spec", None)
+            if spec is not None and spec.is_stream:
+                return StreamVerbs(self._actor, name, self._group.calls if self._group else None, self._label)
             return EndpointVerbs(value, self._group.calls if self._group else None, self._label)
         return value
 

@@ -14,7 +14,7 @@ import logging
 import os
 import random
 import threading
-from typing import Any
+from typing import Any, Final, Protocol
 
 from forge.runtime.backend import Channel
 from forge.runtime.control import post
@@ -24,8 +24,20 @@ from forge.runtime.wire import decode, encode
 _log = logging.getLogger("forge.runtime")
 
 _RANK = int(os.environ.get(RANK, "0"))  # read once, before the user's code can change it
-Answer = tuple[bool, bytes]
-"""Whether the call succeeded, and the value or the exception, encoded."""
+Answer = tuple[int, bytes]
+"""OK or FAILED, and the value or the exception, encoded."""
+
+FAILED: Final = 0
+OK: Final = 1
+_GATHERED: Final = 0
+"""In the place of a call's number: the message is a list of messages."""
+
+
+class Awaiting(Protocol):
+    """What a desk keeps of an open call."""
+
+    def take(self, rank: int, kind: int, payload: Any, /) -> bool:
+        """Note what a rank has sent, on the desk's thread; False when nobody waits for it any more."""
 
 
 class _Waiting:
@@ -38,6 +50,26 @@ class _Waiting:
         self.future: asyncio.Future[list[Answer]] = loop.create_future()
         self.answers: dict[int, Answer] = {}
 
+    def take(self, rank: int, kind: int, payload: bytes) -> bool:
+        self.answers[rank] = (kind, payload)
+        return len(self.answers) < self.num_ranks or post(self.loop, _settle, self)
+
+
+class _Gathered:
+    """Takes apart what was sent together."""
+
+    __slots__ = ("_calls",)
+
+    def __init__(self, calls: dict[int, Awaiting]) -> None:
+        self._calls = calls
+
+    def take(self, rank: int, kind: int, payload: list[tuple[int, int, int, bytes]]) -> bool:
+        for call_id, sender, its_kind, its_payload in payload:
+            awaiting = self._calls.get(call_id)
+            if awaiting is not None and not awaiting.take(sender, its_kind, its_payload):
+                self._calls.pop(call_id, None)
+        return True
+
 
 class ReplyDesk:
     """Where this process's answers arrive. Calls may be opened from any event loop."""
@@ -47,7 +79,8 @@ class ReplyDesk:
         self.caller = random.getrandbits(60)
         self.port, self._receiver = Channel.open()
         self._ids = itertools.count(random.getrandbits(60) << 16)
-        self._calls: dict[int, _Waiting] = {}
+        self._calls: dict[int, Awaiting] = {}
+        self._calls[_GATHERED] = _Gathered(self._calls)
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(self._read,), name="forge-replies", daemon=True).start()
 
@@ -58,6 +91,12 @@ class ReplyDesk:
         self._calls[call_id] = waiting
         return call_id, waiting.future
 
+    def enter(self, awaiting: Awaiting) -> int:
+        """A new call whose answers `awaiting` takes: its number."""
+        call_id = next(self._ids)
+        self._calls[call_id] = awaiting
+        return call_id
+
     def close(self, call_id: int) -> None:
         """Forget a call; answers that come later are dropped."""
         self._calls.pop(call_id, None)
@@ -65,15 +104,12 @@ class ReplyDesk:
     def _read(self) -> None:
         while True:
             try:
-                call_id, rank, is_ok, payload = self._receiver.recv().get()
+                call_id, rank, kind, payload = self._receiver.recv().get()
             except Exception as error:  # noqa: BLE001 - the channel is gone: the process or its client is ending
                 _log.debug("the reply desk closed: %s", error)
                 return
-            waiting = self._calls.get(call_id)
-            if waiting is None:
-                continue
-            waiting.answers[rank] = (is_ok, payload)
-            if len(waiting.answers) == waiting.num_ranks and not post(waiting.loop, _settle, waiting):
+            awaiting = self._calls.get(call_id)
+            if awaiting is not None and not awaiting.take(rank, kind, payload):
                 self.close(call_id)
 
 
@@ -85,9 +121,9 @@ def _settle(waiting: _Waiting) -> None:
 def read_answers(answers: list[Answer]) -> list[Any]:
     """The values, or the first exception, raised."""
     values = []
-    for is_ok, payload in answers:
+    for kind, payload in answers:
         value = decode(payload)
-        if not is_ok:
+        if kind == FAILED:
             raise value
         values.append(value)
     return values
@@ -118,19 +154,20 @@ class ReplyTo:
         self._outbox, self._call_id = outbox, call_id
 
     def send(self, value: object) -> None:
-        self._outbox.send(self._call_id, True, value)
+        self._outbox.send(self._call_id, OK, value)
 
     def exception(self, error: BaseException) -> None:
-        self._outbox.send(self._call_id, False, error)
+        self._outbox.send(self._call_id, FAILED, error)
 
 
 class Outbox:
     """In the answering process: the way to one caller's desk. What is ready before the way is known waits here."""
 
     def __init__(self) -> None:
-        self._rank = _RANK
+        self.rank = _RANK
         self._port: Any = None
-        self._unsent: list[tuple[int, int, bool, bytes]] = []
+        self._unsent: list[tuple[int, int, int, Any]] = []
+        self._gathered: list[tuple[int, int, int, bytes]] = []
 
     def connect(self, port: Any) -> None:
         port.return_undeliverable = False
@@ -139,8 +176,22 @@ class Outbox:
             port.send(message)
         self._unsent.clear()
 
-    def send(self, call_id: int, is_ok: bool, value: object) -> None:
-        message = (call_id, self._rank, is_ok, encode(value))
+    def send(self, call_id: int, kind: int, value: object) -> None:
+        message = (call_id, self.rank, kind, encode(value))
+        if self._port is None:
+            self._unsent.append(message)
+        else:
+            self._port.send(message)
+
+    def send_soon(self, call_id: int, kind: int, value: object) -> None:
+        """As `send`, at the event loop's next turn and together with what else is sent so until then."""
+        self._gathered.append((call_id, self.rank, kind, encode(value)))
+        if len(self._gathered) == 1:
+            asyncio.get_running_loop().call_soon(self._send_gathered)
+
+    def _send_gathered(self) -> None:
+        message = (_GATHERED, self.rank, OK, self._gathered)
+        self._gathered = []
         if self._port is None:
             self._unsent.append(message)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any, Self
 
 from forge.errors import ActorFailure, CallTimeout, FanoutError, ForgeError, OptionError
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from forge.service.handle import Service
 
 
-class _Call:
+class Call:
     """One call on its way: what to send, and until when an answer is wanted."""
 
     __slots__ = ("args", "deadline", "kwargs", "spec", "timeout_s", "wish")
@@ -33,6 +34,10 @@ class _Call:
         limit_s: float | None,
     ) -> None:
         self.spec, self.args, self.kwargs, self.wish, self.timeout_s = spec, args, kwargs, wish, limit_s
+        self.begin_wait()
+
+    def begin_wait(self) -> None:
+        """From now on the caller waits, for as long as its time-out says."""
         self.deadline = None if self.timeout_s is None else asyncio.get_running_loop().time() + self.timeout_s
 
 
@@ -50,7 +55,7 @@ class CallPath:
 
     async def route(self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions) -> Any:
         """Send to one replica and return its answer; after a loss send again, where the endpoint allows it."""
-        call = _Call(spec, args, kwargs, wish, self.limit_s(wish))
+        call = Call(spec, args, kwargs, wish, self.limit_s(wish))
         session = wish.session if wish.session is not None else self.session.get(None)
         retries_left = self.max_retries if (spec.retry if wish.retry is None else wish.retry) else 0
         attempt = 0
@@ -58,7 +63,7 @@ class CallPath:
             request = Request(spec.name, session, attempt)
             target = self.table.try_acquire(request)
             if target is None:
-                target = await self._acquire(request, call)
+                target = await self.acquire(request, call)
             try:
                 return await self._send(target, call)
             except ActorFailure as failure:
@@ -69,15 +74,16 @@ class CallPath:
             finally:
                 self.table.release(target)
 
-    async def _acquire(self, request: Request, call: _Call) -> Target:
+    async def acquire(self, request: Request, call: Call) -> Target:
+        """Wait for a slot, for as long as the call may take."""
         try:
             async with asyncio.timeout_at(call.deadline):
                 return await self.table.acquire(request)
         except TimeoutError:
             self.num_timeouts += 1
-            raise self._late(call, "no replica had a free slot") from None
+            raise self.late(call, "no replica had a free slot") from None
 
-    async def _send(self, target: Target, call: _Call) -> Any:
+    async def _send(self, target: Target, call: Call) -> Any:
         loop, desk = asyncio.get_running_loop(), reply_desk()
         payload = encode((call.args, call.kwargs))
         call_id, reply = desk.open(target.entry.num_ranks)
@@ -91,7 +97,7 @@ class CallPath:
         except _Expired:
             self._abandon(target, call_id)
             self.num_timeouts += 1
-            raise self._late(call, f"replica {target.index} did not answer") from None
+            raise self.late(call, f"replica {target.index} did not answer") from None
         except asyncio.CancelledError:
             self._abandon(target, call_id)
             self.num_cancelled += 1
@@ -114,13 +120,14 @@ class CallPath:
         if target.calls.failure is None:
             target.cancel(call_id)
 
-    def _late(self, call: _Call, why: str) -> CallTimeout:
+    def late(self, call: Call, why: str) -> CallTimeout:
+        """What is raised when a call's time is up."""
         where = f"{self.table.name}.{call.spec.name}"
         return CallTimeout(
             f"{where}: {why} in time",
             path=where,
             value=f"{call.timeout_s} s",
-            rule="a call ends within its time-out, waiting for a slot included",
+            rule="a call ends, and a stream yields its next item, within the time-out, waiting for a slot included",
             repair="raise it: options(call_timeout_s=...) or endpoint.options(timeout_s=...)",
         )
 
@@ -128,9 +135,9 @@ class CallPath:
         self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions
     ) -> list[Outcome]:
         """Send to every healthy replica, limits or not, and say what each made of it."""
-        call = _Call(spec, args, kwargs, wish, self.limit_s(wish))
+        call = Call(spec, args, kwargs, wish, self.limit_s(wish))
         while not (targets := self.table.live()):
-            target = await self._acquire(Request(spec.name, None, 0), call)
+            target = await self.acquire(Request(spec.name, None, 0), call)
             self.table.release(target)
 
         async def one(target: Target) -> Outcome:
@@ -190,7 +197,7 @@ class ServiceEndpoint:
         """This endpoint with other call options.
 
         Args:
-            timeout_s: how long a call may take, waiting for a slot included.
+            timeout_s: how long a call may take, waiting for a slot included; of a stream, how long each item may take.
             retry: whether a lost call is sent again, whatever the endpoint declares.
             session: the session (from `start_session`) to which the calls belong.
             partial: `fanout` returns an `Outcome` for each replica instead of raising `FanoutError`.
@@ -249,6 +256,17 @@ class ServiceEndpoint:
             outcomes=outcomes,
         )
         raise error from failed[0].error
+
+    def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Read the items of a streaming endpoint (see `StreamEndpoint`); an ordinary one, as this, has none."""
+        where = f"{self._path.table.name}.{self._spec.name}"
+        raise OptionError(
+            f"{where} is no streaming endpoint: it returns one value",
+            path=f"{where}.stream",
+            value="stream",
+            rule="only a method that yields can be read item by item",
+            repair=f"await {where}.route(...), or yield in {self._spec.name}",
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"say how to call it: {self._spec.name}.route(...) or {self._spec.name}.fanout(...)")

@@ -23,6 +23,7 @@ from forge.service.directory import RENEW_AFTER, Gone, Message, Silence, Tick, d
 from forge.service.keeper import Keeper
 from forge.service.options import ServiceOptions
 from forge.service.records import ReplicaMetrics, ServiceMetrics
+from forge.service.streams import StreamEndpoint
 from forge.service.table import Entry, RoutingTable
 
 _known: dict[str, Service] = {}
@@ -30,7 +31,8 @@ _known_guard = threading.Lock()
 
 
 class Service:
-    """A replicated actor. Endpoints are attributes: `await service.generate.route(prompt)`.
+    """A replicated actor. Endpoints are attributes: `await service.generate.route(prompt)`, and for one that yields
+    `async for item in service.generate_stream.stream(prompt)`.
 
     A handle may be sent to other actors. There it routes by itself, from a table that the owner keeps up to date; the
     same service is the same object however often it is sent.
@@ -56,7 +58,7 @@ class Service:
                     rule=f"not one of {', '.join(sorted(_RESERVED))}",
                     repair="rename the endpoint",
                 )
-            setattr(self, endpoint_name, ServiceEndpoint(self, spec))
+            setattr(self, endpoint_name, (StreamEndpoint if spec.is_stream else ServiceEndpoint)(self, spec))
 
     def _batcher(self, spec: EndpointSpec, wish: CallOptions) -> Batcher:
         """The one batcher for calls with these options, however often `endpoint.options(...)` is written."""

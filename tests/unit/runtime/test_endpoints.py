@@ -79,10 +79,6 @@ def test_monarch_sees_the_port_between_self_and_the_arguments() -> None:
     assert [parameter.kind for parameter in parameters("strict")][1:] == [inspect.Parameter.POSITIONAL_ONLY] * 2
 
 
-async def yields(self: Any) -> Any:
-    yield self
-
-
 def generates(self: Any) -> Any:
     yield self
 
@@ -93,7 +89,7 @@ def no_self() -> None: ...
 def plain(self: Any) -> None: ...
 
 
-@pytest.mark.parametrize("method", [yields, generates, property(plain), staticmethod(plain), Base, 3])
+@pytest.mark.parametrize("method", [generates, property(plain), staticmethod(plain), Base, 3])
 def test_what_is_no_method_is_refused(method: Any) -> None:
     with pytest.raises(OptionError, match="must be a plain method or an async method") as caught:
         endpoint(method)
