@@ -78,7 +78,7 @@ def test_every_public_name_can_be_had() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], *([command, "--help"] for command in ("run", "chat", "doctor", "worker"))],
+    [["--help"], ["--version"], *([command, "--help"] for command in ("run", "chat", "serve", "doctor", "worker"))],
 )
 def test_help_loads_nothing_heavy(words: list[str]) -> None:
     loaded = modules_after(HELP.format(words=words))

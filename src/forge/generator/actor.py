@@ -164,7 +164,7 @@ class Generator(ForgeActor):
         try:
             while True:
                 try:
-                    delta = await self._watched(anext(deltas))  # type: ignore[arg-type]
+                    delta = await self._watched(anext(deltas))
                 except StopAsyncIteration:
                     return
                 await self._proven.wait()

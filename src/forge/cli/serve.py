@@ -1,0 +1,137 @@
+"""`forge serve`: a model behind an OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from forge.cli.config import _AnyOrderParser
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from forge.config import PolicyConfig
+    from forge.models.tokenizer import ChatTokenizer
+
+_KEYS = {
+    "host": "serve.host",
+    "port": "serve.port",
+    "api_key": "serve.api_key",
+    "record": "serve.record",
+    "engine": "generator.engine",
+    "num_replicas": "num_replicas",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `serve`."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="serve a model to OpenAI's clients",
+        description="Start generators and an OpenAI-compatible endpoint in front of them: /v1/chat/completions, "
+        "/v1/completions and /v1/models. It prints its address when it is ready, and ends on Ctrl-C or SIGTERM.",
+        epilog="example: forge serve models/qwen3-0.6b --port 8000 --record agents.jsonl generator.max_batch=128",
+    )
+    parser.__class__ = _AnyOrderParser  # add_parser() makes its own class; overrides may stand between options
+    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="a YAML file; later ones win")
+    parser.add_argument("--host", metavar="ADDRESS", help="address to listen on; default: 127.0.0.1")
+    parser.add_argument("--port", metavar="N", type=int, help="port to listen on, 0 for a free one; default: 8000")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="key that requests must bear; others can see it in the list of processes, so rather set FORGE_API_KEY",
+    )
+    parser.add_argument("--record", metavar="FILE", help="a .jsonl file to which every exchange is added")
+    parser.add_argument("--engine", choices=("native", "vllm"), help="what makes the tokens; default: native")
+    parser.add_argument("--num-replicas", metavar="N", type=int, help="generators that share the requests; default: 1")
+    parser.add_argument(
+        "words", metavar="MODEL_DIR|OVERRIDE", nargs="*", help="the model's folder, and a.b=c or ~a.b for any other key"
+    )
+    parser.set_defaults(handler=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    import asyncio
+    import logging
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    return asyncio.run(serve_until_stopped(configure(arguments)))
+
+
+def configure(arguments: argparse.Namespace) -> PolicyConfig:
+    """The configuration that the command line asks for. Overrides win over options, and options over files."""
+    from forge.config import PolicyConfig, load, split_words
+    from forge.errors import ConfigError
+
+    folders, overrides = split_words(arguments.words)
+    if len(folders) > 1 or not (folders or arguments.config or overrides):
+        raise ConfigError(
+            "there is no one model to serve",
+            path="MODEL_DIR",
+            value=folders,
+            rule="one folder with the model's files, or --config FILE, or overrides that name the model",
+            repair="forge serve models/qwen3-0.6b, or forge serve model.preset=tiny for a model of random weights",
+        )
+    given = {key: getattr(arguments, name) for name, key in _KEYS.items()}
+    given["model.path"] = folders[0] if folders else None
+    options = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
+    return load(PolicyConfig, files=arguments.config, overrides=[*options, *overrides])
+
+
+async def serve_until_stopped(config: PolicyConfig) -> int:
+    """Serve a configuration's model until SIGINT or SIGTERM, end in order, and return 0.
+
+    The signals are heeded from here on, also while the model is loading. What is wrong with `config` raises first.
+    """
+    import asyncio
+    import signal
+
+    is_asked = False
+    work = asyncio.create_task(_work(config))
+
+    def stop() -> None:
+        nonlocal is_asked
+        is_asked = True
+        work.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not is_asked:
+            raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    return 0
+
+
+async def _work(config: PolicyConfig) -> None:
+    import asyncio
+
+    import forge
+    from forge.generator.openai import check_serving, serve_openai
+    from forge.generator.policy import start_policy
+    from forge.models.locate import resolve
+
+    await check_serving(config.serve)
+    folder = (await asyncio.to_thread(resolve, config.model)).folder
+    # Beside the model, which takes longer.
+    loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, folder, config.generator.chat_template))
+    try:
+        async with forge.run(config.launcher):
+            service = await start_policy(config)
+            async with serve_openai(service, config.serve, tokenizer=await loading) as server:
+                print(f"Serving {server.model_name} at {server.base_url}", flush=True)
+                await asyncio.Event().wait()  # until cancelled
+    finally:
+        loading.cancel()
+
+
+def _load_tokenizer(folder: Path | None, template: str | None) -> ChatTokenizer | None:
+    from forge.models.tokenizer import ChatTokenizer
+
+    return None if folder is None else ChatTokenizer.load(folder, chat_template=template)

@@ -1,0 +1,122 @@
+"""`/v1/completions`: text, or tokens, to go on from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Final
+
+from aiohttp import web
+
+from forge.generator.openai.answers import exact_tokens, text_logprobs, usage_of
+from forge.generator.openai.errors import refuse
+from forge.generator.openai.parameters import Wish, read_wish
+from forge.generator.openai.policy import Ask, Policy
+from forge.generator.openai.streaming import merge, send_events
+from forge.types import Completion, Delta
+
+_OWN: Final = frozenset(("prompt",))
+
+
+async def complete_text(
+    policy: Policy, request: web.Request, body: Mapping[str, Any], *, conversation: str | None
+) -> web.StreamResponse:
+    """Go on from one prompt or several, whole or piece by piece."""
+    wish = read_wish(body, own=_OWN, engine=policy.engine, logprobs=_wants_logprobs(body), header=conversation)
+    prompts = _read_prompts(body.get("prompt"))
+    reply = _Reply(policy, [policy.ask_text(prompt, wish=wish) for prompt in prompts], wish)
+    if wish.stream:
+        return await send_events(request, reply.chunks())
+    return web.json_response(await reply.whole())
+
+
+def _wants_logprobs(body: Mapping[str, Any]) -> bool:
+    wanted = body.get("logprobs")
+    if wanted is not None and (wanted != 0 or isinstance(wanted, bool)):
+        rule = "may be 0, for the logprobs of the tokens that were drawn; those of others are not given"
+        raise refuse("logprobs", rule, code="unsupported_value")
+    return wanted is not None
+
+
+def _read_prompts(prompt: Any) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(type(token) is int for token in prompt):
+            return [prompt]
+        if all(isinstance(text, str) for text in prompt):
+            return prompt
+        if all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in prompt):
+            return prompt
+    rule = "must be text, a list of texts, a list of token ids, or a list of such lists, and not empty"
+    raise refuse("prompt", rule, code="missing_required_parameter" if prompt is None else "invalid_type")
+
+
+class _Reply:
+    """The answer to one request: n choices for each prompt, in the order of the prompts."""
+
+    def __init__(self, policy: Policy, asks: Sequence[Ask], wish: Wish) -> None:
+        self._policy, self._asks, self._wish = policy, asks, wish
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": policy.name,
+        }
+        self._num_characters: dict[int, int] = {}
+        self._ended: list[Completion] = []
+
+    async def whole(self) -> dict[str, Any]:
+        """The response, all at once. One prompt that fails fails all."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._policy.complete(ask)) for ask in self._asks]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        choices = []
+        for number, task in enumerate(tasks):
+            for completion in task.result():
+                choice = self._choice(number, completion, text=completion.text, reason=completion.finish_reason)
+                self._settle(number, completion, choice["index"])
+                choices.append({**choice, **self._exact(completion)})
+        return {**self._head, "choices": choices, "usage": usage_of(self._ended)}
+
+    async def chunks(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        """The response piece by piece."""
+        streams = [self._policy.stream(ask) for ask in self._asks]
+        async with contextlib.aclosing(merge(streams)) as deltas:
+            async for number, delta in deltas:
+                yield self._grow(number, delta)
+        if self._wish.include_usage:
+            yield {**self._head, "choices": [], "usage": usage_of(self._ended)}
+
+    def _grow(self, number: int, delta: Delta) -> dict[str, Any]:
+        completion = delta.completion
+        choice = self._choice(number, delta, text=delta.text, reason=None)
+        if completion is not None:
+            self._settle(number, completion, choice["index"])
+            choice = {**choice, "finish_reason": completion.finish_reason, **self._exact(completion)}
+        if self._wish.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        return {**self._head, "choices": [choice], **({"usage": None} if self._wish.include_usage else {})}
+
+    def _choice(self, number: int, tokens: Completion | Delta, *, text: str, reason: str | None) -> dict[str, Any]:
+        index = number * self._wish.n + tokens.index
+        logprobs = None
+        if self._wish.logprobs:
+            start = self._num_characters.get(index, 0)
+            logprobs = text_logprobs(self._policy, tokens.token_ids, tokens.logprobs, start=start)
+            self._num_characters[index] = start + sum(map(len, logprobs["tokens"]))
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _settle(self, number: int, completion: Completion, index: int) -> None:
+        self._policy.settle(self._asks[number], completion, exchange_id=f"{self._head['id']}-{index}")
+        self._ended.append(completion)
+
+    def _exact(self, completion: Completion) -> dict[str, Any]:
+        if not self._wish.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(completion.prompt_ids), **exact_tokens(completion)}

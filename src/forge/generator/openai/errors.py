@@ -1,0 +1,78 @@
+"""Errors as OpenAI's clients know them: a status, and `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from forge.errors import (
+    INPUT_ERRORS,
+    ActorFailure,
+    CallTimeout,
+    EngineDead,
+    ForgeError,
+    Overloaded,
+    PromptError,
+    ServiceStopped,
+    SyncError,
+)
+
+_log = logging.getLogger("forge.generator.openai")
+
+RETRY_AFTER_S = 1
+"""What a client is told to wait when every replica is busy."""
+
+
+class RequestError(Exception):
+    """A request that gets an error for an answer."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.kind, self.param, self.code = message, status, kind, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the client reads."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 429:
+            return {"Retry-After": str(RETRY_AFTER_S)}
+        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+
+
+def refuse(param: str, rule: str, *, code: str = "invalid_value") -> RequestError:
+    """A parameter that cannot be taken as it is, and why."""
+    return RequestError(f"'{param}': {rule}", param=param, code=code)
+
+
+def request_error(error: BaseException) -> RequestError:
+    """What a client is told of an error of the service. What nobody expects is logged with its traceback."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, INPUT_ERRORS):
+        code = "context_length_exceeded" if isinstance(error, PromptError) and _is_length(error) else "invalid_value"
+        return RequestError(str(error), param=error.path, code=code)
+    if isinstance(error, Overloaded):
+        return RequestError(str(error), status=429, kind="rate_limit_error", code="overloaded")
+    if isinstance(error, EngineDead | ActorFailure | ServiceStopped | SyncError):
+        return RequestError(str(error), status=503, kind="server_error", code="unavailable")
+    if isinstance(error, CallTimeout):
+        return RequestError(str(error), status=504, kind="server_error", code="timeout")
+    _log.error("a request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    text = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
+    return RequestError(text, status=500, kind="server_error", code="internal_error")
+
+
+def _is_length(error: PromptError) -> bool:
+    """Whether it is the length that is wrong. Frameworks look for that code to shorten a conversation."""
+    return "longer than the context" in error.message

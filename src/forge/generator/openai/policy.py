@@ -1,0 +1,112 @@
+"""The policy service as the endpoint sees it: prompts in, completions out, each of them recorded and remembered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forge.generator.openai.errors import refuse
+from forge.generator.openai.parameters import Wish
+from forge.generator.openai.prompts import ChatPrompt, ExactPrompts
+from forge.generator.openai.recorder import Recorder
+from forge.types import Completion, Delta
+
+if TYPE_CHECKING:
+    from forge.models.tokenizer import ChatTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt to complete.
+
+    Attributes:
+        prompt: the argument of `generate` that is the prompt, and those that belong to it.
+        wish: how to complete it.
+        request: what the record says was asked.
+        chat: the conversation as tokens, where it was tokenised here.
+    """
+
+    prompt: Mapping[str, Any]
+    wish: Wish
+    request: Mapping[str, Any]
+    chat: ChatPrompt | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {**self.prompt, "sampling": dict(self.wish.sampling), "n": self.wish.n}
+
+
+class Policy:
+    """A service of `Generator`, its card, and what the endpoint keeps beside it."""
+
+    def __init__(
+        self,
+        service: Any,
+        *,
+        name: str,
+        card: Mapping[str, Any],
+        tokenizer: ChatTokenizer | None,
+        recorder: Recorder | None,
+    ) -> None:
+        self.service, self.name, self.card = service, name, card
+        self._tokenizer, self._recorder = tokenizer, recorder
+        self._prompts = None if tokenizer is None else ExactPrompts(tokenizer)
+
+    @property
+    def engine(self) -> str:
+        return str(self.card["engine"])
+
+    async def ask_chat(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, wish: Wish) -> Ask:
+        """A conversation, as tokens where there is a tokenizer."""
+        told = {"messages": list(messages), "template": dict(template)}
+        request = self._request(told, wish)
+        if self._prompts is None:
+            return Ask(told, wish, request)
+        chat = await asyncio.to_thread(self._prompts.encode, messages, template)
+        _check_tools(messages, template, chat.text)
+        return Ask({"token_ids": chat.token_ids}, wish, request, chat)
+
+    def ask_text(self, prompt: str | Sequence[int], *, wish: Wish) -> Ask:
+        """A prompt that is plain text, or tokens."""
+        told: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"token_ids": tuple(prompt)}
+        return Ask(told, wish, self._request(told, wish))
+
+    def _request(self, told: Mapping[str, Any], wish: Wish) -> Mapping[str, Any]:
+        defaults = self.card.get("sampling") or {}
+        return {**told, "sampling": {**defaults, **wish.sampling, "n": wish.n}}
+
+    async def complete(self, ask: Ask) -> list[Completion]:
+        """All completions of a prompt."""
+        completions: list[Completion] = await self.service.generate.route(**ask.arguments)
+        return completions
+
+    def stream(self, ask: Ask) -> AsyncGenerator[Delta, None]:
+        """They again, as they grow. Closing it ends the work on them."""
+        deltas: AsyncGenerator[Delta, None] = self.service.generate_stream.stream(**ask.arguments)
+        return deltas
+
+    def settle(
+        self, ask: Ask, completion: Completion, *, exchange_id: str, message: Mapping[str, Any] | None = None
+    ) -> None:
+        """Record and remember a completion, before the client is told that it is whole."""
+        if self._recorder is not None:
+            self._recorder.write(completion, id=exchange_id, request=ask.request, conversation=ask.wish.conversation)
+        if self._prompts is not None and ask.chat is not None and message is not None:
+            self._prompts.remember(ask.chat, completion, message=message)
+
+    def token_text(self, token_id: int) -> str:
+        """A token as text, or its number where there is no tokenizer here."""
+        return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode([token_id])
+
+
+def _check_tools(messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], text: str) -> None:
+    """A chat template that knows no tools leaves them out without a word."""
+    names = [("tools", tool["function"]["name"]) for tool in template.get("tools") or ()]
+    for message in messages:
+        names += [("messages", call["function"]["name"]) for call in message.get("tool_calls") or ()]
+    for param, name in names:
+        if name not in text:
+            rule = f"the model's chat template leaves {name!r} out: give one that knows tools (generator.chat_template)"
+            raise refuse(param, rule, code="unsupported_value")

@@ -1,0 +1,119 @@
+"""Conversations to tokens, such that a later turn begins with exactly the tokens of the earlier ones.
+
+Text that a model drew, tokenised again, need not give the tokens that were drawn. So what was drawn is kept: when the
+text of a new conversation begins with that of an earlier exchange, the tokens of the exchange are taken as they were,
+and only the rest is tokenised.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, AnyStr, Generic, TypeVar
+
+from forge.generator.openai.tool_calls import message_key
+
+if TYPE_CHECKING:
+    from forge.models.tokenizer import ChatTokenizer
+    from forge.types import Completion
+
+V = TypeVar("V")
+
+
+class PrefixIndex(Generic[AnyStr, V]):
+    """Values by text (or bytes), of which the longest that another text begins with can be found.
+
+    The least recently used are forgotten when there are more than `max_entries`, or more than `max_size` characters.
+    """
+
+    def __init__(self, *, max_entries: int = 2048, max_size: int = 64_000_000) -> None:
+        self._max_entries, self._max_size = max_entries, max_size
+        self._entries: OrderedDict[AnyStr, V] = OrderedDict()
+        self._size = 0
+        self._guard = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, key: AnyStr, value: V) -> None:
+        with self._guard:
+            self._size += 0 if key in self._entries else len(key)
+            self._entries[key] = value
+            self._entries.move_to_end(key)
+            while len(self._entries) > self._max_entries or self._size > self._max_size:
+                self._size -= len(self._entries.popitem(last=False)[0])
+
+    def get(self, key: AnyStr) -> V | None:
+        """The value of exactly this text."""
+        with self._guard:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key]
+
+    def find(self, text: AnyStr) -> tuple[AnyStr, V] | None:
+        """The longest entry that `text` begins with."""
+        with self._guard:
+            best = max((key for key in self._entries if text.startswith(key)), key=len, default=None)
+            if best is None:
+                return None
+            self._entries.move_to_end(best)
+            return best, self._entries[best]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as text and as tokens, the first `num_kept` of which are those of an earlier exchange."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    num_kept: int = 0
+
+
+class ExactPrompts:
+    """Renders conversations, and remembers what was drawn after them. It may be called from several threads."""
+
+    def __init__(self, tokenizer: ChatTokenizer, *, max_entries: int = 2048) -> None:
+        self.tokenizer = tokenizer
+        self._drawn: PrefixIndex[str, tuple[int, ...]] = PrefixIndex(max_entries=max_entries)
+        self._said: PrefixIndex[str, str] = PrefixIndex(max_entries=max_entries)
+
+    def encode(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> ChatPrompt:
+        """The tokens after which the answer is to be drawn. `template` are keyword arguments of the chat template."""
+        text = self.tokenizer.render_prompt(messages, **template)
+        restored = [self._as_drawn(message) for message in messages]
+        if restored != list(messages):
+            exact = self.tokenizer.render_prompt(restored, **template)
+            found = self._drawn.find(exact)
+            # Only the turns with calls may differ: what comes after them must be as the template has it.
+            if found is not None and text.endswith(exact[len(found[0]) :]):
+                text = exact
+        return self._encode_text(text)
+
+    def remember(self, prompt: ChatPrompt, completion: Completion, *, message: Mapping[str, Any]) -> None:
+        """Keep what was drawn after a prompt; `message` is what the client was given for it."""
+        drawn = self.tokenizer.decode(completion.token_ids)
+        self._drawn.put(prompt.text + drawn, prompt.token_ids + completion.token_ids)
+        key = message_key(message)
+        if key is not None:
+            self._said.put(key, completion.text)
+
+    def _as_drawn(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with tool calls that was given out here, as the text that the model drew."""
+        key = message_key(message)
+        text = None if key is None else self._said.get(key)
+        return message if text is None else {"role": "assistant", "content": text}
+
+    def _encode_text(self, text: str) -> ChatPrompt:
+        plain = tuple(self.tokenizer.encode_rendered(text))
+        found = self._drawn.find(text)
+        if found is None:
+            return ChatPrompt(text, plain)
+        known, kept = found
+        exact = (*kept, *self.tokenizer.encode_rendered(text[len(known) :]))
+        # A tokenizer that treats the beginning of a text in its own way does not allow to join tokens like this.
+        if self.tokenizer.decode(exact) != self.tokenizer.decode(plain):
+            return ChatPrompt(text, plain)
+        return ChatPrompt(text, exact, len(kept))
