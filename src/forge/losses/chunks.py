@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forge.losses import head_kernel
+from forge.runtime.row_floor import is_rowwise, row_floor
 
 _BLOCK_ROWS = 1024  # of the weight's gradient on a CPU: one block of it stays in the cache
 
@@ -45,7 +47,8 @@ class Workspace:
         self._hidden, self._weight, self._plan = hidden, weight, plan
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self._is_narrow = weight.dtype != self.dtype
-        shape = (min(plan.chunk_tokens, hidden.shape[0]), weight.shape[0])
+        self._floor = row_floor() if is_rowwise(hidden) and is_rowwise(weight) else 0
+        shape = (max(min(plan.chunk_tokens, hidden.shape[0]), self._floor), weight.shape[0])
         product_dtype = self.dtype if plan.fp32_logits else weight.dtype
         self._logits = torch.empty(shape, dtype=product_dtype, device=weight.device)
         self._wide: Tensor | None = None
@@ -79,7 +82,9 @@ class Workspace:
     def _product(self, rows: slice) -> Tensor:
         logits = self._logits[: rows.stop - rows.start]
         hidden, scale = self._hidden[rows], self._plan.scale
-        if not (self._is_narrow and self._plan.fp32_logits):
+        if self._floor:
+            self._rowwise_product(hidden)
+        elif not (self._is_narrow and self._plan.fp32_logits):
             logits.addmm_(hidden, self._weight.t(), beta=0, alpha=scale)
         elif hidden.is_cuda:
             torch.mm(hidden, self._weight.t(), out_dtype=self.dtype, out=logits)
@@ -87,6 +92,14 @@ class Workspace:
         else:
             logits.addmm_(hidden.to(self.dtype), self._wide_weight.t(), beta=0, alpha=scale)
         return logits
+
+    def _rowwise_product(self, hidden: Tensor) -> None:
+        """Logits whose bits do not depend on the number of rows, nor on whether the scale is applied here or later."""
+        if len(hidden) < self._floor:
+            hidden = F.pad(hidden, (0, 0, 0, self._floor - len(hidden)))
+        logits = self._logits[: len(hidden)].addmm_(hidden, self._weight.t(), beta=0)
+        if self._plan.scale != 1.0:
+            logits.mul_(self._plan.scale)
 
     def fill(self, rows: slice) -> None:
         """Compute the logits of a chunk, and the probabilities among this rank's rows of the weight."""
@@ -109,11 +122,10 @@ class Workspace:
         return Found(logprobs, lse, lse - sums[2] if self._plan.entropy else None)
 
     def _own_lse(self, rows: slice) -> Tensor:
-        # The largest logit's probability is 1 / sum(exp(x - max)), and never rounds to 0.
         logits, probs = self._views(rows)
         if logits.shape[1] == 0:
             return torch.full((logits.shape[0],), -math.inf, dtype=self.dtype, device=logits.device)
-        return logits.amax(-1).to(self.dtype) - probs.amax(-1).log()
+        return _lse(logits, probs)
 
     def _at_targets(self, values: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The value at each target, or 0 where another rank has it; and 1.0 where this one has it."""
@@ -178,6 +190,22 @@ class Workspace:
         if self._narrow is None:
             self._narrow = torch.empty(self._logits.shape, dtype=self._weight.dtype, device=self._weight.device)
         return self._narrow[: len(probs)].copy_(probs)
+
+
+def _lse(logits_CV: Tensor, probs_CV: Tensor) -> Tensor:
+    # The largest logit's probability is 1 / sum(exp(x - max)), and never rounds to 0.
+    return logits_CV.amax(-1).to(probs_CV.dtype) - probs_CV.amax(-1).log()
+
+
+def logprobs_of(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """The targets' logprobs and the softmax [C, V], of logits that exist already. It has no gradient.
+
+    On a CPU these are the bits that `chunked_logprobs` gives, in any chunk: for logits made by
+    `forge.models.linear.rows_linear`, and times 1 / temperature where there is one.
+    """
+    probs = torch.softmax(logits_CV, dim=-1, dtype=torch.promote_types(logits_CV.dtype, torch.float32))
+    found = logits_CV.gather(1, targets_C[:, None]).squeeze(1).to(probs.dtype)
+    return found - _lse(logits_CV, probs), probs
 
 
 class Gradients:

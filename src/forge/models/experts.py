@@ -9,10 +9,12 @@ import forge.models.titan_setup  # noqa: F401
 
 # isort: split
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import GroupedExperts
+
+from forge.models.gate import gated
+from forge.models.linear import rows_linear
 
 _KERNEL_MULTIPLE = 8  # of bfloat16 values: the kernel for all experts at once wants rows of whole 16 bytes
 
@@ -30,7 +32,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
             for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         )
         ends = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        hidden = F.silu(_grouped(x_RD, gate, ends)) * _grouped(x_RD, up, ends)
+        hidden = gated(_grouped(x_RD, gate, ends), _grouped(x_RD, up, ends))
         return _grouped(hidden, down, ends)
 
 
@@ -40,6 +42,6 @@ def _grouped(x: Tensor, weight_EOI: Tensor, ends: Tensor) -> Tensor:
     if x.dtype == torch.bfloat16 and all(size % _KERNEL_MULTIPLE == 0 for size in weight.shape[1:]):
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     bounds = [0, *ends.tolist()]
-    parts = [x[start:end] @ weight[expert].T for expert, (start, end) in enumerate(pairwise(bounds))]
+    parts = [rows_linear(x[start:end], weight[expert]) for expert, (start, end) in enumerate(pairwise(bounds))]
     rest = x.new_zeros(x.shape[0] - bounds[-1], weight.shape[1])
     return torch.cat([*parts, rest])

@@ -9,13 +9,13 @@ from typing import Any
 import forge.models.titan_setup  # noqa: F401
 
 # isort: split
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.protocols.sharding import ShardingConfig
 
+from forge.models.linear import rows_linear
 from forge.models.rows import RowBook, RowTask
 
 HeadFunction = Callable[[Tensor, Tensor, RowTask, Any], Any]
@@ -46,7 +46,7 @@ class Head(Linear):  # type: ignore[misc]
             everywhere = input.redistribute(placements=[Replicate()])
             input = everywhere.to_local(grad_placements=[Partial()])
         if self.function is None:
-            return F.linear(input, weight)
+            return rows_linear(input, weight)
         return self.function(input[0].index_select(0, row.index), weight, row, group)
 
 

@@ -9,8 +9,6 @@ import forge.models.titan_setup  # noqa: F401
 # isort: split
 from torchtitan.models.common.attention import GQAttention, QKVLinear
 from torchtitan.models.common.embedding import Embedding
-from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
@@ -20,7 +18,9 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from forge.config import ModelConfig
 from forge.models.attention import DocumentAttention
 from forge.models.experts import Experts
+from forge.models.gate import RowFeedForward
 from forge.models.language_model import Head, LanguageModel
+from forge.models.linear import RowLinear
 from forge.models.rotary import Rotary
 
 _LATER = dict.fromkeys(("weight", "w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
@@ -50,8 +50,8 @@ def _norm(model: ModelConfig, size: int) -> RMSNorm.Config:
     return RMSNorm.Config(normalized_shape=size, eps=model.norm_eps or 1e-6, param_init=_LATER)
 
 
-def _linear(num_in: int, num_out: int) -> Linear.Config:
-    return Linear.Config(in_features=num_in, out_features=num_out, param_init=_LATER)
+def _linear(num_in: int, num_out: int) -> RowLinear.Config:
+    return RowLinear.Config(in_features=num_in, out_features=num_out, param_init=_LATER)
 
 
 def _layer(model: ModelConfig, max_seq_len: int) -> Qwen3TransformerBlock.Config:
@@ -95,9 +95,9 @@ def _rotary(model: ModelConfig, width: int, max_seq_len: int) -> Rotary.Config:
     return Rotary.Config(dim=width, max_seq_len=max_seq_len, theta=model.rope_theta or 10_000.0, **stretch)
 
 
-def _feed_forward(model: ModelConfig) -> FeedForward.Config:
+def _feed_forward(model: ModelConfig) -> RowFeedForward.Config:
     dim, inner = _given(model.hidden_size), _given(model.intermediate_size)
-    return FeedForward.Config(w1=_linear(dim, inner), w2=_linear(inner, dim), w3=_linear(dim, inner))
+    return RowFeedForward.Config(w1=_linear(dim, inner), w2=_linear(inner, dim), w3=_linear(dim, inner))
 
 
 def _mixture(model: ModelConfig) -> MoE.Config:

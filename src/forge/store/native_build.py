@@ -1,167 +1,26 @@
-"""Compiles the C kernel once per machine and loads it.
-
-The library lies in the user's cache under a name made of everything that its code depends on, so an upgrade or another
-kind of processor gets a file of its own. Each file ends with the hash of what precedes it: a truncated or altered one
-is replaced instead of loaded. Files appear by renaming, so processes that compile at the same time do no harm.
-"""
+"""The store's C kernel, compiled once per machine, with the digest's weights in it."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from forge.errors import StoreError
+from forge.runtime import native_build
+from forge.runtime.native_build import FLAG_SETS, NoNativeKernel, cache_directory
 from forge.store.weighing import WORD_WEIGHTS
 
-SOURCE: Final = Path(__file__).with_name("kernel.c")
-COMPILERS: Final = ("cc", "gcc", "clang")
-FLAG_SETS: Final = (("-O3", "-march=native"), ("-O3",))
-COMPILE_LIMIT_S: Final = 120
-_SEAL_BYTES: Final = 32
+__all__ = ["FLAG_SETS", "KERNEL", "NoNativeKernel", "build", "cache_directory"]
 
-
-class NoNativeKernel(StoreError):
-    """The kernel could not be compiled or loaded; the message says why, with the compiler's own words."""
+KERNEL: Final = native_build.Kernel(
+    Path(__file__).with_name("kernel.c"), without="copies and digests are slower but the same"
+)
 
 
 def build(environ: Mapping[str, str], *, flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS) -> ctypes.CDLL:
     """The loaded kernel, from the cache if it is there. Prints nothing."""
-    compiler = _find_compiler(environ)
-    problems = []
-    for flags in flag_sets:
-        name = f"kernel-{_fingerprint(compiler, flags)}.so"
-        try:
-            return _from_cache(compiler, flags, directory=cache_directory(environ), name=name)
-        except OSError as error:
-            problems.append(f"cache directory: {error}")
-        except NoNativeKernel as error:
-            problems.append(error.message)
-            continue
-        try:
-            with tempfile.TemporaryDirectory(prefix="torchforge-") as private:
-                return _from_cache(compiler, flags, directory=Path(private), name=name)
-        except (OSError, NoNativeKernel) as error:
-            problems.append(str(error))
-    raise NoNativeKernel(
-        "the native kernel could not be built:\n" + "\n".join(problems),
-        path="CC",
-        value=compiler,
-        rule="a working C compiler",
-        repair="install gcc or set CC; without it copies and digests are slower but the same",
-    )
-
-
-def cache_directory(environ: Mapping[str, str]) -> Path:
-    root = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
-    return Path(root) / "torchforge"
-
-
-def _find_compiler(environ: Mapping[str, str]) -> str:
-    asked = environ.get("CC")
-    for name in (asked,) if asked else COMPILERS:
-        found = shutil.which(name, path=environ.get("PATH"))
-        if found:
-            return found
-    raise NoNativeKernel(
-        "there is no C compiler",
-        path="CC",
-        value=asked,
-        rule=f"one of {', '.join(COMPILERS)} on PATH, or CC naming one",
-        repair="install gcc or set CC; without it copies and digests are slower but the same",
-    )
-
-
-def _source() -> bytes:
-    try:
-        return SOURCE.read_bytes()
-    except OSError as error:
-        raise NoNativeKernel(f"the kernel's source cannot be read: {error}", path=str(SOURCE)) from None
-
-
-def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
-    version = _tool([compiler, "--version"])
-    parts = (
-        _source(),
-        version.stdout,
-        " ".join(flags).encode(),
-        platform.machine().encode(),
-        _cpu_features(),
-    )
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
-
-
-def _cpu_features() -> bytes:
-    """What `-march=native` depends on: another processor with the same home directory must not load this code."""
-    try:
-        text = Path("/proc/cpuinfo").read_bytes()
-    except OSError:
-        return platform.processor().encode()
-    first = text.split(b"\n\n", 1)[0]
-    kept = (b"flags", b"Features", b"model", b"cpu family", b"vendor_id", b"CPU ")
-    return b"\n".join(line for line in first.splitlines() if line.startswith(kept))
-
-
-def _tool(command: list[str]) -> subprocess.CompletedProcess[bytes]:
-    environment = {**os.environ, "LC_ALL": "C"}
-    try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            timeout=COMPILE_LIMIT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoNativeKernel(f"{command[0]}: {error}") from error
-
-
-def _from_cache(compiler: str, flags: tuple[str, ...], *, directory: Path, name: str) -> ctypes.CDLL:
-    """Load the file, compiling it first if it is missing or not whole. OSError: this directory is of no use."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = directory.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{directory} can be written by others, so code in it is not trusted")
-    path = directory / name
-    if not _is_whole(path):
-        _compile(compiler, flags, path)
-    return _load(path)
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    return len(content) > _SEAL_BYTES and hashlib.sha256(content[:-_SEAL_BYTES]).digest() == content[-_SEAL_BYTES:]
-
-
-def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    handle, draft = tempfile.mkstemp(prefix=f"{path.stem}-", suffix=".draft", dir=path.parent)
-    os.close(handle)
-    try:
-        command = [compiler, *flags, "-std=c11", "-shared", "-fPIC", str(SOURCE), "-o", draft]
-        done = _tool(command)
-        if done.returncode != 0:
-            said = (done.stderr + done.stdout).decode(errors="replace").strip()
-            raise NoNativeKernel(f"{' '.join(command)}: exit status {done.returncode}\n{said}")
-        with open(draft, "r+b") as file:
-            file.write(hashlib.sha256(file.read()).digest())
-        os.replace(draft, path)
-    finally:
-        Path(draft).unlink(missing_ok=True)
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+    library = native_build.build(KERNEL, environ, flag_sets=flag_sets)
     address, number, flags = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.forge_set_weights.argtypes = [address]
     library.forge_run.argtypes = [address, address, number, number, address, address, address, flags]

@@ -1,0 +1,263 @@
+"""Attention over paged keys and values on a CPU, in float32, whose results do not depend on the batch.
+
+Trainer and generator share it, and that is what makes their logprobs equal bit for bit: what a query row gets depends
+on the row, its keys and its values alone. It does not depend on how many rows or sequences are computed at once, on
+how a sequence was cut into prefill chunks and decode steps, on where its pages lie, or on the number of threads.
+
+Caches are made of pages of 16 tokens: keys [pages, Hkv, D, 16], so that the keys of a page are one vector for each
+dimension, and values [pages, Hkv, 16, D]. A cache need not be cleared: what was not written is not looked at. The work
+is done in C that is compiled at first use. Without a compiler, or with `FORGE_NATIVE=0`, torch does it
+(`forge.models.plain_attention`); results then do not depend on the batch either, but may differ in the last bits
+between a prefill and a decode step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from forge.errors import ModelError
+from forge.models.paged import PAGE_TOKENS, PagedLayout
+from forge.models.plain_attention import attend_pages, write_pages
+from forge.runtime import native_build
+
+MAX_WIDTH: Final = 256
+WIDTH_MULTIPLE: Final = 8
+FLAG_SETS: Final = tuple((*flags, "-ffp-contract=off") for flags in native_build.FLAG_SETS)
+KERNEL: Final = native_build.Kernel(
+    Path(__file__).with_name("cpu_attention.c"),
+    without="attention on a CPU is slower, and logprobs of trainer and generator differ in the last bits",
+    libraries=("-lm",),
+)
+
+_log = logging.getLogger(__name__)
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "out", "lse")),
+        *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "table")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "out_token", "out_head", "lse_token", "lse_head")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_sequences", "table_width", "num_pages")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "width")),
+        ("scale", ctypes.c_float),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class _Writing(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("k", "v", "k_cache", "v_cache", "slots")),
+        *((name, ctypes.c_int64) for name in ("k_token", "k_head", "v_token", "v_head")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_slots", "kv_heads", "width")),
+    )
+
+
+def build(flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS) -> ctypes.CDLL:
+    """The compiled kernel; `NoNativeKernel` says why there is none."""
+    library = native_build.build(KERNEL, os.environ, flag_sets=flag_sets)
+    for function in (library.forge_attend, library.forge_write):
+        function.argtypes = [ctypes.c_void_p]
+        function.restype = ctypes.c_int
+    return library
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernel of this process, compiled if nobody has yet; None, with one line in the log, where torch stands in."""
+    if os.environ.get("FORGE_NATIVE") == "0":
+        _log.warning("FORGE_NATIVE=0: torch stands in for the CPU attention kernel; %s", KERNEL.without)
+        return None
+    try:
+        return build()
+    except native_build.NoNativeKernel as error:
+        _log.warning("torch stands in for the CPU attention kernel, which could not be built: %s", error)
+        return None
+
+
+def takes(width: int) -> bool:
+    """Whether heads of this width can be attended to here."""
+    return 0 < width <= MAX_WIDTH and width % WIDTH_MULTIPLE == 0
+
+
+def new_cache(num_pages: int, *, num_kv_heads: int, width: int) -> tuple[Tensor, Tensor]:
+    """A cache of keys and one of values. Their memory is not cleared."""
+    keys = torch.empty(num_pages, num_kv_heads, width, PAGE_TOKENS, dtype=torch.float32)
+    return keys, torch.empty(num_pages, num_kv_heads, PAGE_TOKENS, width, dtype=torch.float32)
+
+
+def write_kv(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Put each token's key and value [Hkv, D] into the cache, where its slot says; a negative slot is skipped.
+
+    Two tokens with one slot leave the later one's there. If a slot lies beyond the cache, nothing is written.
+    """
+    _check_caches(k_cache, v_cache)
+    num_pages, kv_heads, width, _ = k_cache.shape
+    shape = (slots_T.shape[0], kv_heads, width)
+    k_THD, v_THD = _heads("k_THD", k_THD, shape), _heads("v_THD", v_THD, shape)
+    _check("slots_T", slots_T, (shape[0],), torch.int64)
+    native = library()
+    if native is None:
+        if shape[0] and int(slots_T.max()) >= num_pages * PAGE_TOKENS:
+            raise _bad_slot(slots_T, num_pages)
+        write_pages(k_THD, v_THD, slots_T, k_cache, v_cache)
+        return
+    tensors = (k_THD, v_THD, k_cache, v_cache, slots_T)
+    job = _Writing(
+        *(tensor.data_ptr() for tensor in tensors),
+        *k_THD.stride()[:2],
+        *v_THD.stride()[:2],
+        shape[0],
+        num_pages * PAGE_TOKENS,
+        kv_heads,
+        width,
+    )
+    if native.forge_write(ctypes.addressof(job)):
+        raise _bad_slot(slots_T, num_pages)
+
+
+def attend(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    layout: PagedLayout,
+    scale: float,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    num_threads: int | None = None,
+) -> Tensor:
+    """Causal attention of each query row to what its sequence has in the cache; returns [T, H, D].
+
+    Args:
+        q_THD: float32; H is a multiple of the cache's heads, and consecutive query heads share one of those. D is a
+            multiple of 8, up to 256. Any strides, if the last is 1.
+        layout: which rows and pages belong together. Its `slots` are not looked at: call `write_kv` before.
+        scale: what scores are multiplied by.
+        out: where the result goes, [T, H, D], of any strides if the last is 1.
+        lse: if given, [T, H] of any strides: gets the logarithm of each row's sum of exp(scaled score).
+        num_threads: at most so many threads of torch's own pool; None for torch.get_num_threads().
+    """
+    _check_caches(k_cache, v_cache)
+    num_tokens, heads = q_THD.shape[0], q_THD.shape[1]
+    num_pages, kv_heads, width, _ = k_cache.shape
+    q_THD = _heads("q_THD", q_THD, (num_tokens, heads, width))
+    if heads % kv_heads:
+        raise _refusal("q_THD", heads, f"a multiple of the cache's {kv_heads} heads")
+    out = torch.empty(num_tokens, heads, width) if out is None else out
+    _check("out", out, (num_tokens, heads, width), torch.float32, strides=True)
+    if lse is not None:
+        _check("lse", lse, (num_tokens, heads), torch.float32, strides=True)
+    _check_layout(layout)
+    native = library()
+    if native is None:
+        return _stand_in(q_THD, (k_cache, v_cache), layout, scale, out, lse)
+    job = _Attention(
+        *(tensor.data_ptr() for tensor in (q_THD, k_cache, v_cache, out)),
+        None if lse is None else lse.data_ptr(),
+        *(tensor.data_ptr() for tensor in (layout.query_starts, layout.context_lens, layout.table)),
+        *q_THD.stride()[:2],
+        *out.stride()[:2],
+        *((0, 0) if lse is None else lse.stride()),
+        *(num_tokens, layout.num_sequences, layout.table.shape[1], num_pages),
+        *(heads, kv_heads, width),
+        scale,
+        torch.get_num_threads() if num_threads is None else num_threads,
+    )
+    status = native.forge_attend(ctypes.addressof(job))
+    if status == 1:
+        raise _bad_layout(layout, num_tokens, num_pages)
+    if status == 2:
+        raise MemoryError("there is no memory for the scores of one block of attention")
+    return out
+
+
+def _stand_in(
+    q: Tensor, caches: tuple[Tensor, Tensor], layout: PagedLayout, scale: float, out: Tensor, lse: Tensor | None
+) -> Tensor:
+    problem = _find_problem(layout, q.shape[0], caches[0].shape[0])
+    if problem is not None:
+        raise _refusal(*problem)
+    lse = torch.empty(q.shape[:2]) if lse is None else lse
+    attend_pages(q, *caches, layout=layout, scale=scale, out=out, lse=lse)
+    return out
+
+
+def _heads(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    _check(name, tensor, shape, torch.float32, strides=True)
+    return tensor.detach()
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, strides: bool = False) -> None:
+    if tensor.dtype != dtype or tensor.device.type != "cpu":
+        raise _refusal(name, f"{tensor.dtype} on {tensor.device}", f"{dtype} on the CPU")
+    if tensor.shape != shape:
+        raise _refusal(name, tuple(tensor.shape), f"the shape {list(shape)}")
+    is_dense = tensor.is_contiguous() or (strides and (len(shape) < 3 or tensor.stride(-1) == 1))
+    if not is_dense:
+        raise _refusal(name, tensor.stride(), "a last dimension without gaps" if strides else "contiguous")
+
+
+def _check_caches(k_cache: Tensor, v_cache: Tensor) -> None:
+    if k_cache.dim() != 4 or k_cache.shape[3] != PAGE_TOKENS:
+        raise _refusal("k_cache", tuple(k_cache.shape), f"[pages, kv heads, width, {PAGE_TOKENS}]")
+    num_pages, kv_heads, width, _ = k_cache.shape
+    if not takes(width):
+        raise _refusal("k_cache", width, f"a width of heads that is a multiple of {WIDTH_MULTIPLE}, up to {MAX_WIDTH}")
+    _check("k_cache", k_cache, tuple(k_cache.shape), torch.float32)
+    _check("v_cache", v_cache, (num_pages, kv_heads, PAGE_TOKENS, width), torch.float32)
+
+
+def _check_layout(layout: PagedLayout) -> None:
+    count = layout.num_sequences
+    _check("layout.query_starts", layout.query_starts, (count + 1,), torch.int32)
+    _check("layout.context_lens", layout.context_lens, (count,), torch.int32)
+    _check("layout.table", layout.table, (count, layout.table.shape[-1]), torch.int32)
+
+
+def _refusal(path: str, value: object, rule: str) -> ModelError:
+    return ModelError(
+        "this cannot be attended to",
+        path=path,
+        value=value,
+        rule=rule,
+        repair="build the tensors as forge.models.paged and forge.models.cpu_attention describe them",
+    )
+
+
+def _bad_slot(slots: Tensor, num_pages: int) -> ModelError:
+    place = int((slots >= num_pages * PAGE_TOKENS).nonzero()[0])
+    return _refusal(f"slots_T[{place}]", int(slots[place]), f"below {num_pages * PAGE_TOKENS}, the places of the cache")
+
+
+def _bad_layout(layout: PagedLayout, num_tokens: int, num_pages: int) -> ModelError:
+    problem = _find_problem(layout, num_tokens, num_pages)
+    assert problem is not None, "the kernel refused a layout in which nothing is wrong"
+    return _refusal(*problem)
+
+
+def _find_problem(layout: PagedLayout, num_tokens: int, num_pages: int) -> tuple[str, object, str] | None:
+    """The first thing that is wrong with a layout: path, value and rule."""
+    starts, contexts = layout.query_starts.tolist(), layout.context_lens.tolist()
+    if starts[0] != 0 or starts[-1] != num_tokens:
+        return "layout.query_starts", [starts[0], starts[-1]], f"from 0 to {num_tokens}, the number of query rows"
+    room = layout.table.shape[1] * PAGE_TOKENS
+    for index, context in enumerate(contexts):
+        rows = starts[index + 1] - starts[index]
+        if rows < 0:
+            return f"layout.query_starts[{index + 1}]", starts[index + 1], "not below the one before"
+        if not rows <= context <= room:
+            rule = f"at least the sequence's {rows} rows, and at most {room}, what its pages hold"
+            return f"layout.context_lens[{index}]", context, rule
+        pages = layout.table[index, : -(-context // PAGE_TOKENS)].tolist() if rows else []
+        for place, page in enumerate(pages):
+            if not 0 <= page < num_pages:
+                return f"layout.table[{index}, {place}]", page, f"a page of the cache, below {num_pages}"
+    return None

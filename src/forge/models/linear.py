@@ -1,0 +1,38 @@
+"""Linear layers in which a row's result does not depend on how many rows there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import forge.models.titan_setup  # noqa: F401
+
+# isort: split
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.models.common.linear import Linear
+
+from forge.runtime.row_floor import is_rowwise, row_floor
+
+
+def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias over the last dimension of `x`.
+
+    In float32 on a CPU a row has the same bits whatever else `x` holds: few rows are padded with zeros to
+    `forge.runtime.row_floor.row_floor`. Elsewhere, and for DTensors, it is torch's own product.
+    """
+    num_rows, floor = x.numel() // max(x.shape[-1], 1), row_floor()
+    if not (0 < num_rows < floor and is_rowwise(x) and is_rowwise(weight)):
+        return F.linear(x, weight, bias)
+    padded = F.pad(x.reshape(num_rows, x.shape[-1]), (0, 0, 0, floor - num_rows))
+    return F.linear(padded, weight, bias)[:num_rows].view(*x.shape[:-1], weight.shape[0])
+
+
+class RowLinear(Linear):  # type: ignore[misc]
+    """TorchTitan's linear layer by `rows_linear`: what a token gets does not depend on its batch."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):  # type: ignore[misc]
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:
+        return rows_linear(input, self.weight, self.bias)
