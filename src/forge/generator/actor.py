@@ -56,6 +56,7 @@ class Generator(ForgeActor):
         self._proven = asyncio.Event()
         self._proven.set()
         self._stop: SyncError | None = None
+        self._unproven: int | None = None
         self._under_way: set[asyncio.Task[Any]] = set()
         self._updating = asyncio.Lock()
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -78,7 +79,10 @@ class Generator(ForgeActor):
         from forge.store import Weights
 
         if await Weights(self.config.weights).versions():
-            await self._update("latest", "keep")
+            try:
+                await self._update("latest", "keep")
+            except SyncError:
+                _log.error("this generator takes no requests until an update passes")
 
     def _read_model(self) -> tuple[ResolvedModel, ChatTokenizer | None]:
         from forge.models.locate import resolve
@@ -220,7 +224,9 @@ class Generator(ForgeActor):
     # ---- Weights ------------------------------------------------------------------------------------------------
 
     @endpoint(concurrent=True)
-    async def update_weights(self, version: Version = "latest", *, mode: UpdateMode | None = None) -> UpdateReport | None:
+    async def update_weights(
+        self, version: Version = "latest", *, mode: UpdateMode | None = None
+    ) -> UpdateReport | None:
         """Take a version from the store, between two decode steps; completions under way go on as `mode` says.
 
         An update that fails is tried again as often as the configuration says; if all fail it raises, and the old
@@ -245,7 +251,9 @@ class Generator(ForgeActor):
             self._proven.clear()
             try:
                 report = await self._update_with_retries(version, mode)
-                difference = await self._prove(report.version) if self.config.canary.enabled else None
+                is_asleep = self._engine.stats().is_asleep
+                self._unproven = report.version if is_asleep else None
+                difference = None if is_asleep else await self._prove(report.version)
                 self._stop = None
             except SyncError as error:
                 self._halt(error)
@@ -278,6 +286,8 @@ class Generator(ForgeActor):
         """Compare the canary's logprobs with the trainer's; the largest difference, or None without a canary."""
         from forge.store.canary import get_canary, largest_difference
 
+        if not self.config.canary.enabled:
+            return None
         canary = await get_canary(self.config.weights, version)
         if canary is None:
             return None
@@ -326,13 +336,26 @@ class Generator(ForgeActor):
     async def sleep(self) -> None:
         """Give the device's memory back, to a trainer for example. Requests wait until `wake`."""
         if self._is_front:
-            await self._engine.sleep()
+            async with self._updating:  # which cannot be proven by an engine that sleeps
+                await self._engine.sleep()
 
     @endpoint(concurrent=True)
     async def wake(self) -> None:
-        """Take memory again and go on."""
-        if self._is_front:
-            await self._engine.wake()
+        """Take memory again and go on. Weights that came meanwhile are proven now: see `update_weights`."""
+        if not self._is_front:
+            return
+        async with self._updating:
+            self._proven.clear()
+            try:
+                await self._engine.wake()
+                version, self._unproven = self._unproven, None
+                if version is not None:
+                    await self._prove(version)
+            except SyncError as error:
+                self._halt(error)
+                raise
+            finally:
+                self._proven.set()
 
     @endpoint(retry=True, concurrent=True)
     async def stats(self) -> EngineStats | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,9 @@ class PromptReader:
                 rule="given together with messages",
                 repair="leave it out, or give messages",
             )
+        _check_type("prompt", prompt, str, "text")
+        _check_type("token_ids", token_ids, Iterable, "a list of whole numbers")
+        _check_type("template", template, Mapping, "a dict of arguments of the chat template, without messages")
         if token_ids is not None:
             found = tuple(token_ids)
         elif prompt is not None:
@@ -77,7 +80,22 @@ class PromptReader:
 
     def sampling(self, given: Sampling | Mapping[str, Any] | None, n: int | None) -> Sampling:
         """The configuration's sampling with what the request says laid over it; `ConfigError` names what is wrong."""
+        chosen = self._laid_over(given, n)
+        if chosen.stop and self._tokenizer is None:
+            raise PromptError(
+                "this model has no tokenizer, so there is no text to find a stop string in",
+                path="sampling.stop",
+                value=chosen.stop,
+                rule="only with a model that has a tokenizer",
+                repair="give stop_token_ids, or set model.path to a folder with a tokenizer",
+            )
+        return chosen
+
+    def _laid_over(self, given: Sampling | Mapping[str, Any] | None, n: int | None) -> Sampling:
         base = self._config.sampling
+        _check_type(
+            "sampling", given, (Sampling, Mapping), "a Sampling, or a dict of what differs from the configuration's"
+        )
         if isinstance(given, Sampling) and n is None:
             return given
         if given is None and n is None:
@@ -125,3 +143,9 @@ class PromptReader:
                 rule=rule + (": the context less one for the completion" if room else ", the context"),
                 repair="shorten it, or raise generator.max_seq_len as far as the model allows",
             )
+
+
+def _check_type(path: str, value: object, wanted: type | tuple[type, ...], rule: str) -> None:
+    is_wrong = value is not None and not isinstance(value, wanted)
+    if is_wrong or (path == "template" and isinstance(value, Mapping) and "messages" in value):
+        raise PromptError("a request cannot be read", path=path, value=value, rule=rule, repair="give it, or nothing")

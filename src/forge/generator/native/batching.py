@@ -152,15 +152,10 @@ class Batching:
         return self._abort(list(self.scheduler.sequences()))
 
     def _abort(self, sequences: Sequence[Running]) -> int:
-        num = 0
-        for sequence in sequences:
-            if sequence.score is not None:
-                sequence.score.tell(RuntimeError("the engine was closed before these tokens were scored"))
-                self.scheduler.end(sequence)
-            else:
-                self._finish(sequence, "abort")
-                num += 1
-        return num
+        completions = [sequence for sequence in sequences if sequence.score is None]
+        for sequence in completions:
+            self._finish(sequence, "abort")
+        return len(completions)
 
     def fail_all(self, error: BaseException) -> None:
         """End everything with an error."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from forge.config import GeneratorConfig, UpdateMode
-from forge.errors import EngineDead, ModelError, Overloaded
+from forge.errors import EngineDead, ModelError, OptionError, Overloaded
 from forge.generator.engine import EngineStats, Request, UpdateReport
 from forge.generator.limits import context_limit
 from forge.generator.native.batching import Batching, is_fatal
@@ -121,6 +122,7 @@ class NativeEngine:
                 send=self._send,
             )
         except BaseException as error:  # noqa: BLE001 - it is the start's outcome
+            self._die(error)
             ready.set_exception(error)
             return
         ready.set_result(None)
@@ -137,14 +139,13 @@ class NativeEngine:
             self._take_commands(batching)
             if self._is_closing:
                 batching.abort_all()
-                batching.flush()
+                self._die(RuntimeError("the engine was closed"))
                 return
             self._change_weights(batching)
             if self._is_asleep:
                 continue
-            draining = bool(self._changes) and self._changes[0].mode == "drain"
             try:
-                batching.step(self.version, admit=not draining)
+                batching.step(self.version, admit=not self._is_draining(batching))
             except Exception as error:
                 if is_fatal(error):
                     raise
@@ -165,12 +166,10 @@ class NativeEngine:
         return not self._is_asleep and not batching.scheduler.is_idle
 
     def _change_weights(self, batching: Batching) -> None:
-        if not self._changes:
-            return
-        change = self._changes[0]
-        if change.mode == "drain" and batching.scheduler.running:
-            return
-        self._changes.popleft()
+        with self._wake:
+            if not self._changes or self._is_draining(batching):
+                return
+            change = self._changes.popleft()
         began = time.perf_counter()
         try:
             change.apply()
@@ -181,18 +180,24 @@ class NativeEngine:
         self.version = change.version
         change.done.set_result((time.perf_counter() - began, num_aborted))
 
+    def _is_draining(self, batching: Batching) -> bool:
+        """Whether the next change waits until what has begun has ended. While the engine sleeps nothing would end."""
+        is_asked = bool(self._changes) and self._changes[0].mode == "drain"
+        return is_asked and not self._is_asleep and batching.scheduler.has_begun
+
     def _die(self, error: BaseException) -> None:
-        self._dead = error
+        """Nothing is done from now on: answer everybody."""
+        with self._wake:
+            self._dead = error
+            commands, self._commands = self._commands, deque()
+            changes, self._changes = self._changes, deque()
         if self._batching is not None:
             self._batching.fail_all(self._death())
             self._batching.flush()
-        with self._wake:
-            commands, self._commands = self._commands, deque()
         for command in commands:
             command()  # each finds the engine dead
-        for change in self._changes:
+        for change in changes:
             change.done.set_exception(self._death())
-        self._changes.clear()
 
     def _death(self) -> EngineDead:
         return EngineDead(
@@ -222,10 +227,12 @@ class NativeEngine:
                 answer.set_exception(error)
 
         with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-        if self._dead is not None or not self._thread.is_alive():
-            self._die(self._dead or RuntimeError("the engine was closed"))
+            is_dead = self._dead is not None
+            if not is_dead:
+                self._commands.append(command)
+                self._wake.notify()
+        if is_dead:
+            command()
         return answer
 
     # ---- Requests -----------------------------------------------------------------------------------------------
@@ -287,6 +294,14 @@ class NativeEngine:
 
     async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """See `GenerationEngine.score`. Computed with the operations that the trainer uses."""
+        if not (math.isfinite(temperature) and temperature > 0):
+            raise OptionError(
+                "logprobs cannot be computed at this temperature",
+                path="score(temperature=)",
+                value=temperature,
+                rule="a finite number above 0",
+                repair="leave it out for 1, which is also what greedy completions have",
+            )
         return list(await asyncio.gather(*(self._score(token_ids, temperature) for token_ids in sequences)))
 
     async def _score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
@@ -313,11 +328,14 @@ class NativeEngine:
                 self._weights = Weights(self.config.weights)
             runner = self._serving().runner
             fetched = await self._weights.fetch(version=version)
+            change = _Change(mode, fetched.version, lambda: runner.load(fetched.tensors))
             try:
                 runner.check(fetched.tensors)
-                stall_s, num_aborted = await self._change(mode, fetched.version, lambda: runner.load(fetched.tensors))
-            finally:
+            except BaseException:
                 fetched.release()
+                raise
+            change.done.add_done_callback(lambda _: post(self._loop, fetched.release))
+            stall_s, num_aborted = await self._change(change)
         return UpdateReport(fetched.version, mode, time.perf_counter() - began, stall_s, num_aborted=num_aborted)
 
     async def differing(self, version: int) -> dict[str, tuple[int, int]]:
@@ -344,7 +362,7 @@ class NativeEngine:
     async def changing(self, version: int, mode: UpdateMode = "keep") -> AsyncIterator[None]:
         """Hold generation between two steps while the block changes weights that are shared; they are `version` then.
 
-        Completions under way go on afterwards as `mode` says.
+        Completions under way go on afterwards as `mode` says. If the block raises, the version stays as it was.
         """
         async with self._updating:
             go_on = threading.Event()
@@ -354,23 +372,37 @@ class NativeEngine:
                 reached.set_result(None)
                 go_on.wait()
 
-            changed = asyncio.ensure_future(self._change(mode, version, hold))
+            change = _Change(mode, version, hold)
+            changed = asyncio.ensure_future(self._change(change))
             either: set[asyncio.Future[Any]] = {changed, asyncio.wrap_future(reached)}
             try:
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 yield
+            except BaseException:
+                change.version = self.version
+                raise
             finally:
                 go_on.set()
                 await changed
 
-    async def _change(self, mode: UpdateMode, version: int, apply: Callable[[], None]) -> tuple[float, int]:
-        change = _Change(mode, version, apply)
+    async def _change(self, change: _Change) -> tuple[float, int]:
+        """Have a change made. If the caller is cancelled before its turn has come, it is not made at all."""
         with self._wake:
             if self._dead is not None:
-                raise self._death()
-            self._changes.append(change)
+                change.done.set_exception(self._death())
+            else:
+                self._changes.append(change)
             self._wake.notify()
-        return await asyncio.shield(asyncio.wrap_future(change.done))
+        try:
+            return await asyncio.shield(asyncio.wrap_future(change.done))
+        except asyncio.CancelledError:
+            with self._wake:
+                is_withdrawn = change in self._changes
+                if is_withdrawn:
+                    self._changes.remove(change)
+            if is_withdrawn:
+                change.done.set_exception(asyncio.CancelledError())
+            raise
 
     def _refuse_shared(self) -> None:
         if self._shared is not None:

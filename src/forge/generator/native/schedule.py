@@ -51,6 +51,11 @@ class Scheduler:
         return not self.waiting and not self.running
 
     @property
+    def has_begun(self) -> bool:
+        """Whether anything is under way, or was and waits for memory."""
+        return bool(self.running) or any(sequence.began is not None for sequence in self.waiting)
+
+    @property
     def num_reserved(self) -> int:
         """Completions under way, those included that begin when their prompt has been read."""
         return sum(1 + len(sequence.siblings) for sequence in self.running)
@@ -73,14 +78,18 @@ class Scheduler:
                 continue
             budget -= num if left > 1 else 0
             pieces.append(Piece(sequence, sequence.num_computed, sequence.num_computed + num))
-        admit = admit and self.num_preempted == before  # else memory is short
-        while admit and budget > 0 and self.waiting and self._admit(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            num = min(len(sequence.ids) - sequence.num_computed, budget)
-            self._grow(sequence, sequence.num_computed + num)
+        has_memory = self.num_preempted == before
+        while has_memory and budget > 0 and (beginning := self._next(admit)) is not None and self._admit(beginning):
+            self.waiting.remove(beginning)
+            num = min(len(beginning.ids) - beginning.num_computed, budget)
+            self._grow(beginning, beginning.num_computed + num)
             budget -= num
-            pieces.append(Piece(sequence, sequence.num_computed, sequence.num_computed + num))
+            pieces.append(Piece(beginning, beginning.num_computed, beginning.num_computed + num))
         return [piece for piece in pieces if piece.sequence.slot >= 0]
+
+    def _next(self, admit: bool) -> Running | None:
+        """Who begins next: the first that waits, or with `admit=False` the first that had begun before."""
+        return next((sequence for sequence in self.waiting if admit or sequence.began is not None), None)
 
     def _make_room(self, sequence: Running, length: int) -> bool:
         """Pages for a sequence up to a length, taken from those that began last if need be."""

@@ -1,0 +1,407 @@
+"""`VllmEngine`: vLLM behind the same seam as the native engine.
+
+requests ──▶ VllmEngine (this process) ──▶ AsyncLLM ══ zmq ══▶ EngineCore (a process) ──▶ workers
+                 │ update                                                                    │ transfer.py
+                 └─ which version? ──▶ store ◀── fetch, check, load ─────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import logging
+import os
+import signal
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from forge.config import GeneratorConfig, Sampling, UpdateMode
+from forge.errors import EngineDead, ModelError, OptionError, Overloaded, PromptError
+from forge.generator.engine import EngineStats, Request, UpdateReport
+from forge.generator.vllm.adapters import Adapters
+from forge.generator.vllm.arguments import Plan, make_plan, thawed
+from forge.generator.vllm.counting import Counts, counter
+from forge.generator.vllm.environment import Build, installed_build
+from forge.generator.vllm.process import Watch, build, check_device, end, forget_names
+from forge.generator.vllm.refusals import dead, refusals, translated
+from forge.generator.vllm.scoring import score_one
+from forge.generator.vllm.translation import Reader, SpanFinder, sampling_params
+from forge.generator.vllm.updating import Updates
+from forge.models.facts import FACTS
+from forge.types import INITIAL_VERSION, Completion, Delta
+
+if TYPE_CHECKING:
+    from forge.models.tokenizer import ChatTokenizer
+
+_log = logging.getLogger("forge.generator.vllm")
+
+
+class VllmEngine:
+    """vLLM's AsyncLLM, with its EngineCore in a process of its own. One event loop.
+
+    `died` is set when that process has ended without being asked to; every request then raises `EngineDead`, and
+    nothing brings the engine back: the process that owns it should end, and be replaced.
+    """
+
+    def __init__(
+        self,
+        config: GeneratorConfig,
+        *,
+        tensor_parallel: int = 1,
+        devices: Sequence[str] = (),
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """`devices` are the GPUs of the engine, as CUDA_VISIBLE_DEVICES names them; none for what is visible.
+
+        `on_death` is called once, on the event loop, when `died` is set.
+        """
+        self.config = config
+        self._on_death = on_death
+        self.tensor_parallel = tensor_parallel
+        self.devices = tuple(devices)
+        self.died = asyncio.Event()
+        self.counts = Counts()
+        self.workers: list[dict[str, Any]] = []
+        self._llm: Any = None
+        self._plan: Plan | None = None
+        self._watches: list[Watch] = []
+        self._updates: Updates | None = None
+        self._adapters: Adapters | None = None
+        self._device: Build = "cpu"
+        self._numbers = itertools.count()
+        self._num_open = 0
+        self._num_cancelled = 0
+        self._stepped = asyncio.Event()
+        self._tokenizer: ChatTokenizer | None = None
+        self._is_asleep = False
+
+    # ---- Beginning and end -----------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return INITIAL_VERSION if self._updates is None else self._updates.version
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest prompt and completion together."""
+        assert self._plan is not None, "start() comes first"
+        return self._plan.max_seq_len
+
+    async def start(self) -> None:
+        installed = installed_build()
+        facts = await asyncio.to_thread(self._prepare, installed)
+        given = thawed(self.config.engine_args)
+        building = asyncio.ensure_future(asyncio.to_thread(self._build, given))
+        try:
+            await asyncio.shield(building)
+            await self._open(facts, has_adapters=bool(given.get("enable_lora")))
+        except BaseException:
+            await asyncio.wait([building])  # what it starts must be ended, also when nobody waits for it any more
+            llm, self._llm = self._llm, None
+            if llm is not None:
+                await self._end(llm)
+            raise
+
+    async def _open(self, facts: dict[str, Any], *, has_adapters: bool) -> None:
+        """Set up what goes with an engine that runs, and try it."""
+        llm = self._llm
+        self.workers = await llm.collective_rpc("forge_facts")
+        self._watches = [Watch(pid, self._on_end) for pid in self._pids]
+        forget_names(mark for worker in self.workers for mark in worker["marks"])
+        self._updates = Updates(
+            llm, self.config.weights, facts, counts=self.counts, died=self.died, give_up=self._give_up
+        )
+        await self._updates.open()
+        self._adapters = Adapters(llm, is_enabled=has_adapters)
+        await self._warm_up()
+
+    def _prepare(self, installed: Build) -> dict[str, Any]:
+        """Find the model, and decide on the arguments; the facts of its architecture."""
+        import torch
+
+        from forge.models.locate import resolve
+        from forge.models.tokenizer import ChatTokenizer
+
+        has_gpu = bool(self.devices) or torch.cuda.is_available()
+        self._device = check_device(self.config.with_gpus, installed, has_gpu=has_gpu)
+        found = resolve(self.config.model)
+        if found.folder is None:
+            raise ModelError(
+                "vLLM needs a folder with the model's files.",
+                path="model.path",
+                value=None,
+                rule="a folder with config.json, weights and tokenizer",
+                repair="fetch one with `forge download`, or choose engine: native, which can begin with random weights",
+            )
+        self._tokenizer = ChatTokenizer.load(found.folder)
+        self._plan = make_plan(
+            self.config, found.facts, found.folder, device=self._device, tensor_parallel=self.tensor_parallel
+        )
+        return found.facts.model_dump(mode="json", include=set(FACTS))
+
+    def _build(self, given: Mapping[str, Any]) -> None:
+        """Nothing is returned: whoever ran this would keep vLLM's object for ever."""
+        assert self._plan is not None
+        self._llm = build(
+            self._plan,
+            given,
+            device=self._device,
+            devices=self.devices,
+            counter=lambda: counter(self.counts, self._stepped),
+        )
+
+    async def _warm_up(self) -> None:
+        """One token: it proves that the engine works, and sets off what vLLM does with its first request."""
+        request = Request("warm-up", (0,), Sampling(temperature=0.0, max_tokens=1, ignore_eos=True))
+        await self.generate(request)
+        self.counts.reset()
+
+    @property
+    def _pids(self) -> list[int]:
+        """Of EngineCore, and of the workers where it does not do their work itself."""
+        workers = [int(worker["pid"]) for worker in self.workers]
+        return workers if self.tensor_parallel == 1 else [int(self.workers[0]["parent"]), *workers]
+
+    def _on_end(self, pid: int) -> None:
+        """One of the processes has ended: the others are of no use. vLLM takes ten seconds to see it so."""
+        self._give_up(dead(f"has ended: its process {pid} is gone"))
+
+    def _give_up(self, error: BaseException) -> None:
+        _log.error("%s", error)
+        self._stop_watching()
+        self.died.set()
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self._on_death is not None:
+            self._on_death(error)
+
+    def _stop_watching(self) -> None:
+        while self._watches:
+            self._watches.pop().close()
+
+    async def _end(self, llm: Any) -> None:
+        self._stop_watching()
+        marks = {str(mark) for worker in self.workers for mark in worker["marks"]}
+        await asyncio.to_thread(end, llm, self._pids if self.workers else (), marks=marks)
+
+    async def close(self) -> None:
+        """End the engine's processes. Completions under way end as aborted, those of a sleeping engine too."""
+        if self._llm is None:
+            return
+        llm, self._llm = self._llm, None
+        self._stop_watching()
+        if not self.died.is_set():
+            with contextlib.suppress(TimeoutError, EngineDead):
+                async with asyncio.timeout(10), translated():
+                    await llm.pause_generation(mode="abort", clear_cache=False)
+                    while llm.get_num_unfinished_requests():  # their last outputs are on the way
+                        self._stepped.clear()
+                        await self._stepped.wait()
+        if self._updates is not None:
+            self._updates.close()
+        self._adapters = None
+        await self._end(llm)
+        del llm
+        gc.collect()  # vLLM's object refers to itself, and complains when it goes with the interpreter
+
+    # ---- Requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> list[Completion]:
+        reader = self._reader(request)
+        with self._admitted(request):
+            async with contextlib.aclosing(self._outputs(request, is_stream=False)) as outputs:
+                (last,) = [output async for output in outputs]
+        completions = [reader.completion(last, part) for part in last.outputs]
+        return reader.repeated(sorted(completions, key=lambda completion: completion.index))
+
+    async def stream(self, request: Request) -> AsyncGenerator[Delta, None]:
+        reader = self._reader(request)
+        grown = [reader.begin() for _ in range(request.sampling.n)]
+        with self._admitted(request):
+            spans = SpanFinder(self._alive())
+            async with contextlib.aclosing(self._outputs(request, is_stream=True)) as outputs:
+                async for output in outputs:
+                    for part in output.outputs:
+                        starts = spans.starts(output.request_id, part.index) or [(str(self.version), 0)]
+                        for delta in reader.repeated(reader.deltas(output, part, grown[part.index], starts)):
+                            yield delta
+
+    def _reader(self, request: Request) -> Reader:
+        shaped = request.sampling.is_truncated or bool(self.config.engine_args.get("logits_processors"))
+        assert self._tokenizer is not None, "start() comes first"
+        return Reader(request, self._tokenizer, has_full=not shaped)
+
+    async def _outputs(self, request: Request, *, is_stream: bool) -> AsyncGenerator[Any, None]:
+        from vllm.inputs.engine import tokens_input
+
+        llm, sampling = self._alive(), request.sampling
+        assert self._updates is not None
+        assert self._adapters is not None
+        adapter = self._adapters.find(sampling.adapter)
+        room = self.max_seq_len - len(request.prompt_ids)
+        if room < 1 or not request.prompt_ids:
+            raise PromptError(
+                "The prompt leaves no room for a completion." if request.prompt_ids else "The prompt is empty.",
+                path=f"request {request.id}",
+                value=f"{len(request.prompt_ids)} tokens",
+                rule=f"from 1 to {self.max_seq_len - 1} tokens: the longest sequence has {self.max_seq_len}",
+                repair="shorten the prompt, or raise generator.max_seq_len",
+            )
+        self._check_speculation(sampling)
+        with refusals(request):
+            params = sampling_params(sampling, room=room, is_stream=is_stream)
+        prompt = tokens_input(list(request.prompt_ids), cache_salt=self._adapters.salt(self._updates.epoch))
+        name = f"{request.id}#{next(self._numbers)}"
+        async with translated(request):
+            stream = llm.generate(prompt, params, name, lora_request=adapter)
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    yield output
+
+    def _check_speculation(self, sampling: Sampling) -> None:
+        """On the CPU vLLM 0.32.0 divides the logits of speculated tokens by memory that nobody has written, instead of
+        by the temperature: tokens would be drawn from anything."""
+        speculates = any(self.config.engine_args.get(name) for name in ("speculative_config", "spec_method"))
+        if speculates and self._device == "cpu" and not sampling.is_greedy:
+            raise PromptError(
+                "vLLM on the CPU speculates right only without chance.",
+                path="sampling.temperature",
+                value=sampling.temperature,
+                rule="is 0 with speculative decoding on the CPU: vLLM 0.32.0 draws from a wrong distribution there",
+                repair="set temperature to 0, or remove generator.engine_args.speculative_config",
+            )
+
+    @contextlib.contextmanager
+    def _admitted(self, request: Request) -> Iterator[None]:
+        """Count the completions of a request while it is under way; refuse it where there would be too many."""
+        num = request.sampling.n
+        limit = self.config.max_batch + self.config.max_queue
+        if self._num_open + num > limit:
+            raise Overloaded(
+                "The generator's queue is full.",
+                path="generator.max_queue",
+                value=f"{self._num_open} completions open, {num} more asked for",
+                rule=f"at most {limit}: max_batch {self.config.max_batch} and max_queue {self.config.max_queue}",
+                repair="send fewer at once, add replicas, or raise generator.max_queue",
+            )
+        self._num_open += num
+        try:
+            yield
+        except (asyncio.CancelledError, GeneratorExit):
+            self._num_cancelled += num
+            raise
+        finally:
+            self._num_open -= num
+
+    def _alive(self) -> Any:
+        if self._llm is None or self.died.is_set():
+            raise dead("was closed" if not self.died.is_set() else "has ended")
+        return self._llm
+
+    # ---- Scores ------------------------------------------------------------------------------------------------------
+
+    async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        if temperature != 1.0:
+            raise OptionError(
+                "vLLM cannot score at this temperature.",
+                path="score(temperature=)",
+                value=temperature,
+                rule="is 1: vLLM gives the logprobs of a prompt without a temperature",
+                repair="score with the trainer's forward_logprobs, or with engine: native",
+            )
+        places = asyncio.Semaphore(self.config.max_batch)
+
+        async def one(sequence: Sequence[int]) -> list[float]:
+            async with places:
+                name = f"score#{next(self._numbers)}"
+                request = Request(name, tuple(sequence), Sampling())
+                async with translated(request):
+                    return await score_one(
+                        self._alive(), request, max_seq_len=self.max_seq_len, is_singly=self._scores_singly
+                    )
+
+        tasks = [asyncio.ensure_future(one(sequence)) for sequence in sequences]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    @property
+    def _scores_singly(self) -> bool:
+        return self._device == "cpu" and bool(self.config.engine_args.get("enable_lora"))
+
+    # ---- Weights, memory, adapters -----------------------------------------------------------------------------------
+
+    async def update(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
+        self._alive()
+        assert self._updates is not None
+        async with translated():
+            return await self._updates.run(version, mode)
+
+    async def sleep(self) -> None:
+        """Stop generating, and on a GPU move the weights to host memory and drop the cache.
+
+        Completions under way go on after `wake`; what they have read is read again. On the CPU there is no memory to
+        give back: requests wait all the same.
+        """
+        llm = self._alive()
+        assert self._updates is not None
+        async with self._updates.lock, translated():
+            if not self._is_asleep:
+                await llm.sleep(level=1 if self._can_give_memory else 0, mode="keep")
+                self._is_asleep = self._updates.is_paused = True
+                self._updates.are_weights_away = self._can_give_memory
+
+    async def wake(self) -> None:
+        llm = self._alive()
+        assert self._updates is not None
+        async with self._updates.lock, translated():
+            if self._is_asleep:
+                await llm.wake_up(None if self._can_give_memory else ["scheduling"])
+                self._is_asleep = self._updates.is_paused = self._updates.are_weights_away = False
+
+    @property
+    def _can_give_memory(self) -> bool:
+        assert self._plan is not None
+        return self._device == "gpu" and bool(self._plan.arguments.get("enable_sleep_mode"))
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter for requests with `sampling.adapter = name`; under a name that is known, replace it."""
+        self._alive()
+        assert self._adapters is not None
+        async with translated():
+            await self._adapters.load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that use it must have ended."""
+        self._alive()
+        assert self._adapters is not None
+        async with translated():
+            await self._adapters.unload(name)
+
+    def stats(self) -> EngineStats:
+        counts = self.counts
+        num_running = min(counts.num_running, self._num_open)
+        return EngineStats(
+            version=self.version,
+            num_running=num_running,
+            num_waiting=self._num_open - num_running,
+            num_done=counts.num_done,
+            num_aborted=counts.num_aborted + self._num_cancelled,
+            num_prompt_tokens=counts.num_prompt_tokens,
+            num_shared_tokens=counts.num_shared_tokens,
+            num_tokens=counts.num_tokens,
+            num_preempted=counts.num_preempted,
+            cache_used=counts.cache_used if self._num_open else 0.0,
+            is_asleep=self._is_asleep,
+            more={
+                "pids": tuple(self._pids),
+                "adapters": () if self._adapters is None else tuple(self._adapters.names),
+                "num_drafted": counts.num_drafted,
+                "num_accepted": counts.num_accepted,
+            },
+        )

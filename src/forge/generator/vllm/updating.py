@@ -1,0 +1,209 @@
+"""New weights for a running engine: whole, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+from forge.config import UpdateMode
+from forge.errors import EngineDead, ForgeError, StoreKeyError
+from forge.generator.engine import UpdateReport
+from forge.generator.vllm.counting import Counts
+from forge.types import INITIAL_VERSION
+
+_log = logging.getLogger("forge.generator.vllm")
+
+PAUSES: Final[dict[UpdateMode, tuple[str, bool]]] = {
+    "drain": ("wait", True),
+    "keep": ("keep", False),
+    "recompute": ("keep", True),
+    "abort": ("abort", True),
+}
+"""How vLLM is told to pause: its mode, and whether it forgets all keys and values."""
+
+
+class Updates:
+    """Brings versions from the store into an engine, one at a time.
+
+    Attributes:
+        version: the weights that serve.
+        epoch: a number that changes with them. Requests of different epochs share no keys and values.
+        lock: held by whoever pauses the engine.
+        is_paused: whether the engine sleeps, so that an update does not resume it.
+        are_weights_away: whether it sleeps and its weights are in host memory.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        weights: str,
+        facts: dict[str, Any],
+        *,
+        counts: Counts,
+        died: asyncio.Event,
+        give_up: Callable[[BaseException], None],
+    ) -> None:
+        """`died` is set when the engine has ended; `give_up` ends it."""
+        self.version = INITIAL_VERSION
+        self.epoch = 0
+        self.lock = asyncio.Lock()
+        self.is_paused = False
+        self.are_weights_away = False
+        self._died, self._give_up = died, give_up
+        self._llm = llm
+        self._name = weights
+        self._facts = facts
+        self._counts = counts
+        self._digest = ""
+        self._address = f"forge-vllm-{os.getpid()}-{secrets.token_hex(8)}"
+        self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+    async def open(self) -> None:
+        """Tell the workers what they will fetch."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._notices.bind("\0" + self._address)
+        self._notices.setblocking(False)
+        info = {"weights": self._name, "facts": self._facts}
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    def close(self) -> None:
+        self._llm = None
+        self._notices.close()
+
+    async def run(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
+        """Fetch and check a version while tokens are made, then load it while none are.
+
+        Until everything was checked nothing is changed, so an update that fails there leaves the old weights serving.
+        One that fails later, which takes a fault of vLLM or of the machine, leaves none: then `EngineDead` is raised
+        and `died` is set. Cancelling it waits until the weights are whole again.
+        """
+        async with self.lock:
+            began = time.perf_counter()
+            number = await self._find(version)
+            digest = await self._fetch(number)
+            if (number, digest) == (self.version, self._digest):
+                await self._llm.collective_rpc("forge_release")
+                return UpdateReport(number, mode, time.perf_counter() - began, 0.0)
+            num_before = self._counts.num_aborted
+            loading = asyncio.ensure_future(self._load(number, mode))
+            try:
+                stall_s = await asyncio.shield(loading)
+            except asyncio.CancelledError:
+                await asyncio.wait([loading])
+                if not loading.cancelled() and loading.exception() is None:
+                    self._digest = digest
+                raise
+            self._digest = digest
+            num_aborted = self._counts.num_aborted - num_before if mode == "abort" else 0
+            return UpdateReport(number, mode, time.perf_counter() - began, stall_s, num_aborted=num_aborted)
+
+    async def _find(self, version: int | Literal["latest"]) -> int:
+        """The number of a version that can be fetched. All workers are told this number, not "latest"."""
+        from forge.store import Weights
+
+        numbers = [info.number for info in await Weights(self._name).versions()]
+        if not numbers or (version != "latest" and version not in numbers):
+            raise StoreKeyError(
+                "There is no such version of the weights." if numbers else "No weights were published yet.",
+                path=f"Weights({self._name!r})",
+                value=version,
+                rule=f"versions that can be fetched: {numbers}",
+                repair="publish it first, or ask for one that is kept",
+            )
+        return max(numbers) if version == "latest" else version
+
+    async def _fetch(self, number: int) -> str:
+        """Let every worker fetch and check the version, beside generation; its digest, which all agree on."""
+        self._forget_notices()
+        workers = await self._llm.collective_rpc("forge_fetch", args=(number, self._address))
+        try:
+            for _ in workers:
+                await self._notice()
+            found = await self._llm.collective_rpc("forge_fetched")
+        except asyncio.CancelledError:
+            await asyncio.shield(self._llm.collective_rpc("forge_release"))
+            raise
+        for _, _, _, _, error in found:
+            if error:
+                await self._llm.collective_rpc("forge_release")
+                raise pickle.loads(error)
+        digests = {digest for _, digest, _, _, _ in found}
+        if len(digests) != 1:
+            await self._llm.collective_rpc("forge_release")
+            raise ForgeError("Workers fetched different weights.", path=f"version {number}", value=sorted(digests))
+        return str(digests.pop())
+
+    async def _notice(self) -> None:
+        """Wait until a worker says that it has fetched."""
+        said = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._notices, 16))
+        died = asyncio.ensure_future(self._died.wait())
+        try:
+            await asyncio.wait([said, died], return_when=asyncio.FIRST_COMPLETED)
+            if not said.done():
+                raise EngineDead("vLLM's engine ended while it fetched weights.", path="generator.engine")
+        finally:
+            said.cancel()
+            died.cancel()
+
+    def _forget_notices(self) -> None:
+        """Those of a fetch that nobody waited for."""
+        with contextlib.suppress(BlockingIOError):
+            while self._notices.recv(16):
+                pass
+
+    async def _load(self, number: int, mode: UpdateMode) -> float:
+        """Load what was fetched, in place. How long nothing was generated."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        llm, began = self._llm, time.perf_counter()
+        await self._pause(mode)
+        if mode == "drain":
+            began = time.perf_counter()  # until here tokens were made
+        try:
+            await llm.start_weight_update()
+            await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": number}))
+            await llm.finish_weight_update(weight_version=str(number))
+        except BaseException as error:
+            _log.exception("loading version %d failed halfway: this engine has no weights any more", number)
+            broken = _broken()
+            self._give_up(broken)
+            raise broken from error
+        self.version = number
+        self.epoch += 1
+        if not self.is_paused:
+            await llm.resume_generation()
+        return time.perf_counter() - began
+
+    async def _pause(self, mode: UpdateMode) -> None:
+        """Stop generating. What sleeps cannot come to its end first: then `drain` is `recompute`."""
+        if self.is_paused and mode == "drain":
+            mode = "recompute"
+        how, clear_cache = PAUSES[mode]
+        try:
+            await self._llm.pause_generation(mode=how, clear_cache=clear_cache)
+            if self.are_weights_away:
+                await self._llm.wake_up(["weights"])
+                self.are_weights_away = False
+        except BaseException:
+            if not self._llm.errored and not self.is_paused:
+                await self._llm.resume_generation()
+            raise
+
+
+def _broken() -> EngineDead:
+    return EngineDead(
+        "vLLM's engine has no whole weights any more.",
+        path="generator.engine",
+        value="vllm",
+        rule="an update that was begun is completed",
+        repair="none by hand: the replica is replaced",
+    )
