@@ -55,6 +55,15 @@ def test_logprobs_are_those_of_the_temperature(engine, on_loop):
     assert made.full_logprobs is made.logprobs
 
 
+def test_many_seeded_prompts_come_at_once(engine, on_loop):
+    prompts = [tuple((place + number) % 400 + 20 for place in range(100)) for number in range(12)]
+
+    async def work():
+        return await asyncio.gather(*(engine.generate(request(ids, DRAWN, max_tokens=2)) for ids in prompts))
+
+    assert [each[0].prompt_ids for each in on_loop(work())] == prompts
+
+
 def test_seeds_draw_the_same_again_whatever_else_is_generated(engine, on_loop):
     async def body():
         alone = await engine.generate(request(sampling=DRAWN, n=3))

@@ -55,6 +55,11 @@ def test_logprobs_of_prompts_end_an_engine_with_adapters(program):
     assert program[1]["prompt logprobs with adapters"]["error"] is not None, said
 
 
+def test_seeded_prompts_in_pieces_end_an_engine(program):
+    said = "vLLM has mended this: remove enable_chunked_prefill from arguments.make_plan"
+    assert program[1]["seeded prompts in pieces"]["error"] is not None, said
+
+
 def test_speculated_tokens_have_no_temperature_on_the_cpu(program):
     said = "vLLM has mended this: remove VllmEngine._check_speculation"
     assert program[1]["speculated temperatures"]["found"] == [-1.0] * 3, said

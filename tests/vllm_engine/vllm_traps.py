@@ -74,6 +74,21 @@ def tied_head() -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
+def seeded_pieces() -> None:
+    """Read prompts in pieces for requests that have seeds."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=str(tiny().folder), max_num_batched_tokens=32, **PLAIN)
+    prompts = [{"prompt_token_ids": list(PROMPT)}] * 3
+    try:
+        llm.generate(prompts, SamplingParams(max_tokens=2, seed=1), use_tqdm=False)
+    except Exception as error:  # noqa: BLE001 - which one is up to vLLM
+        say(trap="seeded prompts in pieces", error=type(error).__name__)
+    else:
+        say(trap="seeded prompts in pieces", error=None)
+    llm.llm_engine.engine_core.shutdown()
+
+
 def expand() -> None:
     """Spread temperatures over speculated tokens, as vLLM's sampler for the CPU does it."""
     import torch
@@ -123,5 +138,6 @@ if __name__ == "__main__":
     os.environ.update(TORCHDYNAMO_DISABLE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
     hide_broken()
     tied_head()
+    seeded_pieces()
     expand()
     asyncio.run(orphans())

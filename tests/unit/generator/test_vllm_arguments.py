@@ -47,7 +47,8 @@ def test_defaults_on_the_cpu():
         "enforce_eager": True,
         "max_model_len": 2048,
         "max_num_seqs": 4,
-        "max_num_batched_tokens": 512,
+        "max_num_batched_tokens": 2048,  # no prompt is cut
+        "enable_chunked_prefill": False,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": 1,
@@ -60,7 +61,9 @@ def test_defaults_on_the_cpu():
 
 
 def test_defaults_on_gpus():
-    arguments = plan("gpu", tensor_parallel=2, cuda_graphs=False).arguments
+    arguments = plan("gpu", tensor_parallel=2, cuda_graphs=False, prefill_chunk_tokens=64, max_batch=16).arguments
+    assert arguments["max_num_batched_tokens"] == 64
+    assert "enable_chunked_prefill" not in arguments
     assert arguments["dtype"] == "bfloat16"
     assert arguments["enforce_eager"] is True
     assert arguments["enable_sleep_mode"] is True
@@ -80,7 +83,7 @@ def test_the_configuration_decides_and_the_users_arguments_win():
     assert arguments["max_model_len"] == 256
     assert arguments["kv_cache_memory_bytes"] == 2**29
     assert arguments["enable_prefix_caching"] is False
-    assert arguments["max_num_batched_tokens"] == 64
+    assert arguments["max_num_batched_tokens"] == 256
     assert arguments["dtype"] == "bfloat16"
     assert arguments["enforce_eager"] is False
     assert arguments["stop_words"] == ["a", "b"]

@@ -88,6 +88,9 @@ def make_plan(
     arguments["max_num_batched_tokens"] = max(chunk, config.max_batch)
     if device == "cpu":
         arguments["enforce_eager"] = True
+        # vLLM ends when it cuts the prompt of a request with a seed: it turns back a generator that cannot be.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(chunk, config.max_batch, max_seq_len)
     else:
         arguments["enforce_eager"] = not config.cuda_graphs
         arguments["enable_sleep_mode"] = True
