@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import forge.models.titan_setup  # noqa: F401
 
 # isort: split
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.models.common.linear import Linear
 
+from forge.models import cpu_linear
 from forge.runtime.row_floor import is_rowwise, row_floor
 
 
@@ -18,10 +20,18 @@ def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """x @ weight.T + bias over the last dimension of `x`.
 
     In float32 on a CPU a row has the same bits whatever else `x` holds: few rows are padded with zeros to
-    `forge.runtime.row_floor.row_floor`. Elsewhere, and for DTensors, it is torch's own product.
+    `forge.runtime.row_floor.row_floor`, or computed by a kernel of our own (`forge.models.cpu_linear`) where there are
+    no gradients. Elsewhere, and for DTensors, it is torch's own product.
     """
-    num_rows, floor = x.numel() // max(x.shape[-1], 1), row_floor()
-    if not (0 < num_rows < floor and is_rowwise(x) and is_rowwise(weight)):
+    num_rows = x.numel() // max(x.shape[-1], 1)
+    if num_rows == 0 or not (is_rowwise(x) and is_rowwise(weight)):
+        return F.linear(x, weight, bias)
+    if bias is None and not torch.is_grad_enabled():
+        found = cpu_linear.product(x.reshape(num_rows, x.shape[-1]), weight)
+        if found is not None:
+            return found.view(*x.shape[:-1], weight.shape[0])
+    floor = row_floor()
+    if num_rows >= floor:
         return F.linear(x, weight, bias)
     padded = F.pad(x.reshape(num_rows, x.shape[-1]), (0, 0, 0, floor - num_rows))
     return F.linear(padded, weight, bias)[:num_rows].view(*x.shape[:-1], weight.shape[0])

@@ -67,7 +67,8 @@ class PagedAttention(Module):  # type: ignore[misc]
         """`attention_masks` is TorchTitan's word for what is handed to the layers: here the key of the row."""
         row: PagedRow = self.book.find(attention_masks)
         k_cache, v_cache = self.k_cache, self.v_cache
-        assert k_cache is not None and v_cache is not None, "the cache has not been allocated"
+        assert k_cache is not None, "the cache has not been allocated"
+        assert v_cache is not None
         q, k, v = q_BLNH[0], k_BLNH[0], v_BLNH[0]
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         attend = _on_gpu if q.is_cuda else _on_cpu
