@@ -331,3 +331,11 @@ def test_a_build_for_the_cpu_refuses_gpus(on_loop):
     with pytest.raises(ConfigError) as caught:
         on_loop(VllmEngine(config(with_gpus=True)).start())
     assert caught.value.path == "generator.with_gpus"
+
+
+def test_neighbouring_seeds_share_no_completion(engine, on_loop):
+    async def work():
+        return [await engine.generate(request(PROMPT, DRAWN, seed=seed, n=2)) for seed in (7, 8)]
+
+    first, second = on_loop(work())
+    assert len({completion.token_ids for completion in first + second}) == 4

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -16,7 +16,7 @@ from forge.errors import ConfigError, OptionError, StoreError, SyncError, Weight
 from forge.generator.engine import EngineStats, GenerationEngine, Request, UpdateReport
 from forge.runtime.endpoints import endpoint
 from forge.service.actor import ForgeActor
-from forge.types import Completion, Delta
+from forge.types import INITIAL_VERSION, Completion, Delta
 
 if TYPE_CHECKING:
     from forge.generator.prompts import PromptReader
@@ -57,6 +57,7 @@ class Generator(ForgeActor):
         self._proven.set()
         self._stop: SyncError | None = None
         self._unproven: int | None = None
+        self._trusted = {INITIAL_VERSION}
         self._under_way: set[asyncio.Task[Any]] = set()
         self._updating = asyncio.Lock()
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -146,8 +147,7 @@ class Generator(ForgeActor):
             return []
         request = self._request(prompt, messages, token_ids, sampling, n, template)
         completions = await self._watched(self._engine.generate(request))
-        await self._proven.wait()
-        self._check_sync()
+        await self._hold(span.version for completion in completions for span in completion.versions)
         return completions
 
     @endpoint
@@ -171,8 +171,7 @@ class Generator(ForgeActor):
                     delta = await self._watched(anext(deltas))
                 except StopAsyncIteration:
                     return
-                await self._proven.wait()
-                self._check_sync()
+                await self._hold([delta.version])
                 yield delta
         finally:
             await deltas.aclose()  # type: ignore[attr-defined]
@@ -192,6 +191,12 @@ class Generator(ForgeActor):
         if self.config.engine == "native":
             _refuse_for_native(chosen)
         return Request(uuid.uuid4().hex, ids, chosen)
+
+    async def _hold(self, versions: Iterable[int]) -> None:
+        """Wait with tokens of weights that are being proven; those of others pass."""
+        if not self._trusted.issuperset(versions):
+            await self._proven.wait()
+        self._check_sync()
 
     async def _watched(self, work: Awaitable[T]) -> T:
         """Await work that a failed proof of sync ends."""
@@ -286,16 +291,17 @@ class Generator(ForgeActor):
         """Compare the canary's logprobs with the trainer's; the largest difference, or None without a canary."""
         from forge.store.canary import get_canary, largest_difference
 
-        if not self.config.canary.enabled:
-            return None
-        canary = await get_canary(self.config.weights, version)
+        canary = await get_canary(self.config.weights, version) if self.config.canary.enabled else None
         if canary is None:
+            self._trusted.add(version)
             return None
         (found,) = await self._engine.score([canary.token_ids])
         difference = largest_difference(canary, found)
         bound = self.config.canary.bound or _BOUNDS[self._precision()]
         if difference <= bound:
+            self._trusted.add(version)
             return difference
+        self._trusted.discard(version)
         differing = await self._differing(version)
         raise SyncError(
             f"after the update to version {version} the generator's logprobs are not the trainer's",

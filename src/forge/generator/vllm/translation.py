@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from forge.config import Sampling
 from forge.errors import EngineDead
 from forge.generator.engine import Request
+from forge.generator.native.randomness import completion_seed
 from forge.generator.text import TextTracker
 from forge.types import INITIAL_VERSION, Completion, Delta, FinishReason, Timings, VersionSpan, joined_spans
 
@@ -50,7 +51,7 @@ def sampling_params(sampling: Sampling, *, room: int, is_stream: bool) -> Any:
         stop_token_ids=list(sampling.stop_token_ids),
         ignore_eos=sampling.ignore_eos,
         include_stop_str_in_output=sampling.include_stop,
-        seed=sampling.seed,
+        seed=_spread(sampling.seed),
         detokenize=bool(sampling.stop),  # only to look for them: the text is made in `Reader`
         logprobs=0,
         flat_logprobs=True,
@@ -234,3 +235,8 @@ class SpanFinder:
                     self._states[state.request_index] = state
         state = self._states.get(index)
         return [] if state is None else list(state.weight_version_starts)
+
+
+def _spread(seed: int | None) -> int | None:
+    """A seed far from those of its neighbours: vLLM gives completion i of a request the seed plus i."""
+    return None if seed is None else completion_seed(seed, 0) >> 1
