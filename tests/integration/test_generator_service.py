@@ -179,6 +179,29 @@ def test_what_a_trainer_publishes_is_proven_bit_for_bit(drive: Drive) -> None:
     drive(body())
 
 
+def test_an_update_holds_back_only_what_new_weights_made(drive: Drive) -> None:
+    async def body() -> None:
+        async with generator() as made:
+            long = asyncio.ensure_future(made.generate(token_ids=prompt(20), sampling={**GREEDY, "max_tokens": 1500}))
+            short = asyncio.ensure_future(made.generate(token_ids=prompt(9), sampling={**GREEDY, "max_tokens": 200}))
+            while made._engine.stats().num_running < 2:
+                await asyncio.sleep(0)
+            await publish(1, SECOND)
+            update = asyncio.ensure_future(made.update_weights(1, mode="drain"))
+            (completion,) = await short
+            assert completion.version == -1
+            assert not update.done()
+            assert not long.done()
+            report = await update
+            assert report is not None
+            assert report.version == 1
+            assert (await long)[0].version == -1
+            (after,) = await made.generate(token_ids=prompt(9), sampling={**GREEDY, "max_tokens": 5})
+            assert after.version == 1
+
+    drive(body())
+
+
 async def read_all(stream: AsyncIterator[Any]) -> list[Any]:
     return [item async for item in stream]
 
