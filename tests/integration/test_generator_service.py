@@ -253,12 +253,12 @@ def test_the_tensors_that_are_not_as_published_are_named(drive: Drive) -> None:
             changed = models.weights(FIRST)
             changed["norm.weight"] = changed["norm.weight"] * 1.5
             await Weights("policy", rank=0, world_size=1).publish(changed, version=1)
-            differing = await policy._differing(1)
+            differing = await policy._engine.differing(1)
             assert list(differing) == ["norm.weight"]
             published, here = differing["norm.weight"]
             assert published != here
             await policy.update_weights()
-            assert await policy._differing(1) == {}
+            assert await policy._engine.differing(1) == {}
 
     drive(body())
 

@@ -1,22 +1,21 @@
-"""`Generator`: an engine behind endpoints. The same for every engine: prompts, weights, proof, and death."""
+"""`Generator`: an engine behind endpoints, the same for every engine."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from forge.config import GeneratorConfig, Sampling, UpdateMode
-from forge.errors import ConfigError, OptionError, StoreError, SyncError, WeightMismatch
+from forge.errors import ConfigError, OptionError, SyncError
 from forge.generator.engine import EngineStats, GenerationEngine, Request, UpdateReport
+from forge.generator.sync import Sync, Version
 from forge.runtime.endpoints import endpoint
 from forge.service.actor import ForgeActor
-from forge.types import INITIAL_VERSION, Completion, Delta
+from forge.types import Completion, Delta
 
 if TYPE_CHECKING:
     from forge.generator.prompts import PromptReader
@@ -24,13 +23,10 @@ if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer
 
 _log = logging.getLogger("forge.generator")
-T = TypeVar("T")
-Version = int | Literal["latest"]
 Messages = Sequence[Mapping[str, Any]]
 
 ENGINE_DIED = 70
 """The exit code of a generator whose engine is gone."""
-_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
 
 
 class Generator(ForgeActor):
@@ -53,13 +49,6 @@ class Generator(ForgeActor):
     @endpoint
     async def setup(self) -> None:
         """Load the model, and the newest weights if any were published."""
-        self._proven = asyncio.Event()
-        self._proven.set()
-        self._stop: SyncError | None = None
-        self._unproven: int | None = None
-        self._trusted = {INITIAL_VERSION}
-        self._under_way: set[asyncio.Task[Any]] = set()
-        self._updating = asyncio.Lock()
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if world_size > 1 and self.config.engine == "native":
             raise OptionError(
@@ -75,13 +64,14 @@ class Generator(ForgeActor):
             return  # it lends its device to the engine of rank 0
         self.model, self._tokenizer = await asyncio.to_thread(self._read_model)
         self._engine = self._make_engine(world_size, devices)
+        self._sync = Sync(self._engine, self.config)
         self._reader = self._make_reader()
         await self._engine.start()
         from forge.store import Weights
 
         if await Weights(self.config.weights).versions():
             try:
-                await self._update("latest", "keep")
+                await self._sync.update("latest", "keep")
             except SyncError:
                 _log.error("this generator takes no requests until an update passes")
 
@@ -146,8 +136,8 @@ class Generator(ForgeActor):
         if not self._is_front:
             return []
         request = self._request(prompt, messages, token_ids, sampling, n, template)
-        completions = await self._watched(self._engine.generate(request))
-        await self._hold(span.version for completion in completions for span in completion.versions)
+        completions = await self._sync.watched(self._engine.generate(request))
+        await self._sync.hold(span.version for completion in completions for span in completion.versions)
         return completions
 
     @endpoint
@@ -168,10 +158,10 @@ class Generator(ForgeActor):
         try:
             while True:
                 try:
-                    delta = await self._watched(anext(deltas))
+                    delta = await self._sync.watched(anext(deltas))
                 except StopAsyncIteration:
                     return
-                await self._hold([delta.version])
+                await self._sync.hold([delta.version])
                 yield delta
         finally:
             await deltas.aclose()  # type: ignore[attr-defined]
@@ -185,33 +175,12 @@ class Generator(ForgeActor):
         n: int | None,
         template: Mapping[str, Any] | None,
     ) -> Request:
-        self._check_sync()
+        self._sync.check()
         ids = self._reader.token_ids(prompt, messages=messages, token_ids=token_ids, template=template)
         chosen = self._reader.sampling(sampling, n)
         if self.config.engine == "native":
             _refuse_for_native(chosen)
         return Request(uuid.uuid4().hex, ids, chosen)
-
-    async def _hold(self, versions: Iterable[int]) -> None:
-        """Wait with tokens of weights that are being proven; those of others pass."""
-        if not self._trusted.issuperset(versions):
-            await self._proven.wait()
-        self._check_sync()
-
-    async def _watched(self, work: Awaitable[T]) -> T:
-        """Await work that a failed proof of sync ends."""
-        task = asyncio.ensure_future(work)
-        self._under_way.add(cast("asyncio.Task[Any]", task))
-        try:
-            return await task
-        except asyncio.CancelledError:
-            task.cancel()
-            caller = asyncio.current_task()
-            if self._stop is not None and not (caller is not None and caller.cancelling()):
-                raise self._stop from None
-            raise
-        finally:
-            self._under_way.discard(cast("asyncio.Task[Any]", task))
 
     @endpoint(retry=True, concurrent=True)
     async def score(
@@ -220,11 +189,11 @@ class Generator(ForgeActor):
         """The logprob of every given token after those before it; the first one's is 0. One line of tokens, or many."""
         if not self._is_front:
             return []
-        self._check_sync()
+        self._sync.check()
         first = token_ids[0] if len(token_ids) else None
         lines = [token_ids] if isinstance(first, int) or first is None else token_ids
         checked = [self._reader.line(cast(Sequence[int], line)) for line in lines]
-        return await self._watched(self._engine.score(checked, temperature=temperature))
+        return await self._sync.watched(self._engine.score(checked, temperature=temperature))
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
@@ -248,93 +217,7 @@ class Generator(ForgeActor):
                 rule="one of drain, keep, recompute, abort",
                 repair="leave it out for the configuration's",
             )
-        return await self._update(version, mode or self.config.update.mode)
-
-    async def _update(self, version: Version, mode: UpdateMode) -> UpdateReport:
-        async with self._updating:
-            began = time.perf_counter()
-            self._proven.clear()
-            try:
-                report = await self._update_with_retries(version, mode)
-                is_asleep = self._engine.stats().is_asleep
-                self._unproven = report.version if is_asleep else None
-                difference = None if is_asleep else await self._prove(report.version)
-                self._stop = None
-            except SyncError as error:
-                self._halt(error)
-                raise
-            finally:
-                self._proven.set()
-            return replace(report, canary=difference, seconds=time.perf_counter() - began)
-
-    async def _update_with_retries(self, version: Version, mode: UpdateMode) -> UpdateReport:
-        most, wait_s = self.config.update.max_attempts, self.config.update.retry_wait_s
-        for attempt in range(1, most + 1):
-            try:
-                report = await self._engine.update(version, mode)
-            except WeightMismatch as error:  # another try would find the same
-                _log.error("the update to version %s was refused: %s", version, error.message)
-                raise
-            except (StoreError, OSError) as error:
-                _log.warning(
-                    "the update to version %s failed (attempt %d of %d): %s; version %d goes on serving",
-                    *(version, attempt, most, error, self._engine.version),
-                )
-                if attempt == most:
-                    raise
-                await asyncio.sleep(wait_s * 2 ** (attempt - 1))
-            else:
-                return replace(report, num_attempts=attempt)
-        raise AssertionError("unreachable")
-
-    async def _prove(self, version: int) -> float | None:
-        """Compare the canary's logprobs with the trainer's; the largest difference, or None without a canary."""
-        from forge.store.canary import get_canary, largest_difference
-
-        canary = await get_canary(self.config.weights, version) if self.config.canary.enabled else None
-        if canary is None:
-            self._trusted.add(version)
-            return None
-        (found,) = await self._engine.score([canary.token_ids])
-        difference = largest_difference(canary, found)
-        bound = self.config.canary.bound or _BOUNDS[self._precision()]
-        if difference <= bound:
-            self._trusted.add(version)
-            return difference
-        self._trusted.discard(version)
-        differing = await self._differing(version)
-        raise SyncError(
-            f"after the update to version {version} the generator's logprobs are not the trainer's",
-            tensors=tuple(differing),
-            path="generator.canary.bound",
-            value=f"largest difference {difference:.4g}",
-            rule=f"at most {bound:g}; " + _told(differing),
-            repair="publish the version again and update; if no tensor differs, compare the models' configurations and "
-            "precisions, or set generator.canary.enabled=false",
-        )
-
-    def _precision(self) -> str:
-        if self.config.precision is not None:
-            return self.config.precision
-        import torch
-
-        on_gpu = torch.cuda.is_available() if self.config.with_gpus is None else self.config.with_gpus
-        return "bfloat16" if on_gpu else "float32"
-
-    async def _differing(self, version: int) -> dict[str, tuple[int, int]]:
-        differing = getattr(self._engine, "differing", None)
-        return {} if differing is None else await differing(version)
-
-    def _halt(self, error: SyncError) -> None:
-        """Stop rollouts: everything under way, and everything that comes until an update passes."""
-        _log.error("generation stops: %s", error)
-        self._stop = error
-        for task in tuple(self._under_way):
-            task.cancel()
-
-    def _check_sync(self) -> None:
-        if self._stop is not None:
-            raise self._stop
+        return await self._sync.update(version, mode or self.config.update.mode)
 
     # ---- Memory, adapters, figures --------------------------------------------------------------------------------
 
@@ -342,26 +225,13 @@ class Generator(ForgeActor):
     async def sleep(self) -> None:
         """Give the device's memory back, to a trainer for example. Requests wait until `wake`."""
         if self._is_front:
-            async with self._updating:  # which cannot be proven by an engine that sleeps
-                await self._engine.sleep()
+            await self._sync.sleep()
 
     @endpoint(concurrent=True)
     async def wake(self) -> None:
         """Take memory again and go on. Weights that came meanwhile are proven now: see `update_weights`."""
-        if not self._is_front:
-            return
-        async with self._updating:
-            self._proven.clear()
-            try:
-                await self._engine.wake()
-                version, self._unproven = self._unproven, None
-                if version is not None:
-                    await self._prove(version)
-            except SyncError as error:
-                self._halt(error)
-                raise
-            finally:
-                self._proven.set()
+        if self._is_front:
+            await self._sync.wake()
 
     @endpoint(retry=True, concurrent=True)
     async def stats(self) -> EngineStats | None:
@@ -418,14 +288,6 @@ def _only_vllm(path: str, what: str) -> ConfigError:
         rule="only with `engine: vllm`",
         repair="set generator.engine=vllm, or leave it out",
     )
-
-
-def _told(differing: Mapping[str, tuple[int, int]], most: int = 4) -> str:
-    if not differing:
-        return "every tensor has the digest that was published"
-    shown = [f"{name} ({here:016x}, published {published:016x})" for name, (published, here) in differing.items()]
-    more = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return f"these tensors have other digests than were published: {', '.join(shown[:most])}{more}"
 
 
 def _all_devices(rank: int, world_size: int) -> tuple[str, ...]:

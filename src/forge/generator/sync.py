@@ -1,0 +1,181 @@
+"""Keeping a generator at the trainer's weights: updates, the proof that they arrived, and what a failed one stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeVar, cast
+
+from forge.config import GeneratorConfig, UpdateMode
+from forge.errors import StoreError, SyncError, WeightMismatch
+from forge.generator.engine import GenerationEngine, UpdateReport
+from forge.types import INITIAL_VERSION
+
+_log = logging.getLogger("forge.generator")
+T = TypeVar("T")
+Version = int | Literal["latest"]
+
+_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
+
+
+class Sync:
+    """The weights of one engine. Requests pass through `watched` and `hold`, so that a failed proof stops them all."""
+
+    def __init__(self, engine: GenerationEngine, config: GeneratorConfig) -> None:
+        self._engine, self._config = engine, config
+        self._proven = asyncio.Event()
+        self._proven.set()
+        self._stop: SyncError | None = None
+        self._unproven: int | None = None
+        self._trusted = {INITIAL_VERSION}
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._updating = asyncio.Lock()
+
+    # ---- Requests -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `SyncError` if generation has stopped."""
+        if self._stop is not None:
+            raise self._stop
+
+    async def hold(self, versions: Iterable[int]) -> None:
+        """Wait with tokens of weights that are being proven; those of others pass."""
+        if not self._trusted.issuperset(versions):
+            await self._proven.wait()
+        self.check()
+
+    async def watched(self, work: Awaitable[T]) -> T:
+        """Await work that a failed proof of sync ends."""
+        task = cast("asyncio.Task[T]", asyncio.ensure_future(work))
+        self._under_way.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            task.cancel()
+            caller = asyncio.current_task()
+            if self._stop is not None and not (caller is not None and caller.cancelling()):
+                raise self._stop from None
+            raise
+        finally:
+            self._under_way.discard(task)
+
+    # ---- Weights ------------------------------------------------------------------------------------------------
+
+    async def update(self, version: Version, mode: UpdateMode) -> UpdateReport:
+        """Take a version, trying as often as the configuration says, and prove it; see `Generator.update_weights`."""
+        async with self._updating:
+            began = time.perf_counter()
+            self._proven.clear()
+            try:
+                report = await self._take(version, mode)
+                is_asleep = self._engine.stats().is_asleep
+                self._unproven = report.version if is_asleep else None
+                difference = None if is_asleep else await self._prove(report.version)
+                self._stop = None
+            except SyncError as error:
+                self._halt(error)
+                raise
+            finally:
+                self._proven.set()
+            return replace(report, canary=difference, seconds=time.perf_counter() - began)
+
+    async def _take(self, version: Version, mode: UpdateMode) -> UpdateReport:
+        most, wait_s = self._config.update.max_attempts, self._config.update.retry_wait_s
+        for attempt in range(1, most + 1):
+            try:
+                report = await self._engine.update(version, mode)
+            except WeightMismatch as error:  # another try would find the same
+                _log.error("the update to version %s was refused: %s", version, error.message)
+                raise
+            except (StoreError, OSError) as error:
+                _log.warning(
+                    "the update to version %s failed (attempt %d of %d): %s; version %d goes on serving",
+                    *(version, attempt, most, error, self._engine.version),
+                )
+                if attempt == most:
+                    raise
+                await asyncio.sleep(wait_s * 2 ** (attempt - 1))
+            else:
+                return replace(report, num_attempts=attempt)
+        raise AssertionError("unreachable")
+
+    async def sleep(self) -> None:
+        """Give the engine's memory back."""
+        async with self._updating:  # which cannot be proven by an engine that sleeps
+            await self._engine.sleep()
+
+    async def wake(self) -> None:
+        """Take memory again, and prove the weights that came meanwhile."""
+        async with self._updating:
+            self._proven.clear()
+            try:
+                await self._engine.wake()
+                version, self._unproven = self._unproven, None
+                if version is not None:
+                    await self._prove(version)
+            except SyncError as error:
+                self._halt(error)
+                raise
+            finally:
+                self._proven.set()
+
+    # ---- Proof --------------------------------------------------------------------------------------------------
+
+    async def _prove(self, version: int) -> float | None:
+        """Compare the canary's logprobs with the trainer's; the largest difference, or None without a canary."""
+        from forge.store.canary import get_canary, largest_difference
+
+        canary = await get_canary(self._config.weights, version) if self._config.canary.enabled else None
+        if canary is None:
+            self._trusted.add(version)
+            return None
+        (found,) = await self._engine.score([canary.token_ids])
+        difference = largest_difference(canary, found)
+        bound = self._config.canary.bound or _BOUNDS[self._precision()]
+        if difference <= bound:
+            self._trusted.add(version)
+            return difference
+        self._trusted.discard(version)
+        differing = await self._differing(version)
+        raise SyncError(
+            f"after the update to version {version} the generator's logprobs are not the trainer's",
+            tensors=tuple(differing or ()),
+            path="generator.canary.bound",
+            value=f"largest difference {difference:.4g}",
+            rule=f"at most {bound:g}; " + _told(differing),
+            repair="publish the version again and update; if no tensor differs, compare the models' configurations and "
+            "precisions, or set generator.canary.enabled=false",
+        )
+
+    def _precision(self) -> str:
+        if self._config.precision is not None:
+            return self._config.precision
+        import torch
+
+        on_gpu = torch.cuda.is_available() if self._config.with_gpus is None else self._config.with_gpus
+        return "bfloat16" if on_gpu else "float32"
+
+    async def _differing(self, version: int) -> dict[str, tuple[int, int]] | None:
+        """The tensors that are not as published; None where that is not known: vLLM's are packed."""
+        differing = getattr(self._engine, "differing", None)
+        return None if differing is None else await differing(version)
+
+    def _halt(self, error: SyncError) -> None:
+        """Stop rollouts: everything under way, and everything that comes until an update passes."""
+        _log.error("generation stops: %s", error)
+        self._stop = error
+        for task in tuple(self._under_way):
+            task.cancel()
+
+
+def _told(differing: Mapping[str, tuple[int, int]] | None, most: int = 4) -> str:
+    if differing is None:
+        return "which tensors differ this engine cannot tell"
+    if not differing:
+        return "every tensor has the digest that was published"
+    shown = [f"{name} ({here:016x}, published {published:016x})" for name, (published, here) in differing.items()]
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return f"these tensors have other digests than were published: {', '.join(shown[:most])}{more}"
