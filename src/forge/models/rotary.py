@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torchtitan.models.common.rope import CosSinRoPE
 
+from forge.models import cpu_rotary
+from forge.runtime.row_floor import is_rowwise
+
 
 class Rotary(CosSinRoPE):  # type: ignore[misc]
     """TorchTitan's rotary embedding, with Llama 3's stretching, and in no less precision than its input.
@@ -33,6 +36,15 @@ class Rotary(CosSinRoPE):  # type: ignore[misc]
         angles = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float32), frequencies)
         both_halves = torch.cat([angles, angles], dim=-1)
         return torch.cat([both_halves.cos(), both_halves.sin()], dim=-1)
+
+    def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Turn query and key [1, L, N, H] to their positions. Without gradients on a CPU, by one kernel."""
+        if positions is not None and not torch.is_grad_enabled() and is_rowwise(query) and self.cache.is_contiguous():
+            turned = [cpu_rotary.rotated(heads[0], self.cache, positions[0]) for heads in (query, key)]
+            if turned[0] is not None and turned[1] is not None:
+                return turned[0].unsqueeze(0), turned[1].unsqueeze(0)
+        both: tuple[Tensor, Tensor] = super().forward(query, key, positions)
+        return both
 
     @staticmethod
     def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:

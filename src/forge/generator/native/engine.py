@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class _Change:
+class Change:
     """A change of weights that waits for its turn."""
 
     mode: UpdateMode
@@ -78,7 +78,7 @@ class NativeEngine:
         self._batching: Batching | None = None
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._changes: deque[_Change] = deque()
+        self._changes: deque[Change] = deque()
         self._is_closing = self._is_asleep = False
         self._dead: BaseException | None = None
         self._num_open = 0
@@ -328,7 +328,7 @@ class NativeEngine:
                 self._weights = Weights(self.config.weights)
             runner = self._serving().runner
             fetched = await self._weights.fetch(version=version)
-            change = _Change(mode, fetched.version, lambda: runner.load(fetched.tensors))
+            change = Change(mode, fetched.version, lambda: runner.load(fetched.tensors))
             try:
                 runner.check(fetched.tensors)
             except BaseException:
@@ -372,7 +372,7 @@ class NativeEngine:
                 reached.set_result(None)
                 go_on.wait()
 
-            change = _Change(mode, version, hold)
+            change = Change(mode, version, hold)
             changed = asyncio.ensure_future(self._change(change))
             either: set[asyncio.Future[Any]] = {changed, asyncio.wrap_future(reached)}
             try:
@@ -385,7 +385,7 @@ class NativeEngine:
                 go_on.set()
                 await changed
 
-    async def _change(self, change: _Change) -> tuple[float, int]:
+    async def _change(self, change: Change) -> tuple[float, int]:
         """Have a change made. If the caller is cancelled before its turn has come, it is not made at all."""
         with self._wake:
             if self._dead is not None:
