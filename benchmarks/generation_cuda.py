@@ -89,7 +89,7 @@ async def native_updates(engine: Any) -> dict[str, float]:
     from forge.store import Weights
 
     weights = Weights("policy", rank=0, world_size=1, on="host")
-    state = {name: tensor.detach() for name, tensor in engine._batching.runner.parameters.items()}
+    state = {name: tensor.detach() for name, tensor in engine.thread.batching.runner.parameters.items()}
     found = []
     for version in range(4):
         began = time.perf_counter()

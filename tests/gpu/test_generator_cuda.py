@@ -12,7 +12,8 @@ import torch
 
 from forge.config import GeneratorConfig, ModelConfig, Sampling
 from forge.generator.engine import Request
-from forge.generator.native.engine import Change, NativeEngine
+from forge.generator.native.engine import NativeEngine
+from forge.generator.native.thread import Change
 from forge.models.locate import resolve
 from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
@@ -131,9 +132,9 @@ def test_weights_are_replaced_under_recorded_steps(tiny: Path, tmp_path: Path) -
     async def work(engine: NativeEngine) -> tuple[list[Completion], list[Completion]]:
         before = await answers(engine)
         other = resolve(ModelConfig(path=str(tmp_path)))
-        runner = engine._serving().runner
+        runner = engine.thread.serving().runner
         fresh = type(runner)(engine.config, other, max_seq_len=384)
-        await engine._change(Change("keep", 7, lambda: runner.load(dict(fresh.parameters))))
+        await engine.thread.change(Change("keep", 7, lambda: runner.load(dict(fresh.parameters))))
         return before, await answers(engine)
 
     before, after = with_engine(tiny, work, precision="float32")

@@ -228,8 +228,8 @@ def test_weights_of_a_trainer_in_this_process_are_shared(tmp_path: Path) -> None
     async def body(trained: Engine) -> None:
         shared = trained.own_parameters()
         async with serving(shared=shared) as engine:
-            assert engine._batching is not None
-            own = engine._batching.runner.parameters
+            assert engine.thread.batching is not None
+            own = engine.thread.batching.runner.parameters
             assert {name: tensor.data_ptr() for name, tensor in own.items()} == {
                 name: tensor.data_ptr() for name, tensor in shared.items()
             }
@@ -271,8 +271,8 @@ def exported_folder(trained: Engine, folder: Path) -> Path:
 
 def copied(engine: NativeEngine, kind: Kind) -> None:
     """Put the weights of a model in the place of those that an engine computes with. Only inside `changing`."""
-    assert engine._batching is not None
-    engine._batching.runner.load(models.weights(kind))
+    assert engine.thread.batching is not None
+    engine.thread.batching.runner.load(models.weights(kind))
 
 
 def test_what_was_computed_before_a_change_is_not_shared_after_it() -> None:
@@ -373,8 +373,8 @@ def test_weights_that_are_no_numbers_fail_the_request_and_not_the_engine() -> No
             waiting = asyncio.ensure_future(engine.generate(request(prompt(31), n=3)))
             async with engine.changing(1):
                 broken = {name: torch.full_like(tensor, math.nan) for name, tensor in models.weights(FIRST).items()}
-                assert engine._batching is not None
-                engine._batching.runner.load(broken)
+                assert engine.thread.batching is not None
+                engine.thread.batching.runner.load(broken)
             for failing in (last_of(stream), waiting):
                 with pytest.raises(NonFiniteError, match="NaN") as raised:
                     await failing
@@ -397,7 +397,7 @@ def test_an_update_that_nobody_waits_for_is_whole_or_not_at_all(drive: Callable[
             stream = engine.stream(request(prompt(20), max_tokens=200))
             await until(stream, num_tokens=2)
             update = asyncio.ensure_future(engine.update(1, "drain"))
-            while not engine._changes:
+            while not engine.thread.changes:
                 await until(stream, num_tokens=1)
             update.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -424,7 +424,7 @@ def test_close_answers_everybody(drive: Callable[..., Any]) -> None:
         stream = engine.stream(request(prompt(20)))
         await until(stream, num_tokens=2)
         update = asyncio.ensure_future(engine.update(1, "drain"))
-        while not engine._changes:
+        while not engine.thread.changes:
             await until(stream, num_tokens=1)
         await engine.close()
         asked = [update, *map(asyncio.ensure_future, (engine.update(1, "keep"), engine.score([prompt(9)])))]

@@ -61,7 +61,7 @@ class Batching:
         tokenizer: ChatTokenizer | None,
         max_seq_len: int,
         shared: Mapping[str, Tensor] | None,
-        send: Callable[[Iterable[Message]], None],
+        send: Callable[[Iterable[Message]], object],
     ) -> None:
         self.config, self.max_seq_len = config, max_seq_len
         self.runner = ModelRunner(config, model, max_seq_len=max_seq_len, shared=shared)
