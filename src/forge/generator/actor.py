@@ -193,7 +193,9 @@ class Generator(ForgeActor):
         first = token_ids[0] if len(token_ids) else None
         lines = [token_ids] if isinstance(first, int) or first is None else token_ids
         checked = [self._reader.line(cast(Sequence[int], line)) for line in lines]
-        return await self._sync.watched(self._engine.score(checked, temperature=temperature))
+        found = await self._sync.watched(self._engine.score(checked, temperature=temperature))
+        await self._sync.hold([self._engine.version])
+        return found
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
@@ -209,6 +211,15 @@ class Generator(ForgeActor):
         """
         if not self._is_front:
             return None
+        is_number = isinstance(version, int) and not isinstance(version, bool) and version >= 0
+        if not is_number and version != "latest":
+            raise OptionError(
+                "there is no such version of weights",
+                path="update_weights(version=)",
+                value=version,
+                rule='a whole number >= 0, or "latest"',
+                repair="leave it out for the newest",
+            )
         if mode is not None and mode not in ("drain", "keep", "recompute", "abort"):
             raise OptionError(
                 "there is no such way to update weights",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
 from forge.config import GeneratorConfig, UpdateMode
-from forge.errors import StoreError, SyncError, WeightMismatch
+from forge.errors import EngineDead, StoreError, SyncError, WeightMismatch
 from forge.generator.engine import GenerationEngine, UpdateReport
 from forge.types import INITIAL_VERSION
 
@@ -29,8 +30,9 @@ class Sync:
         self._proven = asyncio.Event()
         self._proven.set()
         self._stop: SyncError | None = None
-        self._unproven: int | None = None
-        self._trusted = {INITIAL_VERSION}
+        self._is_owed = False
+        """Whether weights came while the engine slept, which are still to be proven."""
+        self._trusted: set[Version] = {INITIAL_VERSION}
         self._under_way: set[asyncio.Task[Any]] = set()
         self._updating = asyncio.Lock()
 
@@ -42,10 +44,13 @@ class Sync:
             raise self._stop
 
     async def hold(self, versions: Iterable[int]) -> None:
-        """Wait with tokens of weights that are being proven; those of others pass."""
-        if not self._trusted.issuperset(versions):
+        """Wait with tokens of weights that are being proven; those of others pass, and those that failed never do."""
+        made_by = set(versions)
+        if not self._trusted.issuperset(made_by):
             await self._proven.wait()
         self.check()
+        if not self._trusted.issuperset(made_by):
+            raise _unproven(min(made_by - self._trusted))
 
     async def watched(self, work: Awaitable[T]) -> T:
         """Await work that a failed proof of sync ends."""
@@ -65,28 +70,51 @@ class Sync:
     # ---- Weights ------------------------------------------------------------------------------------------------
 
     async def update(self, version: Version, mode: UpdateMode) -> UpdateReport:
-        """Take a version, trying as often as the configuration says, and prove it; see `Generator.update_weights`."""
+        """Take a version, trying as often as the configuration says, and prove it; see `Generator.update_weights`.
+
+        If the caller is cancelled when the new weights are in place already, they are proven all the same.
+        """
         async with self._updating:
             began = time.perf_counter()
             self._proven.clear()
+            before, trusted = self._engine.version, set(self._trusted)
             try:
                 report = await self._take(version, mode)
-                is_asleep = self._engine.stats().is_asleep
-                self._unproven = report.version if is_asleep else None
-                difference = None if is_asleep else await self._prove(report.version)
-                self._stop = None
-            except SyncError as error:
-                self._halt(error)
-                raise
-            finally:
+            except BaseException:
+                now = self._engine.version
+                self._trusted |= trusted - {now}
+                if now not in self._trusted and (now != before or self._stop is None):
+                    with contextlib.suppress(SyncError):  # requests hear of it
+                        await _to_its_end(self._settle())
                 self._proven.set()
+                raise
+            difference = await _to_its_end(self._settle())
             return replace(report, canary=difference, seconds=time.perf_counter() - began)
+
+    async def _settle(self) -> float | None:
+        """Prove the weights that serve now, or stop everything. If the engine sleeps, they are proven when it wakes."""
+        version = self._engine.version
+        try:
+            self._is_owed = self._engine.stats().is_asleep
+            difference = None if self._is_owed else await self._prove(version)
+            self._stop = None
+            return difference
+        except EngineDead:
+            raise
+        except Exception as error:
+            stop = error if isinstance(error, SyncError) else _unproven(version)
+            self._halt(stop)
+            raise stop from error
+        finally:
+            self._proven.set()
 
     async def _take(self, version: Version, mode: UpdateMode) -> UpdateReport:
         most, wait_s = self._config.update.max_attempts, self._config.update.retry_wait_s
         for attempt in range(1, most + 1):
             try:
-                report = await self._engine.update(version, mode)
+                number = await self._number(version)
+                self._trusted.discard(number)  # after a rewind the number stands for other weights
+                report = await self._engine.update(number, mode)
             except WeightMismatch as error:  # another try would find the same
                 _log.error("the update to version %s was refused: %s", version, error.message)
                 raise
@@ -102,6 +130,15 @@ class Sync:
                 return replace(report, num_attempts=attempt)
         raise AssertionError("unreachable")
 
+    async def _number(self, version: Version) -> Version:
+        """Which version is the latest now. Where there is none, the engine says what is missing."""
+        if version != "latest":
+            return version
+        from forge.store import Weights
+
+        published = await Weights(self._config.weights).versions()
+        return published[-1].number if published else "latest"
+
     async def sleep(self) -> None:
         """Give the engine's memory back."""
         async with self._updating:  # which cannot be proven by an engine that sleeps
@@ -113,14 +150,12 @@ class Sync:
             self._proven.clear()
             try:
                 await self._engine.wake()
-                version, self._unproven = self._unproven, None
-                if version is not None:
-                    await self._prove(version)
-            except SyncError as error:
-                self._halt(error)
-                raise
-            finally:
+            except BaseException:
                 self._proven.set()
+                raise
+            if self._is_owed:
+                await _to_its_end(self._settle())
+            self._proven.set()
 
     # ---- Proof --------------------------------------------------------------------------------------------------
 
@@ -169,6 +204,31 @@ class Sync:
         self._stop = error
         for task in tuple(self._under_way):
             task.cancel()
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await work that is done whole: if the caller is cancelled, it ends first."""
+    task = asyncio.ensure_future(work)
+    is_cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled:
+        task.exception()  # whoever was to hear of it has gone
+        raise asyncio.CancelledError
+    return task.result()
+
+
+def _unproven(version: Version) -> SyncError:
+    return SyncError(
+        f"the weights of version {version} were not proven to be the trainer's",
+        path="generator.canary",
+        value=version,
+        rule="what a version makes is handed out when its canary has been compared",
+        repair="update again; generator.canary.enabled=false leaves the comparison out",
+    )
 
 
 def _told(differing: Mapping[str, tuple[int, int]] | None, most: int = 4) -> str:

@@ -106,22 +106,28 @@ class EngineThread:
         return answer
 
     async def change(self, change: Change) -> tuple[float, int]:
-        """Have a change made. If the caller is cancelled before its turn has come, it is not made at all."""
+        """Have a change made.
+
+        If the caller is cancelled before its turn has come, it is not made at all; afterwards, it is made first.
+        """
         with self._wake:
             if self._dead is not None:
                 change.done.set_exception(self._death())
             else:
                 self.changes.append(change)
             self._wake.notify()
+        done = asyncio.wrap_future(change.done)
         try:
-            return await asyncio.shield(asyncio.wrap_future(change.done))
+            return await asyncio.shield(done)
         except asyncio.CancelledError:
             with self._wake:
                 is_withdrawn = change in self.changes
                 if is_withdrawn:
                     self.changes.remove(change)
             if is_withdrawn:
-                change.done.set_exception(asyncio.CancelledError())
+                change.done.cancel()
+            else:
+                await asyncio.wait([done])
             raise
 
     def serving(self) -> Batching:

@@ -1,0 +1,160 @@
+"""What a generator does at bad moments: time-outs amid updates, proofs that cannot be made, queues that are full."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import generator_models as models
+from forge.config import GeneratorConfig, UpdateConfig
+from forge.errors import OptionError, SyncError
+from forge.generator.actor import Generator
+from forge.store import Weights
+from forge.store.canary import Canary, canary_ids, put_canary
+from generator_models import FIRST, SECOND, Kind, prompt
+
+Drive = Callable[[Coroutine[Any, Any, Any]], Any]
+GREEDY = {"temperature": 0.0, "ignore_eos": True}
+SHORT = {**GREEDY, "max_tokens": 8}
+
+
+@pytest.fixture(autouse=True)
+def one_thread(leaves_nothing: None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(**changes: Any) -> GeneratorConfig:
+    update = UpdateConfig(max_attempts=2, retry_wait_s=0.01)
+    return models.config(FIRST, **{"update": update, "max_seq_len": 512, "kv_cache_gb": 0.05} | changes)
+
+
+@contextlib.asynccontextmanager
+async def generator(**changes: Any) -> AsyncIterator[Generator]:
+    made = Generator(config(**changes))
+    await made.setup()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def publish(version: int, kind: Kind, *, canary: Kind) -> None:
+    ids = canary_ids(512)
+    await put_canary("policy", Canary(version, ids, (0.0, *models.logprobs(ids[:1], ids[1:], canary))))
+    await Weights("policy", rank=0, world_size=1).publish(models.weights(kind), version=version)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():  # noqa: ASYNC110 - the engine's thread tells nobody
+        await asyncio.sleep(0)
+
+
+async def read_into(seen: list[Any], stream: AsyncIterator[Any]) -> None:
+    async for item in stream:
+        seen.append(item)  # noqa: PERF401 - what came before an error counts
+
+
+# ---- Weights that were not proven ----------------------------------------------------------------------------------
+
+
+async def given_up_when_in_place(policy: Generator, version: int) -> None:
+    """Ask for a version and stop waiting for it when its weights are in place, and not yet proven."""
+    update = asyncio.ensure_future(policy.update_weights(version))
+    await until(lambda: policy._engine.version == version)
+    assert not update.done()
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+
+
+def test_weights_are_proven_even_if_nobody_waits_for_the_update_any_more(drive: Drive) -> None:
+    async def body() -> None:
+        async with generator() as policy:
+            await publish(1, SECOND, canary=FIRST)
+            await given_up_when_in_place(policy, 1)
+            with pytest.raises(SyncError):
+                await policy.generate(token_ids=prompt(20), sampling=SHORT)
+            await publish(2, SECOND, canary=SECOND)
+            await given_up_when_in_place(policy, 2)
+            (completion,) = await policy.generate(token_ids=prompt(20), sampling=SHORT)
+            assert (completion.token_ids, completion.version) == (models.greedy(prompt(20), 8, SECOND), 2)
+
+    drive(body())
+
+
+def test_a_proof_that_cannot_be_made_is_a_failed_one(drive: Drive) -> None:
+    async def body() -> None:
+        async with generator() as policy:
+            await put_canary("policy", Canary(1, canary_ids(512), (0.0, -1.0)))  # it was spoilt: too few logprobs
+            await Weights("policy", rank=0, world_size=1).publish(models.weights(SECOND), version=1)
+            with pytest.raises(SyncError, match="version 1 were not proven") as raised:
+                await policy.update_weights()
+            assert (raised.value.path, raised.value.value) == ("generator.canary", 1)
+            assert "update again" in (raised.value.repair or "")
+            with pytest.raises(SyncError):
+                await policy.generate(token_ids=prompt(20), sampling=SHORT)
+            await publish(2, SECOND, canary=SECOND)
+            await policy.update_weights()
+            assert len(await policy.generate(token_ids=prompt(20), sampling=SHORT)) == 1
+
+    drive(body())
+
+
+def test_tokens_of_a_version_that_failed_are_not_handed_out_after_the_next_one(drive: Drive) -> None:
+    async def body() -> None:
+        async with generator() as policy:
+            stream = policy.generate_stream(token_ids=prompt(20), sampling=GREEDY)
+            await anext(stream)  # from now on its reader looks elsewhere
+            await publish(1, SECOND, canary=FIRST)
+            with pytest.raises(SyncError):
+                await policy.update_weights()
+            before = policy._engine.stats().num_tokens
+            await until(lambda: policy._engine.stats().num_tokens > before + 3)
+            await publish(2, FIRST, canary=FIRST)
+            await policy.update_weights()
+            seen: list[Any] = []
+            with pytest.raises(SyncError, match="version 1"):
+                await read_into(seen, stream)
+            assert {delta.version for delta in seen} <= {-1}
+
+    drive(body())
+
+
+def test_a_number_that_was_published_again_is_proven_again(drive: Drive) -> None:
+    async def body() -> None:
+        async with generator() as policy:
+            await publish(1, FIRST, canary=FIRST)
+            await policy.update_weights()
+            await Weights("policy").rewind(to=0)
+            await publish(1, SECOND, canary=FIRST)
+            stream = policy.generate_stream(token_ids=prompt(20), sampling=GREEDY)
+            seen = [await anext(stream)]
+            update = asyncio.ensure_future(policy.update_weights())
+            with pytest.raises(SyncError):
+                await read_into(seen, stream)
+            with pytest.raises(SyncError):
+                await update
+            tokens = sum((delta.token_ids for delta in seen), ())
+            assert tokens == models.choices(prompt(20), tokens, FIRST), "no token of weights that were not proven"
+
+    drive(body())
+
+
+@pytest.mark.parametrize("version", ["newest", -1, True, 1.5, None, [1]])
+def test_a_version_that_cannot_be_is_refused_at_once(version: Any) -> None:
+    async def body() -> None:
+        policy = Generator(config())
+        policy._is_front = True
+        with pytest.raises(OptionError, match="whole number >= 0") as raised:
+            await policy.update_weights(version)
+        assert (raised.value.path, raised.value.value) == ("update_weights(version=)", version)
+
+    asyncio.run(body())
