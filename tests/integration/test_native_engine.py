@@ -333,6 +333,26 @@ def test_pages_with_keys_of_two_versions_are_shared_with_nobody() -> None:
     assert batching.scheduler.pool.num_held == 0
 
 
+def test_what_proves_weights_waits_for_no_request() -> None:
+    async def body() -> None:
+        each = page_bytes(models.model(FIRST).facts, item_bytes=4)
+        async with serving(max_seq_len=128, max_batch=2, kv_cache_gb=9 * each / 2**30) as engine:
+            asked = [
+                asyncio.ensure_future(engine.generate(request(prompt(30 + place), max_tokens=90))) for place in range(6)
+            ]
+            await asyncio.sleep(0)  # all are asked for
+            line = prompt(33)
+            first = await engine.score_first(line)
+            assert not any(task.done() for task in asked), "it overtook those that are under way"
+            found = [completion for (completion,) in await asyncio.gather(*asked)]
+            assert [completion.token_ids for completion in found] == [
+                models.greedy(completion.prompt_ids, 90) for completion in found
+            ]
+            assert [first] == await engine.score([line])
+
+    run(body())
+
+
 def test_a_change_that_fails_leaves_the_version_as_it_was() -> None:
     async def body() -> None:
         async with serving() as engine:

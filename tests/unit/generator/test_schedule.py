@@ -49,10 +49,10 @@ class Load:
         self.scheduler.waiting.append(group[0])
         return group
 
-    def enter_score(self, ids: list[int]) -> Running:
-        job = ScoreJob(tuple(ids), 1.0, tell=lambda found: None)
+    def enter_score(self, ids: list[int], *, is_urgent: bool = False) -> Running:
+        job = ScoreJob(tuple(ids), 1.0, tell=lambda found: None, is_urgent=is_urgent)
         sequence = Running(ids=ids[:-1], num_prompt=len(ids) - 1, max_len=len(ids) - 1, score=job)
-        self.scheduler.waiting.append(sequence)
+        (self.scheduler.urgent if is_urgent else self.scheduler.waiting).append(sequence)
         return sequence
 
     def step(self, *, admit: bool = True) -> list[Piece]:
@@ -113,7 +113,7 @@ class Load:
         held = Counter(page for sequence in self.scheduler.running for page in sequence.pages)
         assert len(held) == self.pool.num_held
         assert all(self.pool._holders[page] == count for page, count in held.items())
-        assert all(not sequence.pages for sequence in self.scheduler.waiting)
+        assert all(not sequence.pages for sequence in (*self.scheduler.waiting, *self.scheduler.urgent))
 
     def finish(self, most: int = 5000) -> None:
         for _ in range(most):
@@ -143,7 +143,7 @@ def test_everybody_ends_and_every_page_comes_back(num_pages: int, sharing: bool)
             if chance < 0.15:
                 groups.append(load.enter(some_ids(draw), max_tokens=draw.randrange(1, 40), n=draw.choice([1, 1, 2, 6])))
             elif chance < 0.2:
-                groups.append([load.enter_score([*some_ids(draw), 1])])
+                groups.append([load.enter_score([*some_ids(draw), 1], is_urgent=draw.random() < 0.3)])
             elif chance < 0.25 and groups:
                 cancelled = groups.pop(draw.randrange(len(groups)))
                 gone += cancelled
@@ -202,6 +202,21 @@ def test_a_long_prompt_stalls_nobody() -> None:
         assert len(talking.ids) == before + 1
     assert len(talking.ids) == 6 + -(-reading.num_prompt // CHUNK)
     load.finish()
+
+
+def test_what_is_urgent_waits_for_nobody() -> None:
+    load = Load(num_pages=9, chunk_tokens=100)
+    groups = [load.enter([place] * 20, max_tokens=100) for place in range(20)]
+    while load.scheduler.num_preempted == 0:
+        load.step()
+    first, second = (load.enter_score([place] * 60, is_urgent=True) for place in (40, 41))
+    load.step(admit=False)
+    load.step(admit=False)
+    assert load.ended == [first, second], "one after the other, before those that are under way"
+    cancelled = load.enter_score([42] * 60, is_urgent=True)
+    load.cancel([cancelled])
+    load.finish()
+    assert len(load.ended) == 2 + len(groups)
 
 
 def test_a_drain_lets_nobody_begin_and_everybody_under_way_end() -> None:

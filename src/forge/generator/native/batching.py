@@ -136,7 +136,8 @@ class Batching:
             job.tell(job.logprobs[: len(job.token_ids)])
             return
         ids = list(job.token_ids[:-1])
-        self.scheduler.waiting.append(Running(ids=ids, num_prompt=len(ids), max_len=len(ids), score=job))
+        queue = self.scheduler.urgent if job.is_urgent else self.scheduler.waiting
+        queue.append(Running(ids=ids, num_prompt=len(ids), max_len=len(ids), score=job))
 
     def cancel(self, ticket: Ticket) -> None:
         """Nobody waits for a request any more."""

@@ -151,9 +151,13 @@ class NativeEngine:
             )
         return list(await asyncio.gather(*(self._score(token_ids, temperature) for token_ids in sequences)))
 
-    async def _score(self, token_ids: Sequence[int], temperature: float) -> list[float]:
+    async def score_first(self, token_ids: Sequence[int]) -> list[float]:
+        """As `score`, in the next step, however many requests are under way or wait."""
+        return await self._score(token_ids, 1.0, is_urgent=True)
+
+    async def _score(self, token_ids: Sequence[int], temperature: float, *, is_urgent: bool = False) -> list[float]:
         outcome: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        job = ScoreJob(tuple(token_ids), temperature, tell=lambda found: _settle(outcome, found))
+        job = ScoreJob(tuple(token_ids), temperature, tell=lambda found: _settle(outcome, found), is_urgent=is_urgent)
         self.thread.ask(lambda batching: batching.enter_score(job)).add_done_callback(
             lambda asked: post(self.thread.loop, _fail_if, outcome, asked)
         )

@@ -34,21 +34,25 @@ class Scheduler:
     The oldest are served first. A sequence for whose next token there is no page takes the pages of the one that began
     last, which is read again later: it keeps its tokens, and since every draw depends on its own seed and place alone,
     nothing about it changes but the time it takes.
+
+    What is urgent overtakes everything, with a place of its own and the pages of whoever began last: weights must be
+    proven however long the queue is.
     """
 
     def __init__(self, pool: PagePool, *, max_batch: int, chunk_tokens: int, max_pages: int) -> None:
         self.pool = pool
         self.max_batch, self.chunk_tokens = max_batch, chunk_tokens
         self.waiting: deque[Running] = deque()
+        self.urgent: deque[Running] = deque()
         self.running: list[Running] = []
-        self.table = np.zeros((max_batch, max_pages), dtype=np.int32)
+        self.table = np.zeros((max_batch + 1, max_pages), dtype=np.int32)
         self.num_preempted = 0
         self.num_shared_tokens = 0
-        self._slots = list(range(max_batch - 1, -1, -1))
+        self._slots = list(range(max_batch, -1, -1))
 
     @property
     def is_idle(self) -> bool:
-        return not self.waiting and not self.running
+        return not (self.waiting or self.running or self.urgent)
 
     @property
     def has_begun(self) -> bool:
@@ -58,11 +62,11 @@ class Scheduler:
     @property
     def num_reserved(self) -> int:
         """Completions under way, those included that begin when their prompt has been read."""
-        return sum(1 + len(sequence.siblings) for sequence in self.running)
+        return sum(1 + len(sequence.siblings) for sequence in self.running if not sequence.is_urgent)
 
     def sequences(self) -> Iterator[Running]:
         """All, siblings included."""
-        for sequence in (*self.running, *self.waiting):
+        for sequence in (*self.running, *self.urgent, *self.waiting):
             yield sequence
             yield from sequence.siblings
 
@@ -71,6 +75,7 @@ class Scheduler:
         `admit=False`, if nothing that has begun is left."""
         budget, before = self.chunk_tokens, self.num_preempted
         pieces: list[Piece] = []
+        self._begin_urgent()
         for sequence in list(self.running):
             left = len(sequence.ids) - sequence.num_computed
             num = 1 if left == 1 else min(left, budget)
@@ -86,6 +91,14 @@ class Scheduler:
             budget -= num
             pieces.append(Piece(beginning, beginning.num_computed, beginning.num_computed + num))
         return [piece for piece in pieces if piece.sequence.slot >= 0]
+
+    def _begin_urgent(self) -> None:
+        """Give the next urgent sequence the place kept for one: before the oldest, so that it is the last to yield."""
+        if self.urgent and not any(sequence.is_urgent for sequence in self.running):
+            sequence = self.urgent.popleft()
+            sequence.began = sequence.began or time.perf_counter()
+            self._place(sequence)
+            self.running.insert(0, self.running.pop())
 
     def _next(self, admit: bool) -> Running | None:
         """Who begins next: the first that waits, or with `admit=False` the first that had begun before."""
@@ -180,12 +193,14 @@ class Scheduler:
             self._withdraw(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        elif sequence in self.urgent:
+            self.urgent.remove(sequence)
 
     def preempt(self, sequence: Running) -> None:
         """Take a sequence's pages; it is the first to begin again."""
         self._withdraw(sequence)
         sequence.is_pure = True
-        self.waiting.appendleft(sequence)
+        (self.urgent if sequence.is_urgent else self.waiting).appendleft(sequence)
         self.num_preempted += 1
 
     def preempt_all(self) -> None:

@@ -50,11 +50,12 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class ScoreJob:
-    """Tokens whose logprobs are asked for."""
+    """Tokens whose logprobs are asked for; with `is_urgent` before everything else."""
 
     token_ids: tuple[int, ...]
     temperature: float
     tell: Tell
+    is_urgent: bool = False
     logprobs: list[float] = field(default_factory=lambda: [0.0])
 
 
@@ -100,6 +101,10 @@ class Running:
     spans: list[VersionSpan] = field(default_factory=list)
     began: float | None = None
     first_token: float | None = None
+
+    @property
+    def is_urgent(self) -> bool:
+        return self.score is not None and self.score.is_urgent
 
     @property
     def is_wanted(self) -> bool:
