@@ -102,7 +102,7 @@ def test_a_score_that_cannot_be_computed_harms_nobody(bench: Bench) -> None:
         await bench.serve(FIRST)
         stream = bench.engine.stream(request(prompt(20), max_tokens=40))
         await until(stream, num_tokens=1)
-        for temperature in (0.0, -1.0, math.nan):
+        for temperature in (0.0, -1.0, math.nan, 1e-40, "hot", None):
             with pytest.raises(OptionError) as raised:
                 await bench.engine.score([prompt(9)], temperature=temperature)
             assert raised.value.path == "score(temperature=)"

@@ -353,6 +353,32 @@ def test_what_proves_weights_waits_for_no_request() -> None:
     run(body())
 
 
+def test_a_prompt_that_was_half_read_is_read_again_when_weights_change() -> None:
+    """Whatever the mode: spans would say that the new weights alone made its tokens."""
+    batching = Batching(
+        models.config(FIRST, prefill_chunk_tokens=16, max_batch=3),
+        models.model(FIRST),
+        tokenizer=None,
+        max_seq_len=256,
+        shared=None,
+        send=lambda messages: [tell(value) for tell, value in messages],
+    )
+    found: list[list[Completion]] = []
+    batching.enter(Ticket(request(prompt(60), max_tokens=8, n=2), tell=found.append))
+    batching.enter(Ticket(request(prompt(61), max_tokens=8), tell=found.append))
+    batching.step(0)
+    batching.runner.load(models.weights(SECOND))
+    assert batching.weights_changed("keep") == 0
+    while len(found) < 2:
+        batching.step(1)
+        batching.flush()
+    for completion in (*found[0], *found[1]):
+        assert completion.versions == (VersionSpan(1, 0, 8),)
+        assert completion.token_ids == models.greedy(completion.prompt_ids, 8, SECOND)
+    assert [len(each[0].prompt_ids) for each in found] == [60, 61], "they begin again in their order"
+    assert (batching.scheduler.pool.num_held, batching.scheduler.num_preempted) == (0, 0)
+
+
 def test_a_change_that_fails_leaves_the_version_as_it_was() -> None:
     async def body() -> None:
         async with serving() as engine:
@@ -381,6 +407,38 @@ def test_completions_that_lost_their_memory_are_drained_too() -> None:
             for stream in streams:
                 completion = await last_of(stream)
                 assert completion.versions == (VersionSpan(-1, 0, 90),)
+
+    run(body())
+
+
+def test_scores_that_nobody_waits_for_are_not_computed() -> None:
+    async def body() -> None:
+        async with serving(max_batch=1) as engine:
+            stream = engine.stream(request(prompt(20)))
+            await until(stream, num_tokens=1)
+            scoring = asyncio.ensure_future(engine.score([prompt(200, seed) for seed in range(20)]))
+            await until(stream, num_tokens=2)
+            scoring.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await scoring
+            await last_of(stream)
+            await engine.score([prompt(9)])
+            assert engine.stats().more["num_score_tokens"] == 8
+
+    run(body())
+
+
+def test_a_sleeping_engine_says_what_an_update_aborted() -> None:
+    async def body() -> None:
+        async with serving(max_seq_len=2048) as engine:
+            stream = engine.stream(request(prompt(20)))
+            await until(stream, num_tokens=3)
+            await engine.sleep()
+            async with engine.changing(1, "abort"):
+                copied(engine, SECOND)
+            aborted = await asyncio.wait_for(last_of(stream), 20)
+            assert (aborted.finish_reason, aborted.versions) == ("abort", (VersionSpan(-1, 0, len(aborted)),))
+            await engine.wake()
 
     run(body())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,9 @@ from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.schema import ForgeConfig, ModelConfig
 
 UpdateMode = Literal["drain", "keep", "recompute", "abort"]
+
+LEAST_TEMPERATURE: Final = 1e-30
+_LEAST_PENALTY: Final = 1e-30
 
 
 class Sampling(ConfigModel):
@@ -65,6 +68,12 @@ class Sampling(ConfigModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        if 0.0 < self.temperature < LEAST_TEMPERATURE:
+            rule = f"is 0, or at least {LEAST_TEMPERATURE:g}: logits divided by less are no numbers"
+            raise broken_rule(rule, repair="set 0, which takes the likeliest token", key="temperature")
+        if not _LEAST_PENALTY <= self.repetition_penalty <= 1 / _LEAST_PENALTY:
+            rule = f"is at least {_LEAST_PENALTY:g} and at most {1 / _LEAST_PENALTY:g}: float32 holds no more"
+            raise broken_rule(rule, repair="set 1 for none; 1.1 is much already", key="repetition_penalty")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             rule = f"may be at most max_tokens, which is {self.max_tokens}"
             raise broken_rule(rule, repair="lower it, or raise max_tokens", key="min_tokens")

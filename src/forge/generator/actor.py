@@ -7,7 +7,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, OptionError, SyncError
@@ -190,10 +190,8 @@ class Generator(ForgeActor):
         if not self._is_front:
             return []
         self._sync.check()
-        first = token_ids[0] if len(token_ids) else None
-        lines = [token_ids] if isinstance(first, int) or first is None else token_ids
-        checked = [self._reader.line(cast(Sequence[int], line)) for line in lines]
-        found = await self._sync.watched(self._engine.score(checked, temperature=temperature))
+        lines = self._reader.lines(token_ids)
+        found = await self._sync.watched(self._engine.score(lines, temperature=temperature))
         await self._sync.hold([self._engine.version])
         return found
 

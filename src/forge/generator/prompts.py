@@ -61,6 +61,7 @@ class PromptReader:
             )
         _check_type("prompt", prompt, str, "text")
         _check_type("token_ids", token_ids, Iterable, "a list of whole numbers")
+        _check_type("messages", messages, Sequence, "a list of messages")
         _check_type("template", template, Mapping, "a dict of arguments of the chat template, without messages")
         if token_ids is not None:
             found = tuple(token_ids)
@@ -72,10 +73,23 @@ class PromptReader:
         self._check(found, names[0])
         return found
 
-    def line(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Tokens to be scored, checked."""
+    def lines(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        """Tokens to be scored, checked: one line of them, or many."""
+        if isinstance(token_ids, Sequence) and len(token_ids) > 0 and isinstance(token_ids[0], list | tuple | range):
+            return [self._line(line, f"token_ids[{place}]") for place, line in enumerate(token_ids)]
+        return [self._line(token_ids, "token_ids")]
+
+    def _line(self, token_ids: object, path: str) -> tuple[int, ...]:
+        if not isinstance(token_ids, Sequence):
+            raise PromptError(
+                "tokens to be scored cannot be read",
+                path=path,
+                value=token_ids,
+                rule="a list of whole numbers, or a list of such lists",
+                repair="score([1, 2, 3]), or score([[1, 2, 3], [4, 5]])",
+            )
         found = tuple(token_ids)
-        self._check(found, "token_ids", room=0)
+        self._check(found, path, room=0)
         return found
 
     def sampling(self, given: Sampling | Mapping[str, Any] | None, n: int | None) -> Sampling:
@@ -89,6 +103,15 @@ class PromptReader:
                 rule="only with a model that has a tokenizer",
                 repair="give stop_token_ids, or set model.path to a folder with a tokenizer",
             )
+        for place, token in enumerate(chosen.stop_token_ids):
+            if not 0 <= token < self._vocab_size:
+                raise PromptError(
+                    "a stop token is not in the vocabulary, so nothing would ever end with it",
+                    path=f"sampling.stop_token_ids[{place}]",
+                    value=token,
+                    rule=f"a whole number from 0 to {self._vocab_size - 1}",
+                    repair="use the tokenizer of this model",
+                )
         return chosen
 
     def _laid_over(self, given: Sampling | Mapping[str, Any] | None, n: int | None) -> Sampling:
@@ -147,5 +170,7 @@ class PromptReader:
 
 def _check_type(path: str, value: object, wanted: type | tuple[type, ...], rule: str) -> None:
     is_wrong = value is not None and not isinstance(value, wanted)
-    if is_wrong or (path == "template" and isinstance(value, Mapping) and "messages" in value):
+    if path == "template" and isinstance(value, Mapping):
+        is_wrong = "messages" in value or not all(isinstance(name, str) for name in value)
+    if is_wrong:
         raise PromptError("a request cannot be read", path=path, value=value, rule=rule, repair="give it, or nothing")

@@ -79,7 +79,7 @@ class ChatTokenizer:
         """
         text, spans = self._template(options).render_spans(messages, **options)
         _check_calls(messages, text)
-        encoding = self._plain.encode(text, add_special_tokens=False)
+        encoding = self._plain.encode(_checked(text), add_special_tokens=False)
         return encoding.ids, _mask(encoding.offsets, spans)
 
     def encode_prompt(
@@ -96,18 +96,18 @@ class ChatTokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """The tokens of text that has its own special tokens, as a rendered conversation does: nothing is added."""
-        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._plain.encode(_checked(text), add_special_tokens=False).ids
         return ids
 
     def encode_text(self, text: str) -> list[int]:
         """The tokens of plain text, with what the tokenizer puts before it, such as BOS, and with EOS at its end."""
-        ids: list[int] = self._whole.encode(text, add_special_tokens=True).ids
+        ids: list[int] = self._whole.encode(_checked(text), add_special_tokens=True).ids
         eos = self.eos_token_id
         return ids if ids and ids[-1] == eos else [*ids, eos]
 
     def encode_beginning(self, text: str) -> list[int]:
         """The tokens of a text that is to go on: with what the tokenizer puts before it, and no end."""
-        ids: list[int] = self._whole.encode(text, add_special_tokens=True).ids
+        ids: list[int] = self._whole.encode(_checked(text), add_special_tokens=True).ids
         if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id and not text.endswith(self._tokenizer.eos_token):
             ids.pop()
         return ids
@@ -210,6 +210,21 @@ class ChatTokenizer:
                 stop_tokens=tuple(stop for stop in stops if stop is not None),
             )
         return self._templates[text]
+
+
+def _checked(text: str) -> str:
+    """The text, if it is one: JSON can name halves of characters, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            "A text holds half of a character.",
+            path=f"text[{error.start}]",
+            value=text[error.start : error.end],
+            rule="text that can be written as UTF-8: no lone surrogates",
+            repair="send whole characters, or replace it with U+FFFD",
+        ) from None
+    return text
 
 
 def _check_calls(messages: Sequence[Message], text: str) -> None:

@@ -46,6 +46,9 @@ def test_arguments_reach_the_chat_template() -> None:
         ({"prompt": "a", "token_ids": [1]}, "generate", "exactly one of"),
         ({"prompt": "a", "template": {"tools": []}}, "template", "together with messages"),
         ({"messages": HELLO, "template": {"messages": []}}, "template", "without messages"),
+        ({"messages": HELLO, "template": {5: 1}}, "template", "a dict of arguments"),
+        ({"messages": 5}, "messages", "a list of messages"),
+        ({"messages": HELLO[0]}, "messages", "a list of messages"),
         ({"prompt": 5}, "prompt", "text"),
         ({"token_ids": 5}, "token_ids", "a list of whole numbers"),
         ({"prompt": ""}, "prompt", "at least one token"),
@@ -86,11 +89,51 @@ def test_a_model_without_a_tokenizer_takes_tokens_only() -> None:
 
 
 def test_a_line_to_be_scored_may_fill_the_context() -> None:
-    assert reader().line([1] * 16) == (1,) * 16
+    assert reader().lines([1] * 16) == [(1,) * 16]
     with pytest.raises(PromptError, match="at most 16 tokens, the context"):
-        reader().line([1] * 17)
+        reader().lines([1] * 17)
     with pytest.raises(PromptError, match="at least one token"):
-        reader().line([])
+        reader().lines([])
+    assert reader().lines([[1, 2], (3,), range(2)]) == [(1, 2), (3,), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "path"),
+    [
+        (5, "token_ids"),
+        (None, "token_ids"),
+        ({1: 2}, "token_ids"),
+        ("ab", "token_ids[0]"),
+        ([1.5, 2], "token_ids[0]"),
+        ([None], "token_ids[0]"),
+        ([[1, 2], 3], "token_ids[1]"),
+        ([[1, 2], []], "token_ids[1]"),
+        ([[1, 2], [1, "a"]], "token_ids[1][1]"),
+        ([1, [2]], "token_ids[1]"),
+    ],
+)
+def test_tokens_that_cannot_be_scored(token_ids: Any, path: str) -> None:
+    with pytest.raises(PromptError) as raised:
+        reader().lines(token_ids)
+    assert raised.value.path == path
+    assert raised.value.rule
+    assert raised.value.repair
+
+
+def test_stop_tokens_that_no_model_draws() -> None:
+    for token in (-1, 512):
+        with pytest.raises(PromptError, match="from 0 to 511") as raised:
+            reader().sampling({"stop_token_ids": [5, token]}, None)
+        assert (raised.value.path, raised.value.value) == ("sampling.stop_token_ids[1]", token)
+
+
+def test_half_a_character_is_refused() -> None:
+    half = [{"role": "user", "content": "x\udc00"}]
+    for request in ({"prompt": "ab\ud800"}, {"messages": half}):
+        with pytest.raises(DataError, match="no lone surrogates") as raised:
+            reader().token_ids(**request)
+        assert raised.value.value in ("\ud800", "\udc00")
+        assert str(raised.value).encode(), "and the message itself can be sent"
 
 
 def test_what_a_request_says_lies_over_the_configuration() -> None:
@@ -114,6 +157,14 @@ def test_every_fault_of_a_sampling_is_named() -> None:
     ]
     with pytest.raises(PromptError, match="a Sampling, or a dict"):
         reader().sampling([("n", 2)], None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{"temperature": 1e-40}, {"repetition_penalty": 1e-40}, {"repetition_penalty": 1e40}])
+def test_what_float32_cannot_hold_is_refused(given: dict[str, float]) -> None:
+    with pytest.raises(InvalidConfig, match="at least 1e-30") as raised:
+        reader().sampling(given, None)
+    assert [problem.path for problem in raised.value.problems] == [f"sampling.{next(iter(given))}"]
+    assert reader().sampling({"temperature": 1e-8}, None).temperature == 1e-8
 
 
 def test_the_longest_context() -> None:

@@ -148,6 +148,11 @@ class Batching:
             self.scheduler.end(sequence)
             self.counts.num_aborted += 1
 
+    def cancel_score(self, job: ScoreJob) -> None:
+        """Nobody waits for these logprobs any more."""
+        for sequence in [sequence for sequence in self.scheduler.sequences() if sequence.score is job]:
+            self.scheduler.end(sequence)
+
     def abort_all(self) -> int:
         """End every completion as it is; those that have not begun too. How many there were."""
         return self._abort(list(self.scheduler.sequences()))
@@ -179,9 +184,9 @@ class Batching:
         if mode in ("recompute", "abort"):
             scheduler.preempt_all()
             return num_aborted
+        # One answer is of one version; and a completion without a token is as good as new: its spans would not tell.
+        scheduler.begin_again([each for each in scheduler.running if each.score is not None or each.num_drawn == 0])
         for sequence in begun:
-            if sequence.score is not None and sequence.slot >= 0:
-                scheduler.preempt(sequence)  # one answer is of one version
             sequence.is_pure = sequence.slot < 0
         return num_aborted
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge.config import GeneratorConfig, UpdateMode
+from forge.config.generator import LEAST_TEMPERATURE
 from forge.errors import ModelError, OptionError, Overloaded
 from forge.generator.engine import EngineStats, Request, UpdateReport
 from forge.generator.limits import context_limit
@@ -141,12 +142,13 @@ class NativeEngine:
 
     async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """See `GenerationEngine.score`. Computed with the operations that the trainer uses."""
-        if not (math.isfinite(temperature) and temperature > 0):
+        is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+        if not (is_number and math.isfinite(temperature) and temperature >= LEAST_TEMPERATURE):
             raise OptionError(
                 "logprobs cannot be computed at this temperature",
                 path="score(temperature=)",
                 value=temperature,
-                rule="a finite number above 0",
+                rule=f"a finite number, at least {LEAST_TEMPERATURE:g}",
                 repair="leave it out for 1, which is also what greedy completions have",
             )
         return list(await asyncio.gather(*(self._score(token_ids, temperature) for token_ids in sequences)))
@@ -161,7 +163,11 @@ class NativeEngine:
         self.thread.ask(lambda batching: batching.enter_score(job)).add_done_callback(
             lambda asked: post(self.thread.loop, _fail_if, outcome, asked)
         )
-        return await outcome
+        try:
+            return await outcome
+        except asyncio.CancelledError:
+            self.thread.ask(lambda batching: batching.cancel_score(job))
+            raise
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -205,8 +205,12 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Take every sequence's pages; they begin again in the order in which they are."""
+        self.begin_again(list(self.running))
+
+    def begin_again(self, sequences: Sequence[Running]) -> None:
+        """Take the pages of these, not for want of memory; they begin again in this order."""
         before = self.num_preempted
-        for sequence in reversed(list(self.running)):
+        for sequence in reversed(sequences):
             self.preempt(sequence)
         self.num_preempted = before
 

@@ -173,16 +173,18 @@ class EngineThread:
                 self._die(RuntimeError("the engine was closed"))
                 return
             self._change_weights(batching)
-            if self.is_asleep:
-                continue
-            try:
-                batching.step(self.version, admit=not self._is_draining(batching))
-            except Exception as error:
-                if is_fatal(error):
-                    raise
-                _log.error("a step failed; the completions that were under way get its error", exc_info=error)
-                batching.fail_all(error)
+            if not self.is_asleep:
+                self._step(batching)
             batching.flush()
+
+    def _step(self, batching: Batching) -> None:
+        try:
+            batching.step(self.version, admit=not self._is_draining(batching))
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            _log.error("a step failed; the completions that were under way get its error", exc_info=error)
+            batching.fail_all(error)
 
     def _take_commands(self, batching: Batching) -> None:
         """Do what was asked for; wait while there is nothing at all to do."""
