@@ -37,6 +37,12 @@ def prompts(num: int, length: int, vocab: int) -> list[tuple[int, ...]]:
     return [tuple(draw.randrange(vocab) for _ in range(length)) for _ in range(num)]
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
 def facts_of(shape: str) -> ModelConfig:
     return complete(ModelConfig(preset=shape))
 
@@ -198,6 +204,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and one round; figures mean little")
     parser.add_argument("--profile", action="store_true", help="print a profile of the embedded engine's steps")
     parser.add_argument("--json", help="a file for the rows")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -208,6 +215,11 @@ def main() -> None:
         found = asyncio.run(native(args)) if args.child == "native" else vllm(args)
         Path(args.answer).write_text(json.dumps(found), encoding="utf-8")
         os._exit(0)  # engines may leave threads that would hold the process
+    if args.quick:
+        args.shapes, args.requests, args.new_tokens, args.rounds = ["tiny"], 16, 32, 1
+    if args.device == "cuda" and not has_gpu():
+        print("no NVIDIA GPU is visible here: nothing was measured (--device cpu tries the program out)")
+        return
     rows = compare(args)
     head = ["shape", "engine", "tokens/s", "of the bound", "of vLLM", "goal", "start, s", "rounds, s", "update"]
     print(table(head, [[str(row.get(name, "")) for name in head] for row in rows]))
