@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-import psutil
 import pytest
 
 import forge
+from leftovers import running_children
 
 LIMIT_S = 120
 """No test may hang: what it awaits ends within this time or the test fails."""
@@ -35,13 +35,5 @@ def leaves_nothing() -> Iterator[None]:
     """Fail if the test leaves a child process or a shared-memory file behind."""
     before = set(os.listdir("/dev/shm"))
     yield
-    children = [child for child in psutil.Process().children(recursive=True) if is_running(child)]
-    assert [child.cmdline() for child in children] == []
+    assert [child.cmdline() for child in running_children()] == []
     assert set(os.listdir("/dev/shm")) - before == set()
-
-
-def is_running(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return False

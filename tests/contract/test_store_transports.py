@@ -8,11 +8,11 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
 import pytest
 
 import forge
 import forge.store as ts
+from leftovers import running_children
 from store_actors import (
     Rank,
     check_as,
@@ -116,8 +116,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     finally:
         opened.do(opened.close())
         opened.end()
-    children = psutil.Process().children(recursive=True)
-    assert [child.cmdline() for child in children if child.status() != psutil.STATUS_ZOMBIE] == []
+    assert [child.cmdline() for child in running_children()] == []
     assert set(os.listdir("/dev/shm")) == before
 
 
