@@ -379,6 +379,34 @@ def test_a_prompt_that_was_half_read_is_read_again_when_weights_change() -> None
     assert (batching.scheduler.pool.num_held, batching.scheduler.num_preempted) == (0, 0)
 
 
+def test_a_completion_that_is_being_read_again_is_read_whole_by_the_new_weights() -> None:
+    batching = Batching(
+        models.config(FIRST, prefill_chunk_tokens=16),
+        models.model(FIRST),
+        tokenizer=None,
+        max_seq_len=256,
+        shared=None,
+        send=lambda messages: [tell(value) for tell, value in messages],
+    )
+    found: list[list[Completion]] = []
+    batching.enter(Ticket(request(prompt(60), max_tokens=12), tell=found.append))
+    while batching.counts.num_tokens < 4:
+        batching.step(0)
+    batching.scheduler.pool.forget()
+    batching.scheduler.preempt_all()
+    batching.step(0)
+    batching.runner.load(models.weights(SECOND))
+    assert batching.weights_changed("keep") == 0
+    while not found:
+        batching.step(1)
+        batching.flush()
+    (completion,) = found[0]
+    assert completion.versions == (VersionSpan(0, 0, 4), VersionSpan(1, 4, 12))
+    old, new = completion.token_ids[:4], completion.token_ids[4:]
+    assert old == models.greedy(completion.prompt_ids, 4, FIRST)
+    assert new == models.greedy((*completion.prompt_ids, *old), 8, SECOND)
+
+
 def test_a_change_that_fails_leaves_the_version_as_it_was() -> None:
     async def body() -> None:
         async with serving() as engine:

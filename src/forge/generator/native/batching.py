@@ -184,8 +184,8 @@ class Batching:
         if mode in ("recompute", "abort"):
             scheduler.preempt_all()
             return num_aborted
-        # One answer is of one version; and a completion without a token is as good as new: its spans would not tell.
-        scheduler.begin_again([each for each in scheduler.running if each.score is not None or each.num_drawn == 0])
+        # One answer is of one version; and spans do not tell who read a text: one that is not read yet is read whole.
+        scheduler.begin_again([each for each in scheduler.running if each.score is not None or each.is_being_read])
         for sequence in begun:
             sequence.is_pure = sequence.slot < 0
         return num_aborted

@@ -114,6 +114,11 @@ class Running:
     def num_drawn(self) -> int:
         return len(self.ids) - self.num_prompt
 
+    @property
+    def is_being_read(self) -> bool:
+        """Whether more of it is to be computed before the next token can be drawn than the last one that was."""
+        return self.num_drawn == 0 or self.num_computed + 1 < len(self.ids)
+
     def add_token(self, token: int, logprob: float, full_logprob: float, version: int) -> FinishReason | None:
         """Append a drawn token; why the completion ends with it, or None."""
         assert self.row is not None
