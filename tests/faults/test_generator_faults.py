@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from forge.store import Weights
 from forge.store.canary import Canary, canary_ids, put_canary
 from forge.types import VersionSpan
 from generator_models import FIRST, SECOND, Kind, prompt
+from late_generator import LateGenerator
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -39,6 +41,28 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_the_newest_weights(d
         await publish(1, FIRST, canary=FIRST)
         await policy.update_weights.fanout()
         await kill_amid_requests(policy)
+
+    drive(body())
+
+
+def test_a_version_that_came_while_a_replica_restarted_is_not_lost(drive: Any, tmp_path: Path) -> None:
+    async def body() -> None:
+        options = {"num_replicas": 2, "num_threads": 1, "with_gpus": False, "env": {"FORGE_TEST_GATE": str(tmp_path)}}
+        policy = await LateGenerator.options(**options).as_service(models.config(FIRST, max_seq_len=512))
+        await publish(1, FIRST, canary=FIRST)
+        await policy.update_weights.fanout()
+        gate = tmp_path / "gate"
+        os.mkfifo(gate)
+        os.kill((await policy.get_metrics()).replicas[0].pids[0], signal.SIGKILL)
+        opened = await asyncio.to_thread(gate.open, "w")  # when its setup has taken version 1, and is not over
+        await publish(2, SECOND, canary=SECOND)
+        assert [report.version for report in await policy.update_weights.fanout()] == [2]
+        opened.close()
+        await restarted(policy, restarts=1)
+        asked = [policy.generate.route(token_ids=prompt(20), sampling={**GREEDY, "max_tokens": 8}) for _ in range(8)]
+        for (completion,) in await asyncio.gather(*asked):
+            assert completion.versions[-1].version == 2
+        assert [stats.version for stats in await policy.stats.fanout()] == [2, 2]
 
     drive(body())
 

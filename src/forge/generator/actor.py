@@ -60,6 +60,8 @@ class Generator(ForgeActor):
             )
         devices = await asyncio.to_thread(_all_devices, rank, world_size)
         self._is_front = rank == 0
+        self._catching_up = asyncio.Lock()
+        self._may_be_behind = int(os.environ.get("FORGE_REPLICA_GENERATION", "0")) > 0
         if not self._is_front:
             return  # it lends its device to the engine of rank 0
         self.model, self._tokenizer = await asyncio.to_thread(self._read_model)
@@ -135,6 +137,7 @@ class Generator(ForgeActor):
         """
         if not self._is_front:
             return []
+        await self._catch_up()
         request = self._request(prompt, messages, token_ids, sampling, n, template)
         completions = await self._sync.watched(self._engine.generate(request))
         await self._sync.hold(span.version for completion in completions for span in completion.versions)
@@ -154,6 +157,7 @@ class Generator(ForgeActor):
         """As `generate`, as the completions grow: `async for delta in policy.generate_stream.stream(...)`."""
         if not self._is_front:
             return
+        await self._catch_up()
         deltas = self._engine.stream(self._request(prompt, messages, token_ids, sampling, n, template))
         try:
             while True:
@@ -189,6 +193,7 @@ class Generator(ForgeActor):
         """The logprob of every given token after those before it; the first one's is 0. One line of tokens, or many."""
         if not self._is_front:
             return []
+        await self._catch_up()
         self._sync.check()
         lines = self._reader.lines(token_ids)
         found = await self._sync.watched(self._engine.score(lines, temperature=temperature))
@@ -226,7 +231,16 @@ class Generator(ForgeActor):
                 rule="one of drain, keep, recompute, abort",
                 repair="leave it out for the configuration's",
             )
+        self._may_be_behind = False
         return await self._sync.update(version, mode or self.config.update.mode)
+
+    async def _catch_up(self) -> None:
+        """Before the first requests after a restart: a version that was sent to all while this replica began passed it
+        by, and nobody would send it again. Requests only come when it is part of every fanout."""
+        async with self._catching_up:
+            if self._may_be_behind:
+                await self._sync.catch_up()
+                self._may_be_behind = False
 
     # ---- Memory, adapters, figures --------------------------------------------------------------------------------
 

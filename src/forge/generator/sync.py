@@ -139,6 +139,17 @@ class Sync:
         published = await Weights(self._config.weights).versions()
         return published[-1].number if published else "latest"
 
+    async def catch_up(self) -> None:
+        """Take the newest version if it is newer than what serves; if that fails, requests or the log say so."""
+        try:
+            newest = await self._number("latest")
+            if newest != "latest" and newest > self._engine.version:
+                await self.update(newest, "keep")
+        except SyncError:
+            _log.error("this generator takes no requests until an update passes")
+        except (StoreError, OSError) as error:
+            _log.warning("whether version %d is the newest is not known: %s", self._engine.version, error)
+
     async def sleep(self) -> None:
         """Give the engine's memory back."""
         async with self._updating:  # which cannot be proven by an engine that sleeps

@@ -95,7 +95,11 @@ class Keeper:
         spec = replace(
             self.spec,
             label=f"{self.table.name}[{replica.index}]",
-            env={"FORGE_REPLICA": str(replica.index), **self.spec.env},
+            env={
+                "FORGE_REPLICA": str(replica.index),
+                "FORGE_REPLICA_GENERATION": str(replica.generation),
+                **self.spec.env,
+            },
         )
         hosts = runtime().pick_hosts(self.options.hosts or 1, spec=spec)
         group = RankGroup(spec, hosts)
