@@ -546,6 +546,10 @@ def test_close_answers_everybody(drive: Callable[..., Any]) -> None:
         await sleeper.close()
         with pytest.raises(EngineDead, match="has ended"):
             await scoring
+        with pytest.raises(EngineDead):
+            async with sleeper.changing(1):
+                raise AssertionError("weights change only where an engine is held")
+        await native_engine(models.config(FIRST)).close()  # one that never began
 
     drive(body())
 
@@ -559,6 +563,10 @@ def test_refusals() -> None:
         with pytest.raises(ConfigError, match="cannot hold one sequence") as raised:
             await small.start()
         assert (raised.value.path, raised.value.value) == ("generator.kv_cache_gb", 1e-5)
+        for gigabytes in (1e6, 1e300):
+            with pytest.raises(ConfigError, match="larger than the memory that is free") as raised:
+                await native_engine(models.config(FIRST, kv_cache_gb=gigabytes)).start()
+            assert (raised.value.path, raised.value.value) == ("generator.kv_cache_gb", gigabytes)
         if not torch.cuda.is_available():
             with pytest.raises(ConfigError, match="torch sees none"):
                 await native_engine(models.config(FIRST, with_gpus=True)).start()

@@ -234,6 +234,8 @@ class NativeEngine:
             either: set[asyncio.Future[Any]] = {changed, asyncio.wrap_future(reached)}
             try:
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if changed.done():  # it was not held: the engine has ended
+                    await changed
                 yield
             except BaseException:
                 change.version = self.version

@@ -92,7 +92,7 @@ class ModelRunner:
         least = self.max_pages + 1
         wanted = least + self.max_pages * self.config.max_batch
         if self.config.kv_cache_gb is not None:
-            num = int(self.config.kv_cache_gb * _GIB) // each
+            num = int(self._checked_gb(self.config.kv_cache_gb) * _GIB) // each
         elif self.on_gpu:
             num = int(torch.cuda.mem_get_info(self.device)[0] * _GPU_SHARE) // each
             num = min(num, wanted * 4)
@@ -108,6 +108,18 @@ class ModelRunner:
                 repair="raise generator.kv_cache_gb, or lower generator.max_seq_len",
             )
         return num
+
+    def _checked_gb(self, asked: float) -> float:
+        free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else _free_memory()) / _GIB
+        if asked > free:
+            raise ConfigError(
+                "the cache is larger than the memory that is free",
+                path="generator.kv_cache_gb",
+                value=asked,
+                rule=f"at most {free:.3g} GiB now, on {self.device}",
+                repair="lower it, or leave it out for what fits",
+            )
+        return asked
 
     def allocate(self) -> None:
         """Take the memory of the cache; on a GPU, also record the decode steps."""

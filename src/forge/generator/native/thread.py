@@ -62,6 +62,7 @@ class EngineThread:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._is_closing = False
+        self._thread: threading.Thread | None = None
         self._dead: BaseException | None = None
 
     # ---- For other threads --------------------------------------------------------------------------------------
@@ -79,6 +80,8 @@ class EngineThread:
 
     async def close(self) -> None:
         """End. Completions under way end as aborted."""
+        if self._thread is None:
+            return
         with self._wake:
             self._is_closing = True
             self._wake.notify()
