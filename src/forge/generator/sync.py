@@ -178,7 +178,7 @@ class Sync:
         if canary is None:
             self._trusted.add(version)
             return None
-        found = await self._score(canary.token_ids)
+        found = await self._score(canary.token_ids[: getattr(self._engine, "max_seq_len", None)])
         difference = largest_difference(canary, found)
         bound = self._config.canary.bound or _BOUNDS[self._precision()]
         if difference <= bound:

@@ -28,6 +28,9 @@ from forge.runtime.rank_main import GROUP, RANK
 
 _log = logging.getLogger("forge.runtime")
 
+HANDOVER_S = 5.0
+"""How long a controller waits for a worker whose last run has just ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
@@ -168,6 +171,22 @@ class LocalWatch:
             self._forget(pid, loop)
 
 
+async def is_let_go(name: str, wait_s: float = HANDOVER_S) -> bool:
+    """Whether the process that has claimed a host ends within a moment, as after a run that has just ended."""
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.setblocking(False)
+        try:
+            async with asyncio.timeout(wait_s):
+                await loop.sock_connect(waiting, name)
+                await loop.sock_recv(waiting, 1)  # nothing is ever sent: it ends with the other process
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+    return True
+
+
 class HostAgent(Actor):  # type: ignore[misc]
     """Runs in a process of its own on a remote host: facts, deaths, kills, and a lease on the controller's life."""
 
@@ -184,12 +203,20 @@ class HostAgent(Actor):  # type: ignore[misc]
     async def describe(self) -> HostFacts | None:
         """What this host has; None if another controller uses it."""
         self._last_word = time.monotonic()
-        try:
-            self._claim.bind(f"\0forge-host-{os.getppid()}")  # held as long as this process lives
-        except OSError:
+        name = f"\0forge-host-{os.getppid()}"
+        if not (self._claims(name) or (await is_let_go(name) and self._claims(name))):
             return None
         self._guard = asyncio.create_task(self._end_when_abandoned())
         return local_facts()
+
+    def _claims(self, name: str) -> bool:
+        """Take the host, for as long as this process lives."""
+        try:
+            self._claim.bind(name)
+        except OSError:
+            return False
+        self._claim.listen()
+        return True
 
     async def _end_when_abandoned(self) -> None:
         while (left := self._last_word + self._lease_s - time.monotonic()) > 0:  # noqa: ASYNC110

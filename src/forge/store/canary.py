@@ -28,9 +28,10 @@ class Canary:
     logprobs: tuple[float, ...]
 
 
-def canary_ids(vocab_size: int) -> tuple[int, ...]:
-    """The tokens that are looked at: spread over the vocabulary, and the same in every process."""
-    return tuple((place * place * 7919 + place * 104_729 + 17) % vocab_size for place in range(NUM_TOKENS))
+def canary_ids(vocab_size: int, *, most: int = NUM_TOKENS) -> tuple[int, ...]:
+    """The tokens that are looked at: spread over the vocabulary, and the same in every process. At most so many."""
+    count = min(NUM_TOKENS, most)
+    return tuple((place * place * 7919 + place * 104_729 + 17) % vocab_size for place in range(count))
 
 
 async def put_canary(name: str, canary: Canary) -> None:
@@ -49,8 +50,11 @@ async def get_canary(name: str, version: int) -> Canary | None:
 
 
 def largest_difference(canary: Canary, logprobs: Sequence[float]) -> float:
-    """By how much a generator's logprobs differ from the trainer's; infinite where one is not a number."""
-    differences = [abs(own - theirs) for own, theirs in zip(logprobs, canary.logprobs, strict=True)]
+    """By how much a generator's logprobs differ from the trainer's; infinite where one is not a number.
+
+    They may be fewer than the canary's, where the generator's context is short: no token's depends on later ones.
+    """
+    differences = [abs(own - theirs) for own, theirs in zip(logprobs, canary.logprobs[: len(logprobs)], strict=True)]
     largest = max(differences)
     return largest if all(difference == difference for difference in differences) else float("inf")
 
