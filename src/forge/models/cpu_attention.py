@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 from pathlib import Path
 from typing import Final
 
@@ -60,26 +59,15 @@ class _Writing(ctypes.Structure):
     )
 
 
-def build(flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS) -> ctypes.CDLL:
-    """The compiled kernel; `NoNativeKernel` says why there is none."""
-    library = native_build.build(KERNEL, os.environ, flag_sets=flag_sets)
-    for function in (library.forge_attend, library.forge_write):
-        function.argtypes = [ctypes.c_void_p]
-        function.restype = ctypes.c_int
-    return library
+def build(flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS) -> ctypes.CDLL | None:
+    """The kernel as these flags compile it; None where it cannot be built."""
+    return native_build.load(KERNEL, ["forge_attend", "forge_write"], flag_sets=flag_sets)
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernel of this process, compiled if nobody has yet; None, with one line in the log, where torch stands in."""
-    if os.environ.get("FORGE_NATIVE") == "0":
-        _log.warning("FORGE_NATIVE=0: torch stands in for the CPU attention kernel; %s", KERNEL.without)
-        return None
-    try:
-        return build()
-    except native_build.NoNativeKernel as error:
-        _log.warning("torch stands in for the CPU attention kernel, which could not be built: %s", error)
-        return None
+    """The kernel of this process, compiled if nobody has yet; None where torch stands in."""
+    return build()
 
 
 def takes(width: int) -> bool:

@@ -80,10 +80,12 @@ extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attrib
 #define HAS_THREADS 0
 #endif
 
-void forge_gate(const struct gating *of) {
+/* Returns 0. */
+int forge_gate(const struct gating *of) {
     struct work work = {.of = of, .next = 0};
     if (HAS_THREADS && of->num_threads > 1 && of->count > 2 * PART)
         GOMP_parallel(work_on, &work, (unsigned)of->num_threads, 0);
     else
         work_on(&work);
+    return 0;
 }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 from pathlib import Path
 from typing import Final
 
@@ -46,16 +45,8 @@ class _Product(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernel of this process, compiled if nobody has yet; None, with one line in the log, where torch stands in."""
-    if os.environ.get("FORGE_NATIVE") == "0":
-        return None
-    try:
-        found = native_build.build(KERNEL, os.environ, flag_sets=FLAG_SETS[:1])
-    except native_build.NoNativeKernel as error:
-        _log.info("torch stands in for the CPU kernel of products, which could not be built: %s", error)
-        return None
-    found.forge_linear.argtypes, found.forge_linear.restype = [ctypes.c_void_p], ctypes.c_int
-    return found
+    """The kernel of this process, compiled if nobody has yet; None where torch stands in."""
+    return native_build.load(KERNEL, ["forge_linear"], flag_sets=FLAG_SETS[:1], level=logging.INFO)
 
 
 def product(x_RK: Tensor, weight_NK: Tensor) -> Tensor | None:

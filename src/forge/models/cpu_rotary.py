@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +18,6 @@ KERNEL: Final = native_build.Kernel(
     Path(__file__).with_name("cpu_rotary.c"), without="generation on a CPU is slower, with the same results"
 )
 
-_log = logging.getLogger(__name__)
-
 
 class _Rotation(ctypes.Structure):
     _fields_ = (
@@ -31,16 +28,8 @@ class _Rotation(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernel of this process, compiled if nobody has yet; None, with one line in the log, where torch stands in."""
-    if os.environ.get("FORGE_NATIVE") == "0":
-        return None
-    try:
-        found = native_build.build(KERNEL, os.environ, flag_sets=FLAG_SETS)
-    except native_build.NoNativeKernel as error:
-        _log.info("torch stands in for the CPU kernel of rotary embeddings, which could not be built: %s", error)
-        return None
-    found.forge_rotate.argtypes, found.forge_rotate.restype = [ctypes.c_void_p], ctypes.c_int
-    return found
+    """The kernel of this process, compiled if nobody has yet; None where torch stands in."""
+    return native_build.load(KERNEL, ["forge_rotate"], flag_sets=FLAG_SETS, level=logging.INFO)
 
 
 def rotated(x_LNH: Tensor, table: Tensor, positions_L: Tensor) -> Tensor | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,8 +25,6 @@ KERNEL: Final = native_build.Kernel(
     Path(__file__).with_name("cpu_gate.c"), without="logprobs of trainer and generator may differ in the last bits"
 )
 
-_log = logging.getLogger(__name__)
-
 
 class _Gating(ctypes.Structure):
     _fields_ = (
@@ -40,16 +36,8 @@ class _Gating(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernel of this process, compiled if nobody has yet; None, with one line in the log, where torch stands in."""
-    if os.environ.get("FORGE_NATIVE") == "0":
-        return None
-    try:
-        found = native_build.build(KERNEL, os.environ, flag_sets=FLAG_SETS)
-    except native_build.NoNativeKernel as error:
-        _log.warning("torch stands in for the CPU kernel of gates, which could not be built: %s", error)
-        return None
-    found.forge_gate.argtypes, found.forge_gate.restype = [ctypes.c_void_p], None
-    return found
+    """The kernel of this process, compiled if nobody has yet; None where torch stands in."""
+    return native_build.load(KERNEL, ["forge_gate"], flag_sets=FLAG_SETS)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:

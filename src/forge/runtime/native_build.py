@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,8 @@ COMPILERS: Final = ("cc", "gcc", "clang")
 FLAG_SETS: Final = (("-O3", "-march=native"), ("-O3",))
 COMPILE_LIMIT_S: Final = 120
 _SEAL_BYTES: Final = 32
+
+_log = logging.getLogger("forge.runtime")
 
 
 class NoNativeKernel(ForgeError, RuntimeError):
@@ -78,6 +81,30 @@ def build(
         rule="a working C compiler",
         repair=kernel.repair,
     )
+
+
+def load(
+    kernel: Kernel,
+    functions: Sequence[str],
+    *,
+    flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS,
+    level: int = logging.WARNING,
+) -> ctypes.CDLL | None:
+    """The kernel, whose functions each take one pointer and return an int; None, and one line in the log, where it
+    cannot be built or `FORGE_NATIVE=0` forbids it, and something else has to stand in."""
+    name = kernel.source.stem
+    if os.environ.get("FORGE_NATIVE") == "0":
+        _log.log(level, "FORGE_NATIVE=0: the kernel %s is not used; %s", name, kernel.without)
+        return None
+    try:
+        library = build(kernel, os.environ, flag_sets=flag_sets)
+    except NoNativeKernel as error:
+        _log.log(level, "the kernel %s could not be built, and torch stands in: %s", name, error)
+        return None
+    for function in functions:
+        entry = getattr(library, function)
+        entry.argtypes, entry.restype = [ctypes.c_void_p], ctypes.c_int
+    return library
 
 
 def cache_directory(environ: Mapping[str, str]) -> Path:
