@@ -37,3 +37,14 @@ def leaves_nothing() -> Iterator[None]:
     yield
     assert [child.cmdline() for child in running_children()] == []
     assert set(os.listdir("/dev/shm")) - before == set()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let torch compute on one thread of this process."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -13,20 +13,13 @@ import pytest
 import generator_models as models
 from forge.errors import ActorFailure
 from forge.generator.actor import Generator
-from forge.store import Weights
-from forge.store.canary import Canary, canary_ids, put_canary
 from forge.types import VersionSpan
-from generator_models import FIRST, SECOND, Kind, prompt
+from generator_actor import publish
+from generator_models import FIRST, SECOND, prompt
 from late_generator import LateGenerator
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-
-
-async def publish(version: int, kind: Kind, *, canary: Kind) -> None:
-    ids = canary_ids(512)
-    await put_canary("policy", Canary(version, ids, (0.0, *models.logprobs(ids[:1], ids[1:], canary))))
-    await Weights("policy", rank=0, world_size=1).publish(models.weights(kind), version=version)
 
 
 async def restarted(policy: Any, *, restarts: int) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import generator_models as models
 from forge.config import (
     CanaryConfig,
     DistributedConfig,
-    GeneratorConfig,
     InvalidConfig,
     ModelConfig,
     TrainerConfig,
@@ -34,45 +32,14 @@ from forge.errors import (
 )
 from forge.generator.actor import Generator
 from forge.store import Weights
-from forge.store.canary import Canary, canary_ids, put_canary
 from forge.trainer.actor import Trainer
 from forge.types import Batch, Sample
+from generator_actor import config, generator, publish
 from generator_models import FIRST, SECOND, Kind, prompt
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing", "one_thread")
 Drive = Callable[[Coroutine[Any, Any, Any]], Any]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-
-
-@pytest.fixture(autouse=True)
-def one_thread(leaves_nothing: None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def config(**changes: Any) -> GeneratorConfig:
-    update = UpdateConfig(max_attempts=2, retry_wait_s=0.01)
-    return models.config(FIRST, **{"update": update, "max_seq_len": 2048, "kv_cache_gb": 0.1} | changes)
-
-
-@contextlib.asynccontextmanager
-async def generator(**changes: Any) -> AsyncIterator[Generator]:
-    made = Generator(config(**changes))
-    await made.setup()
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
-async def publish(version: int, kind: Kind, *, canary: Kind | None = None) -> None:
-    """Publish a model's weights; with `canary`, what transformers computes with that model is kept beside them."""
-    if canary is not None:
-        ids = canary_ids(512)
-        logprobs = (0.0, *models.logprobs(ids[:1], ids[1:], canary))
-        await put_canary("policy", Canary(version, ids, logprobs))
-    await Weights("policy", rank=0, world_size=1).publish(models.weights(kind), version=version)
 
 
 class Warnings(logging.Handler):

@@ -3,53 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
-import torch
 
 import generator_models as models
-from forge.config import GeneratorConfig, UpdateConfig
 from forge.errors import OptionError, SyncError
 from forge.generator.actor import Generator
 from forge.store import Weights
 from forge.store.canary import Canary, canary_ids, put_canary
-from generator_models import FIRST, SECOND, Kind, prompt
+from generator_actor import config, generator, publish
+from generator_models import FIRST, SECOND, prompt
 
+pytestmark = pytest.mark.usefixtures("leaves_nothing", "one_thread")
 Drive = Callable[[Coroutine[Any, Any, Any]], Any]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 SHORT = {**GREEDY, "max_tokens": 8}
-
-
-@pytest.fixture(autouse=True)
-def one_thread(leaves_nothing: None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def config(**changes: Any) -> GeneratorConfig:
-    update = UpdateConfig(max_attempts=2, retry_wait_s=0.01)
-    return models.config(FIRST, **{"update": update, "max_seq_len": 512, "kv_cache_gb": 0.05} | changes)
-
-
-@contextlib.asynccontextmanager
-async def generator(**changes: Any) -> AsyncIterator[Generator]:
-    made = Generator(config(**changes))
-    await made.setup()
-    try:
-        yield made
-    finally:
-        await made.close()
-
-
-async def publish(version: int, kind: Kind, *, canary: Kind) -> None:
-    ids = canary_ids(512)
-    await put_canary("policy", Canary(version, ids, (0.0, *models.logprobs(ids[:1], ids[1:], canary))))
-    await Weights("policy", rank=0, world_size=1).publish(models.weights(kind), version=version)
 
 
 async def until(is_so: Callable[[], bool]) -> None:

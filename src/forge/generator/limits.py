@@ -1,11 +1,13 @@
-"""How long a sequence may be."""
+"""How long a sequence may be, and how many completions may be open."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from forge.config import GenerationConfig, ModelConfig
-from forge.errors import ConfigError
+from forge.errors import ConfigError, Overloaded
 
 MOST_UNLESS_ASKED: Final = 4096
 
@@ -24,3 +26,29 @@ def context_limit(config: GenerationConfig, model: ModelConfig) -> int:
             repair=f"set generator.max_seq_len={supported}, or correct model.max_seq_len",
         )
     return config.max_seq_len
+
+
+class OpenCompletions:
+    """The completions that are under way or wait. An engine has one, on its event loop."""
+
+    def __init__(self, config: GenerationConfig) -> None:
+        self._config = config
+        self.num = 0
+
+    @contextmanager
+    def opened(self, num: int) -> Iterator[None]:
+        """Count a request's completions while it is open; `Overloaded` where there would be too many."""
+        limit = self._config.max_batch + self._config.max_queue
+        if self.num + num > limit:
+            raise Overloaded(
+                "the generator has as many completions waiting as it may",
+                path="generator.max_queue",
+                value=f"{self.num} open, {num} more asked for",
+                rule=f"at most {limit} open: max_batch {self._config.max_batch} and max_queue {self._config.max_queue}",
+                repair="ask for fewer at once, raise generator.max_queue, or add replicas",
+            )
+        self.num += num
+        try:
+            yield
+        finally:
+            self.num -= num

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forge.config import GeneratorConfig, UpdateMode
 from forge.config.generator import LEAST_TEMPERATURE
-from forge.errors import ModelError, OptionError, Overloaded
+from forge.errors import ModelError, OptionError
 from forge.generator.engine import EngineStats, Request, UpdateReport
-from forge.generator.limits import context_limit
+from forge.generator.limits import OpenCompletions, context_limit
 from forge.generator.native.batching import Batching
 from forge.generator.native.sequences import ScoreJob, Ticket
 from forge.generator.native.thread import Change, EngineThread, Send
@@ -54,7 +54,7 @@ class NativeEngine:
         self.max_seq_len = context_limit(config, model.facts)
         self._shared = shared
         self.thread = EngineThread(self._make, on_death=on_death)
-        self._num_open = 0
+        self._completions = OpenCompletions(config)
         self._weights: Any = None
         self._updating = asyncio.Lock()
 
@@ -89,7 +89,7 @@ class NativeEngine:
         """See `GenerationEngine.generate`."""
         outcome: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         ticket = Ticket(request, tell=lambda found: _settle(outcome, found))
-        with self._opened(request.sampling.n):
+        with self._completions.opened(request.sampling.n):
             self.thread.ask(lambda batching: batching.enter(ticket)).add_done_callback(
                 lambda asked: post(self.thread.loop, _fail_if, outcome, asked)
             )
@@ -103,7 +103,7 @@ class NativeEngine:
         """See `GenerationEngine.stream`."""
         arrivals: asyncio.Queue[Delta | list[Completion] | BaseException] = asyncio.Queue()
         ticket = Ticket(request, tell=arrivals.put_nowait, tell_delta=arrivals.put_nowait)
-        with self._opened(request.sampling.n):
+        with self._completions.opened(request.sampling.n):
             self.thread.ask(lambda batching: batching.enter(ticket)).add_done_callback(
                 lambda asked: asked.exception() and post(self.thread.loop, arrivals.put_nowait, asked.exception())
             )
@@ -117,24 +117,6 @@ class NativeEngine:
                     yield arrival
             finally:
                 self._cancel(ticket)
-
-    @contextlib.contextmanager
-    def _opened(self, num: int) -> Any:
-        """Count a request's completions among those that are open, unless there are too many."""
-        limit = self.config.max_batch + self.config.max_queue
-        if self._num_open + num > limit:
-            raise Overloaded(
-                "the generator has as many completions waiting as it may",
-                path="generator.max_queue",
-                value=f"{self._num_open} open, {num} more asked for",
-                rule=f"at most {limit} open: max_batch {self.config.max_batch} and max_queue {self.config.max_queue}",
-                repair="ask for fewer at once, raise generator.max_queue, or add replicas",
-            )
-        self._num_open += num
-        try:
-            yield
-        finally:
-            self._num_open -= num
 
     def _cancel(self, ticket: Ticket) -> None:
         if not ticket.is_over:
@@ -278,7 +260,7 @@ class NativeEngine:
     def stats(self) -> EngineStats:
         """See `GenerationEngine.stats`."""
         batching = self.thread.serving()
-        return batching.stats(self.version, is_asleep=self.thread.is_asleep, num_open=self._num_open)
+        return batching.stats(self.version, is_asleep=self.thread.is_asleep, num_open=self._completions.num)
 
 
 def _settle(outcome: asyncio.Future[Any], found: Any) -> None:

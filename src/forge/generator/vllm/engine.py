@@ -18,8 +18,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge.config import GeneratorConfig, Sampling, UpdateMode
-from forge.errors import EngineDead, ModelError, OptionError, Overloaded, PromptError
+from forge.errors import EngineDead, ModelError, OptionError, PromptError
 from forge.generator.engine import EngineStats, Request, UpdateReport
+from forge.generator.limits import OpenCompletions
 from forge.generator.vllm.adapters import Adapters
 from forge.generator.vllm.arguments import Plan, make_plan, thawed
 from forge.generator.vllm.counting import Counts, counter
@@ -71,7 +72,7 @@ class VllmEngine:
         self._adapters: Adapters | None = None
         self._device: Build = "cpu"
         self._numbers = itertools.count()
-        self._num_open = 0
+        self._completions = OpenCompletions(config)
         self._num_cancelled = 0
         self._stepped = asyncio.Event()
         self._tokenizer: ChatTokenizer | None = None
@@ -278,23 +279,12 @@ class VllmEngine:
     def _admitted(self, request: Request) -> Iterator[None]:
         """Count the completions of a request while it is under way; refuse it where there would be too many."""
         num = request.sampling.n
-        limit = self.config.max_batch + self.config.max_queue
-        if self._num_open + num > limit:
-            raise Overloaded(
-                "The generator's queue is full.",
-                path="generator.max_queue",
-                value=f"{self._num_open} completions open, {num} more asked for",
-                rule=f"at most {limit}: max_batch {self.config.max_batch} and max_queue {self.config.max_queue}",
-                repair="send fewer at once, add replicas, or raise generator.max_queue",
-            )
-        self._num_open += num
-        try:
-            yield
-        except (asyncio.CancelledError, GeneratorExit):
-            self._num_cancelled += num
-            raise
-        finally:
-            self._num_open -= num
+        with self._completions.opened(num):
+            try:
+                yield
+            except (asyncio.CancelledError, GeneratorExit):
+                self._num_cancelled += num
+                raise
 
     def _alive(self) -> Any:
         if self._llm is None or self.died.is_set():
@@ -385,18 +375,18 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         counts = self.counts
-        num_running = min(counts.num_running, self._num_open)
+        num_running = min(counts.num_running, self._completions.num)
         return EngineStats(
             version=self.version,
             num_running=num_running,
-            num_waiting=self._num_open - num_running,
+            num_waiting=self._completions.num - num_running,
             num_done=counts.num_done,
             num_aborted=counts.num_aborted + self._num_cancelled,
             num_prompt_tokens=counts.num_prompt_tokens,
             num_shared_tokens=counts.num_shared_tokens,
             num_tokens=counts.num_tokens,
             num_preempted=counts.num_preempted,
-            cache_used=counts.cache_used if self._num_open else 0.0,
+            cache_used=counts.cache_used if self._completions.num else 0.0,
             is_asleep=self._is_asleep,
             more={
                 "pids": tuple(self._pids),
