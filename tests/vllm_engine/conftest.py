@@ -17,6 +17,7 @@ LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "vllm_engine" in item.path.parts)  # the engine they share lives to the end of the run
     if importlib.util.find_spec("vllm") is None:
         reason = "vLLM is not installed: scripts/install.sh --dev --vllm adds it"
         for item in items:
