@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from forge.cli.config import _AnyOrderParser
+from forge.cli.policy_words import add_policy_arguments, read_policy
 
 if TYPE_CHECKING:
     from forge.config import PolicyConfig
@@ -21,21 +21,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "piped input, each line is a question, and only the answers are printed.",
         epilog="example: forge chat models/qwen3-0.6b --temperature 0.7 generator.engine=vllm",
     )
-    parser.__class__ = _AnyOrderParser  # add_parser() makes its own class; overrides may stand between options
-    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="a YAML file; later ones win")
-    parser.add_argument("--engine", choices=("native", "vllm"), help="what makes the tokens; default: native")
+    add_policy_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--temperature", metavar="X", help="0 takes the likeliest token; default: 1")
     parser.add_argument("--max-tokens", metavar="N", help="longest answer; default: what the context has room for")
     parser.add_argument("--seed", metavar="N", help="draw the same answers each time")
-    parser.add_argument(
-        "words", metavar="MODEL_DIR|OVERRIDE", nargs="*", help="the model's folder, and a.b=c or ~a.b for any other key"
-    )
     parser.set_defaults(handler=_chat)
 
 
-_KEYS = {
-    "engine": "generator.engine",
+_NUMBERS = {
     "temperature": "generator.sampling.temperature",
     "max_tokens": "generator.sampling.max_tokens",
     "seed": "generator.sampling.seed",
@@ -48,29 +42,18 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def configure(arguments: argparse.Namespace) -> PolicyConfig:
     """The configuration that the command line asks for. Overrides win over options, and options over files."""
-    from forge.config import PolicyConfig, load, split_words
-    from forge.errors import ConfigError
-
-    folders, overrides = split_words(arguments.words)
-    if len(folders) > 1 or not (folders or arguments.config or overrides):
-        raise ConfigError(
-            "there is no one model to talk to",
-            path="MODEL_DIR",
-            value=folders,
-            rule="one folder with the model's files, or --config FILE, or overrides that name the model",
-            repair="forge chat models/qwen3-0.6b, or forge chat model.preset=tiny for a model of random weights",
-        )
-    texts = {"model.path": folders[0] if folders else None, "system_prompt": arguments.system}
-    options = [f"{key}={_quoted(text)}" for key, text in texts.items() if text is not None]
-    options += [f"{key}={value}" for name, key in _KEYS.items() if (value := getattr(arguments, name)) is not None]
-    return load(PolicyConfig, files=arguments.config, overrides=[*options, *overrides])
+    numbers = {key: _number(getattr(arguments, name)) for name, key in _NUMBERS.items()}
+    return read_policy(arguments, {"system_prompt": arguments.system, **numbers}, command="forge chat")
 
 
-def _quoted(text: str) -> str:
-    """The text as YAML that means this text and nothing else."""
-    import yaml
-
-    return str(yaml.safe_dump(text, default_style='"', allow_unicode=True, width=sys.maxsize)).rstrip("\n")
+def _number(text: str | None) -> str | float | None:
+    """The number that a text means; what means none is left to be refused by the key's own rule."""
+    for kind in (int, float):
+        try:
+            return None if text is None else kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def chat(config: PolicyConfig) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _WORDS_HELP = "YAML files, and overrides such as run.seed=7 or ~launcher.hosts; overrides win, then later files"
 
 
-class _AnyOrderParser(argparse.ArgumentParser):
+class AnyOrderParser(argparse.ArgumentParser):
     """Lets options stand between the words, which argparse by itself does not for a list of them."""
 
     _inside = False
@@ -35,7 +35,7 @@ class _AnyOrderParser(argparse.ArgumentParser):
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register `config` and what stands below it."""
     config = subparsers.add_parser("config", help="check, show or list configurations")
-    commands = config.add_subparsers(dest="config_command", required=True, parser_class=_AnyOrderParser)
+    commands = config.add_subparsers(dest="config_command", required=True, parser_class=AnyOrderParser)
 
     check = commands.add_parser("check", help="say everything that is wrong with a configuration, or that nothing is")
     check.set_defaults(handler=_check)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING
 
-from forge.cli.config import _AnyOrderParser
+from forge.cli.policy_words import add_policy_arguments, read_policy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +18,6 @@ _KEYS = {
     "port": "serve.port",
     "api_key": "serve.api_key",
     "record": "serve.record",
-    "engine": "generator.engine",
     "num_replicas": "num_replicas",
 }
 
@@ -33,8 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "/v1/completions and /v1/models. It prints its address when it is ready, and ends on Ctrl-C or SIGTERM.",
         epilog="example: forge serve models/qwen3-0.6b --port 8000 --record agents.jsonl generator.max_batch=128",
     )
-    parser.__class__ = _AnyOrderParser  # add_parser() makes its own class; overrides may stand between options
-    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="a YAML file; later ones win")
+    add_policy_arguments(parser)
     parser.add_argument("--host", metavar="ADDRESS", help="address to listen on; default: 127.0.0.1")
     parser.add_argument("--port", metavar="N", type=int, help="port to listen on, 0 for a free one; default: 8000")
     parser.add_argument(
@@ -43,11 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="key that requests must bear; others can see it in the list of processes, so rather set FORGE_API_KEY",
     )
     parser.add_argument("--record", metavar="FILE", help="a .jsonl file to which every exchange is added")
-    parser.add_argument("--engine", choices=("native", "vllm"), help="what makes the tokens; default: native")
     parser.add_argument("--num-replicas", metavar="N", type=int, help="generators that share the requests; default: 1")
-    parser.add_argument(
-        "words", metavar="MODEL_DIR|OVERRIDE", nargs="*", help="the model's folder, and a.b=c or ~a.b for any other key"
-    )
     parser.set_defaults(handler=_serve)
 
 
@@ -61,22 +54,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def configure(arguments: argparse.Namespace) -> PolicyConfig:
     """The configuration that the command line asks for. Overrides win over options, and options over files."""
-    from forge.config import PolicyConfig, load, split_words
-    from forge.errors import ConfigError
-
-    folders, overrides = split_words(arguments.words)
-    if len(folders) > 1 or not (folders or arguments.config or overrides):
-        raise ConfigError(
-            "there is no one model to serve",
-            path="MODEL_DIR",
-            value=folders,
-            rule="one folder with the model's files, or --config FILE, or overrides that name the model",
-            repair="forge serve models/qwen3-0.6b, or forge serve model.preset=tiny for a model of random weights",
-        )
-    given = {key: getattr(arguments, name) for name, key in _KEYS.items()}
-    given["model.path"] = folders[0] if folders else None
-    options = [f"{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
-    return load(PolicyConfig, files=arguments.config, overrides=[*options, *overrides])
+    return read_policy(arguments, {key: getattr(arguments, name) for name, key in _KEYS.items()}, command="forge serve")
 
 
 async def serve_until_stopped(config: PolicyConfig) -> int:

@@ -77,3 +77,7 @@ def test_help_loads_nothing_heavy() -> None:
     ran = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "--record FILE" in ran.stdout
+
+
+def test_a_folder_may_have_any_name() -> None:
+    assert configure("models/😀 a: b", "--port", "0").model.path == "models/😀 a: b"
