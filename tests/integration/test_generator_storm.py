@@ -128,3 +128,17 @@ def test_a_version_that_cannot_be_is_refused_at_once(version: Any) -> None:
         assert (raised.value.path, raised.value.value) == ("update_weights(version=)", version)
 
     asyncio.run(body())
+
+
+def test_a_context_shorter_than_the_canary_is_proven_as_far_as_it_goes(drive: Drive) -> None:
+    async def body() -> None:
+        async with generator(max_seq_len=16) as policy:
+            await publish(1, SECOND, canary=SECOND)
+            report = await policy.update_weights()
+            assert report is not None
+            assert report.canary is not None
+            await publish(2, SECOND, canary=FIRST)
+            with pytest.raises(SyncError):
+                await policy.update_weights()
+
+    drive(body())
