@@ -116,6 +116,8 @@ class StepResult:
         skipped: True when the step was not taken because loss or gradient was not finite.
         seconds: how long the step took on this rank.
         metrics: what the loss reports (sums already divided), and the device's peak memory where it is known.
+        logprobs: for each sample, float32 [L], the logprobs of its tokens before the step, where they were asked for
+            and the rank is the first; 0 at tokens that do not count.
     """
 
     step: int
@@ -127,6 +129,7 @@ class StepResult:
     skipped: bool = False
     seconds: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: tuple[Tensor, ...] | None = None
 
 
 INITIAL_VERSION = -1
@@ -257,3 +260,90 @@ class Delta:
     text: str
     version: int
     completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One task for a policy.
+
+    Attributes:
+        id: names it in its source, the same in every run: "train.jsonl:17", "arithmetic:3:17".
+        messages: the conversation to answer, each a mapping with `role` and `content`; it goes through the chat
+            template. Empty where `text` is given.
+        text: text to go on from, instead of a conversation.
+        answer: what rewards compare with; None where they need none.
+        metadata: whatever else the source knows. Plain values: it crosses processes and is written as JSON.
+    """
+
+    id: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+    text: str | None = None
+    answer: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one completion earned.
+
+    Attributes:
+        reward: the number to learn from: the weighted sum of the parts.
+        parts: each reward by its name, before its weight.
+        failures: the rewards that failed, by name, with what happened; their parts are 0.
+    """
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One completion of a prompt, what it earned, and how much better than expected that was.
+
+    Attributes:
+        prompt: the task.
+        completion: what was sampled, with the sampler's logprobs and the weights that made each token.
+        score: what it earned.
+        advantage: how much better it was than its baseline; known when its group is whole.
+        ref_logprobs: the reference model's logprobs of the T tokens; None without a reference.
+    """
+
+    prompt: Prompt
+    completion: Completion
+    score: Score
+    advantage: float = 0.0
+    ref_logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The episodes of one prompt, which are compared with each other.
+
+    Attributes:
+        number: its place in the run's order of prompts, which is its identity: no two groups of a run share it.
+        epoch: how often the prompts had been gone through before it.
+        episodes: in the order of their seeds; at least one.
+    """
+
+    number: int
+    epoch: int
+    episodes: tuple[Episode, ...]
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.episodes[0].prompt
+
+    @property
+    def version(self) -> int:
+        """The oldest weights that made a token of it."""
+        return min(episode.completion.version for episode in self.episodes)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(episode.score.reward for episode in self.episodes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were drawn."""
+        return sum(len(episode.completion) for episode in self.episodes)

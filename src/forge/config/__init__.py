@@ -5,6 +5,13 @@
 A loaded configuration is checked as a whole, says where each value came from, and cannot be changed.
 """
 
+from forge.config.algorithm import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+    PolicyLossConfig,
+)
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.command_line import from_command_line
 from forge.config.generator import (
@@ -17,11 +24,20 @@ from forge.config.generator import (
     UpdateConfig,
     UpdateMode,
 )
+from forge.config.grpo import GeneratorsConfig, GRPOConfig, RecordConfig, ReferenceConfig, RolloutConfig
 from forge.config.layers import Origin
 from forge.config.loading import Loaded, explain, load, load_with_origins
 from forge.config.model_presets import preset_names
 from forge.config.overrides import split_words
 from forge.config.problems import InvalidConfig, Problem
+from forge.config.prompts import EvaluationConfig, PromptsConfig, PromptSourceConfig
+from forge.config.rewards import (
+    JudgeConfig,
+    OverlongConfig,
+    RewardConfig,
+    RewardModelConfig,
+    RewardsConfig,
+)
 from forge.config.saving import dump, save
 from forge.config.schema import (
     ActorConfig,
@@ -40,24 +56,42 @@ from forge.config.training import CheckpointConfig, DistributedConfig, TrainerCo
 
 __all__ = [
     "ActorConfig",
+    "AdvantageConfig",
+    "AlgorithmConfig",
     "CanaryConfig",
     "CheckpointConfig",
     "ConfigModel",
+    "CorrectionConfig",
     "DataConfig",
     "DistributedConfig",
+    "EvaluationConfig",
     "ForgeConfig",
     "FrozenDict",
+    "GRPOConfig",
     "GenerationConfig",
     "GeneratorConfig",
+    "GeneratorsConfig",
     "InvalidConfig",
+    "JudgeConfig",
+    "KLConfig",
     "KubernetesConfig",
     "LauncherConfig",
     "Loaded",
     "MetricsConfig",
     "ModelConfig",
     "Origin",
+    "OverlongConfig",
     "PolicyConfig",
+    "PolicyLossConfig",
     "Problem",
+    "PromptSourceConfig",
+    "PromptsConfig",
+    "RecordConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RewardsConfig",
+    "RolloutConfig",
     "RopeScalingConfig",
     "RunConfig",
     "SFTConfig",

@@ -1,0 +1,116 @@
+"""The algorithm of a policy's learning: how rewards become advantages, and advantages a loss.
+
+Two words choose many keys at once: `preset` (which published algorithm) and `convention` (how another library does it).
+Both only lay values beneath the user's own keys: what is written out wins.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from forge.config.base import ConfigModel, broken_rule
+
+Preset = Literal[
+    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
+]
+Convention = Literal["trl", "verl", "openrlhf", "nemo"]
+
+
+class AdvantageConfig(ConfigModel):
+    """How the rewards of a group become advantages: (reward - baseline) / scale."""
+
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = Field(
+        default="group_mean",
+        description="What a reward is compared with: the mean of its group, of the others of its group, of the whole "
+        "batch, or nothing.",
+    )
+    scale: Literal["group_std", "batch_std", "none"] = Field(
+        default="group_std", description="What the difference is divided by: a standard deviation, or nothing."
+    )
+    std_ddof: Literal[0, 1] = Field(
+        default=1, description="What is taken from n in the standard deviation: 1 for the sample's, 0 for the set's."
+    )
+    epsilon: float = Field(default=1e-4, gt=0, description="Added to the standard deviation.")
+    whiten: bool = Field(
+        default=False, description="Whether the batch's advantages are moved and scaled to mean 0 and deviation 1."
+    )
+    clip: float | None = Field(default=None, gt=0, description="Largest advantage that counts; null for no limit.")
+
+
+class KLConfig(ConfigModel):
+    """What holds the policy to the reference model."""
+
+    coefficient: float = Field(
+        default=0.0, ge=0, description="Weight of the divergence. With 0 no reference model is loaded."
+    )
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="How the divergence is estimated.")
+    place: Literal["loss", "reward"] = Field(
+        default="loss", description="Whether it is added to the loss, or taken from each completion's reward."
+    )
+
+
+class CorrectionConfig(ConfigModel):
+    """What is done about the difference between the sampler's probabilities and the trainer's."""
+
+    kind: Literal["none", "truncate", "mask"] = Field(
+        default="none",
+        description="`truncate`: the ratio trainer / sampler weighs the loss, at most `high` (TIS). `mask`: what has a "
+        "ratio outside [low, high] does not count (MIS, IcePop).",
+    )
+    level: Literal["token", "sequence"] = Field(
+        default="token", description="Whether the ratio is a token's, or that of a whole completion."
+    )
+    low: float = Field(default=0.0, ge=0, description="Smallest ratio that `mask` lets pass.")
+    high: float = Field(default=2.0, gt=0, description="Largest ratio: what `truncate` cuts to and `mask` lets pass.")
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.low > self.high:
+            raise broken_rule(f"at most high, which is {self.high:g}", repair="lower it", key="low")
+        return self
+
+
+class PolicyLossConfig(ConfigModel):
+    """The loss of a token, and how the tokens of a batch become one number."""
+
+    kind: Literal["clip", "gspo", "cispo", "reinforce"] = Field(
+        default="clip",
+        description="`clip`: PPO's clipped ratio. `gspo`: the same with one ratio for a whole completion. `cispo`: the "
+        "clipped ratio, without gradient, weighs the logprob. `reinforce`: advantage times logprob.",
+    )
+    clip_low: float = Field(default=0.2, ge=0, description="How far below 1 a ratio may count; 1 for no limit.")
+    clip_high: float = Field(default=0.2, ge=0, description="How far above 1 a ratio may count.")
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="For negative advantages the loss is at most so many times the advantage; null for no limit.",
+    )
+    average: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        default="token_mean", description="How the losses of tokens become one number."
+    )
+    length: int | None = Field(
+        default=None, ge=1, description="Length of `average: constant`; null for generator.sampling.max_tokens."
+    )
+    proximal: Literal["sampler", "trainer"] = Field(
+        default="sampler",
+        description="Whose logprobs the ratio is taken against: the sampler's, or the trainer's own before the first "
+        "update on a batch.",
+    )
+    correction: CorrectionConfig = Field(
+        default_factory=CorrectionConfig, description="Correction between sampler and trainer."
+    )
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="How much a nat of entropy lowers the loss.")
+
+
+class AlgorithmConfig(ConfigModel):
+    """The section `algorithm`."""
+
+    preset: Preset = Field(default="grpo", description="Which published algorithm the other keys are laid out for.")
+    convention: Convention | None = Field(
+        default=None, description="Whose choices to follow where libraries differ; null for ours."
+    )
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="From rewards to advantages.")
+    loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="From advantages to a loss.")
+    kl: KLConfig = Field(default_factory=KLConfig, description="What holds the policy to the reference model.")

@@ -1,0 +1,129 @@
+"""Reinforcement learning: one configuration for `apps/grpo/main.py`."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from forge.config.algorithm import AlgorithmConfig
+from forge.config.base import ConfigModel, broken_rule
+from forge.config.generator import GenerationConfig
+from forge.config.prompts import EvaluationConfig, PromptsConfig
+from forge.config.rewards import RewardsConfig
+from forge.config.rules import PathText
+from forge.config.schema import ForgeConfig
+from forge.config.sft import MetricsConfig
+from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
+
+
+class RolloutConfig(ConfigModel):
+    """The section `rollout`: how completions become batches."""
+
+    batch_groups: int = Field(default=8, ge=1, description="Groups (prompts) that one step learns from.")
+    group_size: int = Field(default=8, ge=1, description="Completions of each prompt.")
+    staleness: int = Field(
+        default=0,
+        ge=0,
+        description="By how many steps the weights that made a token may be older than those that learn from it. 0: "
+        "generating and training take turns, on the same weights.",
+    )
+    iterations: int = Field(default=1, ge=1, description="Optimizer steps on each batch.")
+    no_signal: Literal["drop", "replace", "keep"] = Field(
+        default="drop",
+        description="What happens to a group whose rewards are all equal: left out of its batch, replaced by another "
+        "(dynamic sampling), or learned from like any other.",
+    )
+    max_fruitless: int = Field(
+        default=1000, ge=1, description="Groups in a row without signal, or with failed rewards, that end the run."
+    )
+    max_in_flight: int | None = Field(
+        default=None, ge=1, description="Groups that are being generated or scored at once; null for all admitted."
+    )
+    mask_truncated: bool = Field(
+        default=False, description="Whether completions that were cut off by length do not count in the loss."
+    )
+    report_wait_s: float = Field(
+        default=60.0, gt=0, description="Seconds after which a trainer that waits for a batch says for what."
+    )
+    max_task_retries: int = Field(
+        default=3, ge=0, description="How often a group is tried again after a process that worked on it died."
+    )
+
+
+class GeneratorsConfig(ConfigModel):
+    """The section `generators`: how many, and where."""
+
+    num_replicas: int = Field(default=1, ge=1, description="Generators that share the requests.")
+    tensor_parallel: int = Field(
+        default=1, ge=1, description="GPUs (or processes) over which each is split. Only with `engine: vllm`."
+    )
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each; null for one.")
+
+
+class ReferenceConfig(ConfigModel):
+    """The section `reference`: the model that the policy is held to. Loaded only with algorithm.kl.coefficient > 0."""
+
+    path: PathText | None = Field(default=None, description="Its folder; null for the policy as it starts.")
+    num_replicas: int = Field(default=1, ge=1, description="Replicas.")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each; null for one.")
+    with_gpus: bool | None = Field(default=None, description="Whether it gets a GPU; null for where there is one.")
+
+
+class RecordConfig(ConfigModel):
+    """The section `record`: what is written down of rollouts."""
+
+    rollouts: Literal["all", "some", "none"] = Field(
+        default="all", description="Which episodes are written to rollouts/step_N.jsonl."
+    )
+    num_groups: int = Field(default=2, ge=1, description="For `some`: groups of each step.")
+    trainer_logprobs: bool = Field(
+        default=True, description="Whether the trainer's logprobs are written beside the sampler's."
+    )
+    trace: bool = Field(default=True, description="Whether trace.json shows who waited for whom.")
+    report: bool = Field(default=True, description="Whether report.html is made when the run ends.")
+
+
+class GRPOConfig(ForgeConfig):
+    """Reinforcement learning of a policy: GRPO and its family."""
+
+    prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="What the policy is asked.")
+    rewards: RewardsConfig = Field(default_factory=RewardsConfig, description="What completions are scored by.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="From rewards to a loss.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="How completions become batches.")
+    generator: GenerationConfig = Field(default_factory=GenerationConfig, description="What makes tokens.")
+    generators: GeneratorsConfig = Field(default_factory=GeneratorsConfig, description="How many generators.")
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="What the policy is held to.")
+    placement: Literal["apart", "turns", "shared"] = Field(
+        default="apart",
+        description="`apart`: trainer and generators have processes (and GPUs) of their own. `turns`: they have "
+        "processes of their own on the same GPU; generators sleep while the trainer works. `shared`: one process, and "
+        "the embedded engine computes with the trainer's own weights.",
+    )
+    training: TrainingConfig = Field(default_factory=TrainingConfig, description="The optimizer's steps.")
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="The trainer's ranks.")
+    checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved, and when.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How the policy is judged.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where figures go.")
+    record: RecordConfig = Field(default_factory=RecordConfig, description="What is written down of rollouts.")
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        for key in ("batch_size", "gradient_accumulation_steps"):
+            if getattr(self.training, key) != TrainingConfig.model_fields[key].default:
+                rule = "has no meaning here: a step learns from rollout.batch_groups groups"
+                raise broken_rule(rule, repair="remove it, and set rollout.batch_groups", key=f"training.{key}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_placement(self) -> Self:
+        if self.placement != "apart" and self.rollout.staleness > 0:
+            rule = f"0 with placement `{self.placement}`: the policy generates and learns in turns"
+            raise broken_rule(rule, repair="set placement: apart, or staleness: 0", key="rollout.staleness")
+        if self.placement == "shared" and self.generator.engine != "native":
+            rule = "`native` with placement `shared`: only it computes with the trainer's own weights"
+            raise broken_rule(rule, repair="set placement: turns", key="generator.engine")
+        if self.placement == "shared" and self.generators.num_replicas > 1:
+            rule = "1 with placement `shared`: there is one process"
+            raise broken_rule(rule, repair="set placement: apart", key="generators.num_replicas")
+        return self

@@ -1,0 +1,97 @@
+"""Where prompts come from: files, datasets of the hub, tasks that are made up on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.rules import PathText
+
+
+class PromptSourceConfig(ConfigModel):
+    """One source of prompts: a file, a dataset of the hub, or a task."""
+
+    path: PathText | None = Field(
+        default=None,
+        description="A .jsonl, .json or .parquet file (.gz of the first two as well), a pattern such as data/*.jsonl, "
+        "or a folder that holds such files or that `datasets` saved.",
+    )
+    hf_dataset: str | None = Field(
+        default=None, min_length=1, description="A dataset of the Hugging Face hub, such as openai/gsm8k."
+    )
+    hf_config: str | None = Field(default=None, description="Its configuration; null for the default one.")
+    split: str = Field(default="train", min_length=1, description="Split of a Hugging Face dataset.")
+    task: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A task that is made up by seed: `arithmetic`, `countdown`, or `reasoning_gym/NAME` with the extra "
+        "`reasoning-gym`.",
+    )
+    task_args: Mapping[str, Any] = Field(
+        default_factory=FrozenDict, description="Arguments of the task, such as {level: 2}."
+    )
+    num_prompts: int | None = Field(
+        default=None, ge=1, description="How many prompts a task makes (null for 1000); of a file, at most so many."
+    )
+    format: Literal["auto", "plain", "gsm8k"] = Field(
+        default="auto",
+        description="How a record is laid out. `plain`: `messages`, `prompt` or `question`, and `answer`. `gsm8k`: the "
+        "answer is what stands behind `####`. `auto` goes by the first record.",
+    )
+    columns: Mapping[str, str] = Field(
+        default_factory=FrozenDict,
+        description="Other names of the keys, such as {prompt: problem, answer: solution}.",
+    )
+    seed: int | None = Field(default=None, ge=0, description="Seed of a task; null for one made from run.seed.")
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if sum(place is not None for place in (self.path, self.hf_dataset, self.task)) != 1:
+            raise broken_rule("exactly one of path, hf_dataset and task", repair="remove one, or add one", key="path")
+        return self
+
+
+class PromptsConfig(ConfigModel):
+    """The section `prompts`: what the policy is asked."""
+
+    sources: tuple[PromptSourceConfig, ...] = Field(default=(), description="Where prompts come from. Needed.")
+    system_prompt: str | None = Field(default=None, description="A system message before every prompt.")
+    template: str | None = Field(
+        default=None, description="Text around every prompt, such as `Solve: {prompt}`; null for the prompt alone."
+    )
+    chat: bool = Field(
+        default=True, description="Whether a prompt becomes a user's message; else it is text to go on from."
+    )
+    shuffle: bool = Field(default=True, description="Whether each epoch has an order of its own.")
+    on_bad_record: Literal["error", "skip"] = Field(
+        default="error", description="What happens to a record that cannot be read: named by file and line, or counted."
+    )
+
+
+class EvaluationConfig(ConfigModel):
+    """The section `evaluation`: how the policy is judged on prompts that it does not learn from."""
+
+    interval: int | None = Field(default=None, ge=1, description="Steps between two evaluations; null for none.")
+    at_start: bool = Field(default=True, description="Whether to evaluate before the first step.")
+    at_end: bool = Field(default=True, description="Whether to evaluate after the last step.")
+    sources: tuple[PromptSourceConfig, ...] = Field(default=(), description="Held-out prompts of their own.")
+    fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="Part of the prompts to hold out, if there are no sources here."
+    )
+    max_prompts: int | None = Field(default=None, ge=1, description="At most so many prompts; null for all.")
+    num_samples: int = Field(default=1, ge=1, description="Completions of each prompt (k).")
+    temperature: float = Field(default=0.0, ge=0, description="Temperature; 0 takes the likeliest token.")
+    solved_at: float = Field(default=1.0, description="The reward from which on a completion counts as solved.")
+    reward: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of the reward that says whether a completion is right; null for the weighted sum of all.",
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.sources) or self.fraction > 0

@@ -1,0 +1,92 @@
+"""What completions are scored by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.generator import GenerationConfig
+from forge.config.rules import Name, PathText
+
+
+class RewardConfig(ConfigModel):
+    """One reward: a function of a prompt and a completion."""
+
+    kind: str = Field(
+        min_length=1,
+        description="Name of a built-in reward (`forge rewards` lists them), or `package.module:function` of your own.",
+    )
+    name: Name | None = Field(default=None, description="Name in metrics; null for the kind's.")
+    weight: float = Field(default=1.0, description="What it is multiplied by before all are added.")
+    args: Mapping[str, Any] = Field(default_factory=FrozenDict, description="Keyword arguments of the function.")
+    timeout_s: float = Field(
+        default=10.0, gt=0, description="Seconds for one completion, after which the reward's process is killed."
+    )
+
+    @property
+    def label(self) -> str:
+        """The name in metrics."""
+        return self.name or self.kind.rpartition(":")[2]
+
+
+class OverlongConfig(ConfigModel):
+    """Soft punishment of long completions (DAPO): none up to `max_tokens - buffer`, then falling to `-penalty`."""
+
+    max_tokens: int = Field(ge=1, description="Length at which the whole penalty is due.")
+    buffer: int = Field(ge=1, description="Tokens before it over which the penalty grows.")
+    penalty: float = Field(default=1.0, ge=0, description="The whole penalty.")
+
+    @model_validator(mode="after")
+    def _check_buffer(self) -> Self:
+        if self.buffer > self.max_tokens:
+            raise broken_rule(f"at most max_tokens, which is {self.max_tokens}", repair="lower it", key="buffer")
+        return self
+
+
+class JudgeConfig(ConfigModel):
+    """A model that judges completions, behind a service of its own: what the reward `judge` asks."""
+
+    path: PathText = Field(description="Folder of the model.")
+    generator: GenerationConfig = Field(default_factory=GenerationConfig, description="The engine that runs it.")
+    num_replicas: int = Field(default=1, ge=1, description="Replicas.")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each; null for one.")
+
+
+class RewardModelConfig(ConfigModel):
+    """A classifier that gives completions a number, behind a service: what the reward `reward_model` asks."""
+
+    path: PathText = Field(description="Folder of a Hugging Face model for sequence classification with one label.")
+    num_replicas: int = Field(default=1, ge=1, description="Replicas.")
+    batch_size: int = Field(default=8, ge=1, description="Completions that go through it at once.")
+    max_seq_len: int = Field(default=4096, ge=2, description="Longest prompt and completion, in tokens.")
+    with_gpus: bool = Field(default=False, description="Whether each replica gets a GPU.")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each; null for one.")
+
+
+class RewardsConfig(ConfigModel):
+    """The section `rewards`."""
+
+    functions: tuple[RewardConfig, ...] = Field(default=(), description="The rewards that are added up. Needed.")
+    on_error: Literal["zero", "skip", "stop"] = Field(
+        default="zero",
+        description="What happens when a reward fails or takes too long: it counts as 0, its group is skipped, or the "
+        "run stops. It is counted in any case.",
+    )
+    overlong: OverlongConfig | None = Field(default=None, description="Punishment of long completions; null for none.")
+    num_replicas: int = Field(default=1, ge=1, description="Replicas of the service that scores.")
+    num_workers: int = Field(default=1, ge=1, description="Processes of each replica that run rewards.")
+    judge: JudgeConfig | None = Field(default=None, description="The model behind the reward `judge`; null for none.")
+    reward_model: RewardModelConfig | None = Field(
+        default=None, description="The model behind the reward `reward_model`; null for none."
+    )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        labels = [function.label for function in self.functions]
+        if len(set(labels)) != len(labels):
+            rule = "no two rewards may have the same name"
+            raise broken_rule(rule, repair="give one of them another `name`", key="functions")
+        return self
