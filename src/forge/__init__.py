@@ -11,48 +11,71 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge._version import __version__
-    from forge.config import GeneratorConfig, Sampling
+    from forge.config import GeneratorConfig, GRPOConfig, Sampling
     from forge.generator.actor import Generator
+    from forge.observe import Reduce, record_metric
+    from forge.rollout.buffer import ReplayBuffer
+    from forge.rollout.reward_actor import RewardActor
     from forge.runtime import endpoint, run, shutdown
     from forge.service import ForgeActor, Service
-    from forge.trainer.actor import Trainer
-    from forge.types import Batch, Completion, Sample, StepResult
+    from forge.trainer.actor import ReferenceModel, Trainer
+    from forge.types import Batch, Completion, Episode, Group, Prompt, Sample, Score, StepResult
 
 _HOMES = {
     "Batch": "forge.types",
     "Completion": "forge.types",
+    "Episode": "forge.types",
     "ForgeActor": "forge.service",
+    "GRPOConfig": "forge.config",
     "Generator": "forge.generator.actor",
     "GeneratorConfig": "forge.config",
+    "Group": "forge.types",
+    "Prompt": "forge.types",
+    "Reduce": "forge.observe",
+    "ReferenceModel": "forge.trainer.actor",
+    "ReplayBuffer": "forge.rollout.buffer",
+    "RewardActor": "forge.rollout.reward_actor",
     "Sample": "forge.types",
     "Sampling": "forge.config",
+    "Score": "forge.types",
     "Service": "forge.service",
     "StepResult": "forge.types",
     "Trainer": "forge.trainer.actor",
     "endpoint": "forge.runtime",
+    "record_metric": "forge.observe",
     "run": "forge.runtime",
     "shutdown": "forge.runtime",
     "__version__": "forge._version",
 }
 
 _PACKAGES = (
-    *("config", "data", "errors", "generator", "loops", "losses", "models", "observe", "runtime", "service", "store"),
-    *("trainer", "types"),
+    *("config", "data", "errors", "generator", "loops", "losses", "models", "observe", "rewards", "rollout"),
+    *("runtime", "service", "store", "trainer", "types"),
 )
 
 __all__ = [
     "Batch",
     "Completion",
+    "Episode",
     "ForgeActor",
+    "GRPOConfig",
     "Generator",
     "GeneratorConfig",
+    "Group",
+    "Prompt",
+    "Reduce",
+    "ReferenceModel",
+    "ReplayBuffer",
+    "RewardActor",
     "Sample",
     "Sampling",
+    "Score",
     "Service",
     "StepResult",
     "Trainer",
     "__version__",
     "endpoint",
+    "record_metric",
     "run",
     "shutdown",
 ]

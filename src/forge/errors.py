@@ -168,6 +168,14 @@ class SyncError(ForgeError, RuntimeError):
         self.tensors = tuple(tensors)
 
 
+class RewardError(ForgeError, RuntimeError):
+    """A reward failed, and the configuration says that this ends the run."""
+
+
+class RolloutError(ForgeError, RuntimeError):
+    """Rollouts bring nothing to learn from: every group lacks signal, or its rewards fail."""
+
+
 INPUT_ERRORS: Final = (ConfigError, OptionError, ModelError, DataError, CheckpointError, PromptError)
 """What a user mends without looking at the program: the text says all, and a command ends with exit code 2."""
 

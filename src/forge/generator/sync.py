@@ -69,6 +69,10 @@ class Sync:
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
+    def trust(self, version: int) -> None:
+        """The engine computes with the trainer's own weights, which are this version now: there is nothing to prove."""
+        self._trusted = {version}
+
     async def update(self, version: Version, mode: UpdateMode) -> UpdateReport:
         """Take a version, trying as often as the configuration says, and prove it; see `Generator.update_weights`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -27,7 +28,7 @@ T = TypeVar("T")
 class Trainer(ForgeActor):
     """A model that learns, on as many ranks as the configuration's degrees ask for.
 
-    `config.frozen` makes a reference model of it, which only scores and may be a service of several replicas.
+    `config.frozen` makes it one that only scores; see `ReferenceModel`.
 
     Example:
         >>> trainer = await Trainer.options(procs=2).as_actor(config)
@@ -56,9 +57,10 @@ class Trainer(ForgeActor):
         return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
     @endpoint
-    async def train_step(self, batch: Batch) -> StepResult:
-        """One optimizer step on the global batch."""
-        return await self._do(self.engine.train_step, batch)
+    async def train_step(self, batch: Batch, keep_logprobs: bool = False) -> StepResult:
+        """One optimizer step on the global batch; with `keep_logprobs`, rank 0 tells what its tokens' were before."""
+        result = await self._do(self.engine.train_step, batch, keep_logprobs=keep_logprobs)
+        return result if self.engine.ranks.rank == 0 else replace(result, logprobs=None)
 
     @endpoint(retry=True)
     async def evaluate(self, batch: Batch) -> tuple[float, float]:
@@ -132,3 +134,15 @@ class Trainer(ForgeActor):
         await self._do(self.keeper.close)
         await self._do(self.engine.close)
         self._thread.shutdown(wait=False)
+
+
+class ReferenceModel(Trainer):
+    """A model that only scores, for a policy to be held to. As a service it may have several replicas.
+
+    Example:
+        >>> reference = await ReferenceModel.options(num_replicas=2).as_service(config)
+        >>> logprobs = await reference.forward_logprobs.route(batch, temperature=1.0)
+    """
+
+    def __init__(self, config: TrainerConfig) -> None:
+        super().__init__(config.model_copy(update={"frozen": True}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -127,6 +128,7 @@ class Engine:
         self._normalizer = 1.0
         self._judged: dict[int, tuple[Row, Tensor, Mapping[str, Tensor]]] = {}
         self._scores: dict[int, Tensor] | None = None
+        self._kept: dict[int, Tensor] | None = None
 
     @property
     def parts(self) -> list[Any]:
@@ -161,8 +163,10 @@ class Engine:
 
     # ---- Training -----------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch) -> StepResult:
+    def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
         """Take one optimizer step on a batch, which is the same on every rank.
+
+        With `keep_logprobs` the result has the logprobs that the loss saw; a loss that is a plain sum of them has none.
 
         Raises `NonFiniteError`, with everything as it was before, if loss or gradient is not finite and the
         configuration says `stop`.
@@ -171,6 +175,7 @@ class Engine:
             raise RuntimeError("this engine is frozen: it has no optimizer")
         began = time.perf_counter()
         training = self.config.training
+        self._kept = {} if keep_logprobs and not self.loss.is_nll else None
         try:
             self._pass(batch, backward=True)
         except BaseException:
@@ -199,6 +204,7 @@ class Engine:
             skipped=not finite,
             seconds=time.perf_counter() - began,
             metrics=self._metrics(totals, batch, finite=finite),
+            logprobs=None if self._kept is None else tuple(self._gathered(self._plan(batch), self._kept)),
         )
 
     def _rate_factor(self) -> float:
@@ -267,7 +273,9 @@ class Engine:
         index = row.loss_index_N
         fused = self.loss.is_nll and self.assembled.schedule is None
         weights = row.weights_T.index_select(0, index + 1).to(self._wide) / self._normalizer if fused else None
-        return replace(self._task(row, index), weights=weights, entropy=self.loss.needs_entropy)
+        temperature = getattr(self.loss, "temperature", 1.0)
+        task = self._task(row, index, temperature=temperature)
+        return replace(task, weights=weights, entropy=self.loss.needs_entropy)
 
     def _task(self, row: Row, index: Tensor | None = None, *, temperature: float = 1.0) -> RowTask:
         index = row.target_index_P if index is None else index
@@ -304,9 +312,12 @@ class Engine:
         if self._scores is not None:
             self._scores[key] = row.align(logprobs, task.index).float().cpu()
             return logprobs.new_zeros(())
+        aligned = row.align(logprobs, task.index)
+        if self._kept is not None:
+            self._kept[key] = aligned.detach().float().cpu()
         terms = self.loss(
             TokenView(
-                logprobs_T=row.align(logprobs, task.index),
+                logprobs_T=aligned,
                 entropy_T=row.align(entropy, task.index) if task.entropy else None,
                 weights_T=row.weights_T,
                 lengths=row.sample_lengths,
@@ -390,13 +401,18 @@ class Engine:
         try:
             with torch.no_grad():
                 self._run(rows, lambda row: self._task(row, temperature=temperature), backward=False)
-            mine = [self._scores[key] for key in sorted(self._scores)] if self.is_leader else None
+            scores = self._scores
         finally:
             self._scores = None
+        return self._gathered(plan, scores)
+
+    def _gathered(self, plan: RowPlan, values: Mapping[int, Tensor]) -> list[Tensor]:
+        """Values per token of this rank's rows, and of the others', in the order of the batch's samples."""
+        mine = [values[key] for key in sorted(values)] if self.is_leader else None
         by_rank: dict[int, list[Tensor]] = {}
-        for rank, scores in enumerate(self.ranks.gather(mine)):
-            if scores is not None:
-                by_rank[self.layout.data_rank(rank)] = scores
+        for rank, found in enumerate(self.ranks.gather(mine)):
+            if found is not None:
+                by_rank[self.layout.data_rank(rank)] = found
         return scatter_back(plan, [by_rank[rank] for rank in range(plan.num_ranks)])
 
     def describe(self) -> dict[str, Any]:
@@ -406,6 +422,7 @@ class Engine:
             "layout": str(self.layout),
             "num_ranks": self.ranks.size,
             "device": str(self.ranks.device),
+            "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES") if self.ranks.device.type == "cuda" else None,
             "device_name": torch.cuda.get_device_name() if self.ranks.device.type == "cuda" else "cpu",
             "compute_dtype": str(Precision.of(self.config.distributed.precision).compute).removeprefix("torch."),
             "num_parameters": num_parameters(self.model.facts),  # of all stages of a pipeline

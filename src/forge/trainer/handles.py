@@ -12,6 +12,8 @@ from forge.trainer.actor import Trainer
 from forge.types import Batch, StepResult
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from forge.losses import Loss
 
 
@@ -21,7 +23,7 @@ class TrainerHandle(Protocol):
     is_leader: bool
     """Whether this process speaks for the run: prints, and writes metrics. One process does."""
 
-    async def train_step(self, batch: Batch) -> StepResult: ...
+    async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult: ...
 
     async def evaluate(self, batch: Batch) -> tuple[float, float]: ...
 
@@ -38,6 +40,14 @@ class TrainerHandle(Protocol):
         ...
 
 
+class PolicyTrainer(TrainerHandle, Protocol):
+    """What a loop needs of a trainer whose weights others generate with."""
+
+    async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]: ...
+
+    async def publish_weights(self, version: int, *, name: str) -> None: ...
+
+
 class MeshTrainer:
     """A trainer in processes of its own, driven from the controller."""
 
@@ -50,9 +60,16 @@ class MeshTrainer:
         answers = await getattr(self._actor, endpoint).call(*args, **kwargs)
         return next(iter(answers.values()))
 
-    async def train_step(self, batch: Batch) -> StepResult:
-        result: StepResult = await self._first("train_step", batch)
+    async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
+        result: StepResult = await self._first("train_step", batch, keep_logprobs=keep_logprobs)
         return result
+
+    async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
+        logprobs: list[Tensor] = await self._first("forward_logprobs", batch, temperature=temperature)
+        return logprobs
+
+    async def publish_weights(self, version: int, *, name: str) -> None:
+        await self._first("publish_weights", version, name=name)
 
     async def evaluate(self, batch: Batch) -> tuple[float, float]:
         sums: tuple[float, float] = await self._first("evaluate", batch)
@@ -91,8 +108,8 @@ class LocalTrainer:
         self._keeper = Keeper(self._engine)
         self.is_leader = self._engine.ranks.rank == 0
 
-    async def train_step(self, batch: Batch) -> StepResult:
-        return self._engine.train_step(batch)
+    async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
+        return self._engine.train_step(batch, keep_logprobs=keep_logprobs)
 
     async def evaluate(self, batch: Batch) -> tuple[float, float]:
         return self._engine.evaluate(batch)

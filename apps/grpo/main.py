@@ -1,0 +1,52 @@
+"""Reinforcement learning of a policy with GRPO and its family.
+
+python apps/grpo/main.py --config apps/grpo/tiny.yaml
+forge run apps/grpo/main.py --config apps/grpo/tiny.yaml rollout.staleness=1
+forge run apps/grpo/main.py --config apps/grpo/tiny.yaml --resume
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from forge.config import GRPOConfig, from_command_line
+from forge.errors import INPUT_ERRORS, ForgeError
+from forge.loops.grpo import GRPOResult, run_grpo
+
+
+def main() -> None:
+    config = from_command_line(GRPOConfig)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        result = asyncio.run(run_grpo(config))
+    except INPUT_ERRORS as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+    except ForgeError as error:
+        logging.getLogger("forge.grpo").debug("the run ended with", exc_info=error)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(130)  # where it stopped was said
+    print(summary(result))
+    if result.is_stopped:
+        sys.exit(130)
+
+
+def summary(result: GRPOResult) -> str:
+    """How the run ended, in a few lines."""
+    lines = [f"Done after {result.step} steps: mean reward {result.reward:.3f}"]
+    first, last = result.first_evaluation, result.evaluation
+    if first is not None and last is not None:
+        lines.append(f"held-out: {first.solved:.1%} -> {last.solved:.1%} of {last.num_prompts} prompts solved")
+    if result.report is not None:
+        lines.append(f"report: {result.report}")
+    if result.export is not None:
+        lines.append(f"model: {result.export} (try: forge chat {result.export})")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Who plays in a run of reinforcement learning, and where: a configuration becomes running actors and services."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
+from forge.errors import ActorFailure, ConfigError, FanoutError, ServiceStopped
+from forge.generator.actor import Generator
+from forge.generator.engine import UpdateReport
+from forge.loops.colocated import SharedPolicy
+from forge.rollout.reward_actor import RewardActor
+from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
+from forge.service.handle import Service
+from forge.trainer.actor import ReferenceModel
+from forge.trainer.handles import MeshTrainer, PolicyTrainer, open_trainer
+from forge.types import Batch, Completion, Prompt, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge.losses import Loss
+
+_log = logging.getLogger("forge.grpo")
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Everyone in a run. `reference` is None where nothing holds the policy."""
+
+    trainer: PolicyTrainer
+    policy: PolicyHandle
+    rewards: RewardsHandle
+    reference: ReferenceHandle | None
+
+
+async def open_cast(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Cast:
+    """Start everyone. Called inside `async with forge.run(...)`, which ends them."""
+    rewards = await _start_rewards(config)
+    generator = GeneratorConfig.of(trainer_config.model, config.generator)
+    if config.placement == "shared":
+        trainer, policy = await _start_shared(config, trainer_config, loss=loss, generator=generator)
+    else:
+        trainer = await open_trainer(trainer_config, loss)  # type: ignore[assignment]
+        policy = await _start_generators(config, generator, trainer=trainer)
+    return Cast(trainer, policy, rewards, await _start_reference(config, trainer_config))
+
+
+# ---- The policy -----------------------------------------------------------------------------------------------------
+
+
+class PolicyHandle:
+    """The generators of a run, as one policy."""
+
+    def __init__(self, service: Service, *, takes_turns: bool = False) -> None:
+        self.service, self._takes_turns = service, takes_turns
+
+    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+        """`sampling.n` completions of a prompt, in order."""
+        if prompt.messages:
+            messages = [dict(message) for message in prompt.messages]
+            found = await self.service.generate.route(messages=messages, sampling=sampling)
+        else:
+            found = await self.service.generate.route(prompt.text, sampling=sampling)
+        completions: list[Completion] = found
+        return completions
+
+    async def go_on(self, completion: Completion, *, sampling: Sampling) -> Completion:
+        """The completion with more tokens."""
+        token_ids = completion.prompt_ids + completion.token_ids
+        (later,) = await self.service.generate.route(token_ids=token_ids, sampling=sampling)
+        return completion.continued(later)
+
+    async def take(self, version: int) -> list[UpdateReport]:
+        """Let every generator take a version.
+
+        One that dies meanwhile is not waited for: it is started again at the newest version. What else fails is raised:
+        a lost update must not pass for one that was made.
+        """
+        try:
+            reports = await self.service.update_weights.fanout(version)
+        except FanoutError as error:
+            failures = [outcome.error for outcome in error.outcomes if not outcome.ok]
+            if not all(isinstance(failure, ActorFailure | ServiceStopped) for failure in failures):
+                raise
+            _log.warning("%d generator(s) died during the update to version %d", len(failures), version)
+            reports = [outcome.value for outcome in error.outcomes if outcome.ok]
+        return [report for report in reports if report is not None]
+
+    async def rest(self) -> None:
+        """Give the device's memory to the trainer, where both use the same one."""
+        if self._takes_turns:
+            await self.service.sleep.fanout()
+
+    async def rise(self) -> None:
+        """Take it back."""
+        if self._takes_turns:
+            await self.service.wake.fanout()
+
+    async def stats(self) -> list[Any]:
+        """What each engine does and has done."""
+        outcomes = await self.service.stats.options(partial=True).fanout()
+        return [outcome.value for outcome in outcomes if outcome.ok and outcome.value is not None]
+
+
+class SharedHandle(PolicyHandle):
+    """The policy of placement `shared`: the trainer itself."""
+
+    async def take(self, version: int) -> list[UpdateReport]:
+        """`publish_weights` has done it."""
+        return [UpdateReport(version, "keep", 0.0, 0.0)]
+
+
+class RoutedTrainer(MeshTrainer):
+    """A trainer behind a service of one replica that is never replaced: its state would be lost."""
+
+    async def _first(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._actor, endpoint).route(*args, **kwargs)
+
+    async def close(self) -> None:
+        await self._first("close")
+        await self._actor.shutdown()
+
+
+async def _start_generators(config: GRPOConfig, generator: GeneratorConfig, *, trainer: PolicyTrainer) -> PolicyHandle:
+    section = config.generators
+    if section.tensor_parallel > 1 and generator.engine == "native":
+        raise ConfigError(
+            "the embedded engine runs in one process",
+            path="generators.tensor_parallel",
+            value=section.tensor_parallel,
+            rule="1, unless `engine: vllm`",
+            repair="set generator.engine=vllm, or generators.num_replicas instead",
+        )
+    takes_turns = config.placement == "turns"
+    gpus = (await trainer.state())["visible_gpus"] if takes_turns else None
+    env = {} if gpus is None else {GPU_VARIABLE: gpus}
+    service = await Generator.options(
+        procs=section.tensor_parallel,
+        num_replicas=section.num_replicas,
+        num_threads=section.num_threads,
+        with_gpus=wants_gpus(generator.with_gpus) and gpus is None,
+        env=env,
+        routing="least_loaded",
+        mesh_name="generator",
+    ).as_service(generator)
+    return PolicyHandle(service, takes_turns=takes_turns)
+
+
+async def _start_shared(
+    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
+) -> tuple[PolicyTrainer, PolicyHandle]:
+    distributed = trainer_config.distributed
+    if distributed.num_ranks > 1:
+        raise ConfigError(
+            "a policy that shares its weights with the embedded engine has one rank",
+            path="distributed",
+            value=distributed.num_ranks,
+            rule="one rank with placement `shared`",
+            repair="set placement: turns or apart, or all degrees to 1",
+        )
+    service = await SharedPolicy.options(
+        with_gpus=wants_gpus(distributed.with_gpus),
+        num_threads=distributed.num_threads,
+        max_restarts=0,
+        mesh_name="policy",
+    ).as_service(trainer_config, loss, generator)
+    return RoutedTrainer(service), SharedHandle(service)
+
+
+def wants_gpus(chosen: bool | None) -> bool:
+    """Whether GPUs are to be used: as said, or where there are any."""
+    return bool(visible_gpus(os.environ, count_gpus())) if chosen is None else chosen
+
+
+# ---- Rewards and reference ------------------------------------------------------------------------------------------
+
+
+class RewardsHandle:
+    """The service that scores completions."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        """One score for each completion. A reward that fails is told in it, not raised."""
+        scores: list[Score] = await self.service.score.route(prompt, list(completions))
+        return scores
+
+
+class ReferenceHandle:
+    """The service of reference models."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def logprobs(self, batch: Batch, *, temperature: float) -> list[Tensor]:
+        """One tensor [L] for each sample."""
+        found: list[Tensor] = await self.service.forward_logprobs.route(batch, temperature=temperature)
+        return found
+
+
+async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
+    section = config.rewards
+    kinds = {function.kind for function in section.functions}
+    judge = reward_model = None
+    if "judge" in kinds:
+        if section.judge is None:
+            raise _missing_model("judge")
+        judge = await Generator.options(
+            num_replicas=section.judge.num_replicas,
+            num_threads=section.judge.num_threads,
+            with_gpus=wants_gpus(section.judge.generator.with_gpus),
+            mesh_name="judge",
+        ).as_service(_judge_config(section.judge))
+    if "reward_model" in kinds:
+        if section.reward_model is None:
+            raise _missing_model("reward_model")
+        from forge.rollout.reward_model import RewardModel
+
+        reward_model = await RewardModel.options(
+            num_replicas=section.reward_model.num_replicas,
+            num_threads=section.reward_model.num_threads,
+            with_gpus=section.reward_model.with_gpus,
+            mesh_name="reward_model",
+        ).as_service(section.reward_model)
+    service = await RewardActor.options(
+        num_replicas=section.num_replicas, routing="least_loaded", mesh_name="rewards"
+    ).as_service(section, judge, reward_model)
+    return RewardsHandle(service)
+
+
+def _judge_config(judge: Any) -> GeneratorConfig:
+    """The judge's own weights: nothing that the trainer publishes reaches it."""
+    section = judge.generator.model_copy(update={"weights": "judge"})
+    return GeneratorConfig.of(ModelConfig(path=judge.path), section)
+
+
+def _missing_model(kind: str) -> ConfigError:
+    return ConfigError(
+        f"the reward `{kind}` asks a model, and none is configured",
+        path=f"rewards.{kind}",
+        value=None,
+        rule=f"needed by a reward of kind `{kind}`",
+        repair=f"set rewards.{kind}.path to the folder of a model",
+    )
+
+
+async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) -> ReferenceHandle | None:
+    if config.algorithm.kl.coefficient == 0:
+        return None
+    section = config.reference
+    model = trainer_config.model if section.path is None else ModelConfig(path=section.path)
+    updates: Mapping[str, Any] = {"model": model, "frozen": True, "checkpoint_dir": None}
+    service = await ReferenceModel.options(
+        num_replicas=section.num_replicas,
+        num_threads=section.num_threads,
+        with_gpus=wants_gpus(section.with_gpus),
+        routing="least_loaded",
+        mesh_name="reference",
+    ).as_service(trainer_config.model_copy(update=dict(updates)))
+    return ReferenceHandle(service)

@@ -1,0 +1,140 @@
+"""How good a policy is on prompts that it does not learn from."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forge.config import EvaluationConfig, Sampling
+from forge.errors import ConfigError
+from forge.observe import span
+from forge.rollout.rollouter import Policy, Rewards, group_seed
+from forge.types import Score
+
+if TYPE_CHECKING:
+    from forge.data.prompts import PromptBook
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        num_prompts: how many prompts were asked.
+        reward: the mean reward of all completions.
+        solved: the part of completions that are solved (avg@k).
+        pass_at: for k = 1, 2, 4 … up to the number of samples: how likely at least one of k is solved (pass@k).
+        length: tokens of a completion, on average.
+        num_failed: completions of which a reward failed.
+    """
+
+    num_prompts: int
+    reward: float
+    solved: float
+    pass_at: Mapping[int, float]
+    length: float
+    num_failed: int = 0
+
+    def values(self) -> dict[str, float]:
+        """The figures under the names that sinks and the report know."""
+        most = max(self.pass_at)
+        figures = {
+            "evaluation/reward": self.reward,
+            f"evaluation/avg@{most}": self.solved,
+            "evaluation/length": self.length,
+            "evaluation/num_prompts": float(self.num_prompts),
+        }
+        if self.num_failed:
+            figures["evaluation/num_failed"] = float(self.num_failed)
+        return figures | {f"evaluation/pass@{k}": value for k, value in self.pass_at.items()}
+
+
+class Evaluator:
+    """Asks the held-out prompts, always with the same seeds.
+
+    Args:
+        config: the section `evaluation`.
+        book: the held-out prompts.
+        policy, rewards: who answers and who scores.
+        sampling: how tokens are drawn in rollouts; only temperature, number and seed differ here.
+        at_once: how many prompts are under way at the same time.
+    """
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        *,
+        book: PromptBook,
+        policy: Policy,
+        rewards: Rewards,
+        sampling: Sampling,
+        at_once: int,
+    ) -> None:
+        self._config, self._book, self._policy, self._rewards = config, book, policy, rewards
+        self._sampling = sampling.model_copy(
+            update={"temperature": config.temperature, "n": 1 if config.temperature == 0 else config.num_samples}
+        )
+        self._slots = asyncio.Semaphore(at_once)
+
+    @property
+    def num_prompts(self) -> int:
+        return min(len(self._book), self._config.max_prompts or len(self._book))
+
+    async def run(self) -> Evaluation:
+        """Ask every prompt once, `num_samples` times."""
+        tasks: list[asyncio.Task[list[tuple[int, Score]]]] = []
+        with span("evaluation"):
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._ask(index)) for index in range(self.num_prompts)]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return self._summed([task.result() for task in tasks])
+
+    async def _ask(self, index: int) -> list[tuple[int, Score]]:
+        async with self._slots:
+            prompt = self._book.read(index)
+            sampling = self._sampling.model_copy(update={"seed": group_seed(0, index)})
+            completions = await self._policy.generate(prompt, sampling=sampling)
+            scores = await self._rewards.score(prompt, completions)
+        return [(len(completion), score) for completion, score in zip(completions, scores, strict=True)]
+
+    def _summed(self, asked: Sequence[list[tuple[int, Score]]]) -> Evaluation:
+        flat = [pair for answers in asked for pair in answers]
+        num_samples = len(asked[0])
+        solved = [sum(self._is_solved(score) for _, score in answers) for answers in asked]
+        ks = sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
+        return Evaluation(
+            num_prompts=len(asked),
+            reward=math.fsum(score.reward for _, score in flat) / len(flat),
+            solved=sum(solved) / len(flat),
+            pass_at={k: math.fsum(pass_at_k(num_samples, right, k) for right in solved) / len(solved) for k in ks},
+            length=sum(length for length, _ in flat) / len(flat),
+            num_failed=sum(bool(score.failures) for _, score in flat),
+        )
+
+    def _is_solved(self, score: Score) -> bool:
+        name = self._config.reward
+        return (score.reward if name is None else score.parts[name]) >= self._config.solved_at - 1e-9
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """How likely at least one of k samples is solved, if `num_solved` of `num_samples` are: unbiased (Chen 2021)."""
+    if num_samples - num_solved < k:
+        return 1.0
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def check_evaluation(config: EvaluationConfig, reward_names: Sequence[str]) -> None:
+    """Refuse to judge by a reward that is not computed."""
+    if config.reward is not None and config.reward not in reward_names:
+        raise ConfigError(
+            "the evaluation judges by a reward that there is not",
+            path="evaluation.reward",
+            value=config.reward,
+            rule=f"one of {', '.join(reward_names)}",
+            repair="name one of them, or null for the sum of all",
+        )

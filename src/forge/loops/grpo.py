@@ -1,0 +1,448 @@
+"""Reinforcement learning of a policy: GRPO and its family.
+
+    prompts ──number──▶ rollouter ──▶ generators ──Completion──▶ rewards | reference ──Group──▶ buffer
+                            ▲                                                                    │ batch
+        admits by staleness │                                                                    ▼
+                          buffer ◀──version served── generators ◀──version── store ◀──── trainer.train_step
+
+Two coroutines run side by side. `_feed` begins a rollout whenever the buffer admits one, and puts finished groups into
+it. `_train` takes a batch when one is ready, learns from it, and hands the new weights to the generators. Synchronous
+and asynchronous training are the same code: `rollout.staleness` alone says how far `_feed` may run ahead.
+
+A checkpoint holds the weights, the optimizer, and which groups are pending. The ledger says what became of all others.
+So a run that is killed anywhere goes on with every group learned from once, or back in the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forge.config import GRPOConfig, save
+from forge.errors import (
+    ActorFailure,
+    CallTimeout,
+    CheckpointError,
+    EngineDead,
+    NonFiniteError,
+    PromptError,
+    RewardError,
+)
+from forge.loops.casting import Cast, open_cast
+from forge.loops.evaluation import Evaluation, Evaluator
+from forge.loops.figures import StepClock, StepFigures
+from forge.loops.planning import Plan, checkpoint_dir, plan_run, run_dir
+from forge.loops.recording import Records
+from forge.loops.stopping import Stop, stopped_by_hand
+from forge.observe import span
+from forge.rollout.advantage import advantages
+from forge.rollout.buffer import ReplayBuffer, TakenBatch
+from forge.rollout.ledger import LedgerLine
+from forge.rollout.rollouter import Rollouter
+from forge.rollout.samples import completion_logprobs, make_batch, with_field
+from forge.runtime.lifetime import run
+from forge.types import Batch, Group, StepResult
+
+_log = logging.getLogger("forge.grpo")
+
+
+@dataclass(frozen=True, slots=True)
+class GRPOResult:
+    """How a run ended.
+
+    Attributes:
+        step: steps taken, those before a resume included.
+        reward: the mean reward of the last batch; NaN if there was none.
+        first_evaluation, evaluation: the first and the last one of this run, if there was any.
+        is_stopped: whether it was stopped by hand before its end.
+        export: the Hugging Face folder, if one was written.
+        report: the report's page, if one was made.
+    """
+
+    step: int
+    reward: float
+    first_evaluation: Evaluation | None
+    evaluation: Evaluation | None
+    is_stopped: bool
+    export: Path | None
+    report: Path | None
+
+
+async def run_grpo(config: GRPOConfig) -> GRPOResult:
+    """Train a policy as a configuration says. Everything that it starts is gone when it returns or raises."""
+    plan = plan_run(config)
+    async with run(config.launcher), stopped_by_hand(save_hint="this step is finished and saved") as stop:
+        cast = await open_cast(config, plan.trainer, loss=plan.loss)
+        loop = GRPOLoop(plan, cast, stop=stop)
+        try:
+            return await loop.run()
+        except asyncio.CancelledError:
+            loop.say_where_it_stopped()
+            raise
+        except (ActorFailure, EngineDead):
+            loop.say_where_it_stopped()
+            raise
+        finally:
+            loop.close()
+
+
+class GRPOLoop:
+    """One run, from its first group or from where a checkpoint left it.
+
+    Args:
+        plan: what is to be done.
+        cast: who does it.
+        stop: says when the run is asked to end.
+    """
+
+    def __init__(self, plan: Plan, cast: Cast, *, stop: Stop | None = None) -> None:
+        self._plan, self._config, self._cast = plan, plan.config, cast
+        self._stop = stop or Stop()
+        self._buffer = ReplayBuffer(plan.rollout, num_groups=plan.num_groups)
+        self._rollouter = Rollouter(
+            plan.prompts,
+            policy=cast.policy,
+            rewards=cast.rewards,
+            reference=cast.reference,
+            sampling=plan.sampling,
+            algorithm=self._config.algorithm,
+            seed=self._config.run.seed,
+        )
+        self._evaluator = self._make_evaluator()
+        self._records: Records | None = None
+        self._figures = StepFigures(self._rollouter, self._buffer)
+        self._clock = StepClock()
+        self._step = 0
+        self._reward = math.nan
+        self._evaluations: list[Evaluation] = []
+        self._evaluated_step: int | None = None
+        self._saved_step: int | None = None
+        self._syncing: asyncio.Task[None] | None = None
+        self._tries: Counter[int] = Counter()
+
+    # ---- The whole ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> GRPOResult:
+        """Go on until the last step, the goal of the evaluation, or a request to stop."""
+        await self._begin()
+        feeding = self._watched(self._feed(), "rollouts")
+        try:
+            await self._train()
+        finally:
+            others = {feeding} if self._syncing is None else {feeding, self._syncing}
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others)
+        if not feeding.cancelled() and feeding.exception() is not None:
+            await self._save()
+            feeding.result()  # raises what ended it
+        return await self._finish()
+
+    def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task beside training. If it fails, the step under way is finished and saved, and the run ends."""
+
+        def look(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                _log.error("%s failed; the run saves its state and ends", name)
+                self._stop.ask()
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(look)
+        return task
+
+    async def _begin(self) -> None:
+        """Take up an earlier run if there is one, open the records, and give the generators their first weights."""
+        extra = await self._cast.trainer.load(self._config.checkpointing.resume)
+        resume_step = None if extra is None else int(extra["step"])
+        save(self._config, run_dir(self._config))
+        self._records = Records(self._plan, resume_step=resume_step)
+        if extra is not None:
+            self._take_up(extra)
+        await self._sync()
+        if self._config.evaluation.at_start and self._evaluated_step != self._step:
+            await self._evaluate()
+
+    def _take_up(self, extra: dict[str, Any]) -> None:
+        assert self._records is not None
+        if extra["prompts"] != self._plan.prompts_digest:
+            raise CheckpointError(
+                "the prompts are not those of the run that is to go on",
+                path="prompts.sources",
+                value=self._plan.prompts_digest,
+                rule=f"the digest {extra['prompts']}, as when the checkpoint was made",
+                repair="give the same sources and seed, or start anew under another run.name",
+            )
+        self._step = self._saved_step = int(extra["step"])
+        self._evaluated_step = extra["evaluated_step"]
+        self._buffer.load(extra["buffer"], settled=self._records.ledger.settled)
+        _log.info("going on after step %d; %d groups are back in the queue", self._step, len(self._buffer.pending))
+
+    # ---- Rollouts: numbers -> groups in the buffer; waits for the buffer's admission -----------------------------
+
+    async def _feed(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while (number := await self._buffer.admit()) is not None:
+                    tasks.create_task(self._roll_out(number), name=f"rollout {number}")
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _roll_out(self, number: int) -> None:
+        try:
+            group = await self._rollouter.roll_out(number)
+        except PromptError as error:
+            _log.warning("group %d is left out: %s", number, error)
+            self._buffer.give_up(number, "refused")
+            return
+        except (ActorFailure, EngineDead, CallTimeout) as error:
+            self._tries[number] += 1
+            if self._tries[number] > self._plan.rollout.max_task_retries:
+                raise
+            _log.warning("group %d goes back to the queue: %s", number, error.message)
+            self._buffer.put_back(number)
+            return
+        failed = [episode for episode in group.episodes if episode.score.failures]
+        self._figures.count_failures(failed)
+        if failed and self._config.rewards.on_error != "zero":
+            self._deal_with_failure(group)
+        else:
+            self._buffer.put(group)
+
+    def _deal_with_failure(self, group: Group) -> None:
+        failures = next(episode.score.failures for episode in group.episodes if episode.score.failures)
+        name, why = next(iter(failures.items()))
+        if self._config.rewards.on_error == "stop":
+            raise RewardError(
+                f"the reward {name!r} failed on group {group.number} ({group.prompt.id}): {why}",
+                path="rewards.on_error",
+                value="stop",
+                rule="with `stop` a reward that fails ends the run",
+                repair="correct the reward, or set rewards.on_error to zero or skip",
+            )
+        _log.warning("group %d is skipped: the reward %r failed: %s", group.number, name, why)
+        self._buffer.give_up(group.number, "failed")
+
+    # ---- Training: batches -> weights; waits for the buffer's batch ------------------------------------------------
+
+    async def _train(self) -> None:
+        limit = self._config.training.max_steps
+        while not self._stop.is_asked and (limit is None or self._step < limit) and not self._reached_goal():
+            self._clock.restart()
+            taken = await self._next_batch()
+            if taken is None:
+                break
+            groups, result = await self._learn(taken)
+            self._buffer.settle()
+            self._step += 1
+            await self._hand_over()
+            with self._clock.part("other"):
+                await self._write(taken, groups, result)
+            if _is_due(self._step, self._config.evaluation.interval):
+                await self._evaluate()
+            if _is_due(self._step, self._config.checkpointing.save_interval):
+                await self._save()
+        await self._settle_sync()
+
+    async def _next_batch(self) -> TakenBatch | None:
+        """The next batch; None at the end, or when the run is asked to stop. Says what it waits for when it is long."""
+        generating_before = self._rollouter.generating_s
+        with self._clock.part("waiting"), span("wait for batch", step=self._step):
+            taken = await self._stop.unless(self._waited_for())
+        self._clock.move("waiting", "generating", self._rollouter.generating_s - generating_before)
+        return taken
+
+    async def _waited_for(self) -> TakenBatch | None:
+        taking = asyncio.ensure_future(self._buffer.take())
+        try:
+            while not taking.done():
+                await asyncio.wait({taking}, timeout=self._plan.rollout.report_wait_s)
+                if not taking.done():
+                    _log.warning("step %d waits: %s", self._step + 1, self._what_is_missing())
+            return taking.result()
+        finally:
+            taking.cancel()
+
+    def _what_is_missing(self) -> str:
+        stages = self._rollouter.stages()
+        shown = [f"group {number} {name} for {seconds:.0f} s" for number, (name, seconds) in stages.items()]
+        under_way = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+        ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
+        return f"{ready}; under way: {under_way or 'none'}"
+
+    async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult]:
+        with self._clock.part("training"), span("train", step=self._step):
+            groups = self._with_advantages(taken.groups)
+            batch = make_batch(
+                groups,
+                mask_truncated=self._plan.rollout.mask_truncated,
+                with_reference="ref_logprobs" in self._plan.loss.fields,
+            )
+            await self._cast.policy.rest()
+            if "proximal_logprobs" in self._plan.loss.fields:
+                temperature = self._plan.temperature
+                before = await self._cast.trainer.forward_logprobs(batch, temperature=temperature)
+                batch = with_field(batch, "proximal_logprobs", before)
+            result = await self._steps_on(batch)
+            await self._cast.policy.rise()
+        self._reward = self._figures.mean_reward(groups)
+        return groups, result
+
+    async def _steps_on(self, batch: Batch) -> StepResult:
+        """The optimizer's steps on one batch. What the first one saw is what is reported."""
+        wants_logprobs = self._config.record.rollouts != "none" and self._config.record.trainer_logprobs
+        results: list[StepResult] = []
+        for iteration in range(self._plan.rollout.iterations):
+            keep = wants_logprobs and iteration == 0
+            try:
+                results.append(await self._cast.trainer.train_step(batch, keep_logprobs=keep))
+            except NonFiniteError:
+                if not results:
+                    _log.error("the run stops; its state before this step is in %s", checkpoint_dir(self._config))
+                    await self._save()
+                raise
+        seconds = sum(result.seconds for result in results)
+        return replace(results[0], seconds=seconds, learning_rate=results[-1].learning_rate)
+
+    def _with_advantages(self, groups: Sequence[Group]) -> list[Group]:
+        found = advantages([group.rewards for group in groups], self._config.algorithm.advantage)
+        return [
+            replace(
+                group,
+                episodes=tuple(
+                    replace(episode, advantage=value) for episode, value in zip(group.episodes, values, strict=True)
+                ),
+            )
+            for group, values in zip(groups, found, strict=True)
+        ]
+
+    # ---- Weights: trainer -> store -> generators ------------------------------------------------------------------
+
+    async def _hand_over(self) -> None:
+        """Give the new weights to the generators: at once when training is synchronous, else beside the next step."""
+        await self._settle_sync()
+        if self._plan.rollout.staleness == 0:
+            await self._sync()
+            return
+        with self._clock.part("syncing"):
+            await self._cast.trainer.publish_weights(self._step, name=self._config.generator.weights)
+        self._syncing = self._watched(self._serve(self._step), f"the update to version {self._step}")
+
+    async def _sync(self) -> None:
+        with self._clock.part("syncing"):
+            await self._cast.trainer.publish_weights(self._step, name=self._config.generator.weights)
+            await self._serve(self._step)
+
+    async def _serve(self, version: int) -> None:
+        with span("update generators", version=version):
+            reports = await self._cast.policy.take(version)
+        self._figures.note_sync(reports)
+        self._buffer.serve(version)
+
+    async def _settle_sync(self) -> None:
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            with self._clock.part("syncing"):
+                await syncing
+
+    # ---- Records, evaluation, checkpoints, and the end ------------------------------------------------------------
+
+    async def _write(self, taken: TakenBatch, groups: Sequence[Group], result: StepResult) -> None:
+        """Everything of a step is written before the checkpoint that stands on it."""
+        assert self._records is not None
+        logprobs = None if result.logprobs is None else completion_logprobs(groups, result.logprobs)
+        lines = [LedgerLine(self._step, group.number, group.epoch, group.prompt.id, "trained") for group in groups]
+        for number, outcome in taken.given_up:
+            epoch, prompt = self._plan.prompts.at(number)
+            lines.append(LedgerLine(self._step, number, epoch, prompt.id, outcome))
+        self._records.ledger.write(lines)
+        self._records.rollouts(self._step, groups, logprobs)
+        values = self._figures.of_step(taken, groups, result, clock=self._clock)
+        await self._records.figures(self._step, values)
+
+    def _make_evaluator(self) -> Evaluator | None:
+        if self._plan.heldout is None:
+            return None
+        return Evaluator(
+            self._config.evaluation,
+            book=self._plan.heldout,
+            policy=self._cast.policy,
+            rewards=self._cast.rewards,
+            sampling=self._plan.sampling,
+            at_once=self._plan.prompts_at_once,
+        )
+
+    async def _evaluate(self) -> None:
+        if self._evaluator is None or self._evaluated_step == self._step:
+            return
+        assert self._records is not None
+        await self._settle_sync()
+        found = await self._stop.unless(self._evaluator.run())
+        if found is None:
+            return
+        self._evaluations.append(found)
+        self._evaluated_step = self._step
+        await self._records.figures(self._step, found.values())
+
+    def _reached_goal(self) -> bool:
+        goal = self._config.evaluation.stop_at
+        is_fresh = self._evaluated_step == self._step and self._evaluations
+        return goal is not None and bool(is_fresh) and self._evaluations[-1].solved >= goal
+
+    async def _save(self) -> None:
+        if self._saved_step == self._step:
+            return
+        fresh = self._evaluations[-1] if self._evaluated_step == self._step and self._evaluations else None
+        extra = {
+            "step": self._step,
+            "buffer": self._buffer.state(),
+            "prompts": self._plan.prompts_digest,
+            "evaluated_step": self._evaluated_step,
+        }
+        with span("save", step=self._step):
+            await self._cast.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)
+        self._saved_step = self._step
+
+    async def _finish(self) -> GRPOResult:
+        assert self._records is not None
+        if self._config.evaluation.at_end and not self._stop.is_asked:
+            await self._evaluate()
+        await self._save()
+        export = None
+        if self._config.checkpointing.export_hf and not self._stop.is_asked:
+            export = checkpoint_dir(self._config) / "hf"
+            await self._cast.trainer.export_hf(export, overwrite=True)
+        await self._cast.trainer.close()
+        if self._stop.is_asked:
+            self.say_where_it_stopped()
+        return GRPOResult(
+            step=self._step,
+            reward=self._reward,
+            first_evaluation=self._evaluations[0] if self._evaluations else None,
+            evaluation=self._evaluations[-1] if self._evaluations else None,
+            is_stopped=self._stop.is_asked,
+            export=export,
+            report=self._records.report(),
+        )
+
+    def say_where_it_stopped(self) -> None:
+        """For whoever has to go on from here."""
+        if self._saved_step is None:
+            kept = "there is no checkpoint yet"
+        else:
+            kept = f"--resume goes on after step {self._saved_step}"
+        _log.warning("stopped after step %d; %s", self._step, kept)
+
+    def close(self) -> None:
+        """Close the records."""
+        if self._records is not None:
+            self._records.close()
+
+
+def _is_due(step: int, interval: int | None) -> bool:
+    return interval is not None and step > 0 and step % interval == 0

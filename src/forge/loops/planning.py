@@ -1,0 +1,221 @@
+"""What a run of reinforcement learning will do, worked out and checked before anything is started."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
+from forge.data.prompts import PromptBook, PromptOrder, open_prompts
+from forge.errors import ConfigError, LaunchError
+from forge.loops.evaluation import check_evaluation
+from forge.models.locate import ResolvedModel, resolve
+from forge.models.tokenizer import ChatTokenizer
+from forge.rewards import check as check_rewards
+from forge.trainer.checkpoint_folder import find_checkpoint
+from forge.trainer.handles import is_rank, planned_ranks
+from forge.trainer.layout import check_layout
+
+if TYPE_CHECKING:
+    from forge.losses import Loss
+
+_log = logging.getLogger("forge.grpo")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run, decided.
+
+    Attributes:
+        config: what the user asked for, with what was left open filled in.
+        trainer: what the trainer is made from.
+        loss: what is minimised.
+        tokenizer: the policy's.
+        prompts: what is asked, by group number; `heldout` what it is judged on, if anything.
+        prompts_digest: tells whether a later run has the same prompts.
+        sampling: how a group's tokens are drawn.
+        rollout: the section `rollout`, with max_in_flight decided.
+        num_groups: how many groups there are in all; None for as many as the steps need.
+        num_steps: how many steps there will be.
+        prompts_at_once: how many prompts an evaluation asks at the same time.
+    """
+
+    config: GRPOConfig
+    trainer: TrainerConfig
+    loss: Loss
+    tokenizer: ChatTokenizer
+    prompts: PromptOrder
+    heldout: PromptBook | None
+    prompts_digest: str
+    sampling: Sampling
+    rollout: RolloutConfig
+    num_groups: int | None
+    num_steps: int
+    prompts_at_once: int
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by, in rollouts and in training."""
+        return self.sampling.temperature
+
+
+def run_dir(config: GRPOConfig) -> Path:
+    """Where a run writes everything but its checkpoints."""
+    return config.run.output_dir / config.run.name
+
+
+def checkpoint_dir(config: GRPOConfig) -> Path:
+    """Where a run's checkpoints are, and in `hf` beside them the model that it made."""
+    return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
+
+
+def plan_run(config: GRPOConfig) -> Plan:
+    """Work out a run, and refuse whatever would fail later: it takes seconds, and nothing is left behind."""
+    from forge.losses import make_loss
+
+    if is_rank():
+        raise LaunchError(
+            "reinforcement learning has one controller, which starts all others",
+            path="--nproc_per_node",
+            rule="the program is started once",
+            repair="leave --nproc_per_node out; `distributed` says how many ranks the trainer has",
+        )
+    model = resolve(config.model)
+    config = _completed(config, model.facts)
+    check_rewards(config.rewards)
+    if not config.rewards.functions:
+        raise _needed("rewards.functions", "at least one reward", "such as [{kind: number}]")
+    check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
+    check_layout(config.distributed, model.facts, config.training, num_ranks=planned_ranks(config.distributed))
+    find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
+    tokenizer = _tokenizer(model, config)
+    if not config.prompts.sources:
+        raise _needed("prompts.sources", "at least one source", "such as [{task: arithmetic}]")
+    books = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
+    order = PromptOrder(books.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
+    num_groups, num_steps = _lengths(config, len(books.train))
+    sampling = config.generator.sampling.model_copy(update={"n": config.rollout.group_size})
+    return Plan(
+        config=config,
+        trainer=_trainer_config(config, model, num_steps=num_steps * config.rollout.iterations),
+        loss=make_loss(
+            config.algorithm,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            iterations=config.rollout.iterations,
+        ),
+        tokenizer=tokenizer,
+        prompts=order,
+        heldout=books.heldout,
+        prompts_digest=books.train.digest,
+        sampling=sampling,
+        rollout=_rollout(config),
+        num_groups=num_groups,
+        num_steps=num_steps,
+        prompts_at_once=max(1, _capacity(config) // max(1, config.evaluation.num_samples)),
+    )
+
+
+def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
+    """Fill in what depends on other keys: no completion may be longer than a trainer takes."""
+    training, generator = config.training, config.generator
+    if generator.sampling.temperature == 0:
+        raise ConfigError(
+            "rollouts without chance cannot differ from each other",
+            path="generator.sampling.temperature",
+            value=0.0,
+            rule="more than 0 in reinforcement learning",
+            repair="set 1.0; evaluation.temperature is another key",
+        )
+    longest = training.max_seq_len
+    if facts.max_seq_len is not None:
+        longest = min(longest, facts.max_seq_len)
+    if generator.max_seq_len is not None and generator.max_seq_len > longest:
+        raise ConfigError(
+            "generators could make sequences that are too long to learn from",
+            path="generator.max_seq_len",
+            value=generator.max_seq_len,
+            rule=f"at most training.max_seq_len and the model's, which is {longest}",
+            repair="lower it, or raise training.max_seq_len",
+        )
+    chosen = generator.max_seq_len or longest
+    most = generator.sampling.max_tokens
+    if most is None:
+        sampling = generator.sampling.model_copy(update={"max_tokens": max(1, chosen // 2)})
+    elif most >= chosen:
+        raise ConfigError(
+            "there is no room for a prompt before the longest completion",
+            path="generator.sampling.max_tokens",
+            value=most,
+            rule=f"less than the longest sequence, which is {chosen}",
+            repair="lower it, or raise training.max_seq_len",
+        )
+    else:
+        sampling = generator.sampling
+    if sampling.is_truncated:
+        _log.warning(
+            "top_p, top_k, min_p or penalties shape what is sampled; the policy that learns is the one without them"
+        )
+    filled = generator.model_copy(update={"max_seq_len": chosen, "sampling": sampling})
+    return config.model_copy(update={"generator": filled})
+
+
+def _tokenizer(model: ResolvedModel, config: GRPOConfig) -> ChatTokenizer:
+    if model.folder is None:
+        raise ConfigError(
+            "reinforcement learning needs a model with its tokenizer",
+            path="model.path",
+            value=None,
+            rule="a folder with Hugging Face files, or the preset `tiny`",
+            repair=f"run `forge download {model.facts.hf_repo or 'OWNER/NAME'} --output-dir DIR`, set model.path=DIR",
+        )
+    template = config.generator.chat_template
+    return ChatTokenizer.load(model.folder, chat_template=Path(template) if template else None)
+
+
+def _lengths(config: GRPOConfig, num_prompts: int) -> tuple[int | None, int]:
+    """How many groups and steps there are. With max_steps, prompts are gone through as often as needed."""
+    most = config.training.max_steps
+    if most is not None:
+        return None, most
+    num_groups = num_prompts * config.training.num_epochs
+    return num_groups, -(-num_groups // config.rollout.batch_groups)
+
+
+def _capacity(config: GRPOConfig) -> int:
+    """Completions that the generators take at once, the queue included."""
+    return config.generators.num_replicas * (config.generator.max_batch + config.generator.max_queue)
+
+
+def _rollout(config: GRPOConfig) -> RolloutConfig:
+    """With as many groups in flight as the generators have room for."""
+    section = config.rollout
+    room = _capacity(config) // config.generators.num_replicas // section.group_size
+    if room < 1:
+        raise ConfigError(
+            "a group has more completions than a generator takes",
+            path="rollout.group_size",
+            value=section.group_size,
+            rule=f"at most generator.max_batch + generator.max_queue, which is {_capacity(config)}",
+            repair="raise generator.max_queue, or lower it",
+        )
+    most = room * config.generators.num_replicas
+    return section.model_copy(update={"max_in_flight": min(section.max_in_flight or most, most)})
+
+
+def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int) -> TrainerConfig:
+    return TrainerConfig(
+        model=model.facts,
+        training=config.training,
+        distributed=config.distributed,
+        checkpoint_dir=checkpoint_dir(config),
+        checkpointing=config.checkpointing,
+        seed=config.run.seed,
+        total_steps=num_steps,
+    )
+
+
+def _needed(path: str, rule: str, repair: str) -> ConfigError:
+    return ConfigError("the configuration lacks something", path=path, value=None, rule=rule, repair=repair)

@@ -1,0 +1,70 @@
+"""What a run writes down: figures, rollouts, the ledger, the trace, and at the end the report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from forge.loops.planning import Plan, run_dir
+from forge.observe import make_sinks
+from forge.observe.sink import Value
+from forge.observe.trace_file import TraceFile
+from forge.rollout.ledger import Ledger
+from forge.rollout.record import RolloutRecorder
+from forge.runtime.collect import collect
+from forge.types import Group
+
+_log = logging.getLogger("forge.grpo")
+
+
+class Records:
+    """The files of one run. What an earlier run wrote after `resume_step` is moved aside."""
+
+    def __init__(self, plan: Plan, *, resume_step: int | None) -> None:
+        self._plan, self._folder = plan, run_dir(plan.config)
+        config = plan.config
+        self.ledger = Ledger(self._folder / "ledger.jsonl", resume_step=resume_step)
+        self._rollouts = RolloutRecorder(
+            self._folder / "rollouts",
+            decode=plan.tokenizer.decode,
+            config=config.record,
+            resume_step=resume_step,
+        )
+        self._trace = TraceFile(self._folder / "trace.json", resume_step=resume_step) if config.record.trace else None
+        self._log = make_sinks(
+            config.metrics,
+            folder=self._folder,
+            run_name=config.run.name,
+            resume_step=resume_step,
+            total_steps=plan.num_steps,
+        )
+
+    def rollouts(
+        self, step: int, groups: Sequence[Group], trainer_logprobs: Mapping[tuple[int, int], Sequence[float]] | None
+    ) -> None:
+        """Write the episodes of a step."""
+        self._rollouts.write(step, groups, trainer_logprobs)
+
+    async def figures(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write the figures of a step, with whatever any process recorded since the last."""
+        observed = await collect()
+        self._log.write(step, {**values, **observed.metrics})
+        if self._trace is not None:
+            self._trace.write(observed.spans)
+
+    def report(self) -> Path | None:
+        """Make the page that shows the run."""
+        if not self._plan.config.record.report:
+            return None
+        from forge.observe.report import write_report
+
+        self._log.close()
+        return write_report(self._folder)
+
+    def close(self) -> None:
+        """Close every file."""
+        self._log.close()
+        self.ledger.close()
+        if self._trace is not None:
+            self._trace.close()

@@ -1,0 +1,123 @@
+"""The ledger: what became of every group of a run, one line each, written before the checkpoint that stands on it.
+
+    {"step": 3, "group": 17, "epoch": 0, "prompt": "arithmetic:0:5", "outcome": "trained"}
+
+`step` is the step that learned from the group, or the one that was being prepared when it was given up. A run that goes
+on from step c moves the lines of later steps aside, since what they taught is lost: those groups come again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from forge.errors import CheckpointError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerLine:
+    """What became of one group. `outcome` is `trained`, or why it was given up."""
+
+    step: int
+    group: int
+    epoch: int
+    prompt: str
+    outcome: str
+
+
+class Ledger:
+    """Appends lines to RUN_DIR/ledger.jsonl; those of one step in a single write."""
+
+    def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _keep_up_to(self.path, -1 if resume_step is None else resume_step) if self.path.exists() else []
+        self.settled = frozenset(line.group for line in kept)
+        """The groups that were settled before this run began."""
+        twice = [group for group, count in Counter(line.group for line in kept).items() if count > 1]
+        if twice:
+            raise CheckpointError(
+                "the ledger holds groups twice",
+                path=str(self.path),
+                value=twice[:8],
+                rule="a group is settled once",
+                repair="the file was changed by hand, or two runs wrote to one folder; start in another folder",
+            )
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def write(self, lines: Iterable[LedgerLine]) -> None:
+        text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines)
+        if not text:
+            return
+        data = text.encode()
+        start = os.fstat(self._file.fileno()).st_size
+        if self._file.write(data) != len(data):
+            os.ftruncate(self._file.fileno(), start)
+            raise OSError(f"the ledger {self.path} could not be written whole: is the disk full?")
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_ledger(path: str | os.PathLike[str]) -> Iterator[LedgerLine]:
+    """The lines in order. A last line that was cut off by a kill is left out."""
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            fields = _decode(raw)
+            if fields is not None:
+                yield LedgerLine(**fields)
+            elif raw.endswith(b"\n"):
+                raise DataError(
+                    "a line of a ledger cannot be read",
+                    path=f"{path}:{number}",
+                    value=raw[:200],
+                    rule="each line is a JSON object with step, group, epoch, prompt and outcome",
+                    repair="the file was changed by hand: put the line right, or start in another folder",
+                )
+
+
+def check_ledger(lines: Iterable[LedgerLine], *, pending: Iterable[int], next_number: int) -> None:
+    """Raise unless every group below `next_number` is settled exactly once or pending, none lost and none twice."""
+    settled = Counter(line.group for line in lines)
+    waiting = set(pending)
+    twice = sorted([group for group, count in settled.items() if count > 1] + [g for g in settled if g in waiting])
+    lost = [number for number in range(next_number) if number not in settled and number not in waiting]
+    if twice or lost:
+        raise CheckpointError(
+            "the ledger does not add up",
+            path="ledger.jsonl",
+            value=f"twice: {twice[:8]}, lost: {lost[:8]}",
+            rule="every group is settled once or pending",
+            repair="resume from an earlier checkpoint",
+        )
+
+
+def _decode(raw: bytes) -> Mapping[str, Any] | None:
+    try:
+        fields = json.loads(raw)
+    except ValueError:
+        return None
+    return fields if isinstance(fields, dict) and set(fields) == set(LedgerLine.__slots__) else None
+
+
+def _keep_up_to(path: Path, last_step: int) -> list[LedgerLine]:
+    """Leave the lines up to a step and put later ones into `ledger.discarded.jsonl`. Replaced at one stroke."""
+    lines = list(read_ledger(path))
+    kept = [line for line in lines if line.step <= last_step]
+    later = [line for line in lines if line.step > last_step]
+    part = path.with_name(f"{path.name}.part")
+    with open(part, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    if later:
+        with open(path.with_name(f"{path.stem}.discarded{path.suffix}"), "a", encoding="utf-8") as aside:
+            aside.writelines(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in later)
+    os.replace(part, path)
+    return kept

@@ -1,0 +1,197 @@
+"""Rollouts: from a number to a finished group. One coroutine per group; any number of them run at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from forge.config import AlgorithmConfig, Sampling
+from forge.observe import span
+from forge.rollout.advantage import completion_kl
+from forge.rollout.samples import sampler_logprobs, sequence
+from forge.types import Batch, Completion, Episode, Group, Prompt, Score
+
+
+class Policy(Protocol):
+    """What a rollout needs of the generators."""
+
+    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+        """`sampling.n` completions of a prompt, in order."""
+        ...
+
+    async def go_on(self, completion: Completion, *, sampling: Sampling) -> Completion:
+        """The completion with more tokens, after an update cut it short."""
+        ...
+
+
+class Rewards(Protocol):
+    """What a rollout needs of the service that scores."""
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]: ...
+
+
+class Reference(Protocol):
+    """What a rollout needs of the reference model."""
+
+    async def logprobs(self, batch: Batch, *, temperature: float) -> list[Any]:
+        """One float tensor [L] for each sample."""
+        ...
+
+
+class Prompts(Protocol):
+    """The prompts in their order."""
+
+    def at(self, number: int) -> tuple[int, Prompt]:
+        """The epoch and the prompt of a group."""
+        ...
+
+
+@dataclass(slots=True)
+class _Stage:
+    name: str
+    since: float
+
+
+class Rollouter:
+    """Rolls groups out, and knows what each of them waits for.
+
+    Args:
+        prompts: what to ask, by number.
+        policy, rewards, reference: who answers, who scores, and who the policy is held to, if anyone.
+        sampling: how tokens are drawn; `n` is the size of a group.
+        algorithm: says whether the divergence from the reference is taken from rewards.
+        seed: the run's. A group's tokens depend on it, on the group's number and on the weights, and on nothing else.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        *,
+        policy: Policy,
+        rewards: Rewards,
+        reference: Reference | None,
+        sampling: Sampling,
+        algorithm: AlgorithmConfig,
+        seed: int,
+    ) -> None:
+        self._prompts, self._policy, self._rewards, self._reference = prompts, policy, rewards, reference
+        self._sampling, self._algorithm, self._seed = sampling, algorithm, seed
+        self._stages: dict[int, _Stage] = {}
+        self._generating_s = 0.0
+        self._num_generating = 0
+        self._since = 0.0
+
+    async def roll_out(self, number: int) -> Group:
+        """Generate, score and compare with the reference. Scores and reference are asked at the same time."""
+        epoch, prompt = self._prompts.at(number)
+        try:
+            with span("rollout", group=number):
+                self._enter(number, "generating")
+                completions = await self._generate(number, prompt)
+                self._enter(number, "scoring")
+                scores, references = await _both(
+                    self._rewards.score(prompt, completions), self._references(number, prompt, completions)
+                )
+        finally:
+            self._stages.pop(number, None)
+        episodes = [
+            Episode(prompt, completion, score, ref_logprobs=reference)
+            for completion, score, reference in zip(completions, scores, references, strict=True)
+        ]
+        return Group(number, epoch, tuple(self._punished(episode) for episode in episodes))
+
+    async def _generate(self, number: int, prompt: Prompt) -> list[Completion]:
+        sampling = self._sampling.model_copy(update={"seed": group_seed(self._seed, number)})
+        with self._counted():
+            completions = await self._policy.generate(prompt, sampling=sampling)
+            return list(await asyncio.gather(*(self._whole(each, sampling) for each in completions)))
+
+    async def _whole(self, completion: Completion, sampling: Sampling) -> Completion:
+        """Go on with a completion that an update of the weights cut short, until it ends by itself."""
+        while completion.finish_reason == "abort":
+            left = None if sampling.max_tokens is None else sampling.max_tokens - len(completion)
+            if left is not None and left <= 0:
+                return replace(completion, finish_reason="length")
+            seed = group_seed(sampling.seed or 0, completion.index * 1_000_003 + len(completion))
+            wish = {"n": 1, "seed": seed, "max_tokens": left, "min_tokens": 0}
+            completion = await self._policy.go_on(completion, sampling=sampling.model_copy(update=wish))
+        return completion
+
+    async def _references(
+        self, number: int, prompt: Prompt, completions: Sequence[Completion]
+    ) -> list[tuple[float, ...] | None]:
+        if self._reference is None:
+            return [None] * len(completions)
+        samples = [sequence(Episode(prompt, each, Score(0.0)), number=number) for each in completions]
+        temperature = self._sampling.temperature or 1.0
+        logprobs = await self._reference.logprobs(Batch.of(samples), temperature=temperature)
+        pairs = zip(completions, logprobs, strict=True)
+        return [tuple(found[len(completion.prompt_ids) :].tolist()) for completion, found in pairs]
+
+    def _punished(self, episode: Episode) -> Episode:
+        """With the divergence taken from the reward, where the algorithm says so."""
+        kl = self._algorithm.kl
+        if kl.place != "reward" or episode.ref_logprobs is None:
+            return episode
+        divergence = completion_kl(sampler_logprobs(episode.completion), episode.ref_logprobs, kl.estimator)
+        score = episode.score
+        parts = {**score.parts, "kl": -divergence}
+        return replace(episode, score=replace(score, reward=score.reward - kl.coefficient * divergence, parts=parts))
+
+    # ---- What is being done ---------------------------------------------------------------------------------------
+
+    def _enter(self, number: int, stage: str) -> None:
+        self._stages[number] = _Stage(stage, time.monotonic())
+
+    def stages(self) -> dict[int, tuple[str, float]]:
+        """What every group in flight waits for, and for how many seconds."""
+        now = time.monotonic()
+        return {number: (stage.name, now - stage.since) for number, stage in sorted(self._stages.items())}
+
+    @property
+    def generating_s(self) -> float:
+        """Seconds so far in which at least one group was being generated."""
+        running = time.monotonic() - self._since if self._num_generating else 0.0
+        return self._generating_s + running
+
+    def _counted(self) -> _Counted:
+        return _Counted(self)
+
+
+class _Counted:
+    """While it is entered, a group is being generated."""
+
+    def __init__(self, rollouter: Rollouter) -> None:
+        self._of = rollouter
+
+    def __enter__(self) -> None:
+        if self._of._num_generating == 0:
+            self._of._since = time.monotonic()
+        self._of._num_generating += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self._of._num_generating -= 1
+        if self._of._num_generating == 0:
+            self._of._generating_s += time.monotonic() - self._of._since
+
+
+async def _both(
+    scores: Coroutine[Any, Any, list[Score]], references: Coroutine[Any, Any, list[tuple[float, ...] | None]]
+) -> tuple[list[Score], list[tuple[float, ...] | None]]:
+    """Await both; if one fails, the other is cancelled."""
+    first, second = asyncio.ensure_future(scores), asyncio.ensure_future(references)
+    try:
+        return await asyncio.gather(first, second)
+    finally:
+        first.cancel()
+        second.cancel()
+
+
+def group_seed(seed: int, number: int) -> int:
+    """A seed for a group's draws: 63 bits that depend on the run's seed and the group's number alone."""
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
