@@ -1,0 +1,98 @@
+"""Evaluations: what is asked, how it is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from episodes import make_completion
+
+from forge.config import EvaluationConfig, Sampling
+from forge.errors import ConfigError
+from forge.loops.evaluation import Evaluator, check_evaluation, pass_at_k
+from forge.types import Completion, Prompt, Score
+
+
+class Book:
+    digest = "book"
+
+    def __len__(self) -> int:
+        return 4
+
+    def read(self, index: int) -> Prompt:
+        return Prompt(f"p{index}", text="?", answer=str(index))
+
+
+class Asked:
+    """Remembers what was asked, and scores completion i of prompt p as solved when i < p."""
+
+    def __init__(self) -> None:
+        self.samplings: list[Sampling] = []
+        self.running = self.most = 0
+
+    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+        self.samplings.append(sampling)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        return [make_completion((1,) * (index + 1)) for index in range(sampling.n)]
+
+    async def go_on(self, completion: Completion, *, sampling: Sampling) -> Completion:
+        raise AssertionError
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        right = int(prompt.answer or 0)
+        return [
+            Score(2.0 * (index < right), {"right": float(index < right), "other": 1.0})
+            for index in range(len(completions))
+        ]
+
+
+def evaluated(**keys: Any) -> tuple[Any, Asked]:
+    async def body() -> tuple[Any, Asked]:
+        asked = Asked()
+        config = EvaluationConfig(fraction=0.5, **keys)
+        sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
+        evaluator = Evaluator(config, book=Book(), policy=asked, rewards=asked, sampling=sampling, at_once=2)
+        return await evaluator.run(), asked
+
+    return asyncio.run(body())
+
+
+def test_figures_of_several_samples() -> None:
+    found, asked = evaluated(num_samples=3, temperature=0.5)
+    # prompts 0..3 have 0, 1, 2 and 3 of 3 right
+    assert (found.num_prompts, found.reward, found.solved) == (4, 1.0, 0.5)
+    assert found.pass_at == pytest.approx({1: 0.5, 2: (0 + 2 / 3 + 1 + 1) / 4, 3: 0.75})
+    assert found.length == 2.0
+    assert found.values()["evaluation/avg@3"] == 0.5
+    assert asked.most == 2
+    assert {(each.temperature, each.n, each.max_tokens) for each in asked.samplings} == {(0.5, 3, 9)}
+    assert len({each.seed for each in asked.samplings}) == 4
+
+
+def test_without_chance_one_sample_is_enough() -> None:
+    found, asked = evaluated(num_samples=5, max_prompts=2)
+    assert {each.n for each in asked.samplings} == {1}
+    assert (found.num_prompts, found.pass_at) == (2, {1: 0.5})
+
+
+def test_one_reward_may_decide() -> None:
+    found, _ = evaluated(reward="other")
+    assert found.solved == 1.0
+
+
+def test_pass_at_k_is_the_chance_of_at_least_one() -> None:
+    assert pass_at_k(4, 0, 4) == 0.0
+    assert pass_at_k(4, 1, 4) == 1.0
+    assert pass_at_k(4, 1, 1) == 0.25
+    assert pass_at_k(10, 3, 2) == pytest.approx(1 - (7 * 6) / (10 * 9))
+
+
+def test_a_reward_that_is_not_there_cannot_decide() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_evaluation(EvaluationConfig(reward="rihgt"), ["right", "other"])
+    assert (caught.value.path, caught.value.rule) == ("evaluation.reward", "one of right, other")

@@ -1,0 +1,334 @@
+"""The buffer: admission, batches, and the bound on staleness."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+from episodes import make_group
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forge.config import RolloutConfig
+from forge.errors import CheckpointError, RolloutError
+from forge.rollout.buffer import ReplayBuffer, TakenBatch, has_no_signal
+
+EQUAL = (1.0, 1.0)
+
+
+def run(body: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(body, 20))
+
+
+def buffer_of(*, num_groups: int | None = None, **keys: Any) -> ReplayBuffer:
+    return ReplayBuffer(RolloutConfig(**{"batch_groups": 2, **keys}), num_groups=num_groups)
+
+
+async def admitted(buffer: ReplayBuffer) -> list[int]:
+    """The numbers that the buffer lets begin now."""
+    numbers: list[int] = []
+    while True:
+        asking = asyncio.ensure_future(buffer.admit())
+        await asyncio.sleep(0)
+        if not asking.done():
+            asking.cancel()
+            return numbers
+        number = asking.result()
+        if number is None:
+            return numbers
+        numbers.append(number)
+
+
+async def waits(coroutine: Coroutine[Any, Any, Any]) -> bool:
+    task = asyncio.ensure_future(coroutine)
+    await asyncio.sleep(0)
+    is_waiting = not task.done()
+    task.cancel()
+    return is_waiting
+
+
+def test_synchronous_admits_one_batch_and_the_next_when_its_weights_are_served() -> None:
+    async def body() -> None:
+        buffer = buffer_of()
+        assert await admitted(buffer) == [0, 1]
+        buffer.put(make_group(1))
+        assert await waits(buffer.take())
+        buffer.put(make_group(0))
+        taken = await buffer.take()
+        assert taken is not None
+        assert ([group.number for group in taken.groups], taken.index) == ([0, 1], 0)
+        assert await admitted(buffer) == []
+        buffer.settle()
+        assert await admitted(buffer) == []
+        buffer.serve(1)
+        assert await admitted(buffer) == [2, 3]
+
+    run(body())
+
+
+def test_asynchronous_admits_so_many_batches_more() -> None:
+    async def body() -> None:
+        buffer = buffer_of(staleness=2)
+        assert await admitted(buffer) == [0, 1, 2, 3, 4, 5]
+        for number in (3, 5):
+            buffer.put(make_group(number))
+        taken = await buffer.take()
+        assert taken is not None
+        assert [group.number for group in taken.groups] == [3, 5]
+        assert await admitted(buffer) == []  # it is being trained on: version 0 still serves
+        buffer.settle()
+        buffer.serve(1)
+        assert await admitted(buffer) == [6, 7]
+
+    run(body())
+
+
+def test_a_batch_waits_for_those_that_would_be_too_old_for_the_next() -> None:
+    async def body() -> None:
+        buffer = buffer_of(staleness=1)
+        assert await admitted(buffer) == [0, 1, 2, 3]
+        for number in (1, 2):
+            buffer.put(make_group(number))
+        assert (await buffer.take()) is not None
+        buffer.settle()
+        buffer.serve(1)
+        assert await admitted(buffer) == [4, 5]
+        for number in (4, 5):
+            buffer.put(make_group(number, version=1))
+        assert await waits(buffer.take())  # 0 and 3 were begun with version 0 and would be too old for batch 2
+        buffer.put(make_group(0))
+        buffer.put(make_group(3))
+        taken = await buffer.take()
+        assert taken is not None
+        assert ([group.number for group in taken.groups], taken.staleness) == ([0, 3], (1, 1))
+
+    run(body())
+
+
+def test_what_is_too_old_all_the_same_goes_back_to_the_queue() -> None:
+    async def body() -> None:
+        buffer = buffer_of()
+        buffer.load({"next_number": 4, "pending": [], "num_taken": 3})
+        assert await admitted(buffer) == [4, 5]
+        buffer.put(make_group(4, version=2))  # a generator was behind
+        buffer.put(make_group(5, version=3))
+        assert await waits(buffer.take())
+        assert await admitted(buffer) == [4]
+        buffer.put(make_group(4, version=3))
+        taken = await buffer.take()
+        assert taken is not None
+        assert (taken.num_stale, taken.staleness, buffer.counts.num_stale) == (1, (0, 0), 1)
+
+    run(body())
+
+
+def test_groups_without_signal_are_replaced_dropped_or_kept() -> None:
+    async def body(rule: str) -> tuple[list[int], list[int], TakenBatch]:
+        buffer = buffer_of(no_signal=rule)
+        first = await admitted(buffer)
+        buffer.put(make_group(0, EQUAL))
+        buffer.put(make_group(1))
+        more = await admitted(buffer)
+        for number in more:
+            buffer.put(make_group(number))
+        taken = await buffer.take()
+        assert taken is not None
+        assert buffer.pending == tuple(range(buffer.next_number))
+        buffer.settle()
+        assert buffer.pending == ()
+        return first, more, taken
+
+    _, more, taken = run(body("replace"))
+    assert (more, [group.number for group in taken.groups], taken.given_up) == ([2], [1, 2], ((0, "no_signal"),))
+    _, more, taken = run(body("drop"))
+    assert (more, [group.number for group in taken.groups], taken.given_up) == ([], [1], ((0, "no_signal"),))
+    _, more, taken = run(body("keep"))
+    assert (more, [group.number for group in taken.groups], taken.given_up) == ([], [0, 1], ())
+
+
+def test_a_batch_of_which_everything_is_dropped_is_no_step() -> None:
+    async def body() -> None:
+        buffer = buffer_of()
+        await admitted(buffer)
+        buffer.put(make_group(0, EQUAL))
+        buffer.put(make_group(1, EQUAL))
+        taking = asyncio.ensure_future(buffer.take())
+        await asyncio.sleep(0)
+        assert not taking.done()
+        assert buffer.num_taken == 0
+        assert await admitted(buffer) == [2, 3]
+        buffer.put(make_group(2))
+        buffer.put(make_group(3))
+        taken = await taking
+        assert taken is not None
+        assert (taken.index, taken.given_up) == (0, ((0, "no_signal"), (1, "no_signal")))
+
+    run(body())
+
+
+def test_completions_that_are_all_masked_teach_nothing_whatever_the_rule() -> None:
+    async def body() -> None:
+        buffer = buffer_of(no_signal="keep", mask_truncated=True)
+        await admitted(buffer)
+        buffer.put(make_group(0, finish_reason="length"))
+        buffer.put(make_group(1))
+        taken = await buffer.take()
+        assert taken is not None
+        assert [group.number for group in taken.groups] == [1]
+
+    run(body())
+
+
+def test_too_many_groups_in_a_row_without_signal_end_the_run() -> None:
+    async def body() -> None:
+        buffer = buffer_of(no_signal="replace", max_fruitless=3)
+        await admitted(buffer)
+        buffer.put(make_group(0, EQUAL))
+        buffer.give_up(1, "failed")
+        await admitted(buffer)
+        with pytest.raises(RolloutError, match="3 groups in a row") as caught:
+            buffer.put(make_group(2, EQUAL))
+        assert caught.value.path == "rollout.max_fruitless"
+        assert buffer.pending == (0, 1, 2, 3)  # nothing is lost: a checkpoint can be made now
+
+    run(body())
+
+
+def test_signal_begins_the_count_again() -> None:
+    async def body() -> None:
+        buffer = buffer_of(no_signal="replace", max_fruitless=2, batch_groups=8)
+        await admitted(buffer)
+        for number in range(0, 8, 2):
+            buffer.put(make_group(number, EQUAL))
+            buffer.put(make_group(number + 1))
+        assert buffer.counts.num_no_signal == 4
+
+    run(body())
+
+
+def test_the_last_batch_may_be_smaller_and_then_it_is_over() -> None:
+    async def body() -> None:
+        buffer = buffer_of(num_groups=3)
+        for number in await admitted(buffer):
+            buffer.put(make_group(number))
+        assert (await buffer.take()) is not None
+        buffer.settle()
+        buffer.serve(1)
+        assert await admitted(buffer) == [2]
+        buffer.put(make_group(2, version=1))
+        taken = await buffer.take()
+        assert taken is not None
+        assert [group.number for group in taken.groups] == [2]
+        buffer.settle()
+        buffer.serve(2)
+        assert (await buffer.take(), await buffer.admit()) == (None, None)
+
+    run(body())
+
+
+def test_groups_in_flight_are_limited_besides() -> None:
+    async def body() -> None:
+        buffer = buffer_of(staleness=3, max_in_flight=3)
+        assert await admitted(buffer) == [0, 1, 2]
+        buffer.put(make_group(1))
+        assert await admitted(buffer) == [3]
+
+    run(body())
+
+
+def test_a_batch_that_was_not_settled_counts_as_not_taken() -> None:
+    async def body() -> None:
+        buffer = buffer_of(no_signal="replace")
+        await admitted(buffer)
+        buffer.put(make_group(0, EQUAL))
+        for number in (*await admitted(buffer), 1):
+            buffer.put(make_group(number))
+        assert (await buffer.take()) is not None
+        assert buffer.state() == {"next_number": 3, "pending": [0, 1, 2], "num_taken": 0}
+        with pytest.raises(RuntimeError, match="not been settled"):
+            await buffer.take()
+        buffer.settle()
+        assert buffer.state() == {"next_number": 3, "pending": [], "num_taken": 1}
+
+    run(body())
+
+
+def test_a_checkpoint_that_contradicts_the_ledger_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="disagree") as caught:
+        buffer_of().load({"next_number": 5, "pending": [3, 4], "num_taken": 1}, settled=[0, 3])
+    assert caught.value.value == [3]
+
+
+def test_signal_is_any_difference_that_floats_can_tell() -> None:
+    assert has_no_signal(make_group(0, (0.1 + 0.2, 0.3)))
+    assert has_no_signal(make_group(0, (1.0,)))
+    assert not has_no_signal(make_group(0, (0.0, 1e-6)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    batch_groups=st.integers(1, 4),
+    staleness=st.integers(0, 3),
+    rule=st.sampled_from(["drop", "replace", "keep"]),
+    num_groups=st.one_of(st.none(), st.integers(1, 40)),
+    most=st.one_of(st.none(), st.integers(1, 6)),
+)
+def test_in_any_order_the_bound_holds_and_no_group_is_lost_or_twice(
+    seed: int, batch_groups: int, staleness: int, rule: str, num_groups: int | None, most: int | None
+) -> None:
+    """A storm: groups end in any order, fail, go back; updates lag; kills fall anywhere."""
+    chance = random.Random(seed)
+
+    async def body() -> None:
+        keys = {"batch_groups": batch_groups, "staleness": staleness, "no_signal": rule, "max_in_flight": most}
+        buffer = buffer_of(num_groups=num_groups, **keys)
+        settled: list[int] = []
+        kept, kept_settled, lagging = buffer.state(), list(settled), 0
+        for _ in range(200):
+            flying = await admitted(buffer) and buffer.in_flight or buffer.in_flight
+            number = chance.choice(sorted(flying)) if flying else None
+            what = chance.random()
+            if number is not None and what < 0.6:
+                version = flying[number] + chance.randint(0, buffer.version - flying[number])
+                rewards = EQUAL if chance.random() < 0.3 else (0.0, 1.0)
+                buffer.put(make_group(number, rewards, version=version))
+            elif number is not None and what < 0.65:
+                buffer.give_up(number, "failed")
+            elif number is not None and what < 0.7:
+                buffer.put_back(number)
+            elif what < 0.95:
+                taking = asyncio.ensure_future(buffer.take())
+                await asyncio.sleep(0)
+                if not taking.done():
+                    taking.cancel()
+                    await asyncio.wait([taking])
+                elif (taken := taking.result()) is not None:
+                    assert all(0 <= old <= staleness for old in taken.staleness), "the bound"
+                    assert len(taken.groups) <= batch_groups
+                    if chance.random() < 0.9:
+                        settled += [group.number for group in taken.groups] + [each for each, _ in taken.given_up]
+                    else:  # the step fails, and the run is taken up again
+                        buffer, settled = revived(kept, num_groups, keys), list(kept_settled)
+                        lagging = 0
+                        continue
+                    buffer.settle()
+                    lagging += 1
+                    if chance.random() < 0.5:
+                        kept, kept_settled = buffer.state(), list(settled)
+                if lagging and (staleness == 0 or chance.random() < 0.7):
+                    lagging = 0
+                    buffer.serve(buffer.num_taken)
+            else:  # kill -9
+                buffer, settled, lagging = revived(kept, num_groups, keys), list(kept_settled), 0
+            assert sorted([*settled, *buffer.pending]) == list(range(buffer.next_number)), "lost or twice"
+
+    def revived(state: dict[str, Any], num_groups: int | None, keys: dict[str, Any]) -> ReplayBuffer:
+        again = buffer_of(num_groups=num_groups, **keys)
+        again.load(state)
+        return again
+
+    run(body())
