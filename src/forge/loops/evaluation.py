@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge.config import EvaluationConfig, Sampling
 from forge.errors import ConfigError
@@ -37,6 +37,11 @@ class Evaluation:
     pass_at: Mapping[int, float]
     length: float
     num_failed: int = 0
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Evaluation:
+        """The inverse of `dataclasses.asdict`, also after JSON has made texts of the keys."""
+        return cls(**{**fields, "pass_at": {int(k): value for k, value in fields["pass_at"].items()}})
 
     def values(self) -> dict[str, float]:
         """The figures under the names that sinks and the report know."""

@@ -20,7 +20,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class GRPOResult:
     Attributes:
         step: steps taken, those before a resume included.
         reward: the mean reward of the last batch; NaN if there was none.
-        first_evaluation, evaluation: the first and the last one of this run, if there was any.
+        first_evaluation, evaluation: the first and the last one, those before a resume included, if there was any.
         is_stopped: whether it was stopped by hand before its end.
         export: the Hugging Face folder, if one was written.
         report: the report's page, if one was made.
@@ -165,7 +165,7 @@ class GRPOLoop:
         if extra is not None:
             self._take_up(extra)
         await self._sync()
-        if self._config.evaluation.at_start and self._evaluated_step != self._step:
+        if self._config.evaluation.at_start and self._step == 0:
             await self._evaluate()
 
     def _take_up(self, extra: dict[str, Any]) -> None:
@@ -180,6 +180,7 @@ class GRPOLoop:
             )
         self._step = self._saved_step = int(extra["step"])
         self._evaluated_step = extra["evaluated_step"]
+        self._evaluations = [Evaluation.read(each) for each in extra["evaluations"]]
         self._buffer.load(extra["buffer"], settled=self._records.ledger.settled)
         _log.info("going on after step %d; %d groups are back in the queue", self._step, len(self._buffer.pending))
 
@@ -403,6 +404,7 @@ class GRPOLoop:
             "buffer": self._buffer.state(),
             "prompts": self._plan.prompts_digest,
             "evaluated_step": self._evaluated_step,
+            "evaluations": [asdict(each) for each in (*self._evaluations[:1], *self._evaluations[1:][-1:])],
         }
         with span("save", step=self._step):
             await self._cast.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)

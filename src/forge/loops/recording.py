@@ -60,7 +60,7 @@ class Records:
         from forge.observe.report import write_report
 
         self._log.close()
-        return write_report(self._folder)
+        return write_report(self._folder).path
 
     def close(self) -> None:
         """Close every file."""
