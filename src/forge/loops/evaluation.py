@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from forge.config import EvaluationConfig, Sampling
@@ -38,9 +38,12 @@ class Evaluation:
     length: float
     num_failed: int = 0
 
+    def plain(self) -> dict[str, Any]:
+        """As JSON can hold it; `read` is the inverse."""
+        return {**asdict(self), "pass_at": {str(k): value for k, value in self.pass_at.items()}}
+
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Evaluation:
-        """The inverse of `dataclasses.asdict`, also after JSON has made texts of the keys."""
         return cls(**{**fields, "pass_at": {int(k): value for k, value in fields["pass_at"].items()}})
 
     def values(self) -> dict[str, float]:

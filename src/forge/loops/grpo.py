@@ -20,7 +20,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -404,7 +404,7 @@ class GRPOLoop:
             "buffer": self._buffer.state(),
             "prompts": self._plan.prompts_digest,
             "evaluated_step": self._evaluated_step,
-            "evaluations": [asdict(each) for each in (*self._evaluations[:1], *self._evaluations[1:][-1:])],
+            "evaluations": [each.plain() for each in (*self._evaluations[:1], *self._evaluations[1:][-1:])],
         }
         with span("save", step=self._step):
             await self._cast.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)

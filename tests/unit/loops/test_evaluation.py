@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from episodes import make_completion
 
 from forge.config import EvaluationConfig, Sampling
 from forge.errors import ConfigError
-from forge.loops.evaluation import Evaluator, check_evaluation, pass_at_k
+from forge.loops.evaluation import Evaluation, Evaluator, check_evaluation, pass_at_k
 from forge.types import Completion, Prompt, Score
 
 
@@ -69,6 +70,7 @@ def test_figures_of_several_samples() -> None:
     assert found.pass_at == pytest.approx({1: 0.5, 2: (0 + 2 / 3 + 1 + 1) / 4, 3: 0.75})
     assert found.length == 2.0
     assert found.values()["evaluation/avg@3"] == 0.5
+    assert Evaluation.read(json.loads(json.dumps(found.plain()))) == found
     assert asked.most == 2
     assert {(each.temperature, each.n, each.max_tokens) for each in asked.samplings} == {(0.5, 3, 9)}
     assert len({each.seed for each in asked.samplings}) == 4

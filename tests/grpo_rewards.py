@@ -1,0 +1,40 @@
+"""Rewards that tests of the loop use; the processes that score import them by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from forge.types import Completion, Prompt
+
+
+def even(prompt: Prompt, completion: Completion) -> float:
+    """The part of tokens with an even id: something that every model can learn at once."""
+    return sum(token % 2 == 0 for token in completion.token_ids) / len(completion)
+
+
+def constant(prompt: Prompt, completion: Completion) -> float:
+    """No signal, ever."""
+    return 1.0
+
+
+def fails_sometimes(prompt: Prompt, completion: Completion) -> float:
+    """Raises for about a quarter of completions."""
+    if sum(completion.token_ids) % 4 == 0:
+        raise ValueError("this completion cannot be scored")
+    return even(prompt, completion)
+
+
+def dies_sometimes(prompt: Prompt, completion: Completion) -> float:
+    """Kills its own process for about a quarter of completions."""
+    if sum(completion.token_ids) % 4 == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return even(prompt, completion)
+
+
+def hangs_sometimes(prompt: Prompt, completion: Completion) -> float:
+    """Never ends for about one completion in sixteen."""
+    if sum(completion.token_ids) % 16 == 0:
+        time.sleep(3600)
+    return even(prompt, completion)
