@@ -1,16 +1,18 @@
 """The algorithm of a policy's learning: how rewards become advantages, and advantages a loss.
 
 Two words choose many keys at once: `preset` (which published algorithm) and `convention` (how another library does it).
-Both only lay values beneath the user's own keys: what is written out wins.
+Both only lay values beneath the user's own keys: what is written out wins. `forge.config.conventions` has the values.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, broken_rule
+from forge.config.conventions import beneath
 
 Preset = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
@@ -26,8 +28,10 @@ class AdvantageConfig(ConfigModel):
         description="What a reward is compared with: the mean of its group, of the others of its group, of the whole "
         "batch, or nothing.",
     )
-    scale: Literal["group_std", "batch_std", "none"] = Field(
-        default="group_std", description="What the difference is divided by: a standard deviation, or nothing."
+    scale: Literal["group_std", "others_std", "batch_std", "none"] = Field(
+        default="group_std",
+        description="What the difference is divided by: the standard deviation of its group's rewards, of those of the "
+        "others of its group, of the whole batch, or nothing. A deviation of 0 does not divide.",
     )
     std_ddof: Literal[0, 1] = Field(
         default=1, description="What is taken from n in the standard deviation: 1 for the sample's, 0 for the set's."
@@ -49,6 +53,11 @@ class KLConfig(ConfigModel):
     place: Literal["loss", "reward"] = Field(
         default="loss", description="Whether it is added to the loss, or taken from each completion's reward."
     )
+    weighted: bool = Field(
+        default=False,
+        description="Whether the policy's ratio weighs it in the loss, gradient included, so that its gradient is "
+        "right for tokens of older weights, too.",
+    )
 
 
 class CorrectionConfig(ConfigModel):
@@ -56,8 +65,8 @@ class CorrectionConfig(ConfigModel):
 
     kind: Literal["none", "truncate", "mask"] = Field(
         default="none",
-        description="`truncate`: the ratio trainer / sampler weighs the loss, at most `high` (TIS). `mask`: what has a "
-        "ratio outside [low, high] does not count (MIS, IcePop).",
+        description="`truncate`: the ratio trainer / sampler weighs the loss, at most `high` (TIS). `mask`: it weighs "
+        "the loss, and what has a ratio outside [low, high] does not count (MIS, IcePop).",
     )
     level: Literal["token", "sequence"] = Field(
         default="token", description="Whether the ratio is a token's, or that of a whole completion."
@@ -80,12 +89,13 @@ class PolicyLossConfig(ConfigModel):
         description="`clip`: PPO's clipped ratio. `gspo`: the same with one ratio for a whole completion. `cispo`: the "
         "clipped ratio, without gradient, weighs the logprob. `reinforce`: advantage times logprob.",
     )
-    clip_low: float = Field(default=0.2, ge=0, description="How far below 1 a ratio may count; 1 for no limit.")
+    clip_low: float = Field(default=0.2, ge=0, le=1, description="How far below 1 a ratio may count; 1 for no limit.")
     clip_high: float = Field(default=0.2, ge=0, description="How far above 1 a ratio may count.")
     dual_clip: float | None = Field(
         default=None,
         gt=1,
-        description="For negative advantages the loss is at most so many times the advantage; null for no limit.",
+        description="For negative advantages the loss of `clip` and `gspo` is at most so many times the advantage; "
+        "null for no limit.",
     )
     average: Literal["token_mean", "sequence_mean", "constant"] = Field(
         default="token_mean", description="How the losses of tokens become one number."
@@ -103,6 +113,21 @@ class PolicyLossConfig(ConfigModel):
     )
     entropy_coefficient: float = Field(default=0.0, ge=0, description="How much a nat of entropy lowers the loss.")
 
+    @model_validator(mode="after")
+    def _check_correction(self) -> Self:
+        if self.correction.kind == "truncate" and self.proximal == "sampler" and self.kind != "reinforce":
+            rule = f"`none` or `mask` with proximal `sampler`: the ratio trainer / sampler is in `{self.kind}` already"
+            repair = "set algorithm.loss.proximal: trainer, or leave the correction out"
+            raise broken_rule(rule, repair=repair, key="correction.kind")
+        return self
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.length is not None and self.average != "constant":
+            rule = f"null with average `{self.average}`: only `constant` divides by a fixed length"
+            raise broken_rule(rule, repair="remove it, or set algorithm.loss.average: constant", key="length")
+        return self
+
 
 class AlgorithmConfig(ConfigModel):
     """The section `algorithm`."""
@@ -114,3 +139,8 @@ class AlgorithmConfig(ConfigModel):
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="From rewards to advantages.")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="From advantages to a loss.")
     kl: KLConfig = Field(default_factory=KLConfig, description="What holds the policy to the reference model.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lay_beneath(cls, own: Any) -> Any:
+        return beneath(own) if isinstance(own, Mapping) else own

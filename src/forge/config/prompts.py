@@ -9,6 +9,10 @@ from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.rules import PathText
+from forge.config.suggest import did_you_mean
+
+COLUMN_KEYS = ("messages", "prompt", "question", "answer", "system", "role", "content")
+"""What a source may have another name for."""
 
 
 class PromptSourceConfig(ConfigModel):
@@ -53,6 +57,22 @@ class PromptSourceConfig(ConfigModel):
             raise broken_rule("exactly one of path, hf_dataset and task", repair="remove one, or add one", key="path")
         return self
 
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        """Refuse keys that would have no effect, and names of columns that nothing asks for."""
+        if self.task is None:
+            for key in ("task_args", "seed"):
+                if getattr(self, key) not in (None, {}):
+                    raise broken_rule("only with a task", repair="remove it, or name a task", key=key)
+        for key, default in (("columns", {}), ("format", "auto"), ("hf_config", None), ("split", "train")):
+            if self.task is not None and getattr(self, key) != default:
+                raise broken_rule("only with path or hf_dataset: a task has no records", repair="remove it", key=key)
+        for name in self.columns:
+            if name not in COLUMN_KEYS:
+                repair = did_you_mean(name, COLUMN_KEYS) or "columns maps a key of ours to the name that the source has"
+                raise broken_rule(f"its keys are among {', '.join(COLUMN_KEYS)}", repair=repair, key="columns")
+        return self
+
 
 class PromptsConfig(ConfigModel):
     """The section `prompts`: what the policy is asked."""
@@ -69,6 +89,16 @@ class PromptsConfig(ConfigModel):
     on_bad_record: Literal["error", "skip"] = Field(
         default="error", description="What happens to a record that cannot be read: named by file and line, or counted."
     )
+
+    @model_validator(mode="after")
+    def _check_words(self) -> Self:
+        if self.template is not None and "{prompt}" not in self.template:
+            repair = "write {prompt} where the prompt belongs, such as `Solve: {prompt}`"
+            raise broken_rule("text in which {prompt} stands", repair=repair, key="template")
+        if self.system_prompt is not None and not self.chat:
+            repair = "write it into the template, or set chat: true"
+            raise broken_rule("only with chat: text has no system message", repair=repair, key="system_prompt")
+        return self
 
 
 class EvaluationConfig(ConfigModel):
@@ -89,6 +119,10 @@ class EvaluationConfig(ConfigModel):
         default=None,
         min_length=1,
         description="Name of the reward that says whether a completion is right; null for the weighted sum of all.",
+    )
+
+    stop_at: float | None = Field(
+        default=None, description="Part of completions solved (avg@k) at which the run ends; null to go on to the end."
     )
 
     @property

@@ -13,6 +13,7 @@ from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, OptionError, SyncError
 from forge.generator.engine import EngineStats, GenerationEngine, Request, UpdateReport
 from forge.generator.sync import Sync, Version
+from forge.observe import span
 from forge.runtime.endpoints import endpoint
 from forge.service.actor import ForgeActor
 from forge.types import Completion, Delta
@@ -139,8 +140,9 @@ class Generator(ForgeActor):
             return []
         await self._catch_up()
         request = self._request(prompt, messages, token_ids, sampling, n, template)
-        completions = await self._sync.watched(self._engine.generate(request))
-        await self._sync.hold(span.version for completion in completions for span in completion.versions)
+        with span("generate", num_prompt_tokens=len(request.prompt_ids), n=request.sampling.n):
+            completions = await self._sync.watched(self._engine.generate(request))
+            await self._sync.hold(part.version for completion in completions for part in completion.versions)
         return completions
 
     @endpoint
@@ -232,7 +234,9 @@ class Generator(ForgeActor):
                 repair="leave it out for the configuration's",
             )
         self._may_be_behind = False
-        return await self._sync.update(version, mode or self.config.update.mode)
+        mode = mode or self.config.update.mode
+        with span("update_weights", version=version, mode=mode):
+            return await self._sync.update(version, mode)
 
     async def _catch_up(self) -> None:
         """Before the first requests after a restart: a version that was sent to all while this replica began passed it

@@ -8,6 +8,10 @@ or come close to it:
 | `k1` | -log r | unbiased, of high variance, often negative. As a loss its gradient has mean 0: it suits rewards |
 | `k2` | (log r)^2 / 2 | biased, never negative. Its gradient is that of the divergence |
 | `k3` | r - 1 - log r | unbiased, never negative |
+
+Their gradients are another matter: only that of `k2` has the divergence's own gradient as its mean, for tokens that the
+policy sampled. Multiplied by the policy's ratio, gradient included (`KLPenalty.weighted`), `k3` has it as well, and so
+has `k1`; for tokens that an older policy sampled, too.
 """
 
 from __future__ import annotations
@@ -21,14 +25,20 @@ from torch import Tensor
 from forge.errors import ConfigError
 
 Estimator = Literal["k1", "k2", "k3"]
+LARGEST_LOG_R = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class KLPenalty:
-    """How strongly a policy is held to its reference, and by which estimate."""
+    """How strongly a policy is held to its reference, and by which estimate.
+
+    `weighted` multiplies the estimate by the policy's ratio, gradient included, so that its gradient is that of the
+    divergence even for tokens that another policy sampled (DeepSeek-V3.2, arXiv 2512.02556).
+    """
 
     coefficient: float
     estimator: Estimator = "k3"
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         check_coefficient("kl.coefficient", self.coefficient)
@@ -43,13 +53,16 @@ class KLPenalty:
 
 
 def estimate_kl(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
-    """The estimate for each token; differentiable with respect to both."""
+    """The estimate for each token; differentiable with respect to both.
+
+    In `k3`, r above e^60 counts as e^60: an infinite one would turn the gradient into NaN.
+    """
     log_r = reference - logprobs
     if estimator == "k1":
         return -log_r
     if estimator == "k2":
         return log_r.square() / 2
-    return torch.expm1(log_r) - log_r
+    return torch.expm1(log_r.clamp(max=LARGEST_LOG_R)) - log_r
 
 
 def check_coefficient(path: str, value: float) -> None:

@@ -1,116 +1,195 @@
-"""The clipped policy gradient of PPO and GRPO.
+"""The policy gradients: one loss for the whole family, made of parts that stand alone.
 
-A policy loss is made of parts that stand alone: a loss per token (`clipped_surrogate`), how tokens become one number
-(`averaging`), and what holds the policy to its reference (`kl`). Another member of the family is another loss per token
-with the same rest.
+A loss per token (`surrogates`), how tokens become one number (`averaging`), what is done about the difference between
+sampler and trainer (`correction`), and what holds the policy to its reference (`kl`). Another member of the family is
+another loss per token with the same rest. `forge.losses.make_loss` puts one together from a configuration.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 from forge.errors import ConfigError, DataError
 from forge.losses.averaging import Average, check_average, divisor, token_weights
 from forge.losses.base import LossTerms, TokenView
+from forge.losses.correction import Correction, ratio_metrics
 from forge.losses.kl import KLPenalty, check_coefficient, estimate_kl
+from forge.losses.surrogates import (
+    clipped_surrogate,
+    plain_logprobs,
+    ratio_of,
+    sequence_log_ratio,
+    weighted_logprobs,
+)
 from forge.types import Batch
 
-LARGEST_LOG_RATIO = 60.0
 ADVANTAGES, OLD_LOGPROBS, REF_LOGPROBS = "advantages", "old_logprobs", "ref_logprobs"
-
-
-def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) for each token, with r = exp(log_ratio).
-
-    A ratio above e^60, as a sampler's logprob of -inf makes it, counts as e^60, without a gradient: an infinite one
-    would turn the gradient into NaN even where it is clipped away.
-    """
-    ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+PROXIMAL_LOGPROBS = "proximal_logprobs"
+Kind = Literal["clip", "gspo", "cispo", "reinforce"]
+Proximal = Literal["sampler", "trainer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClippedPolicy:
-    """PPO's clipped surrogate for each token, against the policy that sampled the tokens.
+class PolicyLoss:
+    """The loss of a policy that is taught by advantages.
 
-    Reads the fields `advantages` and `old_logprobs` (the sampler's own), and `ref_logprobs` with a `kl` penalty. Tokens
-    of weight 0 never count, even where their fields are NaN.
+    Reads the fields `advantages` and `old_logprobs` (the sampler's own), `ref_logprobs` with a `kl` penalty, and
+    `proximal_logprobs` where the ratio is taken against the trainer's own logprobs and a batch is learned from more
+    than once. Tokens of weight 0 never count, even where their fields are NaN.
 
-    Metrics: `ratio`, `ratio_max`, `clip_low` and `clip_high` (the parts of tokens whose gradient was cut off below and
-    above), `approx_kl` (k3 between the sampler and the policy), `kl` with a penalty, and `entropy` where it is known.
+    Metrics: `ratio`, `ratio_max`, `ratio_min` (of the surrogate); `clip_low`, `clip_high`, `clip_dual` (the parts of
+    tokens that a bound acted on); `sampler_ratio`, `…_max`, `…_min`, `…_square`, `…_outside` (trainer / sampler, and
+    the part that the correction acted on); `approx_kl` (k3 between the sampler and the policy); `kl` with a penalty;
+    `entropy`. The entropy is exact where it was computed. Elsewhere it is the mean of -logprob over the sampled tokens,
+    which estimates the same for tokens that the policy sampled, and costs nothing.
 
     Attributes:
-        clip_low: how far below 1 a ratio may count for a negative advantage; 1 for no limit.
-        clip_high: how far above 1 a ratio may count for a positive one; infinity for no limit.
+        kind: which loss per token; see `forge.losses.surrogates`.
+        clip_low: how far below 1 a ratio may count; 1 for no limit.
+        clip_high: how far above 1 a ratio may count; infinity for no limit.
+        dual_clip: for `clip` and `gspo`, the loss of a negative advantage is at most so many times its size.
         average: how tokens become one number; see `forge.losses.averaging`.
         length: the fixed length of `average="constant"`.
+        proximal: whose logprobs the ratio is taken against. For `trainer` with one iteration these are the policy's
+            own of the moment, and the ratio is 1 with the gradient of the logprob. `reinforce` has no ratio.
+        iterations: how many optimizer steps a batch is used for.
+        correction: what the ratio of trainer to sampler does; see `forge.losses.correction`. `truncate` is refused
+            where that ratio is in the loss already, since it would count twice; `mask` then only leaves out. The
+            penalty and the entropy bonus are not corrected.
         kl: what holds the policy to its reference; None for nothing.
         entropy_coefficient: how much a nat of entropy lowers the loss.
+        exact_entropy: whether the metric `entropy` is to be exact even without a bonus. On a CPU that is some percent
+            of the output layer; on a GPU the layer's one-pass kernel cannot be used.
+        temperature: what the trainer divides logits by before it computes logprobs: that of the sampler.
     """
 
+    kind: Kind = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
+    dual_clip: float | None = None
     average: Average = "token_mean"
     length: int | None = None
+    proximal: Proximal = "sampler"
+    iterations: int = 1
+    correction: Correction = field(default_factory=Correction)
     kl: KLPenalty | None = None
     entropy_coefficient: float = 0.0
+    exact_entropy: bool = False
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_word("kind", self.kind, get_args(Kind))
+        _check_word("proximal", self.proximal, get_args(Proximal))
         if not 0 <= self.clip_low <= 1:
-            raise _wrong_clip("clip_low", self.clip_low, "at least 0 and at most 1")
+            raise _out_of_range("clip_low", self.clip_low, "at least 0 and at most 1")
         if not self.clip_high >= 0:
-            raise _wrong_clip("clip_high", self.clip_high, "at least 0")
+            raise _out_of_range("clip_high", self.clip_high, "at least 0")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise _out_of_range("dual_clip", self.dual_clip, "above 1, or None")
+        if self.iterations < 1:
+            raise _out_of_range("iterations", self.iterations, "at least 1")
+        if not 0 < self.temperature < math.inf:
+            raise _out_of_range("temperature", self.temperature, "a finite number above 0")
         check_average(self.average, self.length)
         check_coefficient("entropy_coefficient", self.entropy_coefficient)
+        if self.correction.kind == "truncate" and self._has_sampler_ratio:
+            raise ConfigError(
+                "the ratio of trainer to sampler would count twice",
+                path="correction.kind",
+                value="truncate",
+                rule="`none` or `mask` where the loss takes its ratio against the sampler",
+                repair="set proximal to `trainer`, or leave the correction out: the clipped ratio is one",
+            )
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return (ADVANTAGES, OLD_LOGPROBS) if self.kl is None else (ADVANTAGES, OLD_LOGPROBS, REF_LOGPROBS)
+        wanted = [ADVANTAGES, OLD_LOGPROBS]
+        wanted += [REF_LOGPROBS] if self.kl is not None else []
+        wanted += [PROXIMAL_LOGPROBS] if self._reads_proximal else []
+        return tuple(wanted)
 
     @property
     def needs_entropy(self) -> bool:
-        return self.entropy_coefficient > 0
+        return self.exact_entropy or self.entropy_coefficient > 0
 
     @property
     def is_nll(self) -> bool:
         return False
+
+    @property
+    def _has_sampler_ratio(self) -> bool:
+        """Whether the loss per token holds the ratio of trainer to sampler by itself."""
+        return self.proximal == "sampler" and self.kind != "reinforce"
+
+    @property
+    def _reads_proximal(self) -> bool:
+        return self.proximal == "trainer" and self.iterations > 1 and self.kind != "reinforce"
 
     def normalizer(self, batch: Batch) -> float:
         return divisor(batch, self.average, length=self.length)
 
     def __call__(self, tokens: TokenView) -> LossTerms:
         logprobs = tokens.counted(tokens.logprobs_T)
-        advantages = tokens.value(ADVANTAGES)
-        log_ratio = logprobs - tokens.value(OLD_LOGPROBS)
-        loss = clipped_surrogate(log_ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+        advantages, sampler = tokens.value(ADVANTAGES), tokens.value(OLD_LOGPROBS)
+        trainer = tokens.value(PROXIMAL_LOGPROBS) if self._reads_proximal else logprobs.detach()
+        log_ratio = logprobs - (sampler if self.proximal == "sampler" else trainer)
+        if self.kind == "gspo":
+            log_ratio = sequence_log_ratio(tokens, log_ratio)
+        loss = self._surrogate(logprobs, log_ratio, advantages)
         metrics = self._ratio_metrics(tokens, log_ratio.detach(), advantages)
+        drift = logprobs.detach() - sampler
+        metrics["approx_kl"] = tokens.sum(estimate_kl(drift.new_zeros(()), drift, "k3"))
+
+        sampler_ratio = self.correction.ratio(tokens, trainer - sampler)
+        metrics |= self._sampler_metrics(tokens, sampler_ratio)
+        if self.correction.kind != "none":
+            loss = loss * self.correction.weights(sampler_ratio, already_weighed=self._has_sampler_ratio)
+
         if self.kl is not None:
             divergence = estimate_kl(logprobs, tokens.value(REF_LOGPROBS), self.kl.estimator)
-            loss = loss + self.kl.coefficient * divergence
             metrics["kl"] = tokens.sum(divergence.detach())
-        if tokens.entropy_T is not None:
-            metrics["entropy"] = tokens.sum(tokens.entropy_T.detach())
-        if self.needs_entropy:
+            loss = loss + self.kl.coefficient * (divergence * ratio_of(log_ratio) if self.kl.weighted else divergence)
+        metrics["entropy"] = tokens.sum((-logprobs if tokens.entropy_T is None else tokens.entropy_T).detach())
+        if self.entropy_coefficient > 0:
             loss = loss - self.entropy_coefficient * _entropy(tokens)
         return LossTerms((token_weights(tokens, self.average) * loss).sum(), metrics)
 
+    def _surrogate(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        if self.kind == "reinforce":
+            return plain_logprobs(logprobs, advantages)
+        if self.kind == "cispo":
+            return weighted_logprobs(logprobs, log_ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
+        return clipped_surrogate(
+            log_ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
+        )
+
     def _ratio_metrics(self, tokens: TokenView, log_ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
         ratio = log_ratio.exp()
-        cut_low = (ratio < 1.0 - self.clip_low) & (advantages < 0)
-        cut_high = (ratio > 1.0 + self.clip_high) & (advantages > 0)
-        nothing = ratio.new_full((1,), -math.inf)
-        return {
-            "ratio": tokens.sum(ratio),
-            "ratio_max": torch.cat([torch.where(tokens.counted_T, ratio, -math.inf), nothing]).amax(),
-            "clip_low": tokens.sum(cut_low.to(ratio.dtype)),
-            "clip_high": tokens.sum(cut_high.to(ratio.dtype)),
-            "approx_kl": tokens.sum(estimate_kl(torch.zeros_like(log_ratio), log_ratio, "k3")),
-        }
+        metrics = ratio_metrics(tokens, ratio, name="ratio")
+        if self.kind == "reinforce":
+            return metrics
+        is_low, is_high = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
+        if self.kind != "cispo":  # there the bounds cut whatever the advantage is
+            is_low, is_high = is_low & (advantages < 0), is_high & (advantages > 0)
+        cut = {"clip_low": is_low, "clip_high": is_high}
+        if self.dual_clip is not None and self.kind != "cispo":
+            cut["clip_dual"] = (ratio > self.dual_clip) & (advantages < 0)
+        return metrics | {name: tokens.sum(where.to(ratio.dtype)) for name, where in cut.items()}
+
+    def _sampler_metrics(self, tokens: TokenView, ratio: Tensor) -> dict[str, Tensor]:
+        metrics = ratio_metrics(tokens, ratio, name="sampler_ratio")
+        metrics["sampler_ratio_square"] = tokens.sum(ratio.square())
+        if self.correction.kind != "none":
+            metrics["sampler_ratio_outside"] = tokens.sum(self.correction.is_outside(ratio).to(ratio.dtype))
+        return metrics
+
+
+ClippedPolicy = PolicyLoss
+"""The clipped surrogate of PPO and GRPO is what a `PolicyLoss` is by default."""
 
 
 def _entropy(tokens: TokenView) -> Tensor:
@@ -125,8 +204,22 @@ def _entropy(tokens: TokenView) -> Tensor:
     return tokens.counted(tokens.entropy_T)
 
 
-def _wrong_clip(path: str, value: float, rule: str) -> ConfigError:
-    repair = "0.2 is usual; 1 and infinity turn clipping off below and above"
-    return ConfigError(
-        "a clipping range of the policy loss is out of range", path=path, value=value, rule=rule, repair=repair
-    )
+def _check_word(path: str, word: str, known: tuple[str, ...]) -> None:
+    if word not in known:
+        raise ConfigError(
+            "this policy loss is not known",
+            path=path,
+            value=word,
+            rule=f"one of {', '.join(known)}",
+            repair=f"use {known[0]} if in doubt",
+        )
+
+
+def _out_of_range(path: str, value: float, rule: str) -> ConfigError:
+    repairs = {
+        "dual_clip": "3 is usual; None turns it off",
+        "iterations": "give the number of optimizer steps on each batch",
+        "temperature": "give the temperature that the tokens were sampled with; 1 for the model's own distribution",
+    }
+    repair = repairs.get(path, "0.2 is usual; 1 and infinity turn clipping off below and above")
+    return ConfigError("a setting of the policy loss is out of range", path=path, value=value, rule=rule, repair=repair)

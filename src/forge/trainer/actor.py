@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from forge.config import TrainerConfig
+from forge.observe import span
 from forge.runtime.endpoints import endpoint
 from forge.service.actor import ForgeActor
 from forge.types import Batch, Sample, StepResult
@@ -59,7 +60,8 @@ class Trainer(ForgeActor):
     @endpoint
     async def train_step(self, batch: Batch, keep_logprobs: bool = False) -> StepResult:
         """One optimizer step on the global batch; with `keep_logprobs`, rank 0 tells what its tokens' were before."""
-        result = await self._do(self.engine.train_step, batch, keep_logprobs=keep_logprobs)
+        with span("train_step", num_samples=len(batch.lengths), num_tokens=len(batch.token_ids)):
+            result = await self._do(self.engine.train_step, batch, keep_logprobs=keep_logprobs)
         return result if self.engine.ranks.rank == 0 else replace(result, logprobs=None)
 
     @endpoint(retry=True)
@@ -70,7 +72,8 @@ class Trainer(ForgeActor):
     @endpoint(retry=True)
     async def forward_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor] | None:
         """The logprobs of every sample's tokens, float32 [L] each. Ranks other than 0 answer None."""
-        logprobs = await self._do(self.engine.forward_logprobs, batch, temperature=temperature)
+        with span("forward_logprobs", num_samples=len(batch.lengths), num_tokens=len(batch.token_ids)):
+            logprobs = await self._do(self.engine.forward_logprobs, batch, temperature=temperature)
         return logprobs if self.engine.ranks.rank == 0 else None
 
     @endpoint
@@ -85,10 +88,12 @@ class Trainer(ForgeActor):
         ranks = self.engine.ranks
         if self._weights is None or self._weights.name != name:
             self._weights = Weights(name, rank=ranks.rank, world_size=ranks.size)
-        if canary:
-            await self._keep_canary(version, name)
-        state = await self._do(self.engine.own_parameters)
-        await self._weights.publish(state, version=version)
+        with span("publish_weights", version=version):
+            if canary:
+                with span("keep canary"):
+                    await self._keep_canary(version, name)
+            state = await self._do(self.engine.own_parameters)
+            await self._weights.publish(state, version=version)
 
     async def _keep_canary(self, version: int, name: str) -> None:
         import torch

@@ -4,51 +4,36 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from policy_views import (
+    ADVANTAGES,
+    RATIOS,
+    TOTAL,
+    WEIGHTS,
+    doubles,
+    hand_batch,
+    hand_view,
+    joined,
+    put_together,
+    random_views,
+)
 
 from forge.errors import ConfigError, DataError
 from forge.losses import (
     ClippedPolicy,
+    Correction,
     CrossEntropy,
     KLPenalty,
     Loss,
-    LossTerms,
+    PolicyLoss,
     TokenView,
     clipped_surrogate,
     estimate_kl,
 )
 from forge.types import Batch, Sample
-
-# Two samples of three tokens, the first of each never predicted.
-RATIOS = [1.0, 1.5, 0.5, 1.0, 1.1, 0.5]
-ADVANTAGES = [9.0, 1.0, 1.0, 9.0, -2.0, -1.0]
-WEIGHTS = [0.0, 1.0, 1.0, 0.0, 1.0, 2.0]
-# -min(rA, clip(r)A):  -1.2 (cut above), -0.5,         2.2, 0.8 (cut below, weight 2)
-TOTAL = -1.2 - 0.5 + 2.2 + 2 * 0.8
-
-
-def doubles(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def hand_view(**changes: Any) -> TokenView:
-    old = doubles([-1.0, -2.0, -0.5, -1.0, -0.3, -0.7])
-    made: dict[str, Any] = {
-        "logprobs_T": (old + doubles(RATIOS).log()).requires_grad_(),
-        "weights_T": doubles(WEIGHTS),
-        "lengths": (3, 3),
-        "fields": {"advantages": doubles(ADVANTAGES), "old_logprobs": old},
-    }
-    return TokenView(**(made | changes))
-
-
-def hand_batch() -> Batch:
-    ids = torch.arange(3)
-    return Batch.of([Sample(ids, torch.tensor(WEIGHTS[:3])), Sample(ids, torch.tensor(WEIGHTS[3:]))])
 
 
 def test_the_clipped_surrogate_by_hand() -> None:
@@ -57,12 +42,15 @@ def test_the_clipped_surrogate_by_hand() -> None:
     assert float(terms.total.detach()) == pytest.approx(TOTAL, abs=1e-12)
     (gradient,) = torch.autograd.grad(terms.total, view.logprobs_T)
     assert gradient.tolist() == pytest.approx([0, 0, -0.5, 0, 2.2, 0], abs=1e-12)
+    ratio = {"": 1.5 + 0.5 + 1.1 + 2 * 0.5, "_max": 1.5, "_min": 0.5}
     expected = {
-        "ratio": 1.5 + 0.5 + 1.1 + 2 * 0.5,
-        "ratio_max": 1.5,
+        **{f"ratio{name}": value for name, value in ratio.items()},
+        **{f"sampler_ratio{name}": value for name, value in ratio.items()},
+        "sampler_ratio_square": 2.25 + 0.25 + 1.21 + 2 * 0.25,
         "clip_low": 2.0,
         "clip_high": 1.0,
         "approx_kl": sum(weight * (r - 1 - math.log(r)) for r, weight in zip(RATIOS, WEIGHTS, strict=True)),
+        "entropy": -float((doubles(WEIGHTS) * view.logprobs_T.detach()).sum()),
     }
     assert {name: float(value) for name, value in terms.metrics.items()} == pytest.approx(expected, abs=1e-12)
     assert not any(value.requires_grad for value in terms.metrics.values())
@@ -150,12 +138,27 @@ def test_cross_entropy_by_hand() -> None:
     assert loss.normalizer(Batch.of([Sample(torch.arange(3), torch.tensor([0, 1, 0.5]))])) == 1.5
 
 
-EVERY_LOSS: list[Loss] = [
+SMOOTH: list[Loss] = [
     CrossEntropy(),
     ClippedPolicy(entropy_coefficient=0.03, kl=KLPenalty(0.05)),
     ClippedPolicy(average="sequence_mean", kl=KLPenalty(0.05, "k2"), clip_high=0.28),
     ClippedPolicy(average="constant", length=64, kl=KLPenalty(0.05, "k1"), entropy_coefficient=0.1),
+    PolicyLoss(dual_clip=1.1, correction=Correction(kind="mask", low=0.8, high=1.3)),
+    PolicyLoss(kind="gspo", average="sequence_mean", clip_low=0.05, clip_high=0.05, kl=KLPenalty(0.1, weighted=True)),
+    PolicyLoss(kind="reinforce", proximal="trainer", iterations=3),
+    PolicyLoss(proximal="trainer", iterations=2, correction=Correction(kind="truncate", level="sequence", high=1.05)),
 ]
+"""Losses whose gradient is the derivative of their value."""
+
+WEIGHED: list[Loss] = [
+    PolicyLoss(kind="cispo", clip_low=1.0, clip_high=0.1),
+    PolicyLoss(kind="reinforce", correction=Correction(kind="truncate", high=1.1)),
+    PolicyLoss(kind="gspo", proximal="trainer", correction=Correction(kind="mask", level="sequence", high=1.2)),
+    PolicyLoss(proximal="trainer", average="sequence_mean", correction=Correction(kind="mask", low=0.9, high=1.1)),
+]
+"""Losses with weights that depend on the logprobs and have no gradient."""
+
+EVERY_LOSS = [*SMOOTH, *WEIGHED]
 
 
 @pytest.mark.parametrize("loss", EVERY_LOSS)
@@ -181,7 +184,7 @@ def test_sums_do_not_depend_on_split_or_order(loss: Loss) -> None:
     whole = loss(joined(views))
     gradient = torch.autograd.grad(whole.total, [view.logprobs_T for view in views])
     order = random.Random(5)
-    for num_parts in (1, 2, 3, len(views)):
+    for num_parts in (1, 2, 3, 4, 5, len(views)):
         shuffled = order.sample(range(len(views)), len(views))
         parts = [shuffled[start::num_parts] for start in range(num_parts)]
         terms = [loss(joined([views[index] for index in part])) for part in parts]
@@ -192,7 +195,7 @@ def test_sums_do_not_depend_on_split_or_order(loss: Loss) -> None:
         torch.testing.assert_close(again, gradient, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", EVERY_LOSS)
+@pytest.mark.parametrize("loss", SMOOTH)
 def test_gradcheck_of_losses(loss: Loss) -> None:
     view = joined(random_views(poison=None))
 
@@ -210,52 +213,9 @@ def test_a_micro_batch_in_which_nothing_counts() -> None:
         terms = ClippedPolicy(average=average)(view)  # type: ignore[arg-type]
         assert float(terms.total.detach()) == 0
         assert float(terms.metrics["ratio_max"]) == -math.inf
+        assert float(terms.metrics["ratio_min"]) == math.inf
     empty = TokenView(doubles([]), doubles([]), (), fields={"advantages": doubles([]), "old_logprobs": doubles([])})
     assert float(ClippedPolicy()(empty).total) == 0
-
-
-def random_views(*, poison: float | None) -> list[TokenView]:
-    """Seven samples of one to nine tokens; with `poison` wherever the weight is 0."""
-    maker = torch.Generator().manual_seed(3)
-
-    def numbers(length: int) -> torch.Tensor:
-        return torch.randn(length, generator=maker, dtype=torch.float64)
-
-    def spoiled(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return values if poison is None else torch.where(weights == 0, poison, values)
-
-    views = []
-    for length in (4, 1, 9, 2, 6, 3, 5):
-        weights = numbers(length).abs() * (numbers(length) > -0.5)
-        weights[0] = 0
-        logprobs = -numbers(length).abs()
-        fields = {
-            "advantages": spoiled(numbers(length), weights),
-            "old_logprobs": spoiled(logprobs + 0.2 * numbers(length), weights),
-            "ref_logprobs": spoiled(logprobs + 0.2 * numbers(length), weights),
-        }
-        entropy = spoiled(numbers(length).abs(), weights)
-        leaf = spoiled(logprobs, weights).clone().requires_grad_()
-        views.append(TokenView(leaf, weights, (length,), entropy, fields))
-    return views
-
-
-def joined(views: Sequence[TokenView]) -> TokenView:
-    def cat(name: str) -> torch.Tensor:
-        return torch.cat([getattr(view, name) for view in views])
-
-    fields = {name: torch.cat([view.fields[name] for view in views]) for name in views[0].fields}
-    lengths = tuple(length for view in views for length in view.lengths)
-    return TokenView(cat("logprobs_T"), cat("weights_T"), lengths, cat("entropy_T"), fields)
-
-
-def put_together(terms: Sequence[LossTerms]) -> dict[str, torch.Tensor]:
-    """As `LossTerms` says that metrics are."""
-    found = {}
-    for name in terms[0].metrics:
-        values = torch.stack([term.metrics[name] for term in terms])
-        found[name] = values.amax() if name.endswith("_max") else values.sum()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -269,6 +229,17 @@ def put_together(terms: Sequence[LossTerms]) -> dict[str, torch.Tensor]:
         (lambda: ClippedPolicy(average="constant", length=0), "length"),
         (lambda: ClippedPolicy(length=5), "length"),
         (lambda: ClippedPolicy(entropy_coefficient=-1), "entropy_coefficient"),
+        (lambda: PolicyLoss(kind="ppo"), "kind"),  # type: ignore[arg-type]
+        (lambda: PolicyLoss(proximal="reference"), "proximal"),  # type: ignore[arg-type]
+        (lambda: PolicyLoss(dual_clip=1.0), "dual_clip"),
+        (lambda: PolicyLoss(iterations=0), "iterations"),
+        (lambda: PolicyLoss(temperature=0.0), "temperature"),
+        (lambda: PolicyLoss(correction=Correction(kind="truncate")), "correction.kind"),
+        (lambda: PolicyLoss(kind="cispo", correction=Correction(kind="truncate")), "correction.kind"),
+        (lambda: Correction(kind="cut"), "correction.kind"),  # type: ignore[arg-type]
+        (lambda: Correction(level="batch"), "correction.level"),  # type: ignore[arg-type]
+        (lambda: Correction(low=3.0, high=2.0), "correction.low"),
+        (lambda: Correction(high=0.0), "correction.low"),
         (lambda: KLPenalty(math.inf), "kl.coefficient"),
         (lambda: KLPenalty(0.1, "k4"), "kl.estimator"),  # type: ignore[arg-type]
     ],

@@ -1,0 +1,117 @@
+"""What is done about the difference between the probabilities of the sampler and those of the trainer.
+
+Both compute with the same weights, or with weights that are a few steps apart, but not with the same program: the
+tokens were drawn with p_sampler, and what is learned from is p_trainer. With w = p_trainer / p_sampler:
+
+| kind | what the loss of a token is multiplied by | known as |
+|---|---|---|
+| `truncate` | min(w, high) | truncated importance sampling, TIS |
+| `mask` | w where low <= w <= high, else 0 | masked importance sampling, MIS; IcePop |
+
+At the level `sequence`, w is the product over the tokens of a sample that count, and the same for all of them. What is
+masked still counts in what the batch is divided by: that must be known before anything is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from forge.errors import ConfigError
+from forge.losses.base import TokenView
+from forge.losses.surrogates import LARGEST_LOG_RATIO, ratio_of
+
+CorrectionKind = Literal["none", "truncate", "mask"]
+Level = Literal["token", "sequence"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """How the ratio of trainer to sampler weighs the loss of a token.
+
+    Attributes:
+        kind: `none`, `truncate` or `mask`; with `none` the ratio is only reported.
+        level: whether the ratio is a token's or that of a whole sample.
+        low: the smallest ratio that `mask` lets pass.
+        high: what `truncate` cuts to, and the largest ratio that `mask` lets pass.
+    """
+
+    kind: CorrectionKind = "none"
+    level: Level = "token"
+    low: float = 0.0
+    high: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_word("correction.kind", self.kind, get_args(CorrectionKind))
+        _check_word("correction.level", self.level, get_args(Level))
+        if not 0 <= self.low <= self.high or not self.high > 0:
+            raise ConfigError(
+                "the bounds of the correction are out of range",
+                path="correction.low",
+                value=(self.low, self.high),
+                rule="0 <= low <= high, and high above 0",
+                repair="0 and 2 are usual for truncate, 0.5 and 5 for mask",
+            )
+
+    def ratio(self, tokens: TokenView, log_ratio: Tensor) -> Tensor:
+        """The ratio at each token, of the token or of its sample; without gradient. Finite where it counts."""
+        log_ratio = tokens.counted(log_ratio.detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+        if self.level == "sequence":
+            log_ratio = tokens.sample_sums(log_ratio)[tokens.sample_index()]
+        return ratio_of(log_ratio)
+
+    def is_outside(self, ratio: Tensor) -> Tensor:
+        """Which ratios the correction acts on: bool [T]."""
+        if self.kind == "none":
+            return torch.zeros_like(ratio, dtype=torch.bool)
+        outside = ratio > self.high
+        return outside | (ratio < self.low) if self.kind == "mask" else outside
+
+    def weights(self, ratio: Tensor, *, already_weighed: bool = False) -> Tensor:
+        """What the loss of each token is multiplied by.
+
+        `already_weighed` says that the ratio is in the loss as it is: then it is not multiplied in again, and `mask`
+        only leaves out.
+        """
+        kept = torch.ones_like(ratio) if already_weighed else ratio
+        if self.kind == "mask":
+            return torch.where(self.is_outside(ratio), 0.0, kept)
+        return kept.clamp(max=self.high) if self.kind == "truncate" else torch.ones_like(ratio)
+
+
+def ratio_metrics(tokens: TokenView, ratio: Tensor, *, name: str) -> dict[str, Tensor]:
+    """The mean, the largest and the smallest of a ratio, to be put together as `LossTerms` says."""
+    above, below = (torch.where(tokens.counted_T, ratio, bound) for bound in (-math.inf, math.inf))
+    nothing = ratio.new_full((1,), math.inf)
+    return {
+        name: tokens.sum(ratio),
+        f"{name}_max": torch.cat([above, -nothing]).amax(),
+        f"{name}_min": torch.cat([below, nothing]).amin(),
+    }
+
+
+def effective_samples(metrics: Mapping[str, float]) -> float:
+    """Which part of a batch's tokens would say as much if they had been drawn by the trainer itself.
+
+    (mean w)^2 / mean w^2, from the metrics of a whole batch: 1 where sampler and trainer agree, close to 0 where a few
+    tokens weigh more than all others. It is no metric of the loss itself, since it does not add up over micro-batches.
+    """
+    square = metrics["sampler_ratio_square"]
+    mean = metrics["sampler_ratio"]
+    return mean / square * mean if 0 < square < math.inf else 0.0
+
+
+def _check_word(path: str, word: str, known: tuple[str, ...]) -> None:
+    if word not in known:
+        raise ConfigError(
+            "this correction between sampler and trainer is not known",
+            path=path,
+            value=word,
+            rule=f"one of {', '.join(known)}",
+            repair="leave it out if in doubt",
+        )

@@ -1,0 +1,354 @@
+"""The members of the family of policy losses: values and gradients worked by hand, and a peer's own numbers."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from policy_views import TOTAL, doubles, hand_view
+
+from forge.config.algorithm import AlgorithmConfig
+from forge.errors import ConfigError
+from forge.losses import Correction, KLPenalty, PolicyLoss, TokenView, clipped_value_loss, effective_samples, make_loss
+from forge.losses.surrogates import sequence_log_ratio
+from forge.types import Batch, Sample
+
+
+def tried(loss: PolicyLoss, view: TokenView | None = None) -> tuple[float, list[float], dict[str, float]]:
+    """Total, gradient by token, and metrics."""
+    view = hand_view() if view is None else view
+    terms = loss(view)
+    (gradient,) = torch.autograd.grad(terms.total, view.logprobs_T)
+    return float(terms.total.detach()), gradient.tolist(), {name: float(value) for name, value in terms.metrics.items()}
+
+
+def near(value: Any) -> Any:
+    return pytest.approx(value, abs=1e-12)
+
+
+# ---- By hand ---------------------------------------------------------------------------------------------------------
+# policy_views has six tokens of two samples: ratios 1.5 and 0.5 with A = 1, then 1.1 with A = -2 and 0.5 with A = -1,
+# weight 2. The first token of each sample does not count.
+
+
+def test_dual_clipping_bounds_the_loss_of_a_negative_advantage() -> None:
+    """1.05 x 2 = 2.1 in place of 2.2 at the ratio 1.1, and no gradient; the ratio 0.5 is below the bound."""
+    total, gradient, metrics = tried(PolicyLoss(dual_clip=1.05))
+    assert total == near(TOTAL - 0.1)
+    assert gradient == near([0, 0, -0.5, 0, 0, 0])
+    assert metrics["clip_dual"] == 1
+    assert tried(PolicyLoss(dual_clip=1.2))[0] == near(TOTAL)
+
+
+def test_gspo_has_one_ratio_for_a_sample() -> None:
+    """sqrt(1.5 x 0.5) = 0.8660 is within the bounds; sqrt(1.1 x 0.5) = 0.7416 is cut at 0.8, for both advantages."""
+    total, gradient, metrics = tried(PolicyLoss(kind="gspo"))
+    ratio = math.sqrt(0.75)
+    assert total == near(-2 * ratio + 0.8 * 2 + 2 * 0.8 * 1)
+    assert gradient == near([0, -ratio, -ratio, 0, 0, 0])
+    assert metrics["ratio"] == near(2 * ratio + 3 * math.sqrt(0.55))
+    assert (metrics["clip_low"], metrics["clip_high"]) == (3, 0)
+    assert metrics["sampler_ratio"] == near(1.5 + 0.5 + 1.1 + 2 * 0.5)
+
+
+def test_gspo_of_a_sample_of_which_nothing_counts_is_finite() -> None:
+    view = hand_view(weights_T=doubles([0, 1, 1, 0, 0, 0]))
+    total, gradient, _ = tried(PolicyLoss(kind="gspo", average="sequence_mean"), view)
+    assert total == near(-math.sqrt(0.75))
+    assert gradient == near([0, -math.sqrt(0.75) / 2, -math.sqrt(0.75) / 2, 0, 0, 0])
+    assert torch.isfinite(sequence_log_ratio(view, doubles([math.inf] * 6))).all()
+
+
+@pytest.mark.parametrize(
+    ("clip_low", "weights", "num_low"),
+    [(1.0, [1.2, 0.5, 1.1, 0.5], 0), (0.2, [1.2, 0.8, 1.1, 0.8], 3)],
+)
+def test_cispo_clips_a_weight_and_keeps_every_gradient(clip_low: float, weights: list[float], num_low: int) -> None:
+    view = hand_view()
+    total, gradient, metrics = tried(PolicyLoss(kind="cispo", clip_low=clip_low), view)
+    first, second, third, fourth = weights
+    expected = [0, -first, -second, 0, 2 * third, 2 * fourth]
+    assert gradient == near(expected)
+    assert total == near(float((doubles(expected) * view.logprobs_T.detach()).sum()))
+    assert (metrics["clip_low"], metrics["clip_high"]) == (num_low, 1)
+
+
+def test_reinforce_does_not_look_at_the_ratio() -> None:
+    view = hand_view()
+    total, gradient, metrics = tried(PolicyLoss(kind="reinforce", clip_low=0.0, clip_high=0.0), view)
+    assert gradient == near([0, -1, -1, 0, 2, 2])
+    assert total == near(float((doubles(gradient) * view.logprobs_T.detach()).sum()))
+    assert "clip_low" not in metrics
+
+
+# ---- Between sampler and trainer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("correction", "weights", "num_outside"),
+    [
+        (Correction(kind="none"), [1, 1, 1, 1], None),
+        (Correction(kind="truncate", high=1.2), [1.2, 0.5, 1.1, 0.5], 1),
+        (Correction(kind="mask", low=0.8, high=1.3), [0, 0, 1.1, 0], 4),
+        (Correction(kind="mask", high=1.3), [0, 0.5, 1.1, 0.5], 1),
+        # The products: 1.5 x 0.5 = 0.75 and 1.1 x 0.5 = 0.55.
+        (Correction(kind="truncate", level="sequence", high=0.7), [0.7, 0.7, 0.55, 0.55], 2),
+        (Correction(kind="mask", level="sequence", low=0.6), [0.75, 0.75, 0, 0], 3),
+    ],
+)
+@pytest.mark.parametrize("kind", ["clip", "reinforce"])
+def test_corrections_by_hand(
+    correction: Correction, weights: list[float], num_outside: float | None, kind: Any
+) -> None:
+    """Against the trainer's own logprobs the ratio is 1, so that each token's gradient is -A, times the correction."""
+    loss = PolicyLoss(kind=kind, proximal="trainer", correction=correction)
+    _, gradient, metrics = tried(loss)
+    first, second, third, fourth = weights
+    assert gradient == near([0, -first, -second, 0, 2 * third, 2 * fourth])
+    assert metrics.get("sampler_ratio_outside") == num_outside
+    assert metrics["ratio"] == near(5)
+    if correction.level == "sequence":
+        extremes = (metrics["sampler_ratio_max"], metrics["sampler_ratio_min"], metrics["sampler_ratio"])
+        assert extremes == near((0.75, 0.55, 2 * 0.75 + 3 * 0.55))
+
+
+def test_a_ratio_that_is_in_the_loss_is_not_multiplied_in_again() -> None:
+    """Only the ratio 1.1 is inside; its loss is 2.2, and 1.1 x 2.2 would count the ratio twice."""
+    total, gradient, metrics = tried(PolicyLoss(correction=Correction(kind="mask", low=0.8, high=1.3)))
+    assert total == near(2.2)
+    assert gradient == near([0, 0, 0, 0, 2.2, 0])
+    assert metrics["sampler_ratio_outside"] == 4
+    reinforce = PolicyLoss(kind="reinforce", correction=Correction(kind="truncate", high=1.2))
+    assert tried(reinforce)[1] == near([0, -1.2, -0.5, 0, 2.2, 1.0])
+
+
+def test_a_second_step_on_a_batch_is_compared_with_the_trainer_before_the_first() -> None:
+    """That had half of the sampler's probabilities: ratios of 3, 1, 2.2 and 1, and a correction of 0.5."""
+    view = hand_view()
+    proximal = view.fields["old_logprobs"] + math.log(0.5)
+    view = hand_view(fields={**view.fields, "proximal_logprobs": proximal})
+    loss = PolicyLoss(proximal="trainer", iterations=2, correction=Correction(kind="truncate"))
+    assert loss.fields == ("advantages", "old_logprobs", "proximal_logprobs")
+    total, gradient, metrics = tried(loss, view)
+    assert total == near(0.5 * (-1.2 - 1 + 4.4 + 2))
+    assert gradient == near([0, 0, -0.5, 0, 2.2, 1.0])
+    assert metrics["sampler_ratio"] == near(2.5)
+    first = PolicyLoss(proximal="trainer")
+    assert first.fields == ("advantages", "old_logprobs")
+    assert PolicyLoss(kind="reinforce", proximal="trainer", iterations=2).fields == ("advantages", "old_logprobs")
+
+
+@pytest.mark.parametrize("kind", ["clip", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_token_that_the_sampler_held_impossible(kind: Any, level: Any) -> None:
+    view = hand_view()
+    old = torch.where(torch.tensor([False, True] + [False] * 4), -math.inf, view.fields["old_logprobs"])
+    view = hand_view(fields={**view.fields, "old_logprobs": old})
+    _, gradient, metrics = tried(
+        PolicyLoss(kind=kind, proximal="trainer", correction=Correction(kind="truncate", level=level)), view
+    )
+    assert all(map(math.isfinite, gradient))
+    assert metrics["sampler_ratio_outside"] >= 1
+
+
+def test_the_effective_sample_size() -> None:
+    metrics = tried(PolicyLoss())[2]
+    means = {name: metrics[name] / 5 for name in ("sampler_ratio", "sampler_ratio_square")}
+    assert effective_samples(means) == pytest.approx(0.82**2 / 0.842)
+    assert effective_samples({"sampler_ratio": 1.0, "sampler_ratio_square": 1.0}) == 1
+    assert effective_samples({"sampler_ratio": math.inf, "sampler_ratio_square": math.inf}) == 0
+
+
+def test_the_weighted_penalty_has_the_gradient_of_the_divergence() -> None:
+    """Over every token that could have been drawn, by the probability of an old policy that drew them."""
+    logits = doubles([0.3, -0.4, 1.1]).requires_grad_()
+    old, reference = doubles([0.2, 0.5, 0.3]), doubles([0.4, 0.4, 0.2])
+    logprobs = logits.log_softmax(0)
+    exact = (logprobs.exp() * (logprobs - reference.log())).sum()
+    (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for estimator in ("k1", "k3"):
+        fields = {"advantages": torch.zeros(3), "old_logprobs": old.log(), "ref_logprobs": reference.log()}
+        view = TokenView(logprobs, old, (3,), fields=fields)
+        loss = PolicyLoss(kl=KLPenalty(1.0, estimator, weighted=True))  # type: ignore[arg-type]
+        (found,) = torch.autograd.grad(loss(view).total, logits, retain_graph=True)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_reference_that_finds_a_token_far_likelier_leaves_the_gradient_finite() -> None:
+    view = TokenView(
+        torch.tensor([-200.0], requires_grad=True),
+        torch.ones(1),
+        (1,),
+        fields={name: torch.tensor([-0.1]) for name in ("advantages", "old_logprobs", "ref_logprobs")},
+    )
+    total, gradient, _ = tried(PolicyLoss(kl=KLPenalty(0.1)), view)
+    assert math.isfinite(total)
+    assert all(map(math.isfinite, gradient))
+
+
+# ---- The critic ------------------------------------------------------------------------------------------------------
+
+
+def test_the_value_loss_by_hand() -> None:
+    """The first went too far towards its return (0.5, allowed 0.2): its twin 0.7 counts. The others do themselves."""
+    values = doubles([1.0, 0.2, 2.0]).requires_grad_()
+    returns, old = doubles([2.0, 1.0, 1.0]), doubles([0.5, 0.5, 1.0])
+    loss = clipped_value_loss(values, returns, old, clip=0.2)
+    assert loss.tolist() == near([1.3**2 / 2, 0.8**2 / 2, 0.5])
+    assert torch.autograd.grad(loss.sum(), values)[0].tolist() == near([0, -0.8, 1.0])
+    assert clipped_value_loss(values, returns, old).tolist() == near([0.5, 0.32, 0.5])
+    assert torch.autograd.gradcheck(lambda leaf: clipped_value_loss(leaf, returns, old, clip=0.2), (values,))
+    with pytest.raises(ConfigError) as refused:
+        clipped_value_loss(values, returns, old, clip=0.0)
+    assert (refused.value.path, refused.value.value) == ("clip", 0.0)
+
+
+# ---- From a configuration --------------------------------------------------------------------------------------------
+
+
+def test_a_configuration_becomes_a_loss() -> None:
+    loss = make_loss(AlgorithmConfig(), max_tokens=None)
+    assert loss == PolicyLoss()
+    assert not loss.needs_entropy
+    config = AlgorithmConfig.model_validate(
+        {
+            "preset": "dr_grpo",
+            "loss": {"dual_clip": 3, "proximal": "trainer", "correction": {"kind": "truncate", "high": 5.0}},
+            "kl": {"coefficient": 0.02, "estimator": "k2", "weighted": True},
+        }
+    )
+    loss = make_loss(config, max_tokens=32, temperature=0.7, iterations=2)
+    assert loss == PolicyLoss(
+        dual_clip=3.0,
+        average="constant",
+        length=32,
+        proximal="trainer",
+        iterations=2,
+        correction=Correction(kind="truncate", high=5.0),
+        kl=KLPenalty(0.02, "k2", weighted=True),
+        temperature=0.7,
+    )
+    assert pickle.loads(pickle.dumps(loss)) == loss
+
+
+def test_a_penalty_in_the_reward_is_not_in_the_loss() -> None:
+    config = AlgorithmConfig.model_validate({"kl": {"coefficient": 0.1, "place": "reward"}})
+    assert make_loss(config, max_tokens=8).fields == ("advantages", "old_logprobs")
+
+
+def test_the_exact_entropy_is_reported_where_it_was_asked_for() -> None:
+    """Of the four tokens that count, 1 + 2 + 3 + 2 x 4; the loss stays as it is."""
+    loss = make_loss(AlgorithmConfig(), max_tokens=8, exact_entropy=True)
+    assert loss.needs_entropy
+    total, _, metrics = tried(loss, hand_view(entropy_T=doubles([9, 1, 2, 9, 3, 4])))
+    assert (total, metrics["entropy"]) == near((TOTAL, 14))
+
+
+def test_greedy_sampling_reports_logprobs_of_temperature_1() -> None:
+    assert make_loss(AlgorithmConfig(), max_tokens=8, temperature=0.0).temperature == 1.0
+
+
+def test_a_constant_average_without_a_length_is_refused() -> None:
+    config = AlgorithmConfig(preset="dr_grpo")
+    with pytest.raises(ConfigError) as refused:
+        make_loss(config, max_tokens=None)
+    assert refused.value.path == "algorithm.loss.length"
+    assert "generator.sampling.max_tokens" in str(refused.value.repair)
+    named = AlgorithmConfig.model_validate({"preset": "dr_grpo", "loss": {"length": 7}})
+    assert make_loss(named, max_tokens=None).length == make_loss(named, max_tokens=32).length == 7
+
+
+# ---- A peer's numbers ------------------------------------------------------------------------------------------------
+# What TRL 1.16.0 computed in float64 for these logprobs: its loss, and the derivative with respect to each logprob. Two
+# completions of three and two tokens; `old` are the trainer's before the first step, `sampler` those of vLLM.
+
+TRL = {
+    "logprobs": [-0.7, -1.2, -0.4, -2.0, -0.3, -0.9],
+    "old": [-1.1, -1.0, -0.5, -1.6, -0.5, -0.8],
+    "sampler": [-1.0, -1.3, -0.4, -1.7, -0.4, -1.0],
+    "reference": [-0.9, -1.0, -0.6, -1.5, -0.5, -1.0],
+}
+NO_CORRECTION = {"correction": {"kind": "none"}}
+KL = {"coefficient": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        # `loss_type="dapo"`, the default, with vLLM: sequence_mask, 3.0
+        ({}, [-0.1076826377, 0, -0.1447739869, -0.1954244413, 0, 0.2687086068, 0]),
+        ({"kl": KL}, [-0.1039079292, 0.005967298791, -0.1480489099, -0.1910037576, -0.00670320046, 0.2735942178, 0]),
+        # the same without vLLM
+        ({"loss": NO_CORRECTION}, [-0.05511566059, 0, -0.1309969205, -0.1768273469, 0, 0.2687086068, 0]),
+        (
+            {"loss": NO_CORRECTION, "kl": KL},
+            [-0.05134095214, 0.005967298791, -0.1342718435, -0.1724066632, -0.00670320046, 0.2735942178, 0],
+        ),
+        # `use_bias_correction_kl=False`
+        (
+            {"loss": NO_CORRECTION, "kl": {**KL, "weighted": False}},
+            [-0.05058933483, 0.003625384938, -0.1354249757, -0.173201962, -0.01297442541, 0.2723339917, 0],
+        ),
+        # `delta=1.21`
+        ({"loss": {**NO_CORRECTION, "dual_clip": 1.21}}, [-0.05762426738, 0, -0.1309969205, -0.1768273469, 0, 0, 0]),
+        # `epsilon_high=0.28`
+        (
+            {"preset": "dapo", "loss": NO_CORRECTION},
+            [-0.06791566059, 0, -0.1309969205, -0.1768273469, 0, 0.2687086068, 0],
+        ),
+        # `loss_type="grpo"`
+        (
+            {"loss": {**NO_CORRECTION, "average": "sequence_mean"}},
+            [0.1393655357, 0, -0.1091641004, -0.1473561224, 0, 0.3358857585, 0],
+        ),
+        # `loss_type="dr_grpo"`, `max_completion_length=4`
+        (
+            {"preset": "dr_grpo", "loss": NO_CORRECTION},
+            [-0.03444728787, 0, -0.08187307531, -0.1105170918, 0, 0.1679428792, 0],
+        ),
+        # `importance_sampling_level="sequence"`, `loss_type="grpo"`, epsilons of 3e-4 and 4e-4, and of 0.2
+        ({"preset": "gspo", "loss": NO_CORRECTION}, [0.149675, 0, 0, 0, 0, 0, 0]),
+        (
+            {"preset": "gspo", "loss": {**NO_CORRECTION, "clip_low": 0.2, "clip_high": 0.2}},
+            [0.05559221269, -0.1473561224, -0.1473561224, -0.1473561224, 0.24883029, 0.24883029, 0],
+        ),
+        # `loss_type="cispo"`, `epsilon_high` of 5.0 and of 1.2: there it is the bound itself, here what is above 1
+        (
+            {"preset": "cispo", "loss": NO_CORRECTION},
+            [0.01945820719, -0.2386919516, -0.1309969205, -0.1768273469, 0.1474704101, 0.2687086068, 0],
+        ),
+        (
+            {"preset": "cispo", "loss": {**NO_CORRECTION, "clip_high": 0.2}},
+            [-0.01181357691, -0.192, -0.1309969205, -0.1768273469, 0.1474704101, 0.264, 0],
+        ),
+        # `vllm_importance_sampling_mode`: sequence_mask at 1.05, token_mask at [0.92, 1.2], token_truncate at 1.1
+        ({"loss": {"correction": {"high": 1.05}}}, [0.4447086068, 0, 0, 0, 0, 0.2687086068, 0]),
+        ({"loss": {"correction": {"level": "token", "low": 0.92, "high": 1.2}}}, [0.1945100816, 0, 0, 0, 0, 0, 0]),
+        (
+            {"loss": {"correction": {"kind": "truncate", "level": "token", "high": 1.1}}},
+            [-0.04108779483, 0, -0.1440966125, -0.16, 0, 0.243137602, 0],
+        ),
+    ],
+)
+def test_the_convention_of_trl_computes_what_trl_does(keys: dict[str, Any], wanted: list[float]) -> None:
+    config = AlgorithmConfig.model_validate({"convention": "trl", **keys})
+    loss = make_loss(config, max_tokens=4, iterations=2)
+    weights = doubles([1, 1, 1, 1, 1, 0])
+    view = TokenView(
+        doubles(TRL["logprobs"]).requires_grad_(),
+        weights,
+        (3, 3),
+        fields={
+            "advantages": doubles([0.8] * 3 + [-1.1] * 3),
+            "old_logprobs": doubles(TRL["sampler"]),
+            "proximal_logprobs": doubles(TRL["old"]),
+            "ref_logprobs": doubles(TRL["reference"]),
+        },
+    )
+    ids = torch.arange(3)
+    divisor = loss.normalizer(Batch.of([Sample(ids, weights[:3].float()), Sample(ids, weights[3:].float())]))
+    total, gradient, _ = tried(loss, view)
+    assert [total / divisor, *(value / divisor for value in gradient)] == pytest.approx(wanted, abs=2e-10)
