@@ -1,0 +1,246 @@
+"""The prompts of a run: from files, datasets and tasks, by number, with what is held out for evaluation.
+
+    sets = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
+    order = PromptOrder(sets.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
+    epoch, prompt = order.at(0)
+
+Everything is checked when it is opened: each source is gone through once, and a record without a prompt, a task without
+enough problems or a split without a side ends it there, before anything else has started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
+from forge.data.mixing import derive
+from forge.data.prompt_files import ID, RecordPrompts
+from forge.data.prompt_order import PromptOrder
+from forge.data.prompt_shelf import Shelf, gather, joined
+from forge.data.tasks import open_task
+from forge.errors import ConfigError, DataError
+from forge.types import Prompt
+
+__all__ = ["PromptBook", "PromptOrder", "PromptSets", "Wording", "open_prompts", "save_prompts"]
+
+logger = logging.getLogger("forge.data")
+
+DEFAULT_NUM_PROMPTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What is put around every prompt. It is part of what makes two books equal."""
+
+    system_prompt: str | None = None
+    template: str | None = None
+    chat: bool = True
+
+    def render(self, prompt: Prompt) -> Prompt:
+        """A prompt as the policy is asked it.
+
+        The template goes around a text, and around the last message of a conversation where a user says it. A
+        conversation that has a system message keeps its own.
+        """
+        if prompt.text is not None and not self.chat:
+            return Prompt(prompt.id, text=self._framed(prompt.text), answer=prompt.answer, metadata=prompt.metadata)
+        turns = prompt.messages or ({"role": "user", "content": prompt.text},)
+        if turns[-1]["role"] == "user":
+            turns = (*turns[:-1], {**turns[-1], "content": self._framed(turns[-1]["content"])})
+        if self.system_prompt is not None and all(turn["role"] not in ("system", "developer") for turn in turns):
+            turns = ({"role": "system", "content": self.system_prompt}, *turns)
+        return Prompt(prompt.id, messages=turns, answer=prompt.answer, metadata=prompt.metadata)
+
+    def _framed(self, text: str) -> str:
+        return text if self.template is None else self.template.replace("{prompt}", text)
+
+
+class PromptBook:
+    """Prompts by number. Reading one needs no other, and any number of readers may ask.
+
+    `digest` is of all the prompts in their order: what is asked, the answers, the metadata and what is put around them.
+    Where files lie, and whether a set was made by a task or read from a file, does not matter. `num_skipped` is how
+    many records of its sources could not be read and were passed over.
+    """
+
+    def __init__(self, shelf: Shelf, *, wording: Wording) -> None:
+        self._shelf = shelf
+        self._wording = wording
+        self.num_skipped = shelf.num_skipped
+        text = json.dumps([wording.system_prompt, wording.template, wording.chat])
+        self.digest = hashlib.blake2b(text.encode() + shelf.prints.tobytes(), digest_size=16).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._shelf)
+
+    def read(self, index: int) -> Prompt:
+        """One prompt, as the policy is asked it."""
+        return self._wording.render(self.read_bare(index))
+
+    def read_bare(self, index: int) -> Prompt:
+        """One prompt as its source words it: without system prompt and template."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"there is no prompt {index}: there are {len(self)}")
+        return self._shelf.read(index)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSets:
+    """The prompts to learn from, and those to judge by, if any. No question is in both."""
+
+    train: PromptBook
+    heldout: PromptBook | None
+
+
+def open_prompts(config: PromptsConfig, *, evaluation: EvaluationConfig, seed: int) -> PromptSets:
+    """Open the prompts of a configuration.
+
+    What is held out by fraction goes by what is asked and by the seed: not by the order of the records, and equal
+    questions are on the same side. Where evaluation has sources of its own, what they ask is left out of training.
+    """
+    wording = Wording(config.system_prompt, config.template, config.chat)
+    shelf = _open_shelf(config.sources, config=config, section="prompts", seed=seed)
+    if not evaluation.enabled:
+        return PromptSets(PromptBook(shelf, wording=wording), None)
+    if evaluation.sources:
+        held = _open_shelf(evaluation.sources, config=config, section="evaluation", seed=seed)
+        questions = np.unique(held.questions)
+    else:
+        held = shelf
+        questions = _held_questions(shelf, fraction=evaluation.fraction, seed=seed)
+    train = shelf.take(np.flatnonzero(~np.isin(shelf.questions, questions)))
+    if not len(train):
+        raise ConfigError(
+            "every prompt to learn from is also one to judge by",
+            path="evaluation.sources",
+            value=len(questions),
+            rule="what evaluation asks is left out of training, and something must remain",
+            repair="give evaluation other sources, or a task another seed, or use evaluation.fraction",
+        )
+    if evaluation.sources and len(train) < len(shelf):
+        logger.info("%d prompts are asked by evaluation and left out of training", len(shelf) - len(train))
+    chosen = _ranked(questions, key=derive(seed, "held out"))[: evaluation.max_prompts]
+    _, first = np.unique(held.questions, return_index=True)
+    picks = np.sort(first[np.isin(held.questions[first], chosen)])
+    return PromptSets(PromptBook(train, wording=wording), PromptBook(held.take(picks), wording=wording))
+
+
+def save_prompts(book: PromptBook, path: str | Path) -> int:
+    """Write a book as a .jsonl file and return how many prompts it has. The file appears whole or not at all.
+
+    What is written are the prompts as their sources word them. A configuration that has this file as its only source,
+    and the same system prompt and template, gives the same prompts again, with the same ids and the same digest.
+    """
+    target = Path(path)
+    if target.suffix != ".jsonl":
+        raise DataError(
+            f"{target} would not be read again",
+            path=str(target),
+            value=target.suffix,
+            rule="a file of prompts that are saved ends in .jsonl",
+            repair="name it so",
+        )
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            for index in range(len(book)):
+                file.write(json.dumps(_record(book.read_bare(index))) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    return len(book)
+
+
+def _record(prompt: Prompt) -> dict[str, object]:
+    words = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
+    return {ID: prompt.id, **words, "answer": prompt.answer, "metadata": prompt.metadata}
+
+
+def _open_shelf(sources: Sequence[PromptSourceConfig], *, config: PromptsConfig, section: str, seed: int) -> Shelf:
+    if not sources:
+        raise ConfigError(
+            "there is nothing to ask the policy",
+            path=f"{section}.sources",
+            value=(),
+            rule="at least one source",
+            repair="add one, such as {path: train.jsonl} or {task: arithmetic}",
+        )
+    shelves = []
+    for number, source in enumerate(sources):
+        if source.task is None:
+            shelves.append(_open_records(source, config=config))
+        else:
+            own = source.seed if source.seed is not None else derive(seed, section, number) % 2**31
+            where = f"{section}.sources[{number}]"
+            shelves.append(_open_task(source, where=where, seed=own, lenient=config.on_bad_record == "skip"))
+    return joined(shelves)
+
+
+def _open_records(source: PromptSourceConfig, *, config: PromptsConfig) -> Shelf:
+    lenient = config.on_bad_record == "skip"
+    records = RecordPrompts(source, chat=config.chat, lenient=lenient)
+    limit = min(source.num_prompts or len(records), len(records))
+    shelf = gather(records, num_candidates=len(records), limit=limit, distinct=False, lenient=lenient)
+    if not len(shelf):
+        raise DataError(
+            f"there is no usable prompt in {records.name}",
+            path=records.name,
+            value=len(records),
+            rule="a source has at least one record that can be read",
+            repair="set prompts.on_bad_record to error to see what is wrong with its records",
+        )
+    return shelf
+
+
+def _open_task(source: PromptSourceConfig, *, where: str, seed: int, lenient: bool) -> Shelf:
+    wanted = source.num_prompts or DEFAULT_NUM_PROMPTS
+    num_candidates = 20 * wanted + 1000
+    task = open_task(str(source.task), args=source.task_args, seed=seed, where=where, size=num_candidates)
+    limit = wanted
+    if task.num_problems is not None:
+        limit = num_candidates = min(wanted, task.num_problems)
+    shelf = gather(task, num_candidates=num_candidates, limit=limit, distinct=True, lenient=lenient)
+    if not len(shelf) or (source.num_prompts is not None and len(shelf) < source.num_prompts):
+        found = task.num_problems if task.num_problems is not None else len(shelf)
+        raise ConfigError(
+            f"{task.name} has fewer different problems than are asked for",
+            path=f"{where}.num_prompts",
+            value=source.num_prompts,
+            rule=f"at most {found}" if task.num_problems is not None else f"about {found}: no others were found",
+            repair="lower it, or widen the task by its level or its arguments",
+        )
+    return shelf
+
+
+def _held_questions(shelf: Shelf, *, fraction: float, seed: int) -> NDArray[np.uint64]:
+    """Which questions are held out: at least one, and never all."""
+    questions = np.unique(shelf.questions)
+    if len(questions) < 2:
+        raise ConfigError(
+            "the prompts cannot be split",
+            path="evaluation.fraction",
+            value=fraction,
+            rule="at least two different questions, so that each side has one",
+            repair="add prompts, or give evaluation sources of its own",
+        )
+    count = min(max(1, round(fraction * len(questions))), len(questions) - 1)
+    return _ranked(questions, key=derive(seed, "held out"))[:count]
+
+
+def _ranked(questions: NDArray[np.uint64], *, key: int) -> NDArray[np.uint64]:
+    """Questions in an order that only they and the key decide."""
+    bits = questions ^ np.uint64(key)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return questions[np.argsort(bits ^ (bits >> np.uint64(31)), kind="stable")]

@@ -1,0 +1,104 @@
+"""The arguments of a task, checked one by one, and what names its problems."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forge.config.suggest import did_you_mean
+from forge.errors import ConfigError
+
+_LONGEST_LABEL = 48
+
+
+class Arguments:
+    """What a user wrote under `task_args`. Every value is checked where it is read, and refused by its path."""
+
+    def __init__(self, values: Mapping[str, Any], *, where: str, task: str) -> None:
+        self._values = values
+        self._where = where
+        self.label = label_of(task, values)
+
+    def only(self, known: Sequence[str]) -> None:
+        """Refuse arguments that the task does not have."""
+        for name in self._values:
+            if name not in known:
+                raise unknown_argument(name, where=self._where, value=self._values[name], known=known)
+
+    def has(self, name: str) -> bool:
+        """Whether the user wrote it."""
+        return name in self._values
+
+    def whole(self, name: str, *, default: int, low: int, high: int) -> int:
+        """A whole number from low to high."""
+        value = self._values.get(name, default)
+        if not _is_whole(value) or not low <= value <= high:
+            raise self.refusal(name, f"a whole number from {low} to {high}")
+        return int(value)
+
+    def span(self, name: str, *, default: tuple[int, int], low: int, high: int) -> tuple[int, int]:
+        """A number, or the two ends of a range, both included."""
+        value = self._values.get(name, default)
+        ends = (value, value) if _is_whole(value) else value
+        if (
+            not isinstance(ends, list | tuple)
+            or len(ends) != 2
+            or not all(map(_is_whole, ends))
+            or not low <= ends[0] <= ends[1] <= high
+        ):
+            raise self.refusal(name, f"a whole number, or [lowest, highest], from {low} to {high}")
+        return int(ends[0]), int(ends[1])
+
+    def operators(self, name: str, *, default: str, known: str) -> str:
+        """Operators, as text or as a list; in the order of `known`."""
+        value = self._values.get(name, default)
+        signs = list(value) if isinstance(value, str | list | tuple) else []
+        if not signs or len(set(map(str, signs))) != len(signs) or any(sign not in list(known) for sign in signs):
+            raise self.refusal(name, f"some of {' '.join(known)}, each once, as text or as a list")
+        return "".join(sign for sign in known if sign in signs)
+
+    def wording(self, name: str, *, default: str, needed: Sequence[str]) -> str:
+        """Text with places to fill in, each of which must be there."""
+        value = self._values.get(name, default)
+        if not isinstance(value, str) or any(f"{{{place}}}" not in value for place in needed):
+            raise self.refusal(name, f"text in which {' and '.join(f'{{{place}}}' for place in needed)} stands")
+        return value
+
+    def refusal(
+        self, name: str, rule: str, *, repair: str = "correct it, or remove it for the level's own"
+    ) -> ConfigError:
+        """The error for one argument."""
+        return ConfigError(
+            f"{self._where}.{name} is not what the task can use",
+            path=f"{self._where}.{name}",
+            value=self._values.get(name),
+            rule=rule,
+            repair=repair,
+        )
+
+
+def unknown_argument(name: str, *, where: str, value: object, known: Sequence[str]) -> ConfigError:
+    """The error for an argument that a task does not have; it lists those that it has."""
+    return ConfigError(
+        f"{where}.{name}: the task has no such argument",
+        path=f"{where}.{name}",
+        value=value,
+        rule=f"an argument is one of {', '.join(known)}",
+        repair=did_you_mean(name, known) or "write one of these, or remove it",
+    )
+
+
+def label_of(task: str, args: Mapping[str, Any]) -> str:
+    """A task's name with its arguments, so that problems of two sources have the same id only if they are equal."""
+    if not args:
+        return task
+    text = ",".join(f"{key}={json.dumps(args[key], separators=(',', ':'), default=str)}" for key in sorted(args))
+    if len(text) > _LONGEST_LABEL:
+        return f"{task}({hashlib.blake2b(text.encode(), digest_size=6).hexdigest()})"
+    return f"{task}({text})"
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
