@@ -1,25 +1,26 @@
-"""Figures for whoever watches: a line now and then, and a progress bar on a terminal."""
+"""Figures for whoever watches: a line now and then, and something that moves on a terminal."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TextIO
 
-from forge.observe.lines import bar_text, plain_line, train_line, validation_line
-from forge.observe.sink import TRAIN_LOSS, VALIDATION_LOSS, Value, closed_error
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from forge.observe.displays import Display, EpisodePanel, StepBar
+from forge.observe.lines import plain_line, train_line, validation_line
+from forge.observe.rl_lines import episode_line, evaluation_line
+from forge.observe.sink import EVALUATION_REWARD, REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, Value, closed_error
 
 
 class ConsoleSink:
-    """Prints a line every `log_interval` steps and at step `total_steps`; a validation is printed whenever it comes.
+    """Prints a line every `log_interval` steps and at step `total_steps`; a validation or an evaluation is printed
+    whenever it comes.
 
-    Lines go to standard output. The bar goes to standard error, moves with every step, and knows the time that is left
-    when `total_steps` is given. It is there when `progress` is true, or when that is None and both streams are
-    terminals: a line on its way through a pipe and a bar on the terminal would run into each other. `stream` takes the
-    place of both.
+    Lines go to standard output. The progress display goes to standard error, moves with every step, and knows the time
+    that is left when `total_steps` is given: a bar, which gives way to a panel with the first figures of rollouts. The
+    bar is there when `progress` is true, or when that is None and both streams are terminals: a line on its way through
+    a pipe and a bar on the terminal would run into each other. The panel needs a terminal in any case. `stream` takes
+    the place of both streams.
     """
 
     def __init__(
@@ -35,55 +36,55 @@ class ConsoleSink:
         self._log_interval = log_interval
         self._num_epochs = num_epochs
         self._total_steps = total_steps
+        self._step = resume_step or 0
         self._stream = stream
         self._closed = False
+        self._display: Display | None = None
         if progress is None:
             progress = all((stream or standard).isatty() for standard in (sys.stdout, sys.stderr))
-        self._bar = self._make_bar(resume_step or 0) if progress else None
+        if progress:
+            self._display = StepBar(step=self._step, total_steps=total_steps, stream=stream)
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         if self._closed:
             raise closed_error(self)
-        if TRAIN_LOSS in values:
-            if self._bar is not None:
-                self._move_bar(self._bar, step, bar_text(values))
-            if self._is_due(step):
-                self._print(train_line(step, values, num_epochs=self._num_epochs))
-        if VALIDATION_LOSS in values:
-            self._print(validation_line(step, values))
-        elif TRAIN_LOSS not in values and values and self._is_due(step):
-            self._print(plain_line(step, values))
+        if REWARD_MEAN in values:
+            self._show_episode()
+        if self._display is not None and (REWARD_MEAN in values or TRAIN_LOSS in values):
+            self._display.show(step, values)
+        for line in self._lines(step, values):
+            self._print(line)
 
     def close(self) -> None:
         self._closed = True
-        if self._bar is not None:
-            self._bar.close()
+        if self._display is not None:
+            self._display.close()
 
-    def _is_due(self, step: int) -> bool:
-        return step % self._log_interval == 0 or step == self._total_steps
+    def _lines(self, step: int, values: Mapping[str, Value]) -> list[str]:
+        is_due = step % self._log_interval == 0 or step == self._total_steps
+        lines = []
+        if REWARD_MEAN in values:
+            lines += [episode_line(step, values)] if is_due else []
+        elif TRAIN_LOSS in values:
+            lines += [train_line(step, values, num_epochs=self._num_epochs)] if is_due else []
+        if VALIDATION_LOSS in values:
+            lines.append(validation_line(step, values))
+        if EVALUATION_REWARD in values:
+            lines.append(evaluation_line(step, values))
+        is_known = any(name in values for name in (REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, EVALUATION_REWARD))
+        return lines if is_known or not values or not is_due else [plain_line(step, values)]
 
-    def _make_bar(self, step: int) -> tqdm[Any]:
-        from tqdm import tqdm
-
-        return tqdm(
-            total=self._total_steps,
-            initial=step,
-            unit="step",
-            dynamic_ncols=True,
-            file=self._stream or sys.stderr,
-        )
-
-    @staticmethod
-    def _move_bar(bar: tqdm[Any], step: int, text: str) -> None:
-        bar.set_postfix_str(text, refresh=False)
-        bar.update(step - bar.n)
+    def _show_episode(self) -> None:
+        """Let the panel take the place of the bar, on a terminal."""
+        if isinstance(self._display, StepBar):
+            self._display.wipe()
+            self._display = None
+            if (self._stream or sys.stderr).isatty():
+                self._display = EpisodePanel(step=self._step, total_steps=self._total_steps, stream=self._stream)
 
     def _print(self, line: str) -> None:
         stream = self._stream or sys.stdout
-        if self._bar is None:
+        if self._display is None:
             print(line, file=stream, flush=True)
-            return
-        from tqdm import tqdm
-
-        tqdm.write(line, file=stream)
-        stream.flush()
+        else:
+            self._display.print(line, stream=stream)

@@ -25,6 +25,25 @@ MFU: Final = "train/mfu"
 VALIDATION_LOSS: Final = "validation/loss"
 VALIDATION_BEST: Final = "validation/best"
 
+REWARD_MEAN: Final = "rollout/reward_mean"
+REWARD_STD: Final = "rollout/reward_std"
+NUM_FAILED: Final = "rollout/num_failed"
+STALENESS: Final = "rollout/staleness_mean"
+GENERATION_TOKENS_PER_S: Final = "rollout/tokens_per_s"
+KL: Final = "train/kl"
+ENTROPY: Final = "train/entropy"
+STEP_TIME: Final = "time/step"
+TIME_WAITING: Final = "time/waiting"
+TIME_GENERATING: Final = "time/generating"
+TIME_TRAINING: Final = "time/training"
+TIME_SYNCING: Final = "time/syncing"
+TIME_OTHER: Final = "time/other"
+EVALUATION: Final = "evaluation/"
+"""Comes before every figure of an evaluation on the held-out set."""
+
+EVALUATION_REWARD: Final = "evaluation/reward"
+EVALUATION_PROMPTS: Final = "evaluation/num_prompts"
+
 
 @runtime_checkable
 class Sink(Protocol):

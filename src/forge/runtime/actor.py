@@ -117,6 +117,13 @@ class MeshActor(Actor):  # type: ignore[misc]
         dispatcher = self._forge_dispatcher()
         dispatcher.outbox(caller).send(call_id, True, dispatcher.num_served)
 
+    @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
+    async def _forge_observations(self, port: Any, caller: int, call_id: int, tracing: bool, timeout_s: float) -> None:
+        """Give the figures and spans of this process, and begin anew; see `forge.runtime.collect`."""
+        from forge.runtime.collect import answer
+
+        answer(self._forge_dispatcher().outbox(caller), call_id, tracing=tracing, timeout_s=timeout_s)
+
     async def __supervise__(self, failure: Any) -> bool:
         return note_fault(failure)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge.errors import ActorFailure, ForgeError, LaunchError
+from forge.observe.tracing import LABEL, TRACE, is_tracing
 from forge.runtime import meeting
 from forge.runtime.backend import (
     OWNED,
@@ -46,6 +47,13 @@ ACTOR_FAILED = "its actor failed"
 
 STOP_S = 5.0
 """How long a group may take to stop by itself before it is killed."""
+
+_live: dict[RankGroup, None] = {}
+
+
+def live_groups() -> tuple[RankGroup, ...]:
+    """The groups of this process that have started and not begun to end."""
+    return tuple(_live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,8 @@ class RankGroup:
             await self._spawn()
             await self._identify()
             await self._set_up()
+            if self.is_alive:
+                _live[self] = None
         except BaseException:
             self._start_ended.set()  # whoever ends it waits for this to give up
             await self.stop(kill=True)
@@ -188,6 +198,7 @@ class RankGroup:
             host = self.hosts[rank // self.spec.num_procs]
             env = self._environment(rank, port) | {GROUP: self.name, RANK: str(rank)}
             env |= meeting.open_environment(is_remote=not host.is_local)
+            env |= {LABEL: self.spec.label.replace("\0", ""), TRACE: str(int(is_tracing()))}
             env["CUDA_VISIBLE_DEVICES"] = devices.get(host, "")
             env[OWNER] = str(host.facts.pid)
             bootstrap = default_bootstrap_cmd().with_env({**env, **self.spec.env})
@@ -315,6 +326,7 @@ class RankGroup:
         await asyncio.shield(self._begin_to_end(kill=kill))
 
     def _begin_to_end(self, *, kill: bool) -> asyncio.Task[None]:
+        _live.pop(self, None)
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(kill=kill))
         return self._ending

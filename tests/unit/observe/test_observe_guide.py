@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 
 from forge.observe import ConsoleSink, read_jsonl
+from forge.observe.metrics import drain_metrics
+from forge.observe.tracing import drain_trace
 
-GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "guides" / "metrics.md").read_text(encoding="utf-8")
+GUIDES = Path(__file__).resolve().parents[3] / "docs" / "guides"
+GUIDE = (GUIDES / "metrics.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, *, page: str = "metrics.md") -> list[str]:
+    text = (GUIDES / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+(PROGRAM,) = [block for block in blocks("python") if "step_values" in block]
+RECORDING, TRACING = (blocks("python", page=page)[at] for page, at in (("metrics.md", 1), ("tracing.md", 0)))
 
 
 def ran(program: str) -> dict[str, Any]:
@@ -41,16 +49,47 @@ def test_the_console_looks_like_that(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == blocks("text")[0]
 
 
+def test_episodes_look_like_that(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(log_interval=1, progress=False)
+    times = {"step": 8.0, "waiting": 0.8, "generating": 4.0, "training": 2.4, "syncing": 0.4, "other": 0.4}
+    more = {"train/entropy": 1.23, "rollout/staleness_mean": 0.5, "rollout/tokens_per_s": 1234.0}
+    sink.write(1, {"rollout/reward_mean": 0.75, "train/kl": 0.12})
+    values = {"rollout/reward_mean": 0.78125, "train/kl": 0.0034, **more, "train/tokens_per_s": 5678.0}
+    sink.write(2, {**values, **{f"time/{name}": seconds for name, seconds in times.items()}})
+    sink.write(2, {"evaluation/reward": 0.71, "evaluation/pass@8": 0.93, "evaluation/num_prompts": 64})
+    sink.close()
+    assert capsys.readouterr().out == blocks("text")[1]
+
+
+def test_figures_from_anywhere_come_together_as_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    drain_metrics()
+    ran(RECORDING)
+    (said,) = re.findall(r"print\(.*\)  # (.*)$", RECORDING, flags=re.MULTILINE)
+    assert capsys.readouterr().out.strip() == said
+
+
+def test_the_traced_program_writes_a_trace() -> None:
+    drain_trace()
+    ran(TRACING)
+    spans = [event for event in json.loads(Path("trace.json").read_text()) if event["ph"] == "X"]
+    assert [(span["name"], span["args"]) for span in spans] == [
+        ("step", {"number": 1}),
+        ("score", {"prompt": "one"}),
+        ("score", {"prompt": "two"}),
+    ]
+    assert len({span["tid"] for span in spans}) == 3
+
+
 def test_the_file_that_is_shown_is_read_as_is_said() -> None:
     Path("metrics.jsonl").write_text(blocks("json")[0])
-    reading, _, _ = blocks("python")
+    reading = blocks("python")[0]
     losses = ran(reading)["losses"]
     assert losses[200] == 2.3712
     assert math.isnan(losses[201])
 
 
 def test_the_program_writes_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    ran(blocks("python")[1])
+    ran(PROGRAM)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | Tokens/s")[0] for line in lines] == [
         "Epoch 1/1 | Step 2 | Loss: 1.00 | LR: 0.0001",
@@ -65,7 +104,7 @@ def test_the_program_writes_what_it_says(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_arithmetic_is_right() -> None:
-    program = blocks("python")[2]
+    (program,) = [block for block in blocks("python") if "num_parameters" in block]
     names = ran(program)
     (size,) = re.findall(r"^num_parameters\(model\)  # (\d+)$", program, flags=re.MULTILINE)
     assert names["num_parameters"](names["model"]) == int(size)
