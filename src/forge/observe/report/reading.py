@@ -1,0 +1,195 @@
+"""What a run's folder holds, as far as it is there: a run that goes on or was killed is read like one that ended."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from forge.config.saving import FILE_NAME
+from forge.config.yaml_text import read_yaml
+from forge.errors import DataError, OptionError
+from forge.observe.jsonl import MetricsLine, read_jsonl
+from forge.observe.report.samples import SampleSet, json_lines, read_samples
+
+_MAX_POINTS: Final = 1500
+"""Points of a curve. Of a longer run each point is the mean of several steps, so that the page stays small."""
+_MAX_CONFIG: Final = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """The figures of a run as a table with one row for each point.
+
+    Attributes:
+        steps: the step of each row; where a row stands for several steps, the last of them.
+        columns: for each figure one number per row, None where the step had none.
+        nonfinite: for each figure the rows' steps at which it was NaN or infinite.
+        stride: how many steps a row stands for.
+        num_steps, last_step: of the whole run so far.
+        first_time, last_time: seconds since 1970.
+    """
+
+    steps: tuple[int, ...]
+    columns: Mapping[str, tuple[float | None, ...]]
+    nonfinite: Mapping[str, tuple[int, ...]]
+    stride: int
+    num_steps: int
+    last_step: int
+    first_time: float
+    last_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All that a report is made of.
+
+    Attributes:
+        folder: where it was read from; its name is the run's.
+        figures, samples: the curves and the episodes.
+        config_text: config.yaml as it stands, empty where there is none; `config` the same as plain data.
+        ledger: how many groups came to each outcome.
+        notes: what a reader should know about what is not here.
+    """
+
+    folder: Path
+    figures: Figures
+    samples: SampleSet
+    config_text: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    ledger: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def setting(self, path: str) -> Any:
+        """A value of the configuration by its dotted path; None where there is none."""
+        value: Any = self.config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+
+def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
+    """Read a run's folder. Only `metrics.jsonl` must be there, with at least one whole line."""
+    place = Path(folder)
+    if max_samples < 0:
+        raise OptionError(
+            "the number of samples is out of range",
+            path="--max-samples",
+            value=max_samples,
+            rule="0 or more",
+            repair="leave it out, or give 0 for a report without samples",
+        )
+    _check_folder(place)
+    figures = _read_figures(place / "metrics.jsonl")
+    notes: list[str] = []
+    if figures.stride > 1:
+        notes.append(f"Each point of a curve is the mean of {figures.stride} steps.")
+    text, config = _read_config(place / FILE_NAME, notes)
+    samples = read_samples(place / "rollouts", max_samples=max_samples)
+    ledger = _read_ledger(place / "ledger.jsonl", notes)
+    return Run(place, figures, samples, text, config, ledger, (*notes, *samples.notes))
+
+
+def _check_folder(place: Path) -> None:
+    if not place.is_dir():
+        raise DataError(
+            "there is no such run",
+            path=str(place),
+            rule="the folder of a run, <run.output_dir>/<run.name>",
+            repair="check the path",
+        )
+    if not (place / "metrics.jsonl").is_file():
+        inside = sorted(child.name for child in place.iterdir() if (child / "metrics.jsonl").is_file())
+        hint = (
+            f"give one of the runs in it: {', '.join(inside[:8])}" if inside else "run with metrics.jsonl set to true"
+        )
+        raise DataError(
+            "this folder has no figures of a run",
+            path=str(place / "metrics.jsonl"),
+            rule="a run's folder has a metrics.jsonl",
+            repair=hint,
+        )
+
+
+def _read_figures(path: Path) -> Figures:
+    rows: dict[int, dict[str, float]] = {}
+    times: list[float] = []
+    for line in read_jsonl(path):
+        rows.setdefault(line.step, {}).update(_numbers(line))
+        times.append(line.time)
+    if not rows:
+        raise DataError(
+            "this run has no figures yet",
+            path=str(path),
+            rule="at least one whole line",
+            repair="wait for the end of its first step",
+        )
+    steps = sorted(rows)
+    stride = math.ceil(len(steps) / _MAX_POINTS)
+    chunks = [steps[start : start + stride] for start in range(0, len(steps), stride)]
+    names = sorted({name for values in rows.values() for name in values})
+    columns: dict[str, tuple[float | None, ...]] = {}
+    nonfinite: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        found = [[rows[step][name] for step in chunk if name in rows[step]] for chunk in chunks]
+        columns[name] = tuple(_mean(values) for values in found)
+        odd = [chunk[-1] for chunk, values in zip(chunks, found, strict=True) if not all(map(math.isfinite, values))]
+        if odd:
+            nonfinite[name] = tuple(odd)
+    return Figures(
+        steps=tuple(chunk[-1] for chunk in chunks),
+        columns=columns,
+        nonfinite=nonfinite,
+        stride=stride,
+        num_steps=len(steps),
+        last_step=steps[-1],
+        first_time=min(times),
+        last_time=max(times),
+    )
+
+
+def _numbers(line: MetricsLine) -> dict[str, float]:
+    return {name: float(value) for name, value in line.values.items() if isinstance(value, int | float)}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return short(math.fsum(finite) / len(finite)) if finite else None
+
+
+def short(value: float) -> float:
+    """A number with six digits, which is more than a screen shows."""
+    return float(f"{value:.6g}")
+
+
+def _read_config(path: Path, notes: list[str]) -> tuple[str, Mapping[str, Any]]:
+    if not path.is_file():
+        return "", {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if len(text) > _MAX_CONFIG:
+        notes.append(f"Of {path.name} only the first {_MAX_CONFIG} characters are shown.")
+    document = read_yaml(text, source=path.name)
+    if document.problems:
+        notes.append(f"{path.name} could not be read in full, so the run is described without it.")
+    data = document.data
+    return text[:_MAX_CONFIG], data if isinstance(data, Mapping) and not document.problems else {}
+
+
+def _read_ledger(path: Path, notes: list[str]) -> Mapping[str, int]:
+    if not path.is_file():
+        return {}
+    counts: Counter[str] = Counter()
+    num_unreadable = 0
+    with open(path, "rb") as file:
+        for fields in json_lines(file):
+            if fields is None or not isinstance(fields.get("outcome"), str):
+                num_unreadable += 1
+            else:
+                counts[fields["outcome"]] += 1
+    if num_unreadable:
+        notes.append(f"{num_unreadable} lines of {path.name} could not be read and are not counted.")
+    return dict(counts.most_common())

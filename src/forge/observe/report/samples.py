@@ -1,0 +1,255 @@
+"""Which episodes a report shows, and what it keeps of each. Its size is bounded however long the run was."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any, Final
+
+_FILE: Final = re.compile(r"step_(\d+)\.jsonl")
+MAX_TOKENS: Final = 300_000
+"""Tokens of all samples together, which make a page of some 15 MB."""
+_FEWEST_TOKENS: Final = 64
+"""Tokens that are kept of a long sample at least."""
+_MAX_PROMPT: Final = 20_000
+_MAX_FIELD: Final = 2_000
+_BLOCK: Final = 1 << 20
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSet:
+    """The episodes to show.
+
+    Attributes:
+        items: one object each, in the order of steps, groups and places in them; keys as in `_item`.
+        prompts: the prompts that items point to by number, as text or as messages.
+        num_samples, num_steps: how many the run wrote.
+        notes: what was left out, and why.
+    """
+
+    items: tuple[Fields, ...] = ()
+    prompts: tuple[str | list[Fields], ...] = ()
+    num_samples: int = 0
+    num_steps: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+
+def read_samples(folder: Path, *, max_samples: int, max_tokens: int = MAX_TOKENS) -> SampleSet:
+    """Choose at most `max_samples` episodes from a folder of rollouts: whole groups, spread over the steps.
+
+    Where not even one group would fit, its episodes are spread from the lowest reward to the highest. A folder that is
+    not there has none. Lines that cannot be read are counted, not shown. With more than `max_tokens` tokens in all, the
+    longest completions are cut to one length.
+    """
+    files = _step_files(folder)
+    counts = {path: _count_lines(path) for path in files}
+    num_samples = sum(counts.values())
+    chosen: list[Fields] = []
+    num_unreadable = num_read = 0
+    if max_samples > 0 and files:
+        group_size = _group_size(files)
+        fitting = files if num_samples <= max_samples else _spread(files, max(1, max_samples // group_size))
+        for number, path in enumerate(fitting):
+            quota = (max_samples - len(chosen)) // (len(fitting) - number)
+            episodes, num_bad = _read_step(path)
+            num_unreadable += num_bad
+            num_read += 1
+            chosen += _choose(episodes, len(episodes) if num_samples <= max_samples else quota)
+    notes = _notes(len(chosen), num_samples, _Steps(shown=num_read, all=len(files)), num_unreadable)
+    items, prompts, cut = _compact(chosen, max_tokens)
+    if cut:
+        notes.append(f"Of long completions only the first {cut} tokens are shown.")
+    return SampleSet(tuple(items), tuple(prompts), num_samples, len(files), tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    shown: int
+    all: int
+
+
+def _notes(shown: int, written: int, steps: _Steps, num_unreadable: int) -> list[str]:
+    notes = []
+    if shown + num_unreadable < written:
+        notes.append(
+            f"{shown} of {written} samples are shown, from {steps.shown} of {steps.all} steps; more with --max-samples."
+        )
+    if num_unreadable:
+        notes.append(f"{num_unreadable} lines of rollouts could not be read and are left out.")
+    return notes
+
+
+def _step_files(folder: Path) -> list[Path]:
+    found = [(int(match[1]), path) for path in folder.glob("step_*.jsonl") if (match := _FILE.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def _count_lines(path: Path) -> int:
+    with open(path, "rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
+
+
+def _group_size(files: Sequence[Path]) -> int:
+    """How many episodes the groups of the first step with any have, at most."""
+    for path in files:
+        episodes, _ = _read_step(path)
+        if episodes:
+            return max(map(len, _groups(episodes)))
+    return 1
+
+
+def _read_step(path: Path) -> tuple[list[Fields], int]:
+    """The episodes of a file in order, and how many lines are none."""
+    with open(path, "rb") as file:
+        lines = list(json_lines(file))
+    episodes = [fields for fields in lines if fields is not None and _is_episode(fields)]
+    episodes.sort(key=lambda fields: (fields["group"], fields["index"]))
+    return episodes, len(lines) - len(episodes)
+
+
+def json_lines(lines: Iterable[bytes]) -> Iterator[Fields | None]:
+    """The object on each line, None for a line that has none. A last line without an end is being written or was cut
+    off by a kill: it is left out."""
+    for line in lines:
+        if not line.endswith(b"\n"):
+            return
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            fields = None
+        yield fields if isinstance(fields, dict) else None
+
+
+def _is_episode(fields: Fields) -> bool:
+    has_place = all(type(fields.get(name)) is int for name in ("step", "group", "index"))
+    return has_place and isinstance(fields.get("text"), str) and isinstance(fields.get("token_ids"), list)
+
+
+def _groups(episodes: Sequence[Fields]) -> list[list[Fields]]:
+    groups: dict[int, list[Fields]] = {}
+    for episode in episodes:
+        groups.setdefault(episode["group"], []).append(episode)
+    return list(groups.values())
+
+
+def _choose(episodes: Sequence[Fields], quota: int) -> list[Fields]:
+    """At most `quota` episodes of one step: whole groups where one fits, else a part of one that tells most."""
+    if len(episodes) <= quota:
+        return list(episodes)
+    groups = _groups(episodes)
+    size = max(map(len, groups))
+    if size <= quota:
+        return [episode for group in _spread(groups, quota // size) for episode in group]
+    ranked = sorted(groups[len(groups) // 2], key=lambda episode: _number(episode.get("reward")) or 0.0)
+    return sorted(_spread(ranked, quota), key=lambda episode: int(episode["index"]))
+
+
+def _spread(items: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` items, evenly over all, the first and the last included."""
+    if count >= len(items):
+        return list(items)
+    if count < 2:
+        return list(items[-1:]) if count else []
+    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
+
+
+def _compact(episodes: Sequence[Fields], max_tokens: int) -> tuple[list[Fields], list[str | list[Fields]], int]:
+    """The items, the prompts that they point to, and to how many tokens long ones were cut; 0 where none was."""
+    limit = _token_limit([len(episode["token_ids"]) for episode in episodes], max_tokens)
+    numbers: dict[str, int] = {}
+    prompts: list[str | list[Fields]] = []
+    items = []
+    for episode in episodes:
+        prompt = _prompt(episode.get("prompt"))
+        number = numbers.setdefault(json.dumps(prompt), len(prompts))
+        if number == len(prompts):
+            prompts.append(prompt)
+        items.append(_item(episode, prompt=number, limit=limit))
+    was_cut = any(len(episode["token_ids"]) > limit for episode in episodes)
+    return items, prompts, limit if was_cut else 0
+
+
+def _token_limit(lengths: Sequence[int], max_tokens: int) -> int:
+    """The largest number of tokens such that all samples, cut to it, stay within the bound."""
+    left, limit = max_tokens, 0
+    for place, length in enumerate(sorted(lengths)):
+        limit = left // (len(lengths) - place)
+        if length > limit:
+            return max(limit, _FEWEST_TOKENS)
+        left -= length
+    return max(lengths, default=0)
+
+
+def _prompt(prompt: object) -> str | list[Fields]:
+    if isinstance(prompt, list):
+        return [_message(message) for message in prompt if isinstance(message, dict)]
+    return _cut(prompt if isinstance(prompt, str) else "", _MAX_PROMPT)
+
+
+def _message(message: Mapping[str, Any]) -> Fields:
+    content = message.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return {"role": _cut(str(message.get("role", "")), 40), "content": _cut(text, _MAX_PROMPT)}
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit} more characters)"
+
+
+def _item(episode: Fields, *, prompt: int, limit: int) -> Fields:
+    num_tokens = len(episode["token_ids"])
+    pieces = episode.get("pieces")
+    fits = isinstance(pieces, list) and len(pieces) == num_tokens and all(isinstance(piece, str) for piece in pieces)
+    return {
+        "step": episode["step"],
+        "group": episode["group"],
+        "index": episode["index"],
+        "epoch": episode.get("epoch"),
+        "promptId": _cut(str(episode.get("prompt_id", "")), _MAX_FIELD),
+        "prompt": prompt,
+        "answer": None if episode.get("answer") is None else _cut(str(episode["answer"]), _MAX_FIELD),
+        "text": None if fits else _cut(episode["text"], 8 * limit),
+        "pieces": pieces[:limit] if fits and pieces is not None else [],
+        "ids": episode["token_ids"][:limit] if fits else [],
+        "sampler": _logprobs(episode.get("logprobs"), num_tokens, limit),
+        "trainer": _logprobs(episode.get("trainer_logprobs"), num_tokens, limit),
+        "reference": _logprobs(episode.get("ref_logprobs"), num_tokens, limit),
+        "versions": list(_spans(episode.get("versions"))),
+        "reward": _number(episode.get("reward")),
+        "parts": {_cut(str(name), 100): _number(value) for name, value in _pairs(episode.get("parts"))},
+        "failures": {_cut(str(name), 100): _cut(str(why), _MAX_FIELD) for name, why in _pairs(episode.get("failures"))},
+        "advantage": _number(episode.get("advantage")),
+        "finish": _cut(str(episode.get("finish_reason", "")), 40),
+        "numPromptTokens": _number(episode.get("num_prompt_tokens")),
+        "numTokens": num_tokens,
+    }
+
+
+def _pairs(value: object) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        yield from value.items()
+
+
+def _spans(value: object) -> Iterator[list[int]]:
+    for span in value if isinstance(value, list) else ():
+        if isinstance(span, list) and len(span) == 3 and all(type(number) is int for number in span):
+            yield span
+
+
+def _logprobs(values: object, num_tokens: int, limit: int) -> list[float | None] | None:
+    """Four decimals are enough for a colour and a tooltip. A list of another length belongs to other tokens."""
+    if not isinstance(values, list) or len(values) != num_tokens:
+        return None
+    return [round(value, 4) if type(value) in (float, int) and isfinite(value) else None for value in values[:limit]]
+
+
+def _number(value: object) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+        return None
+    return float(f"{value:.6g}")

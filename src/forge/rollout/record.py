@@ -1,0 +1,219 @@
+"""Writes down what the policy said and what came of it, one file for each step, one line for each episode.
+
+The files are what `forge report` shows, and what a program reads that wants to know why a reward rose. A line has the
+tokens that were drawn, never tokens made from the text again, with the logprobs of whoever computed some.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from forge.config import RecordConfig
+from forge.errors import DataError
+from forge.types import Episode, Group
+
+TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
+"""For (group's number, place of the episode in it): the trainer's logprobs of the T tokens that were drawn."""
+
+T = TypeVar("T")
+
+_FILE: Final = re.compile(r"step_(\d+)\.jsonl")
+_BROKEN: Final = "\ufffd"
+_MAX_UNFINISHED: Final = 3
+"""An unfinished character has at most three bytes."""
+_MAX_WINDOW: Final = 12
+"""Tokens of bytes that make no character: what may be unfinished is in the last nine of them."""
+_MAX_REMEMBERED: Final = 1 << 17
+
+
+class RolloutRecorder:
+    """Writes `step_000001.jsonl` and so on into a folder. A file appears whole or not at all.
+
+    A folder that is already there is first brought into order: what a run that goes on at `resume_step` will write
+    again, the files of later steps, is moved to `discarded/` in it. Without `resume_step` the run is new, and all files
+    are moved there. So every step is in the folder once.
+    """
+
+    def __init__(
+        self, folder: Path, *, decode: Callable[[Sequence[int]], str], config: RecordConfig, resume_step: int | None
+    ) -> None:
+        """`folder` is the one that the files are in. `decode` makes text of tokens; let it show special tokens, so
+        that every token has a piece of text."""
+        self.folder = Path(folder)
+        self._config = config
+        self._splitter = PieceSplitter(decode)
+        try:
+            _set_aside(self.folder, after=-1 if resume_step is None else resume_step)
+            if config.rollouts != "none":
+                self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(
+                "the folder of rollouts cannot be used",
+                path=str(self.folder),
+                rule=f"a folder that can be written: {error.strerror}",
+                repair="choose another run.output_dir, correct its permissions, or set record.rollouts to none",
+            ) from error
+
+    def write(self, step: int, groups: Sequence[Group], trainer_logprobs: TrainerLogprobs | None = None) -> Path | None:
+        """Write the groups that a step learned from; the file, or None where the configuration wants none.
+
+        `trainer_logprobs` has those before the step; episodes that it lacks get null. A step that is written again
+        replaces its file. The call blocks for as long as decoding and writing take, and may run in a thread.
+        """
+        if self._config.rollouts == "none":
+            return None
+        chosen = list(groups)
+        if self._config.rollouts == "some":
+            chosen = spread(chosen, self._config.num_groups)
+        known = trainer_logprobs if self._config.trainer_logprobs and trainer_logprobs is not None else {}
+        target = self.folder / f"step_{step:06d}.jsonl"
+        part = target.with_name(f".{target.name}.part")
+        try:
+            with open(part, "wb") as file:
+                file.writelines(self._lines(step, chosen, known))
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+        return target
+
+    def _lines(self, step: int, groups: Sequence[Group], known: TrainerLogprobs) -> Iterator[bytes]:
+        for group in groups:
+            for index, episode in enumerate(group.episodes):
+                fields: dict[str, Any] = {"step": step, "group": group.number, "epoch": group.epoch, "index": index}
+                fields |= _fields(episode, known.get((group.number, index)), where=f"group {group.number}, {index}")
+                fields["pieces"] = self._splitter.split(episode.completion.token_ids)
+                text = json.dumps(fields, ensure_ascii=False, allow_nan=False, default=_plain)
+                yield text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of the items, evenly over all of them, the first and the last included."""
+    if len(items) <= count:
+        return list(items)
+    if count == 1:
+        return [items[0]]
+    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
+
+
+def _fields(episode: Episode, trainer_logprobs: Sequence[float] | None, *, where: str) -> dict[str, Any]:
+    prompt, completion, score = episode.prompt, episode.completion, episode.score
+    for name, values in (("trainer_logprobs", trainer_logprobs), ("ref_logprobs", episode.ref_logprobs)):
+        if values is not None and len(values) != len(completion):
+            raise ValueError(f"{name} of {where} has {len(values)} numbers for {len(completion)} tokens")
+    return {
+        "prompt_id": prompt.id,
+        "prompt": prompt.text if prompt.text is not None else list(prompt.messages),
+        "answer": prompt.answer,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "logprobs": _numbers(completion.logprobs),
+        "trainer_logprobs": _numbers(trainer_logprobs),
+        "ref_logprobs": _numbers(episode.ref_logprobs),
+        "versions": [[span.version, span.start, span.end] for span in completion.versions],
+        "reward": _number(score.reward),
+        "parts": {name: _number(value) for name, value in score.parts.items()},
+        "failures": dict(score.failures),
+        "advantage": _number(episode.advantage),
+        "finish_reason": completion.finish_reason,
+        "num_prompt_tokens": len(completion.prompt_ids),
+    }
+
+
+def _numbers(values: Sequence[float] | None) -> list[float | None] | None:
+    return None if values is None else [_number(value) for value in values]
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN and no infinity: such a number is null."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _plain(value: object) -> object:
+    """Messages may hold mappings of other kinds, and whatever else a source put there."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def _set_aside(folder: Path, *, after: int) -> None:
+    aside = folder / "discarded"
+    for part in folder.glob(".step_*.jsonl.part"):
+        part.unlink()  # of a process that was killed while it wrote
+    for path in sorted(folder.glob("step_*.jsonl")) if folder.is_dir() else ():
+        found = _FILE.fullmatch(path.name)
+        if found is not None and int(found[1]) > after:
+            aside.mkdir(exist_ok=True)
+            os.replace(path, _unused(aside / path.name))
+
+
+def _unused(path: Path) -> Path:
+    """The path, or with a number before its ending where an earlier resume left a file of that name."""
+    number, candidate = 0, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.stem}.{number}{path.suffix}")
+    return candidate
+
+
+class PieceSplitter:
+    """Cuts the text of a completion into pieces, one for each token.
+
+    The pieces joined are the tokenizer's decoding of all tokens at once. Where a character is spread over several
+    tokens, the last of them has it and the others have nothing. Bytes that never become a character are shown as U+FFFD
+    at the token by which that is known. Only a vocabulary of SentencePiece that falls back to bytes may give other
+    characters for bytes that make no character.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._known: dict[tuple[int | None, int] | None, str] = {}
+
+    def split(self, token_ids: Sequence[int]) -> list[str]:
+        """One text for each token. Takes time in proportion to their number; pairs that were met before take none."""
+        pieces: list[str] = []
+        window: list[int] = []  # the last character's tokens, which those of the next are decoded after
+        shown: str | None = ""  # the part of the window's text that is in pieces; None where it was not asked for yet
+        begun, is_open = 0, False
+        for token in token_ids:
+            pair = (window[0] if window else None, token) if len(window) < 2 and not is_open else None
+            if pair in self._known:
+                pieces.append(self._known[pair])
+                window, shown = [token], None
+                continue
+            begun = begun if is_open else len(window)
+            shown = self._decode(window) if shown is None else shown
+            window.append(token)
+            text = self._decode(window)
+            settled = text[: len(text) - _num_unfinished(text)]
+            is_open = len(settled) < len(text)
+            if is_open and not settled.startswith(shown):
+                settled = shown  # bytes that follow may make whole again what these have spoilt
+            pieces.append(settled[len(shown) :])
+            shown = settled
+            if not is_open:
+                window, shown = window[begun:], None
+                self._remember(pair, pieces[-1])
+            elif len(window) > 2 * _MAX_WINDOW:
+                window, begun, num_held = window[-_MAX_WINDOW:], 0, len(text) - len(settled)
+                text = self._decode(window)
+                shown = text[: max(0, len(text) - num_held)]
+        if is_open and shown is not None:
+            pieces[-1] += self._decode(window)[len(shown) :]
+        return pieces
+
+    def _remember(self, pair: tuple[int | None, int] | None, piece: str) -> None:
+        if len(self._known) >= _MAX_REMEMBERED:
+            self._known.clear()
+        if pair is not None:
+            self._known[pair] = piece
+
+
+def _num_unfinished(text: str) -> int:
+    """How many characters at the end may be the first bytes of one that is not whole: some decoders show one U+FFFD
+    for them, others one for each byte."""
+    return min(_MAX_UNFINISHED, len(text) - len(text.rstrip(_BROKEN)))
