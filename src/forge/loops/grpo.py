@@ -40,7 +40,7 @@ from forge.loops.figures import StepClock, StepFigures
 from forge.loops.planning import Plan, checkpoint_dir, plan_run, run_dir
 from forge.loops.recording import Records
 from forge.loops.stopping import Stop, stopped_by_hand
-from forge.observe import span
+from forge.observe import span, switch_tracing
 from forge.rollout.advantage import advantages
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.ledger import LedgerLine
@@ -77,6 +77,7 @@ class GRPOResult:
 async def run_grpo(config: GRPOConfig) -> GRPOResult:
     """Train a policy as a configuration says. Everything that it starts is gone when it returns or raises."""
     plan = plan_run(config)
+    switch_tracing(config.record.trace)  # before anyone is started, who takes it over
     async with run(config.launcher), stopped_by_hand(save_hint="this step is finished and saved") as stop:
         cast = await open_cast(config, plan.trainer, loss=plan.loss)
         loop = GRPOLoop(plan, cast, stop=stop)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
 from forge.data.prompts import PromptBook, PromptOrder, open_prompts
 from forge.errors import ConfigError, LaunchError
+from forge.loops.casting import wants_gpus
 from forge.loops.evaluation import check_evaluation
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
@@ -105,11 +106,12 @@ def plan_run(config: GRPOConfig) -> Plan:
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             iterations=config.rollout.iterations,
+            exact_entropy=not wants_gpus(config.distributed.with_gpus),  # on a GPU it would cost a kernel
         ),
         tokenizer=tokenizer,
         prompts=order,
         heldout=books.heldout,
-        prompts_digest=books.train.digest,
+        prompts_digest=order.digest,
         sampling=sampling,
         rollout=_rollout(config),
         num_groups=num_groups,

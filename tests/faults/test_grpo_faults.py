@@ -1,0 +1,133 @@
+"""Reinforcement learning whose processes are killed: what goes on by itself, and what a resume takes up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from forge.config import GRPOConfig
+from forge.errors import ActorFailure, ServiceStopped
+from forge.loops.casting import Cast
+from forge.loops.planning import run_dir
+from forge.rollout.ledger import check_ledger
+from forge.trainer.checkpoint_folder import list_checkpoints
+from grpo_runs import NUM_STEPS, app_command, config, figures, kept_buffer, ledger, train, train_watched, weights_digest
+from leftovers import is_running
+
+KILLED, INTERRUPTED = -signal.SIGKILL, 130
+LIMIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> GRPOConfig:
+    """The run that nothing disturbs."""
+    chosen = config(tmp_path_factory.mktemp("faults") / "whole")
+    train(chosen)
+    return chosen
+
+
+def same(chosen: GRPOConfig, whole: GRPOConfig) -> None:
+    """The same weights, bit for bit, from the same groups."""
+    assert weights_digest(chosen) == weights_digest(whole)
+    assert ledger(chosen) == ledger(whole)
+    assert figures(chosen, "rollout/reward_mean") == figures(whole, "rollout/reward_mean")
+
+
+def run_app(folder: Path, *overrides: str, until: str | None = None, send: int = signal.SIGKILL) -> tuple[int, str]:
+    """Run the application, and send it a signal when a line comes by. Returns its exit code and its output."""
+    program = subprocess.Popen(
+        app_command(folder, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    children: list[psutil.Process] = []
+    told = []
+    assert program.stdout is not None
+    for line in program.stdout:
+        told.append(line)
+        if until is not None and line.startswith(until):
+            children = psutil.Process(program.pid).children(recursive=True)
+            os.kill(program.pid, send)
+            until = None
+    code = program.wait(LIMIT_S)
+    _, alive = psutil.wait_procs([child for child in children if is_running(child)], timeout=60)
+    assert [child.cmdline() for child in alive] == []
+    return code, "".join(told)
+
+
+def test_a_controller_that_is_killed_is_taken_up(whole: GRPOConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "whole"
+    code, _ = run_app(folder, until="Episode 3")
+    assert code == KILLED
+    code, told = run_app(folder, "checkpointing.resume=must")
+    assert (code, "going on after step 2" in told) == (0, True), told
+    same(config(folder), whole)
+
+
+def test_ctrl_c_saves_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "whole"
+    code, told = run_app(folder, until="Episode 3", send=signal.SIGINT)
+    assert code == INTERRUPTED, told
+    saved = [checkpoint.step for checkpoint in list_checkpoints(folder / "checkpoints")][-1]
+    assert saved >= 3
+    assert f"--resume goes on after step {saved}" in told
+    code, _ = run_app(folder, "checkpointing.resume=must")
+    assert code == 0
+    same(config(folder), whole)
+
+
+def test_a_trainer_that_is_killed_ends_the_run_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path) -> None:
+    async def kill_trainer(cast: Cast, version: int) -> None:
+        if version == 3:
+            (pid,) = cast.trainer._actor.pids  # type: ignore[attr-defined]
+            os.kill(pid, signal.SIGKILL)
+
+    chosen = config(tmp_path / "whole")
+    with pytest.raises((ActorFailure, ServiceStopped)):
+        train_watched(chosen, kill_trainer)
+    train(config(tmp_path / "whole", "checkpointing.resume=must"))
+    same(chosen, whole)
+
+
+def test_generators_and_rewards_that_are_killed_need_no_resume(whole: GRPOConfig, tmp_path: Path) -> None:
+    """Every request is made again elsewhere, with its seed: the weights that come out are the same to the last bit."""
+    killed: list[str] = []
+
+    async def kill(cast: Cast, version: int) -> None:
+        service: Any = {2: cast.policy.service, 4: cast.rewards.service}.get(version)
+        if service is not None:
+            killed.append(service.name)
+            pid = (await service.get_metrics()).replicas[0].pids[0]
+            os.kill(pid, signal.SIGKILL)
+
+    chosen = config(tmp_path / "whole")
+    assert train_watched(chosen, kill).step == NUM_STEPS
+    assert killed == ["generator", "rewards"]
+    same(chosen, whole)
+
+
+def test_an_asynchronous_run_that_is_killed_twice_loses_no_group(tmp_path: Path) -> None:
+    folder = tmp_path / "late"
+    overrides = ("rollout.staleness=2", "training.max_steps=9", "rollout.no_signal=replace")
+    assert run_app(folder, *overrides, until="Episode 3")[0] == KILLED
+    assert run_app(folder, *overrides, "checkpointing.resume=auto", until="Episode 6")[0] == KILLED
+    assert run_app(folder, *overrides, "checkpointing.resume=must")[0] == 0
+    chosen = config(folder, *overrides)
+    buffer = kept_buffer(chosen)
+    check_ledger(ledger(chosen), pending=buffer["pending"], next_number=buffer["next_number"])
+    assert sorted({line.step for line in ledger(chosen)}) == list(range(1, 10))
+    assert max(figures(chosen, "rollout/staleness_max")) <= 2
+    assert len(figures(chosen, "rollout/reward_mean")) == 9
+
+
+def test_other_prompts_are_not_taken_for_the_same_run(whole: GRPOConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    code, _ = run_app(folder, "training.max_steps=2")
+    assert code == 0
+    code, told = run_app(folder, "checkpointing.resume=must", "prompts.sources.0.num_prompts=30")
+    assert (code, "the prompts are not those of the run" in told) == (2, True), told
+    assert run_dir(config(folder)) == folder

@@ -1,0 +1,113 @@
+"""Small runs of reinforcement learning, and what they left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import forge
+from forge.config import GRPOConfig, load
+from forge.loops.casting import Cast, PolicyHandle, open_cast
+from forge.loops.grpo import GRPOLoop, GRPOResult, run_grpo
+from forge.loops.planning import plan_run, run_dir
+from forge.observe import read_jsonl
+from forge.rollout.ledger import LedgerLine, read_ledger
+from forge.trainer.checkpoint_folder import list_checkpoints
+
+ROOT = Path(__file__).parents[1]
+NUM_STEPS = 6
+LIMIT_S = 120
+
+SMALL: Mapping[str, Any] = {
+    "model": {"preset": "tiny"},
+    "prompts": {"sources": [{"task": "arithmetic", "num_prompts": 40}]},
+    "rewards": {"functions": [{"kind": "grpo_rewards:even", "name": "even"}]},
+    "rollout": {"batch_groups": 2, "group_size": 3},
+    "generator": {"sampling": {"max_tokens": 8}},
+    "training": {"max_steps": NUM_STEPS, "max_seq_len": 64, "learning_rate": 1e-3, "schedule": "constant"},
+    "checkpointing": {"save_interval": 2},
+    "metrics": {"log_interval": 1, "tensorboard": False},
+    "record": {"report": False},
+}
+
+
+def config(folder: Path, *overrides: str) -> GRPOConfig:
+    """A run of a few steps on the tiny model, which takes seconds; overrides as on the command line."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = folder.parent / f"{folder.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**SMALL, "run": {"name": folder.name, "output_dir": str(folder.parent)}}))
+    yaml = path.with_suffix(".yaml")
+    path.rename(yaml)  # JSON is YAML
+    return load(GRPOConfig, files=[yaml], overrides=list(overrides))
+
+
+def train(chosen: GRPOConfig) -> GRPOResult:
+    """Run it in this process."""
+    return asyncio.run(asyncio.wait_for(run_grpo(chosen), LIMIT_S))
+
+
+def train_watched(chosen: GRPOConfig, watch: Callable[[Cast, int], Any]) -> GRPOResult:
+    """Run it with `watch(cast, version)` awaited whenever generators are to take new weights."""
+
+    class Watched(PolicyHandle):
+        async def take(self, version: int) -> Any:
+            await watch(cast, version)
+            return await super().take(version)
+
+    async def body() -> GRPOResult:
+        nonlocal cast
+        plan = plan_run(chosen)
+        async with asyncio.timeout(LIMIT_S), forge.run():
+            opened = await open_cast(plan.config, plan.trainer, loss=plan.loss)
+            cast = Cast(opened.trainer, Watched(opened.policy.service), opened.rewards, opened.reference)
+            loop = GRPOLoop(plan, cast)
+            try:
+                return await loop.run()
+            finally:
+                loop.close()
+
+    cast: Cast
+    return asyncio.run(body())
+
+
+def weights_digest(chosen: GRPOConfig) -> str:
+    """Of the exported weights."""
+    return hashlib.sha256((run_dir(chosen) / "checkpoints" / "hf" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def kept_buffer(chosen: GRPOConfig) -> dict[str, Any]:
+    """What the newest checkpoint holds of the buffer: which groups are pending."""
+    newest = list_checkpoints(run_dir(chosen) / "checkpoints")[-1]
+    buffer: dict[str, Any] = newest.extra["caller"]["buffer"]
+    return buffer
+
+
+def ledger(chosen: GRPOConfig) -> list[LedgerLine]:
+    return list(read_ledger(run_dir(chosen) / "ledger.jsonl"))
+
+
+def figures(chosen: GRPOConfig, name: str) -> list[float]:
+    """One figure of every step that has it."""
+    lines = read_jsonl(run_dir(chosen) / "metrics.jsonl")
+    return [float(line.values[name]) for line in lines if name in line.values]
+
+
+def episodes(chosen: GRPOConfig) -> Iterator[dict[str, Any]]:
+    """The recorded episodes of all steps."""
+    for path in sorted((run_dir(chosen) / "rollouts").glob("step_*.jsonl")):
+        for line in path.read_text().splitlines():
+            yield json.loads(line)
+
+
+def app_command(folder: Path, *overrides: str) -> list[str]:
+    """The command line of the same run as a program of its own."""
+    config(folder, *overrides)
+    app = str(ROOT / "apps" / "grpo" / "main.py")
+    return [sys.executable, "-u", app, "--config", str(folder.parent / f"{folder.name}.yaml"), *overrides]

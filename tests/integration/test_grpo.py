@@ -1,0 +1,196 @@
+"""The loop of reinforcement learning, whole, on real actors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from forge.config import GRPOConfig
+from forge.errors import RewardError, RolloutError
+from forge.loops.casting import Cast
+from forge.loops.planning import run_dir
+from forge.rollout.ledger import check_ledger
+from grpo_runs import NUM_STEPS, config, episodes, figures, kept_buffer, ledger, train, train_watched, weights_digest
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> GRPOConfig:
+    """A synchronous run with everything that a run can write."""
+    chosen = config(
+        tmp_path_factory.mktemp("grpo") / "plain",
+        *("evaluation.fraction=0.2", "evaluation.interval=3", "record.report=true", "metrics.tensorboard=true"),
+    )
+    result = train(chosen)
+    assert result.step == NUM_STEPS
+    assert result.export == run_dir(chosen) / "checkpoints" / "hf"
+    assert result.report is not None
+    assert result.report.stat().st_size > 10_000
+    assert result.evaluation is not None
+    assert result.first_evaluation is not None
+    assert result.evaluation.reward > result.first_evaluation.reward
+    return chosen
+
+
+def test_every_group_is_in_the_ledger_once(plain: GRPOConfig) -> None:
+    check_ledger(ledger(plain), pending=[], next_number=2 * NUM_STEPS)
+    assert [line.step for line in ledger(plain)] == [step for step in range(1, NUM_STEPS + 1) for _ in range(2)]
+
+
+def test_on_the_policy_the_trainer_gives_every_token_the_samplers_probability(plain: GRPOConfig) -> None:
+    """To the last bit: so the first ratio is 1 because it was computed, not because nobody asked the sampler."""
+    seen = list(episodes(plain))
+    assert len(seen) == NUM_STEPS * 2 * 3
+    for episode in seen:
+        assert episode["logprobs"] == episode["trainer_logprobs"], episode["group"]
+        assert episode["versions"] == [[episode["step"] - 1, 0, len(episode["token_ids"])]]
+        assert "".join(episode["pieces"]) or not episode["text"]
+    assert figures(plain, "train/ratio") == pytest.approx([1.0] * NUM_STEPS, abs=1e-6)
+    assert set(figures(plain, "sync/canary")) == {0.0}
+    assert set(figures(plain, "rollout/staleness_max")) == {0.0}
+
+
+def test_advantages_add_up_to_nothing_in_a_group(plain: GRPOConfig) -> None:
+    groups: dict[int, list[float]] = {}
+    for episode in episodes(plain):
+        groups.setdefault(episode["group"], []).append(episode["advantage"])
+    assert all(abs(math.fsum(values)) < 1e-6 and max(values) > 0 for values in groups.values())
+
+
+def test_a_run_leaves_what_it_promises(plain: GRPOConfig) -> None:
+    folder = run_dir(plain)
+    names = {path.name for path in folder.iterdir()}
+    assert {"metrics.jsonl", "ledger.jsonl", "rollouts", "trace.json", "report.html", "config.yaml"} <= names
+    assert (folder / "tensorboard").is_dir()
+    trace = json.loads((folder / "trace.json").read_text())
+    events = trace["traceEvents"] if isinstance(trace, dict) else trace
+    assert {"rollout", "train", "wait for batch", "update generators"} <= {event["name"] for event in events}
+    assert len(figures(plain, "rollout/reward_mean")) == NUM_STEPS
+    assert len(figures(plain, "evaluation/pass@1")) == 3
+    parts = ("waiting", "generating", "training", "syncing", "other")
+    for step in range(NUM_STEPS):
+        total = math.fsum(figures(plain, f"time/{part}")[step] for part in parts)
+        assert total == pytest.approx(figures(plain, "time/step")[step], rel=1e-6)
+
+
+def test_one_process_learns_the_same_as_two(plain: GRPOConfig, tmp_path: Path) -> None:
+    """Sharing weights, or taking turns, changes where things run and nothing else."""
+    shared = config(tmp_path / "shared", "placement=shared", "evaluation.fraction=0.2")
+    train(shared)
+    assert weights_digest(shared) == weights_digest(plain)
+    assert [line.group for line in ledger(shared)] == [line.group for line in ledger(plain)]
+
+
+def test_taking_turns_puts_generators_to_sleep_while_the_trainer_works(plain: GRPOConfig, tmp_path: Path) -> None:
+    turns = config(tmp_path / "turns", "placement=turns", "evaluation.fraction=0.2", "training.max_steps=2")
+    train(turns)
+    first = [episode["token_ids"] for episode in episodes(plain) if episode["step"] <= 2]
+    assert [episode["token_ids"] for episode in episodes(turns)] == first
+
+
+def test_asynchronous_training_keeps_its_bound(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "late", "rollout.staleness=2", "training.max_steps=12", "generators.num_replicas=2")
+    train(chosen)
+    stale = figures(chosen, "rollout/staleness_max")
+    assert max(stale) in (1.0, 2.0)
+    for episode in episodes(chosen):
+        oldest = min(version for version, _, _ in episode["versions"])
+        assert 0 <= episode["step"] - 1 - oldest <= 2
+    # Which groups were under way at the end is in the last checkpoint; all others are settled.
+    state = kept_buffer(chosen)
+    check_ledger(ledger(chosen), pending=state["pending"], next_number=state["next_number"])
+
+
+def test_a_reference_holds_the_policy_and_batches_may_be_learned_from_twice(tmp_path: Path) -> None:
+    chosen = config(
+        tmp_path / "held",
+        *("algorithm.kl.coefficient=0.1", "rollout.iterations=2", "algorithm.loss.proximal=trainer"),
+        *("training.max_steps=2", "algorithm.loss.correction.kind=truncate", "generator.sampling.temperature=0.7"),
+    )
+    train(chosen)
+    divergence = figures(chosen, "train/kl")
+    assert divergence[0] == pytest.approx(0.0, abs=1e-7)  # the policy is its own reference at first
+    assert divergence[1] > 0
+    for episode in episodes(chosen):
+        assert len(episode["ref_logprobs"]) == len(episode["token_ids"])
+        if episode["step"] == 1:
+            assert episode["ref_logprobs"] == pytest.approx(episode["logprobs"], abs=1e-6)
+
+
+def test_the_end_of_the_prompts_ends_the_run(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "epochs", "~training.max_steps", "prompts.sources.0.num_prompts=5")
+    assert train(chosen).step == 3  # 2 + 2 + 1 groups
+    assert sorted(line.group for line in ledger(chosen)) == list(range(5))
+
+
+def test_rewards_that_fail_are_counted_and_follow_the_rule(tmp_path: Path) -> None:
+    reward = "rewards.functions=[{kind: 'grpo_rewards:dies_sometimes', name: even}]"
+    zero = config(tmp_path / "zero", reward, "training.max_steps=3")
+    train(zero)
+    assert sum(figures(zero, "rollout/num_failed")) > 0
+    assert any(episode["failures"] and episode["reward"] == 0.0 for episode in episodes(zero))
+
+    skip = config(tmp_path / "skip", reward, "training.max_steps=3", "rewards.on_error=skip")
+    train(skip)
+    assert {line.outcome for line in ledger(skip)} == {"trained", "failed"}
+    assert not any(episode["failures"] for episode in episodes(skip))
+
+
+def test_a_reward_may_stop_the_run_and_nothing_is_lost(tmp_path: Path) -> None:
+    reward = "rewards.functions=[{kind: 'grpo_rewards:fails_sometimes', name: even}]"
+    chosen = config(tmp_path / "stop", reward, "rewards.on_error=stop")
+    with pytest.raises(RewardError, match="cannot be scored") as caught:
+        train(chosen)
+    assert caught.value.path == "rewards.on_error"
+    state = kept_buffer(chosen)
+    check_ledger(ledger(chosen), pending=state["pending"], next_number=state["next_number"])
+
+
+def test_a_run_without_signal_ends_and_says_so(tmp_path: Path) -> None:
+    reward = "rewards.functions=[{kind: 'grpo_rewards:constant', name: same}]"
+    chosen = config(tmp_path / "flat", reward, "rollout.no_signal=replace", "rollout.max_fruitless=8")
+    with pytest.raises(RolloutError, match="8 groups in a row"):
+        train(chosen)
+
+
+def test_the_goal_of_the_evaluation_ends_the_run(tmp_path: Path) -> None:
+    chosen = config(
+        tmp_path / "goal",
+        *("evaluation.fraction=0.2", "evaluation.interval=1", "evaluation.solved_at=0.0", "evaluation.stop_at=1.0"),
+    )
+    assert train(chosen).step == 0
+
+
+def test_generators_under_way_at_an_update_go_on_as_the_mode_says(tmp_path: Path) -> None:
+    """With `abort` completions are cut at every update, and go on with the new weights: spans show both."""
+    chosen = config(
+        tmp_path / "abort",
+        *("rollout.staleness=3", "generator.update.mode=abort", "generator.sampling.max_tokens=24"),
+        *("training.max_steps=8", "generator.sampling.ignore_eos=true", "generator.max_batch=3"),
+    )
+    train(chosen)
+    seen = list(episodes(chosen))
+    assert all(len(episode["token_ids"]) == 24 for episode in seen)
+    for episode in seen:
+        places = [place for _, start, end in episode["versions"] for place in range(start, end)]
+        assert places == list(range(24))
+
+
+def test_who_plays_is_told_apart(tmp_path: Path) -> None:
+    """Watched by the test: the cast that `train_watched` hands out is the run's own."""
+    versions: list[int] = []
+
+    async def watch(cast: Cast, version: int) -> None:
+        versions.append(version)
+        assert (await cast.trainer.state())["step"] == version
+
+    train_watched(config(tmp_path / "watched", "training.max_steps=2"), watch)
+    assert versions == [0, 1, 2]
+
+
+def test_the_model_that_comes_out_is_the_one_that_was_trained(plain: GRPOConfig) -> None:
+    weights = load_file(run_dir(plain) / "checkpoints" / "hf" / "model.safetensors")
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
