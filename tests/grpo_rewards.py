@@ -10,8 +10,10 @@ from forge.types import Completion, Prompt
 
 
 def even(prompt: Prompt, completion: Completion) -> float:
-    """The part of tokens with an even id: something that every model can learn at once."""
-    return sum(token % 2 == 0 for token in completion.token_ids) / len(completion)
+    """The part of tokens with an even id: something that every model can learn at once. A little more is added by the
+    tokens, so that no two completions earn the same."""
+    hair = sum(place * token for place, token in enumerate(completion.token_ids, start=1)) % 997
+    return sum(token % 2 == 0 for token in completion.token_ids) / len(completion) + 1e-6 * hair
 
 
 def constant(prompt: Prompt, completion: Completion) -> float:

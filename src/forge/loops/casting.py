@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
-from forge.errors import ActorFailure, ConfigError, FanoutError, ServiceStopped
+from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
 from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
 from forge.loops.colocated import SharedPolicy
@@ -58,22 +59,39 @@ class PolicyHandle:
 
     def __init__(self, service: Service, *, takes_turns: bool = False) -> None:
         self.service, self._takes_turns = service, takes_turns
+        self._num_open = 0
+        self._one_less = asyncio.Event()
 
     async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
         """`sampling.n` completions of a prompt, in order."""
         if prompt.messages:
-            messages = [dict(message) for message in prompt.messages]
-            found = await self.service.generate.route(messages=messages, sampling=sampling)
-        else:
-            found = await self.service.generate.route(prompt.text, sampling=sampling)
-        completions: list[Completion] = found
-        return completions
+            return await self._ask(messages=[dict(message) for message in prompt.messages], sampling=sampling)
+        return await self._ask(prompt=prompt.text, sampling=sampling)
 
     async def go_on(self, completion: Completion, *, sampling: Sampling) -> Completion:
         """The completion with more tokens."""
         token_ids = completion.prompt_ids + completion.token_ids
-        (later,) = await self.service.generate.route(token_ids=token_ids, sampling=sampling)
+        (later,) = await self._ask(token_ids=token_ids, sampling=sampling)
         return completion.continued(later)
+
+    async def _ask(self, **request: Any) -> list[Completion]:
+        """Ask a generator. Where all queues are full, because one has died or an evaluation came in between, wait until
+        another request of ours is done."""
+        self._num_open += 1
+        try:
+            while True:
+                done = self._one_less
+                try:
+                    completions: list[Completion] = await self.service.generate.route(**request)
+                    return completions
+                except Overloaded:
+                    if self._num_open == 1:  # nothing of ours is under way: the request itself is too large
+                        raise
+                    await done.wait()
+        finally:
+            self._num_open -= 1
+            self._one_less.set()
+            self._one_less = asyncio.Event()
 
     async def take(self, version: int) -> list[UpdateReport]:
         """Let every generator take a version.

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from episodes import make_completion
 
+from episodes import make_completion
 from forge.config import EvaluationConfig, Sampling
 from forge.errors import ConfigError
 from forge.loops.evaluation import Evaluation, Evaluator, check_evaluation, pass_at_k
