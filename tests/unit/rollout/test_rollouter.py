@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from episodes import make_completion, make_group
 
+from episodes import make_completion, make_group
 from forge.config import AlgorithmConfig, KLConfig, Sampling
 from forge.rollout.rollouter import Rollouter, group_seed
 from forge.rollout.samples import completion_logprobs, make_batch, sampler_logprobs, with_field
