@@ -1,0 +1,75 @@
+"""What a run works out, and what it refuses, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge.errors import ConfigError, ForgeError, LaunchError
+from forge.loops.planning import plan_run
+from grpo_runs import config
+
+REFUSED = {
+    "rollouts without chance": ("generator.sampling.temperature=0", "generator.sampling.temperature"),
+    "no reward": ("rewards.functions=[]", "rewards.functions"),
+    "no prompts": ("prompts.sources=[]", "prompts.sources"),
+    "no tokenizer": ("model.preset=qwen3_0_6b", "model.path"),
+    "longer than the trainer takes": ("generator.max_seq_len=65", "generator.max_seq_len"),
+    "no room for a prompt": ("generator.sampling.max_tokens=64", "generator.sampling.max_tokens"),
+    "a group beyond the queue": ("rollout.group_size=2000", "rollout.group_size"),
+    "judged by what is not there": ("evaluation.reward=odd", "evaluation.reward"),
+}
+
+BROKEN = {
+    "asynchronous in one process": (("placement=shared", "rollout.staleness=1"), "rollout.staleness"),
+    "asynchronous in turns": (("placement=turns", "rollout.staleness=1"), "rollout.staleness"),
+    "shared with vllm": (("placement=shared", "generator.engine=vllm"), "generator.engine"),
+    "shared by two": (("placement=shared", "generators.num_replicas=2"), "generators.num_replicas"),
+    "rows instead of groups": (("training.batch_size=4",), "training.batch_size"),
+    "accumulation": (("training.gradient_accumulation_steps=2",), "training.gradient_accumulation_steps"),
+    "two rewards of one name": (
+        ("rewards.functions=[{kind: number}, {kind: number}]",),
+        "rewards.functions",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_plan_that_would_fail_later_is_refused_now(case: str, tmp_path: Path) -> None:
+    override, path = REFUSED[case]
+    with pytest.raises(ForgeError) as caught:
+        plan_run(config(tmp_path / "run", override))
+    error = caught.value
+    assert isinstance(error, ConfigError)
+    assert error.path == path
+    assert error.rule
+    assert error.repair
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_keys_that_contradict_each_other_are_refused_when_they_are_read(case: str, tmp_path: Path) -> None:
+    overrides, path = BROKEN[case]
+    with pytest.raises(ConfigError, match=path.replace(".", r"\.")):
+        config(tmp_path / "run", *overrides)
+
+
+def test_ranks_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = config(tmp_path / "run")
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(LaunchError, match="one controller"):
+        plan_run(chosen)
+
+
+def test_what_is_left_open_is_filled_in(tmp_path: Path) -> None:
+    plan = plan_run(config(tmp_path / "run", "~generator.sampling.max_tokens", "rollout.group_size=100"))
+    assert (plan.config.generator.max_seq_len, plan.sampling.max_tokens, plan.sampling.n) == (64, 32, 100)
+    assert plan.rollout.max_in_flight == (64 + 1024) // 100
+    assert (plan.num_groups, plan.num_steps) == (None, 6)
+
+
+def test_without_a_number_of_steps_epochs_decide(tmp_path: Path) -> None:
+    plan = plan_run(config(tmp_path / "run", "~training.max_steps", "training.num_epochs=2", "rollout.batch_groups=3"))
+    assert (plan.num_groups, plan.num_steps, plan.trainer.total_steps) == (80, 27, 27)
