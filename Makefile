@@ -28,7 +28,7 @@ env-dev:
 env-test:
 	@$(install) --dev --try-vllm
 
-quickstart: env ## Run the first example
+quickstart: env ## Teach a tiny model a task by reinforcement learning, on the CPU
 	@$(py) apps/quickstart/main.py $(ARGS)
 
 test: env-test ## Run every test, with a coverage report

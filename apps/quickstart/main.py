@@ -1,75 +1,103 @@
-"""A service that survives: three replicas, 32 callers, one kill -9, no lost call.
+"""The quick start: a tiny model learns a task by reinforcement learning, on a CPU, in a few minutes.
 
-Run it with `make quickstart`. It shows what the rest of the library stands on.
+1. A model of 0.4 million random weights is shown how answers are written, and that an answer is one of the digits of
+   the question. Which digit is right is not in what it is shown (apps/quickstart/digits.py).
+2. GRPO teaches it which: it answers, a reward says right or wrong, and it learns from that alone. The trainer, the
+   generator and the rewards are processes of their own, and new weights go from one to the other after every step.
+3. Held-out questions, which it has never seen, say how good it is.
+
+Run it with `make quickstart`, or `python apps/quickstart/main.py [--seed N] [--output FOLDER]`. It ends with exit code
+1 if the model did not learn.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
-import os
-import signal
+import shutil
+import sys
 import time
+from pathlib import Path
 
-import forge
-from forge import ForgeActor, endpoint
+from digits import write_task
 
-NUM_REPLICAS = 3
-NUM_CALLERS = 32
+from forge.config import GRPOConfig, SFTConfig, load
+from forge.errors import ForgeError
+from forge.loops.grpo import GRPOResult, run_grpo
+from forge.loops.sft import run_sft
 
-
-class Policy(ForgeActor):
-    """Stands for a model: loading takes a moment, answering a little."""
-
-    @endpoint
-    async def setup(self) -> None:
-        self.num_answered = 0
-
-    @endpoint(retry=True, concurrent=True)
-    async def answer(self, question: str) -> str:
-        await asyncio.sleep(0.02)
-        self.num_answered += 1
-        return f"process {os.getpid()} says: {question[::-1]}"
+ROOT = Path(__file__).resolve().parents[2]
+START_AT_MOST, END_AT_LEAST = 0.35, 0.85
+MARK = ".quickstart"
 
 
-async def keep_asking(policy: forge.Service, stop: asyncio.Event) -> int:
-    """One caller: ask again and again, and count the answers."""
-    count = 0
-    while not stop.is_set():
-        await policy.answer.route(f"question {count}")
-        count += 1
-    return count
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A tiny model learns a task by reinforcement learning, on a CPU.")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
+    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="folder to write to")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    began = time.perf_counter()
+    try:
+        result = teach(arguments.output, seed=arguments.seed)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit(130)
+    except ForgeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
+    if result.is_stopped:
+        sys.exit(130)
+    sys.exit(0 if told(result, seconds=time.perf_counter() - began) else 1)
 
 
-async def main() -> None:
-    async with forge.run():
-        started = time.perf_counter()
-        policy = await Policy.options(num_replicas=NUM_REPLICAS).as_service()
-        print(f"{NUM_REPLICAS} replicas are up after {time.perf_counter() - started:.2f} s")
-        print(await policy.answer.route("hello"))
+def teach(folder: Path, *, seed: int) -> GRPOResult:
+    """Make the task, show the format, and let reinforcement learning find the answers."""
+    prepare(folder)
+    write_task(folder / "task", seed=seed)
+    print("1. Supervised fine-tuning: how an answer is written.", flush=True)
+    asyncio.run(run_sft(configured(SFTConfig, "apps/quickstart/sft.yaml", folder, seed=seed)))
+    print("2. GRPO: which answer is right. Held-out accuracy is `avg@1`.", flush=True)
+    return asyncio.run(run_grpo(configured(GRPOConfig, "apps/grpo/tiny.yaml", folder, seed=seed)))
 
-        stop = asyncio.Event()
-        callers = [asyncio.create_task(keep_asking(policy, stop)) for _ in range(NUM_CALLERS)]
-        await asyncio.sleep(1)
-        victim = (await policy.get_metrics()).replicas[0].pids[0]
-        print(f"{NUM_CALLERS} callers are busy; kill -9 of process {victim}")
-        killed = time.perf_counter()
-        os.kill(victim, signal.SIGKILL)
-        await policy.wait_until(lambda metrics: metrics.restarts == 1 and metrics.num_healthy == NUM_REPLICAS)
-        print(f"the replica is back after {time.perf_counter() - killed:.2f} s")
-        await asyncio.sleep(1)
-        stop.set()
-        served = sum(await asyncio.gather(*callers))
 
-        metrics = await policy.get_metrics()
-        print(f"{served} calls were answered, {metrics.num_retried} of them sent again after the kill, none was lost")
-        for replica in metrics.replicas:
-            print(
-                f"  replica {replica.index}: {replica.health}, process {replica.pids[0]}, "
-                f"{replica.num_ok} calls, {replica.restarts} restarts"
-            )
+def configured(schema: type, file: str, folder: Path, *, seed: int) -> SFTConfig | GRPOConfig:
+    """A configuration file, with its paths moved into the folder of this run."""
+    places = [f"run.output_dir={folder}", f"run.seed={seed}"]
+    if schema is SFTConfig:
+        places += [f"data.sources.0.path={folder}/task/demonstrations.jsonl"]
+    else:
+        places += [f"model.path={folder}/sft/checkpoints/hf", f"prompts.sources.0.path={folder}/task/prompts.jsonl"]
+        places += [f"evaluation.sources.0.path={folder}/task/heldout.jsonl"]
+    return load(schema, files=[ROOT / file], overrides=places)  # type: ignore[no-any-return]
+
+
+def prepare(folder: Path) -> None:
+    """An empty folder. What an earlier quick start wrote there is removed, anything else is left alone."""
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / MARK).exists():
+            sys.exit(f"{folder} is not empty, and not from an earlier quick start; give another with --output")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARK).touch()
+
+
+def told(result: GRPOResult, *, seconds: float) -> bool:
+    """Print how it went; whether the model learned."""
+    first, last = result.first_evaluation, result.evaluation
+    assert first is not None
+    assert last is not None
+    print()
+    print(f"Held-out accuracy: {first.solved:.1%} -> {last.solved:.1%} on {last.num_prompts} questions never seen")
+    print(f"{result.step} steps; {seconds:.0f} s in all")
+    print(f"Report: {result.report}")
+    print(f"Model:  {result.export}   (try: forge chat {result.export})")
+    if first.solved <= START_AT_MOST and last.solved >= END_AT_LEAST:
+        return True
+    goal = f"from at most {START_AT_MOST:.0%} to at least {END_AT_LEAST:.0%}"
+    print(f"FAILED: the goal is {goal}; try another --seed, and report it: it should never happen", file=sys.stderr)
+    return False
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    asyncio.run(main())
+    main()
