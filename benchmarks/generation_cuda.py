@@ -6,6 +6,7 @@ other, and goes through the load several times; the best round counts, for both.
 memory: what a step would take if it only read all weights once and the keys and values of every sequence once.
 
     python benchmarks/generation_cuda.py                 # both engines, both shapes
+    python benchmarks/generation_cuda.py --contenders vllm-bare        # vLLM without the logprobs that training needs
     python benchmarks/generation_cuda.py --shapes tiny --device cpu --contenders native   # to try the program out
 """
 
@@ -81,7 +82,8 @@ async def native(args: argparse.Namespace) -> dict[str, Any]:
     rounds = [await load(args.new_tokens) for _ in range(args.rounds)]
     steps = engine.stats().more["num_steps"]
     if args.profile and args.device == "cuda":
-        with torch.profiler.profile(activities=list(torch.profiler.ProfilerActivity)) as profile:
+        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=kinds) as profile:
             await load(48)
         print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=30), flush=True)
     result = {"start_s": started_s, "rounds_s": rounds, "num_steps": steps}
@@ -130,10 +132,11 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
         started_s = time.perf_counter() - began
         made = prompts(args.requests, args.prompt_tokens, facts.vocab_size or 2)
         lines = [{"prompt_token_ids": list(ids)} for ids in made]
+        logprobs = None if args.child == "vllm-bare" else 0
 
         def load(num_tokens: int) -> float:
             chosen = SamplingParams(
-                max_tokens=num_tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
+                max_tokens=num_tokens, temperature=1.0, logprobs=logprobs, ignore_eos=True, detokenize=False
             )
             began = time.perf_counter()
             engine.generate(lines, chosen, use_tqdm=False)

@@ -25,7 +25,7 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 pytestmark = pytest.mark.skipif(not (ON_GPU or IN_INTERPRETER), reason="no NVIDIA GPU is visible here")
 only_on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="only a real GPU has this")
 
-LENGTHS = (0, 1, 15, 16, 17, 511, 512, 513, 1500)
+LENGTHS = (0, 1, 15, 16, 17, 511, 512, 513, 1023, 1024, 1025, 2500)
 SCALE = 0.13
 BOUND = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # on values of size 1
 
@@ -131,7 +131,7 @@ def test_queries_and_results_may_have_strides() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_under_any_table(dtype: torch.dtype) -> None:
-    lengths = (0, 3, 512, 513, 1500)
+    lengths = (0, 3, 1024, 1025, 2500)
     cache = Cache(lengths, dtype=dtype)
     q = cache.queries(len(lengths), 2)
     together = cache.decode(q)
@@ -143,7 +143,7 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_under_any_table(dtype
     for row, length in enumerate(lengths):
         alone = slice(row, row + 1)
         assert torch.equal(cache.decode(q, alone), together[alone])
-        narrow = cache.table[alone, : max(1, -(-length // 16))]  # up to 512 keys: one chunk, one kernel
+        narrow = cache.table[alone, : max(1, -(-length // 16))]  # up to 1024 keys: one chunk, one kernel
         lens = cache.context_lens[alone]
         result = decode_attend(q[alone], cache.k, cache.v, context_lens_S=lens, table_SP=narrow, scale=SCALE)
         assert torch.equal(result, together[alone])

@@ -44,15 +44,15 @@ class Tuning:
         programs: as many as fill the GPU. A launch with fewer pairs of sequence and key head shares out their chunks.
     """
 
-    block: int = 64
-    chunk: int = 512
+    block: int = 32
+    chunk: int = 1024
     num_warps: int = 4
     num_stages: int = 3
     programs: int = 1024
 
 
 _TUNING: Final = Tuning()
-_TUNING_FLOAT32: Final = Tuning(block=32, num_stages=2)
+_TUNING_FLOAT32: Final = Tuning(num_stages=2)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def write_kv(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, k_cache: Tensor, v_c
         return
     from forge.models.gpu_program import write_kv as program
 
-    with _device_of(k_THD):
+    with device_of(k_THD):
         program[(num_tokens,)](
             k_THD,
             v_THD,
@@ -115,8 +115,8 @@ def write_kv(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, k_cache: Tensor, v_c
             num_heads,
             head_dim,
             PAGE=PAGE_TOKENS,
-            HEADS=_power_of_two(num_heads),
-            DIMS=_power_of_two(head_dim),
+            HEADS=power_of_two(num_heads),
+            DIMS=power_of_two(head_dim),
             num_warps=4,
         )
 
@@ -136,7 +136,7 @@ def decode_attend(
     The table (int32) has room for every sequence's keys; what it holds beyond them is not read. A sequence without keys
     (padding of a CUDA graph) gets zeros. The bits of a sequence do not depend on what else is in the batch, on the
     table's width or on where its pages lie. Where there are few sequences, several programs share the chunks of one;
-    the parts take about 4 * S * H * D * (keys that the table has room for) / 512 bytes while it runs.
+    the parts take about 4 * S * H * D * (keys that the table has room for) / 1024 bytes while it runs.
     """
     tuning = _TUNING_FLOAT32 if k_cache.dtype == torch.float32 else _TUNING
     _check(q_SHD, k_cache, v_cache, name="q_SHD")
@@ -170,8 +170,8 @@ def attend_tuned(
     num_splits = min(num_chunks, max(1, -(-tuning.programs // num_pairs)))
     is_solo = num_splits == 1
     parts, tops, totals = (out, out, out) if is_solo else _scratch(q, num_chunks)
-    dims = max(16, _power_of_two(head_dim))
-    with _device_of(q):
+    dims = max(16, power_of_two(head_dim))
+    with device_of(q):
         attend_decode[(num_pairs, num_splits)](
             q,
             k_cache,
@@ -192,7 +192,7 @@ def attend_tuned(
             num_splits,
             head_dim,
             GROUP=group,
-            ROWS=max(16, _power_of_two(group)),
+            ROWS=max(16, power_of_two(group)),
             DIMS=dims,
             PAGE=PAGE_TOKENS,
             BLOCK=tuning.block,
@@ -227,7 +227,7 @@ def _combine(context_lens: Tensor, scratch: tuple[Tensor, Tensor, Tensor], out: 
         num_heads,
         num_chunks,
         head_dim,
-        DIMS=_power_of_two(head_dim),
+        DIMS=power_of_two(head_dim),
         CHUNK=chunk,
         STAGES=_COMBINE_STAGES,
         num_warps=1,
@@ -275,7 +275,7 @@ def gather_kv(k_cache: Tensor, v_cache: Tensor, *, layout: PagedLayout, extents:
     if not extents.num_keys:
         return k, v
     num_pages = -(-extents.max_context // PAGE_TOKENS)
-    with _device_of(k_cache):
+    with device_of(k_cache):
         program[(num_pages, num_kv_heads, len(extents.context_lens))](
             k_cache,
             v_cache,
@@ -289,7 +289,7 @@ def gather_kv(k_cache: Tensor, v_cache: Tensor, *, layout: PagedLayout, extents:
             k.stride(0),
             head_dim,
             PAGE=PAGE_TOKENS,
-            DIMS=_power_of_two(head_dim),
+            DIMS=power_of_two(head_dim),
             num_warps=4,
         )
     return k, v
@@ -337,12 +337,12 @@ def _refusal(name: str, tensor: Tensor, rule: str, repair: str) -> ModelError:
     )
 
 
-def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device, whichever the tensors are on; its interpreter takes tensors of the CPU."""
     context: AbstractContextManager[object] = torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
     return context
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     """The smallest that is not less."""
     return 1 << (number - 1).bit_length()

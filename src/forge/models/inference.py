@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 
 import forge.models.titan_setup  # noqa: F401
 
 # isort: split
 import torch
 from torch import Tensor, nn
+from torchtitan.models.common.nn_modules import RMSNorm
 
 from forge.config import ModelConfig
 from forge.errors import ModelError
+from forge.models.gpu_norm import GpuNorm
 from forge.models.language_model import LanguageModel
 from forge.models.paged import PAGE_TOKENS
 from forge.models.paged_attention import PagedAttention
@@ -37,6 +40,10 @@ def build_for_inference(
     config = titan_config(model, max_seq_len=max_seq_len)
     for layer in config.layers:
         layer.attention.inner_attention = PagedAttention.Config()
+        layer.attention_norm, layer.ffn_norm = _norm(layer.attention_norm), _norm(layer.ffn_norm)
+        if layer.attention.qk_norm is not None:
+            layer.attention.qk_norm = _norm(layer.attention.qk_norm)
+    config.norm = _norm(config.norm)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -55,6 +62,10 @@ def build_for_inference(
     built.requires_grad_(False)
     built.use(built.book, _hidden_states)
     return built
+
+
+def _norm(config: RMSNorm.Config) -> GpuNorm.Config:
+    return GpuNorm.Config(**{field.name: getattr(config, field.name) for field in fields(config) if field.init})
 
 
 def _share_rotary(model: LanguageModel) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torchtitan.models.common.rope import CosSinRoPE
 
-from forge.models import cpu_rotary
+from forge.models import cpu_rotary, gpu_rotary
 from forge.runtime.row_floor import is_rowwise
 
 
@@ -38,11 +38,15 @@ class Rotary(CosSinRoPE):  # type: ignore[misc]
         return torch.cat([both_halves.cos(), both_halves.sin()], dim=-1)
 
     def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Turn query and key [1, L, N, H] to their positions. Without gradients on a CPU, by one kernel."""
-        if positions is not None and not torch.is_grad_enabled() and is_rowwise(query) and self.cache.is_contiguous():
-            turned = [cpu_rotary.rotated(heads[0], self.cache, positions[0]) for heads in (query, key)]
-            if turned[0] is not None and turned[1] is not None:
-                return turned[0].unsqueeze(0), turned[1].unsqueeze(0)
+        """Turn query and key [1, L, N, H] to their positions. Without gradients, by one kernel."""
+        if positions is not None and not torch.is_grad_enabled() and self.cache.is_contiguous():
+            if is_rowwise(query):
+                turned = [cpu_rotary.rotated(heads[0], self.cache, positions[0]) for heads in (query, key)]
+                if turned[0] is not None and turned[1] is not None:
+                    return turned[0].unsqueeze(0), turned[1].unsqueeze(0)
+            elif len(query) == 1 and gpu_rotary.is_for(query) and gpu_rotary.is_for(key):
+                on_gpu = gpu_rotary.rotated(query[0], key[0], self.cache, positions[0])
+                return on_gpu[0].unsqueeze(0), on_gpu[1].unsqueeze(0)
         both: tuple[Tensor, Tensor] = super().forward(query, key, positions)
         return both
 

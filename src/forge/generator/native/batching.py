@@ -206,8 +206,11 @@ class Batching:
             return
         self.counts.num_steps += 1
         if self.runner.on_gpu:
-            decodes = [piece for piece in pieces if piece.draws and piece.end - piece.start == 1]
-            others = [piece for piece in pieces if not (piece.draws and piece.end - piece.start == 1)]
+            decodes: list[Piece] = []
+            others: list[Piece] = []
+            for piece in pieces:
+                is_decode = piece.end - piece.start == 1 and piece.draws
+                (decodes if is_decode else others).append(piece)
             if others:
                 self._compute(others, version)
             if decodes:

@@ -14,7 +14,6 @@ Shapes: S rows, V the vocabulary, N blocks of `_BLOCK` tokens each.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -77,12 +76,10 @@ class Drawn:
         tuple of such rows. Whoever wants the others' tokens all the same asks again with `skip=error.value`.
         """
         packed = torch.stack([self.token_ids.double(), self.logprobs.double(), self.full_logprobs.double()])
-        tokens, logprobs, full = packed.tolist()
-        broken = tuple(
-            row
-            for row, both in enumerate(zip(logprobs, full, strict=True))
-            if row not in skip and not all(map(math.isfinite, both))
-        )
+        found = packed.cpu().numpy()
+        rows = np.flatnonzero(~np.isfinite(found[1:]).all(axis=0)).tolist()
+        broken = tuple(row for row in rows if row not in skip)
+        tokens, logprobs, full = found.tolist()
         if broken:
             raise NonFiniteError(
                 f"no token can be drawn for {len(broken)} of {len(tokens)} completions: the model's logits are NaN or "

@@ -77,12 +77,15 @@ class Scheduler:
         pieces: list[Piece] = []
         self._begin_urgent()
         for sequence in list(self.running):
-            left = len(sequence.ids) - sequence.num_computed
+            start = sequence.num_computed
+            left = len(sequence.ids) - start
             num = 1 if left == 1 else min(left, budget)
-            if sequence.slot < 0 or num == 0 or not self._make_room(sequence, sequence.num_computed + num):
+            if sequence.slot < 0 or num == 0:
+                continue
+            if start + num > len(sequence.pages) * PAGE and not self._make_room(sequence, start + num):
                 continue
             budget -= num if left > 1 else 0
-            pieces.append(Piece(sequence, sequence.num_computed, sequence.num_computed + num))
+            pieces.append(Piece(sequence, start, start + num))
         has_memory = self.num_preempted == before
         while has_memory and budget > 0 and (beginning := self._next(admit)) is not None and self._admit(beginning):
             self.waiting.remove(beginning)

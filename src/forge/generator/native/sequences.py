@@ -75,6 +75,7 @@ class Running:
         mark, num_sealed: how far its pages are remembered as a beginning that others may share.
         is_pure: whether all of its keys and values are of the weights that serve now.
         slot: its row in the table of pages, while it is under way.
+        version_starts: the versions that drew its tokens, and which token each of them drew first.
     """
 
     ids: list[int]
@@ -98,7 +99,7 @@ class Running:
     fresh_text: str = ""
     logprobs: list[float] = field(default_factory=list)
     full_logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
+    version_starts: list[tuple[int, int]] = field(default_factory=list)
     began: float | None = None
     first_token: float | None = None
 
@@ -129,11 +130,8 @@ class Running:
         self.logprobs.append(logprob)
         self.full_logprobs.append(full_logprob)
         drawn = len(self.row.token_ids)
-        last = self.spans[-1] if self.spans else None
-        if last is not None and last.version == version:
-            self.spans[-1] = VersionSpan(version, last.start, drawn)
-        else:
-            self.spans.append(VersionSpan(version, drawn - 1, drawn))
+        if not self.version_starts or self.version_starts[-1][0] != version:
+            self.version_starts.append((version, drawn - 1))
         if token in self.stop_ids and drawn > self.row.sampling.min_tokens:
             return "stop"
         if self.tracker is not None and self._stop_string(token):
@@ -156,9 +154,14 @@ class Running:
             token_ids=tuple(self.row.token_ids[new]),
             logprobs=tuple(self.logprobs[new]),
             text=text,
-            version=self.spans[-1].version if self.spans else -1,
+            version=self.version_starts[-1][0] if self.version_starts else -1,
             completion=completion,
         )
+
+    def _spans(self) -> tuple[VersionSpan, ...]:
+        ends = (*(start for _, start in self.version_starts[1:]), self.num_drawn)
+        both = zip(self.version_starts, ends, strict=False)  # without tokens there is no version
+        return tuple(VersionSpan(version, start, end) for (version, start), end in both)
 
     def completion(self, reason: FinishReason, decode: Callable[[Sequence[int]], str]) -> Completion:
         """The completion as it is now; it ends here."""
@@ -185,7 +188,7 @@ class Running:
             text=text,
             finish_reason=reason,
             stop_reason=stop_reason,
-            versions=tuple(self.spans),
+            versions=self._spans(),
             timings=Timings(
                 queued_s=(self.began or now) - arrived,
                 first_token_s=(self.first_token or now) - arrived,
