@@ -228,12 +228,12 @@ class _Worker:
     async def _end(self) -> str:
         loop = asyncio.get_running_loop()
         watch = os.pidfd_open(self._process.pid)
-        over = loop.create_future()
-        loop.add_reader(watch, lambda: over.done() or over.set_result(None))
+        over = asyncio.Event()
+        loop.add_reader(watch, over.set)
         # Not reaped yet, its number is still its own: the group is that of this process and no other.
         os.killpg(self._process.pid, signal.SIGKILL)
         try:
-            await over
+            await over.wait()
         finally:
             loop.remove_reader(watch)
             os.close(watch)
