@@ -43,6 +43,11 @@ class RolloutConfig(ConfigModel):
     mask_truncated: bool = Field(
         default=False, description="Whether completions that were cut off by length do not count in the loss."
     )
+    share_prompts: bool = Field(
+        default=True,
+        description="Whether the prompt of a group goes through the trainer once instead of once for each completion. "
+        "Gradients do not depend on it.",
+    )
     report_wait_s: float = Field(
         default=60.0, gt=0, description="Seconds after which a trainer that waits for a batch says for what."
     )

@@ -35,6 +35,12 @@ class TrainingConfig(ConfigModel):
         "depend on it, memory does.",
     )
 
+    share_prefixes: bool = Field(
+        default=False,
+        description="Whether the beginning that consecutive samples have in common, such as the prompt of a group of "
+        "completions, goes through the model once. Gradients do not depend on it. Not with a pipeline.",
+    )
+
     learning_rate: float = Field(default=1e-5, gt=0, description="Highest learning rate of the schedule.")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",

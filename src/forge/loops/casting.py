@@ -40,15 +40,38 @@ class Cast:
 
 
 async def open_cast(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Cast:
-    """Start everyone. Called inside `async with forge.run(...)`, which ends them."""
-    rewards = await _start_rewards(config)
+    """Start everyone, at the same time. Called inside `async with forge.run(...)`, which ends them."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            rewards = tasks.create_task(_start_rewards(config))
+            reference = tasks.create_task(_start_reference(config, trainer_config))
+            policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return Cast(*policy.result(), rewards.result(), reference.result())
+
+
+async def _start_policy(
+    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss
+) -> tuple[PolicyTrainer, PolicyHandle]:
+    """The trainer and the generators, as the placement says."""
     generator = GeneratorConfig.of(trainer_config.model, config.generator)
     if config.placement == "shared":
-        trainer, policy = await _start_shared(config, trainer_config, loss=loss, generator=generator)
-    else:
-        trainer = await open_trainer(trainer_config, loss)  # type: ignore[assignment]
-        policy = await _start_generators(config, generator, trainer=trainer)
-    return Cast(trainer, policy, rewards, await _start_reference(config, trainer_config))
+        return await _start_shared(trainer_config, loss=loss, generator=generator)
+    if config.placement == "turns":  # generators go to the trainer's GPU
+        trainer = await _start_trainer(trainer_config, loss)
+        gpus = (await trainer.state())["visible_gpus"]
+        return trainer, await _start_generators(config, generator, on_gpus=gpus)
+    async with asyncio.TaskGroup() as tasks:
+        training = tasks.create_task(_start_trainer(trainer_config, loss))
+        generating = tasks.create_task(_start_generators(config, generator))
+    return training.result(), generating.result()
+
+
+async def _start_trainer(trainer_config: TrainerConfig, loss: Loss) -> PolicyTrainer:
+    trainer = await open_trainer(trainer_config, loss)
+    assert isinstance(trainer, MeshTrainer)  # a controller's trainer has processes of its own
+    return trainer
 
 
 # ---- The policy -----------------------------------------------------------------------------------------------------
@@ -144,7 +167,9 @@ class RoutedTrainer(MeshTrainer):
         await self._actor.shutdown()
 
 
-async def _start_generators(config: GRPOConfig, generator: GeneratorConfig, *, trainer: PolicyTrainer) -> PolicyHandle:
+async def _start_generators(
+    config: GRPOConfig, generator: GeneratorConfig, *, on_gpus: str | None = None
+) -> PolicyHandle:
     section = config.generators
     if section.tensor_parallel > 1 and generator.engine == "native":
         raise ConfigError(
@@ -154,23 +179,20 @@ async def _start_generators(config: GRPOConfig, generator: GeneratorConfig, *, t
             rule="1, unless `engine: vllm`",
             repair="set generator.engine=vllm, or generators.num_replicas instead",
         )
-    takes_turns = config.placement == "turns"
-    gpus = (await trainer.state())["visible_gpus"] if takes_turns else None
-    env = {} if gpus is None else {GPU_VARIABLE: gpus}
     service = await Generator.options(
         procs=section.tensor_parallel,
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
-        with_gpus=wants_gpus(generator.with_gpus) and gpus is None,
-        env=env,
+        with_gpus=wants_gpus(generator.with_gpus) and on_gpus is None,
+        env={} if on_gpus is None else {GPU_VARIABLE: on_gpus},
         routing="least_loaded",
         mesh_name="generator",
     ).as_service(generator)
-    return PolicyHandle(service, takes_turns=takes_turns)
+    return PolicyHandle(service, takes_turns=config.placement == "turns")
 
 
 async def _start_shared(
-    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
+    trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     distributed = trainer_config.distributed
     if distributed.num_ranks > 1:

@@ -208,9 +208,10 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
 
 
 def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int) -> TrainerConfig:
+    training = config.training.model_copy(update={"share_prefixes": config.rollout.share_prompts})
     return TrainerConfig(
         model=model.facts,
-        training=config.training,
+        training=training,
         distributed=config.distributed,
         checkpoint_dir=checkpoint_dir(config),
         checkpointing=config.checkpointing,

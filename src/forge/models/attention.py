@@ -51,14 +51,22 @@ class DocumentAttention(Module):  # type: ignore[misc]
         **_: Any,
     ) -> Tensor:
         """`attention_masks` is TorchTitan's word for what is handed to the layers: here the key of the row."""
-        documents = self.book.find(attention_masks).documents
-        if q_BLNH.is_cuda and q_BLNH.dtype in (torch.bfloat16, torch.float16):
-            return _by_one_kernel(q_BLNH, k_BLNH, v_BLNH, documents, scale)
-        if is_rowwise(q_BLNH) and cpu_attention.takes(q_BLNH.shape[-1]) and cpu_attention.library() is not None:
-            factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-            out: Tensor = _ByRow.apply(q_BLNH[0], k_BLNH[0], v_BLNH[0], documents, factor)
-            return out.unsqueeze(0)
-        return _by_document(q_BLNH, k_BLNH, v_BLNH, documents, scale)
+        row = self.book.find(attention_masks)
+        if row.sharing is None:
+            return _attend(q_BLNH, k_BLNH, v_BLNH, row.documents, scale)
+        q_BENH, k_BENH, v_BENH = (each.index_select(1, row.sharing.places) for each in (q_BLNH, k_BLNH, v_BLNH))
+        return _attend(q_BENH, k_BENH, v_BENH, row.documents, scale).index_select(1, row.sharing.own)
+
+
+def _attend(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, documents: Documents, scale: float | None) -> Tensor:
+    """Of whole documents, by whatever suits device and precision."""
+    if q_BLNH.is_cuda and q_BLNH.dtype in (torch.bfloat16, torch.float16):
+        return _by_one_kernel(q_BLNH, k_BLNH, v_BLNH, documents, scale)
+    if is_rowwise(q_BLNH) and cpu_attention.takes(q_BLNH.shape[-1]) and cpu_attention.library() is not None:
+        factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        out: Tensor = _ByRow.apply(q_BLNH[0], k_BLNH[0], v_BLNH[0], documents, factor)
+        return out.unsqueeze(0)
+    return _by_document(q_BLNH, k_BLNH, v_BLNH, documents, scale)
 
 
 def _by_one_kernel(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:

@@ -40,13 +40,26 @@ class Documents:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """How a row that holds beginnings once, which several documents have in common, becomes whole documents.
+
+    Attributes:
+        places: int64 [E]: which place of the row each token of the documents, and of padding, is computed at.
+        own: int64 [L]: for each place of the row, the token among those E that it stands for.
+    """
+
+    places: Tensor
+    own: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowTask:
     """One row, and what is wanted of it.
 
     Attributes:
         documents: where its documents are.
         positions: int64 [1, L]; each document counts from 0.
-        index: int64 [N]: the places of the row whose next token is asked about.
+        index: int64 [N]: the places of the row whose next token is asked about; one may be asked about several.
         targets: int64 [N]: those tokens.
         weights: float [N], or None. With weights the head returns their sum of -logprob, and works out the gradient on
             the way; without, it returns logprobs (and entropies) that any loss may be made from.
@@ -54,6 +67,7 @@ class RowTask:
         temperature: what logits are divided by.
         as_row: whether the head returns one tensor [1, L, 2] of logprobs and entropies, 0 where nothing was asked:
             stages of a pipeline must give the same shape each time.
+        sharing: how attention finds whole documents, where the row holds what they have in common once.
     """
 
     documents: Documents
@@ -64,6 +78,7 @@ class RowTask:
     entropy: bool = False
     temperature: float = 1.0
     as_row: bool = False
+    sharing: Sharing | None = None
 
 
 class PackedRow(Protocol):

@@ -26,10 +26,12 @@ from forge.observe import num_parameters
 from forge.trainer.assembly import Assembled, Precision, assemble
 from forge.trainer.head import from_row, head_function
 from forge.trainer.layout import check_layout
-from forge.trainer.microbatches import Row, RowPlan, build_rows, check_batch, plan_rows, scatter_back
+from forge.trainer.microbatches import RowPlan, check_batch, plan_rows, scatter_back
 from forge.trainer.offload import keep_activations_on_host
 from forge.trainer.optimizer import Optimizer, gradient_norm, scale_gradients
+from forge.trainer.prefixes import plan_shared_rows
 from forge.trainer.ranks import Ranks
+from forge.trainer.row_building import Row, build_rows
 from forge.trainer.schedules import rate_factor
 from forge.types import Batch, Sample, StepResult
 
@@ -253,10 +255,18 @@ class Engine:
 
     def _plan(self, batch: Batch) -> RowPlan:
         training = self.config.training
+        max_tokens = training.microbatch_tokens or training.max_seq_len
+        if training.share_prefixes and self.assembled.schedule is None and not self.layout.fixed_shape:
+            return plan_shared_rows(
+                batch,
+                num_ranks=self.layout.data_parallel,
+                max_tokens=max_tokens,
+                row_multiple=self.layout.row_multiple,
+            )
         plan = plan_rows(
             batch.lengths,
             num_ranks=self.layout.data_parallel,
-            max_tokens=training.microbatch_tokens or training.max_seq_len,
+            max_tokens=max_tokens,
             row_multiple=self.layout.row_multiple,
             fixed_shape=self.layout.fixed_shape,
             identities=batch.identities,
@@ -268,26 +278,27 @@ class Engine:
         self._rows[int(key)] = (row, task)
         return key
 
+    def _asked(self, row: Row) -> Tensor:
+        """The tokens of a row that are asked about: in scoring all, in training those that count."""
+        return row.counted_N if self._scores is None else row.predicted_P
+
     def _loss_task(self, row: Row) -> RowTask:
         """Only tokens that count are looked at. A plain sum of -logprobs is left to the head, which is cheaper."""
-        index = row.loss_index_N
         fused = self.loss.is_nll and self.assembled.schedule is None
-        weights = row.weights_T.index_select(0, index + 1).to(self._wide) / self._normalizer if fused else None
-        temperature = getattr(self.loss, "temperature", 1.0)
-        task = self._task(row, index, temperature=temperature)
+        weights = row.weights_T.index_select(0, row.counted_N).to(self._wide) / self._normalizer if fused else None
+        task = self._task(row, temperature=getattr(self.loss, "temperature", 1.0))
         return replace(task, weights=weights, entropy=self.loss.needs_entropy)
 
-    def _task(self, row: Row, index: Tensor | None = None, *, temperature: float = 1.0) -> RowTask:
-        index = row.target_index_P if index is None else index
-        num_samples = len(row.sample_indices)
-        num_padding = len(row.document_lengths) - num_samples
+    def _task(self, row: Row, *, temperature: float = 1.0) -> RowTask:
+        asked = self._asked(row)
         return RowTask(
-            documents=Documents.of(row.sample_lengths, num_padding=num_padding, device=self.ranks.device),
+            documents=Documents.of(row.sample_lengths, num_padding=row.num_padding, device=self.ranks.device),
             positions=row.positions_L.unsqueeze(0),
-            index=index,
-            targets=row.targets_L.index_select(0, index),
+            index=row.predictors(asked),
+            targets=row.tokens_T.index_select(0, asked),
             temperature=temperature,
             as_row=self.assembled.schedule is not None,
+            sharing=row.sharing(),
         )
 
     def _saving(self) -> AbstractContextManager[Any]:
@@ -310,15 +321,16 @@ class Engine:
             return cast(Tensor, scaled)
         logprobs, entropy = from_row(output, task) if task.as_row else output
         if self._scores is not None:
-            self._scores[key] = row.align(logprobs, task.index).float().cpu()
+            self._scores[key] = row.align(logprobs, self._asked(row)).float().cpu()
             return logprobs.new_zeros(())
-        aligned = row.align(logprobs, task.index)
+        asked = self._asked(row)
+        aligned = row.align(logprobs, asked)
         if self._kept is not None:
             self._kept[key] = aligned.detach().float().cpu()
         terms = self.loss(
             TokenView(
                 logprobs_T=aligned,
-                entropy_T=row.align(entropy, task.index) if task.entropy else None,
+                entropy_T=row.align(entropy, asked) if task.entropy else None,
                 weights_T=row.weights_T,
                 lengths=row.sample_lengths,
                 fields=row.fields,

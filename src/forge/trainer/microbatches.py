@@ -2,7 +2,8 @@
 
 A *row* is a handful of samples laid end to end, each a document of its own: it attends to nothing outside itself and
 its positions start at 0. `plan_rows` decides who takes what, from lengths alone, so that every rank reaches the same
-plan without asking; `build_rows` makes the tensors of one rank; `scatter_back` brings results into the batch's order.
+plan without asking; `forge.trainer.row_building` makes the tensors of one rank from it; `scatter_back` brings results
+into the batch's order.
 Nothing here changes a gradient: the plan only decides where it is computed.
 """
 
@@ -10,8 +11,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 EVEN_LENGTH = 24_576
 """Length at which attention costs as much as all else, for a width of 2048: 12 times the width."""
 
-PAD_TOKEN = 0
-
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
@@ -38,14 +37,17 @@ class RowPlan:
         lengths: the length of every sample, in the batch's order.
         rows: `rows[rank][row]` holds indices of samples, ascending. All ranks have the same number of rows; one without
             samples is there so that its rank keeps step with the others.
-        row_lengths: `row_lengths[rank][row]`, padding included.
+        row_lengths: `row_lengths[rank][row]`: tokens that are computed, padding included.
         empty_length: the length of a row without samples.
+        prefixes: for each sample, how many of its first tokens are computed with the last sample before it in its row
+            that has a 0 here; see `forge.trainer.prefixes`. Empty where nothing is shared.
     """
 
     lengths: tuple[int, ...]
     rows: tuple[tuple[tuple[int, ...], ...], ...]
     row_lengths: tuple[tuple[int, ...], ...]
     empty_length: int
+    prefixes: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -69,61 +71,6 @@ class RowPlan:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Row:
-    """What goes through the model at once. L is its length, T the number of tokens of its samples; T <= L.
-
-    Samples come first, one after the other, then padding. A padding token is a document by itself: nothing attends to
-    it, and it attends to nothing else. Index t of the row is token t, in all the fields.
-
-    Attributes:
-        token_ids_L: int64.
-        positions_L: int64, from 0 in every document.
-        targets_L: int64, the token that position l predicts: the next one of its document. 0 where there is none.
-        document_lengths: of the samples, then a 1 for each padding token. They add up to L.
-        sample_indices: which samples of the batch these are.
-        target_index_P: int64, ascending: the positions that have a target.
-        loss_index_N: int64, ascending: those among them whose target counts, which is where its weight is not 0.
-        weights_T: float32 or wider, the weight of each token as a *target*; 0 for the first of a sample.
-        fields: further values of the samples' tokens, each [T].
-    """
-
-    token_ids_L: Tensor
-    positions_L: Tensor
-    targets_L: Tensor
-    document_lengths: tuple[int, ...]
-    sample_indices: tuple[int, ...]
-    target_index_P: Tensor
-    loss_index_N: Tensor
-    weights_T: Tensor
-    fields: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def sample_lengths(self) -> tuple[int, ...]:
-        """The lengths of the samples, without padding. They add up to T."""
-        return self.document_lengths[: len(self.sample_indices)]
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each document starts, and L: what attention over variable lengths asks for."""
-        return tuple(accumulate(self.document_lengths, initial=0))
-
-    def align(self, values_M: Tensor, index_M: Tensor) -> Tensor:
-        """Values of positions, such as the logprobs of their targets, as values of tokens [T].
-
-        `index_M` says at which positions: `loss_index_N` or `target_index_P`. Tokens that no position of it predicts
-        get 0; the first token of a sample is always one. Gradients flow back.
-        """
-        return values_M.new_zeros(self.weights_T.shape[0]).index_copy(0, index_M + 1, values_M)
-
-    def to(self, device: torch.device | str) -> Row:
-        """The same row on a device. The copies do not wait where memory is pinned."""
-        names = ("token_ids_L", "positions_L", "targets_L", "target_index_P", "loss_index_N", "weights_T")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
-        return replace(self, fields=fields, **moved)
-
-
 def plan_rows(
     lengths: Sequence[int],
     *,
@@ -144,7 +91,7 @@ def plan_rows(
     for name, value in (("num_ranks", num_ranks), ("max_tokens", max_tokens), ("row_multiple", row_multiple)):
         if value < 1:
             raise ConfigError("rows cannot be planned", path=name, value=value, rule="at least 1", repair="raise it")
-    _check_lengths(lengths, max_tokens=max_tokens, identities=identities)
+    check_lengths(lengths, max_tokens=max_tokens, identities=identities)
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     packed = _pack_tightly(order, lengths, max_tokens=max_tokens)
     num_rows = -(-len(packed) // num_ranks) * num_ranks
@@ -188,24 +135,6 @@ def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] =
     )
 
 
-def build_rows(batch: Batch, plan: RowPlan, rank: int) -> list[Row]:
-    """The rows of one data parallel rank, in the order of the plan, on the batch's device."""
-    if batch.lengths != plan.lengths:
-        raise DataError(
-            "this plan was made for another batch",
-            path="plan.lengths",
-            value=plan.lengths,
-            rule="must be the lengths of the batch's samples",
-            repair="plan the rows of this batch with plan_rows(batch.lengths, ...)",
-        )
-    starts = list(accumulate(batch.lengths, initial=0))
-    _check_first_weights(batch, starts[:-1])
-    return [
-        _build_row(batch, samples, starts=starts, length=length)
-        for samples, length in zip(plan.rows[rank], plan.row_lengths[rank], strict=True)
-    ]
-
-
 def scatter_back(plan: RowPlan, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Results per token, `values[rank][row]` of at least T elements, as one tensor per sample in the batch's order.
 
@@ -222,7 +151,8 @@ def scatter_back(plan: RowPlan, values: Sequence[Sequence[Tensor]]) -> list[Tens
     return [part for part in found if part is not None]
 
 
-def _check_lengths(lengths: Sequence[int], *, max_tokens: int, identities: Sequence[str]) -> None:
+def check_lengths(lengths: Sequence[int], *, max_tokens: int, identities: Sequence[str] = ()) -> None:
+    """Refuse a batch without samples, and samples without tokens or with too many."""
     if not lengths:
         raise DataError("the batch is empty", path="batch", value=0, rule="at least one sample", repair="add samples")
     for index, length in enumerate(lengths):
@@ -268,20 +198,6 @@ def _check_signs(batch: Batch) -> None:
             value=float(batch.loss_weights[int(wrong[0])]),
             rule="at least 0",
             repair="to push a token's probability down use a policy loss, with a negative advantage",
-        )
-
-
-def _check_first_weights(batch: Batch, starts: Sequence[int]) -> None:
-    wrong = torch.nonzero(batch.loss_weights[torch.tensor(starts, device=batch.loss_weights.device)])
-    if wrong.numel():
-        index = int(wrong[0])
-        identity = (batch.identities[index] if batch.identities else "") or f"sample {index} of the batch"
-        raise DataError(
-            f"the first token of {identity} is to count, but nothing predicts it",
-            path=f"{identity}: loss_weights[0]",
-            value=float(batch.loss_weights[starts[index]]),
-            rule="must be 0",
-            repair="set the first loss weight of every sample to 0",
         )
 
 
@@ -355,36 +271,3 @@ def _deal(
             dealt[rank].append(() if row is None else tuple(sorted(rows[row])))
             totals[rank] += 0.0 if row is None else costs[row]
     return tuple(tuple(rank_rows) for rank_rows in dealt)
-
-
-def _build_row(batch: Batch, samples: tuple[int, ...], *, starts: Sequence[int], length: int) -> Row:
-    device = batch.token_ids.device
-    sample_lengths = tuple(batch.lengths[index] for index in samples)
-    num_tokens = sum(sample_lengths)
-
-    def of_samples(values: Tensor) -> Tensor:
-        parts = [values[starts[index] : starts[index + 1]] for index in samples]
-        return torch.cat(parts) if parts else values[:0]
-
-    token_ids = torch.full((length,), PAD_TOKEN, dtype=torch.int64, device=device)
-    token_ids[:num_tokens] = of_samples(batch.token_ids)
-    firsts = torch.tensor([0, *accumulate(sample_lengths)][: len(samples)], dtype=torch.int64, device=device)
-    per_token = torch.repeat_interleave(firsts, torch.tensor(sample_lengths, dtype=torch.int64, device=device))
-    positions = torch.zeros_like(token_ids)
-    positions[:num_tokens] = torch.arange(num_tokens, device=device) - per_token
-    predicted = torch.nonzero(positions[:num_tokens])[:, 0]
-    targets = torch.zeros_like(token_ids)
-    targets[predicted - 1] = token_ids[predicted]
-    weights = of_samples(batch.loss_weights)
-    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))  # sums of a mask would be a mask
-    return Row(
-        token_ids_L=token_ids,
-        positions_L=positions,
-        targets_L=targets,
-        document_lengths=sample_lengths + (1,) * (length - num_tokens),
-        sample_indices=samples,
-        target_index_P=predicted - 1,
-        loss_index_N=predicted[weights[predicted] != 0] - 1,
-        weights_T=weights,
-        fields={name: of_samples(values) for name, values in batch.fields.items()},
-    )

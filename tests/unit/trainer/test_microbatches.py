@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forge.errors import ConfigError, DataError, ForgeError
-from forge.trainer.microbatches import EVEN_LENGTH, Row, build_rows, check_batch, plan_rows, scatter_back
+from forge.trainer.microbatches import EVEN_LENGTH, check_batch, plan_rows, scatter_back
+from forge.trainer.row_building import Row, build_rows
 from forge.types import Batch, Sample
 
 torch.set_num_threads(1)
@@ -151,23 +152,24 @@ def check_row(row: Row, samples: list[Sample]) -> None:
         original, part = samples[index], slice(start, start + length)
         assert torch.equal(row.token_ids_L[part], original.token_ids)
         assert row.positions_L[part].tolist() == list(range(length))
-        assert torch.equal(row.targets_L[start : start + length - 1], original.token_ids[1:])
-        assert row.targets_L[start + length - 1] == 0
+        assert torch.equal(row.tokens_T[part], original.token_ids)
+        assert row.places_T[part].tolist() == row.own_U[part].tolist() == list(range(start, start + length))
         assert torch.equal(row.weights_T[part], original.loss_weights)
         assert torch.equal(row.fields["advantages"][part], original.fields["advantages"])
-        expected_index += range(start, start + length - 1)
-        expected_loss += [start + t - 1 for t in range(1, length) if original.loss_weights[t] != 0]
+        expected_index += range(start + 1, start + length)
+        expected_loss += [start + t for t in range(1, length) if original.loss_weights[t] != 0]
     num_tokens = sum(row.sample_lengths)
-    for padding in (row.token_ids_L, row.positions_L, row.targets_L):
+    for padding in (row.token_ids_L, row.positions_L):
         assert not padding[num_tokens:].any()
     assert row.weights_T.shape == row.fields["advantages"].shape == (num_tokens,)
-    assert row.target_index_P.tolist() == expected_index
-    assert row.loss_index_N.tolist() == expected_loss
-    dtypes = {row.token_ids_L.dtype, row.positions_L.dtype, row.targets_L.dtype, row.loss_index_N.dtype}
+    assert row.predicted_P.tolist() == expected_index
+    assert row.counted_N.tolist() == expected_loss
+    assert (row.is_shared, row.sharing()) == (False, None)
+    dtypes = {row.token_ids_L.dtype, row.positions_L.dtype, row.places_T.dtype, row.counted_N.dtype}
     assert dtypes == {torch.int64}
 
 
-def test_values_of_positions_become_values_of_the_tokens_that_they_predict() -> None:
+def test_values_of_some_tokens_become_values_of_all() -> None:
     batch = Batch.of(
         [
             Sample(torch.tensor([5, 6, 7]), torch.tensor([0.0, 0.0, 1.0])),
@@ -178,19 +180,20 @@ def test_values_of_positions_become_values_of_the_tokens_that_they_predict() -> 
     plan = plan_rows(batch.lengths, num_ranks=1, max_tokens=8, row_multiple=4)
     (row,) = build_rows(batch, plan, 0)
     assert row.token_ids_L.tolist() == [5, 6, 7, 8, 9, 4, 0, 0]
-    assert row.targets_L.tolist() == [6, 7, 0, 0, 4, 0, 0, 0]
+    assert row.tokens_T.tolist() == [5, 6, 7, 8, 9, 4]
     assert row.positions_L.tolist() == [0, 1, 2, 0, 0, 1, 0, 0]
     assert row.document_lengths == (3, 1, 2, 1, 1)
     assert row.offsets == (0, 3, 4, 6, 7, 8)
-    assert row.loss_index_N.tolist() == [1, 4]
-    assert row.target_index_P.tolist() == [0, 1, 4]
+    assert row.counted_N.tolist() == [2, 5]
+    assert row.predicted_P.tolist() == [1, 2, 5]
+    assert row.predictors(row.predicted_P).tolist() == [0, 1, 4]
     values = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    tokens = row.align(values, row.loss_index_N)
+    tokens = row.align(values, row.counted_N)
     assert tokens.tolist() == [0, 0, -1, 0, 0, -2]
     (tokens * row.weights_T).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [1, 2]
-    assert row.align(torch.tensor([-3.0, -1.0, -2.0]), row.target_index_P).tolist() == [0, -3, -1, 0, 0, -2]
+    assert row.align(torch.tensor([-3.0, -1.0, -2.0]), row.predicted_P).tolist() == [0, -3, -1, 0, 0, -2]
 
 
 def test_a_row_without_samples_has_no_target() -> None:
@@ -200,9 +203,9 @@ def test_a_row_without_samples_has_no_target() -> None:
     assert row.token_ids_L.tolist() == row.positions_L.tolist() == [0, 0]
     assert row.document_lengths == (1, 1)
     assert row.sample_indices == row.sample_lengths == ()
-    for values in (row.loss_index_N, row.target_index_P, row.weights_T, row.fields["advantages"]):
+    for values in (row.counted_N, row.predicted_P, row.weights_T, row.fields["advantages"]):
         assert values.shape == (0,)
-    assert row.align(torch.zeros(0), row.loss_index_N).shape == (0,)
+    assert row.align(torch.zeros(0), row.counted_N).shape == (0,)
 
 
 def test_padding_never_touches_a_sample() -> None:
@@ -228,7 +231,7 @@ def test_rounding_up_adds_rows_without_samples_to_every_rank() -> None:
     assert all(rows[2:] == ((), ()) for rows in longer.rows)
     assert longer.row_lengths == ((8,) * 4, (8,) * 4)
     assert longer.rounded_up(2) == longer
-    assert all(row.loss_index_N.numel() == 0 for row in build_rows(batch_of((4, 4, 4)), longer, 1)[2:])
+    assert all(row.counted_N.numel() == 0 for row in build_rows(batch_of((4, 4, 4)), longer, 1)[2:])
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, database=None)
@@ -255,7 +258,7 @@ def test_results_that_do_not_fit_the_plan() -> None:
 def test_a_row_moves_whole() -> None:
     row = build_rows(batch_of((3, 2)), plan_rows((3, 2), num_ranks=1, max_tokens=5), 0)[0].to("meta")
     tensors = [getattr(row, name) for name in Row.__dataclass_fields__ if torch.is_tensor(getattr(row, name))]
-    assert len(tensors) == 6
+    assert len(tensors) == 8
     assert {values.device.type for values in (*tensors, *row.fields.values())} == {"meta"}
 
 

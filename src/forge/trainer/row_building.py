@@ -1,0 +1,187 @@
+"""Rows as tensors: what one data parallel rank takes through the model, as the plan of `microbatches` says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from forge.errors import DataError
+from forge.models.rows import Sharing
+from forge.trainer.microbatches import RowPlan
+from forge.types import Batch
+
+PAD_TOKEN = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """What goes through the model at once.
+
+    Its samples have T tokens in all. L tokens are computed: all of theirs, or fewer where samples share their
+    beginning, and padding after them. A padding token is a document by itself: nothing attends to it, and it attends to
+    nothing else.
+
+    Attributes:
+        token_ids_L: int64, the tokens that are computed.
+        positions_L: int64, their positions, from 0 in every sample.
+        tokens_T: int64, the tokens of the samples, one sample after the other.
+        places_T: int64, where each of them is computed: an index of the row.
+        predicted_P: int64, ascending: the tokens (indices of T) that are predicted, which is all but samples' first.
+        counted_N: int64, ascending: those among them that count, which is where their weight is not 0.
+        own_U: int64, ascending: the tokens that are computed for the sample that they stand in. Place u of the row
+            computes token own_U[u].
+        document_lengths: of the samples, then a 1 for each padding token.
+        sample_indices: which samples of the batch these are.
+        weights_T: float32 or wider, the weight of each token as a *target*; 0 for the first of a sample.
+        fields: further values of the samples' tokens, each [T].
+    """
+
+    token_ids_L: Tensor
+    positions_L: Tensor
+    tokens_T: Tensor
+    places_T: Tensor
+    predicted_P: Tensor
+    counted_N: Tensor
+    own_U: Tensor
+    document_lengths: tuple[int, ...]
+    sample_indices: tuple[int, ...]
+    weights_T: Tensor
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def sample_lengths(self) -> tuple[int, ...]:
+        """The lengths of the samples, without padding. They add up to T."""
+        return self.document_lengths[: len(self.sample_indices)]
+
+    @property
+    def num_padding(self) -> int:
+        return len(self.document_lengths) - len(self.sample_indices)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether some token is computed for several samples."""
+        return int(self.own_U.shape[0]) < int(self.tokens_T.shape[0])
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each document starts, and its end: what attention over variable lengths asks for."""
+        return tuple(accumulate(self.document_lengths, initial=0))
+
+    def predictors(self, tokens_M: Tensor) -> Tensor:
+        """The places of the row that predict these tokens."""
+        return self.places_T.index_select(0, tokens_M - 1)
+
+    def sharing(self) -> Sharing | None:
+        """How attention gets at whole samples; None where the row holds them as they are."""
+        if not self.is_shared:
+            return None
+        num_tokens, num_places = self.tokens_T.shape[0], self.own_U.shape[0]
+        padding = torch.arange(self.num_padding, device=self.places_T.device)
+        return Sharing(
+            places=torch.cat([self.places_T, padding + num_places]), own=torch.cat([self.own_U, padding + num_tokens])
+        )
+
+    def align(self, values_M: Tensor, tokens_M: Tensor) -> Tensor:
+        """Values of some tokens, such as their logprobs, as values of all tokens [T]: 0 for the others.
+
+        `tokens_M` says of which: `counted_N` or `predicted_P`. Gradients flow back.
+        """
+        return values_M.new_zeros(self.weights_T.shape[0]).index_copy(0, tokens_M, values_M)
+
+    def to(self, device: torch.device | str) -> Row:
+        """The same row on a device. The copies do not wait where memory is pinned."""
+        names = ("token_ids_L", "positions_L", "tokens_T", "places_T", "predicted_P", "counted_N", "own_U", "weights_T")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
+        return replace(self, fields=fields, **moved)
+
+
+def build_rows(batch: Batch, plan: RowPlan, rank: int) -> list[Row]:
+    """The rows of one data parallel rank, in the order of the plan, on the batch's device."""
+    if batch.lengths != plan.lengths:
+        raise DataError(
+            "this plan was made for another batch",
+            path="plan.lengths",
+            value=plan.lengths,
+            rule="must be the lengths of the batch's samples",
+            repair="plan the rows of this batch with plan_rows(batch.lengths, ...)",
+        )
+    starts = list(accumulate(batch.lengths, initial=0))
+    _check_first_weights(batch, starts[:-1])
+    return [
+        _build_row(batch, samples, starts=starts, length=length, prefixes=plan.prefixes)
+        for samples, length in zip(plan.rows[rank], plan.row_lengths[rank], strict=True)
+    ]
+
+
+def _check_first_weights(batch: Batch, starts: Sequence[int]) -> None:
+    wrong = torch.nonzero(batch.loss_weights[torch.tensor(starts, device=batch.loss_weights.device)])
+    if wrong.numel():
+        index = int(wrong[0])
+        identity = (batch.identities[index] if batch.identities else "") or f"sample {index} of the batch"
+        raise DataError(
+            f"the first token of {identity} is to count, but nothing predicts it",
+            path=f"{identity}: loss_weights[0]",
+            value=float(batch.loss_weights[starts[index]]),
+            rule="must be 0",
+            repair="set the first loss weight of every sample to 0",
+        )
+
+
+def _build_row(
+    batch: Batch, samples: tuple[int, ...], *, starts: Sequence[int], length: int, prefixes: Sequence[int]
+) -> Row:
+    device = batch.token_ids.device
+    sample_lengths = tuple(batch.lengths[index] for index in samples)
+    shared = tuple(prefixes[index] for index in samples) if prefixes else (0,) * len(samples)
+
+    def of_samples(values: Tensor) -> Tensor:
+        parts = [values[starts[index] : starts[index + 1]] for index in samples]
+        return torch.cat(parts) if parts else values[:0]
+
+    tokens = of_samples(batch.token_ids)
+    positions = _joined([torch.arange(each) for each in sample_lengths]).to(device)
+    places, own = (each.to(device) for each in _places(sample_lengths, shared))
+    token_ids = torch.full((length,), PAD_TOKEN, dtype=torch.int64, device=device)
+    token_ids[: own.shape[0]] = tokens[own]
+    computed_at = torch.zeros_like(token_ids)
+    computed_at[: own.shape[0]] = positions[own]
+    predicted = torch.nonzero(positions)[:, 0]
+    weights = of_samples(batch.loss_weights)
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))  # sums of a mask would be a mask
+    return Row(
+        token_ids_L=token_ids,
+        positions_L=computed_at,
+        tokens_T=tokens,
+        places_T=places,
+        predicted_P=predicted,
+        counted_N=predicted[weights[predicted] != 0],
+        own_U=own,
+        document_lengths=sample_lengths + (1,) * (length - own.shape[0]),
+        sample_indices=samples,
+        weights_T=weights,
+        fields={name: of_samples(values) for name, values in batch.fields.items()},
+    )
+
+
+def _places(lengths: Sequence[int], shared: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Where each token of the samples is computed, and which tokens are computed for themselves."""
+    places: list[Tensor] = []
+    own: list[Tensor] = []
+    first = num_places = num_tokens = 0
+    for length, prefix in zip(lengths, shared, strict=True):
+        if prefix == 0:
+            first = num_places
+        fresh = length - prefix
+        places += [torch.arange(first, first + prefix), torch.arange(num_places, num_places + fresh)]
+        own.append(torch.arange(num_tokens + prefix, num_tokens + length))
+        num_places, num_tokens = num_places + fresh, num_tokens + length
+    return _joined(places), _joined(own)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.int64)
