@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,37 +33,8 @@ from forge.trainer.prefixes import plan_shared_rows
 from forge.trainer.ranks import Ranks
 from forge.trainer.row_building import Row, build_rows
 from forge.trainer.schedules import rate_factor
+from forge.trainer.sums import Sums
 from forge.types import Batch, Sample, StepResult
-
-
-@dataclass(slots=True)
-class _Sums:
-    """What is added up over rows, and over ranks."""
-
-    loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    bad_samples: tuple[int, ...] = ()
-
-    @classmethod
-    def of_row(cls, row: Row, scaled: Tensor, metrics: Mapping[str, Tensor]) -> _Sums:
-        """Waits for the device; so it is called when all rows of a step are under way."""
-        loss = float(scaled)
-        plain = {name: float(tensor) for name, tensor in metrics.items()}
-        return cls(loss, plain, () if math.isfinite(loss) else row.sample_indices)
-
-    def __add__(self, other: _Sums) -> _Sums:
-        metrics = dict(self.metrics)
-        for name, value in other.metrics.items():
-            metrics[name] = _merged(name, metrics.get(name), value)
-        return _Sums(self.loss + other.loss, metrics, self.bad_samples + other.bad_samples)
-
-
-def _merged(name: str, old: float | None, new: float) -> float:
-    if old is None:
-        return new
-    if name.endswith("_max"):
-        return max(old, new)
-    return min(old, new) if name.endswith("_min") else old + new
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
@@ -227,8 +198,8 @@ class Engine:
         with torch.set_grad_enabled(backward):
             self._run(rows, self._loss_task, backward=backward)
 
-    def _sums(self) -> _Sums:
-        return sum((_Sums.of_row(*judged) for judged in self._judged.values()), _Sums())
+    def _sums(self) -> Sums:
+        return sum((Sums.of_row(*judged) for judged in self._judged.values()), Sums())
 
     def _normalizer_of(self, batch: Batch) -> float:
         normalizer = self.loss.normalizer(batch)
@@ -362,12 +333,12 @@ class Engine:
 
     # ---- Over all ranks -----------------------------------------------------------------------------------------
 
-    def _reduce(self, sums: _Sums) -> _Sums:
+    def _reduce(self, sums: Sums) -> Sums:
         """The same figures on every rank. Ranks that see the same rows count once."""
         gathered = self.ranks.gather(sums if self.is_leader else None)
-        return sum((other for other in gathered if other is not None), _Sums())
+        return sum((other for other in gathered if other is not None), Sums())
 
-    def _metrics(self, totals: _Sums, batch: Batch, *, finite: bool) -> dict[str, Any]:
+    def _metrics(self, totals: Sums, batch: Batch, *, finite: bool) -> dict[str, Any]:
         extremes = ("_max", "_min")
         metrics: dict[str, Any] = {
             name: value if name.endswith(extremes) else value / batch.total_weight
@@ -379,13 +350,13 @@ class Engine:
             metrics["bad_samples"] = _listed(self._bad_names(batch, totals))
         return metrics
 
-    def _bad_names(self, batch: Batch, totals: _Sums) -> list[str]:
+    def _bad_names(self, batch: Batch, totals: Sums) -> list[str]:
         """The samples whose own numbers are not finite; else those of the rows whose loss is not; else all."""
         own = [index for index, sample in enumerate(batch.samples()) if not _is_finite(sample, self.loss.fields)]
         chosen = own or sorted(set(totals.bad_samples)) or range(len(batch))
         return [(batch.identities[index] if batch.identities else "") or f"sample {index}" for index in chosen]
 
-    def _nonfinite(self, batch: Batch, totals: _Sums, norm: float) -> NonFiniteError:
+    def _nonfinite(self, batch: Batch, totals: Sums, norm: float) -> NonFiniteError:
         names = self._bad_names(batch, totals)
         return NonFiniteError(
             f"step {self.step + 1}: the loss is {totals.loss:g} and the gradient's norm is {norm:g}",
