@@ -20,7 +20,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,17 @@ from forge.errors import (
 from forge.loops.casting import Cast, open_cast
 from forge.loops.evaluation import Evaluation, Evaluator
 from forge.loops.figures import StepClock, StepFigures
+from forge.loops.learning import Learner
 from forge.loops.planning import Plan, checkpoint_dir, plan_run, run_dir
 from forge.loops.recording import Records
 from forge.loops.stopping import Stop, stopped_by_hand
 from forge.observe import span, switch_tracing
-from forge.rollout.advantage import advantages
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.ledger import LedgerLine
 from forge.rollout.rollouter import Rollouter
-from forge.rollout.samples import completion_logprobs, make_batch, with_field
+from forge.rollout.samples import completion_logprobs
 from forge.runtime.lifetime import run
-from forge.types import Batch, Group, StepResult
+from forge.types import Group, StepResult
 
 _log = logging.getLogger("forge.grpo")
 
@@ -115,6 +115,7 @@ class GRPOLoop:
             algorithm=self._config.algorithm,
             seed=self._config.run.seed,
         )
+        self._learner = Learner(plan, cast)
         self._evaluator = self._make_evaluator()
         self._records: Records | None = None
         self._figures = StepFigures(self._rollouter, self._buffer)
@@ -278,50 +279,16 @@ class GRPOLoop:
         return f"{ready}; under way: {under_way or 'none'}"
 
     async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult]:
-        with self._clock.part("training"), span("train", step=self._step):
-            groups = self._with_advantages(taken.groups)
-            batch = make_batch(
-                groups,
-                mask_truncated=self._plan.rollout.mask_truncated,
-                with_reference="ref_logprobs" in self._plan.loss.fields,
-            )
-            await self._cast.policy.rest()
-            if "proximal_logprobs" in self._plan.loss.fields:
-                temperature = self._plan.temperature
-                before = await self._cast.trainer.forward_logprobs(batch, temperature=temperature)
-                batch = with_field(batch, "proximal_logprobs", before)
-            result = await self._steps_on(batch)
-            await self._cast.policy.rise()
+        try:
+            with self._clock.part("training"), span("train", step=self._step):
+                groups, result = await self._learner.learn(taken.groups)
+        except NonFiniteError:
+            if (await self._cast.trainer.state())["step"] == self._step * self._plan.rollout.iterations:
+                _log.error("the run stops; its state before this step is in %s", checkpoint_dir(self._config))
+                await self._save()
+            raise
         self._reward = self._figures.mean_reward(groups)
         return groups, result
-
-    async def _steps_on(self, batch: Batch) -> StepResult:
-        """The optimizer's steps on one batch. What the first one saw is what is reported."""
-        wants_logprobs = self._config.record.rollouts != "none" and self._config.record.trainer_logprobs
-        results: list[StepResult] = []
-        for iteration in range(self._plan.rollout.iterations):
-            keep = wants_logprobs and iteration == 0
-            try:
-                results.append(await self._cast.trainer.train_step(batch, keep_logprobs=keep))
-            except NonFiniteError:
-                if not results:
-                    _log.error("the run stops; its state before this step is in %s", checkpoint_dir(self._config))
-                    await self._save()
-                raise
-        seconds = sum(result.seconds for result in results)
-        return replace(results[0], seconds=seconds, learning_rate=results[-1].learning_rate)
-
-    def _with_advantages(self, groups: Sequence[Group]) -> list[Group]:
-        found = advantages([group.rewards for group in groups], self._config.algorithm.advantage)
-        return [
-            replace(
-                group,
-                episodes=tuple(
-                    replace(episode, advantage=value) for episode, value in zip(group.episodes, values, strict=True)
-                ),
-            )
-            for group, values in zip(groups, found, strict=True)
-        ]
 
     # ---- Weights: trainer -> store -> generators ------------------------------------------------------------------
 

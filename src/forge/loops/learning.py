@@ -1,0 +1,57 @@
+"""One step of learning: groups with rewards become advantages, a batch, and optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from forge.loops.casting import Cast
+from forge.loops.planning import Plan
+from forge.rollout.advantage import advantages
+from forge.rollout.samples import make_batch, with_field
+from forge.types import Batch, Group, StepResult
+
+
+class Learner:
+    """Teaches the trainer from groups, as the algorithm says."""
+
+    def __init__(self, plan: Plan, cast: Cast) -> None:
+        self._plan, self._cast = plan, cast
+
+    async def learn(self, groups: Sequence[Group]) -> tuple[list[Group], StepResult]:
+        """Take the optimizer's steps on one batch. Returns the groups with their advantages, and what happened."""
+        judged = self._judged(groups)
+        batch = make_batch(
+            judged,
+            mask_truncated=self._plan.rollout.mask_truncated,
+            with_reference="ref_logprobs" in self._plan.loss.fields,
+        )
+        await self._cast.policy.rest()
+        result = await self._steps_on(batch)
+        await self._cast.policy.rise()
+        return judged, result
+
+    def _judged(self, groups: Sequence[Group]) -> list[Group]:
+        found = advantages([group.rewards for group in groups], self._plan.config.algorithm.advantage)
+        return [
+            replace(
+                group,
+                episodes=tuple(
+                    replace(episode, advantage=value) for episode, value in zip(group.episodes, values, strict=True)
+                ),
+            )
+            for group, values in zip(groups, found, strict=True)
+        ]
+
+    async def _steps_on(self, batch: Batch) -> StepResult:
+        """All steps on one batch. What the first one saw is what is reported."""
+        trainer, record = self._cast.trainer, self._plan.config.record
+        if "proximal_logprobs" in self._plan.loss.fields:
+            before = await trainer.forward_logprobs(batch, temperature=self._plan.temperature)
+            batch = with_field(batch, "proximal_logprobs", before)
+        first = await trainer.train_step(batch, keep_logprobs=record.rollouts != "none" and record.trainer_logprobs)
+        last, seconds = first, first.seconds
+        for _ in range(self._plan.rollout.iterations - 1):
+            last = await trainer.train_step(batch)
+            seconds += last.seconds
+        return replace(first, seconds=seconds, learning_rate=last.learning_rate)
