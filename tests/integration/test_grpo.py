@@ -10,11 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from forge.config import GRPOConfig
-from forge.errors import RewardError, RolloutError
-from forge.loops.casting import Cast
+from forge.errors import NonFiniteError, RewardError, RolloutError
 from forge.loops.planning import run_dir
 from forge.rollout.ledger import check_ledger
-from grpo_runs import NUM_STEPS, config, episodes, figures, kept_buffer, ledger, train, train_watched, weights_digest
+from grpo_runs import NUM_STEPS, config, episodes, figures, kept_buffer, ledger, train, weights_digest
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +148,15 @@ def test_a_reward_may_stop_the_run_and_nothing_is_lost(tmp_path: Path) -> None:
     check_ledger(ledger(chosen), pending=state["pending"], next_number=state["next_number"])
 
 
+def test_a_step_that_is_not_finite_ends_the_run_with_its_state_before_that_step(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "nan", "training.learning_rate=1e30")
+    with pytest.raises(NonFiniteError, match="step 2"):
+        train(chosen)
+    state = kept_buffer(chosen)
+    assert (state["num_taken"], state["pending"]) == (1, [2, 3])
+    check_ledger(ledger(chosen), pending=state["pending"], next_number=state["next_number"])
+
+
 def test_a_run_without_signal_ends_and_says_so(tmp_path: Path) -> None:
     reward = "rewards.functions=[{kind: 'grpo_rewards:constant', name: same}]"
     chosen = config(tmp_path / "flat", reward, "rollout.no_signal=replace", "rollout.max_fruitless=8")
@@ -177,18 +185,6 @@ def test_generators_under_way_at_an_update_go_on_as_the_mode_says(tmp_path: Path
     for episode in seen:
         places = [place for _, start, end in episode["versions"] for place in range(start, end)]
         assert places == list(range(24))
-
-
-def test_who_plays_is_told_apart(tmp_path: Path) -> None:
-    """Watched by the test: the cast that `train_watched` hands out is the run's own."""
-    versions: list[int] = []
-
-    async def watch(cast: Cast, version: int) -> None:
-        versions.append(version)
-        assert (await cast.trainer.state())["step"] == version
-
-    train_watched(config(tmp_path / "watched", "training.max_steps=2"), watch)
-    assert versions == [0, 1, 2]
 
 
 def test_the_model_that_comes_out_is_the_one_that_was_trained(plain: GRPOConfig) -> None:

@@ -1,0 +1,79 @@
+"""The configurations in apps/ are valid, their comments' commands too, and each is in its README."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from forge.config import ForgeConfig, GRPOConfig, PolicyConfig, SFTConfig, load
+from forge.models.facts import complete
+from forge.trainer.layout import check_layout
+
+ROOT = Path(__file__).resolve().parents[3]
+FILES = sorted((ROOT / "apps").rglob("*.yaml"))
+SCHEMAS: dict[str, type[ForgeConfig]] = {
+    "sft": SFTConfig,
+    "vllm": PolicyConfig,
+    "grpo": GRPOConfig,
+    "quickstart": SFTConfig,
+}
+GPUS = {"qwen3_1_7b": 1, "qwen3_1_7b_3gpu": 3, "qwen3_8b": 8, "qwen3_32b": 24}
+NAMES = [path.relative_to(ROOT / "apps").as_posix() for path in FILES]
+
+
+def comment(path: Path) -> str:
+    lines = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_is_valid(name: str) -> None:
+    path = ROOT / "apps" / name
+    config = load(SCHEMAS[path.parent.name], files=[path])
+    assert config.run.name
+    assert config.model.preset or config.model.path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_says_what_it_is_and_is_in_the_readme(name: str) -> None:
+    path = ROOT / "apps" / name
+    assert len(comment(path)) > 60
+    readme = path.with_name("README.md")
+    assert not readme.exists() or f"`{path.name}`" in readme.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_in_its_comments_are_valid(name: str) -> None:
+    text = re.sub(r"\\\n", " ", comment(ROOT / "apps" / name))
+    for command in re.findall(r"^.*apps/\w+/main\.py --config .*$", text, re.MULTILINE):
+        words = shlex.split(command)
+        place = words.index("--config")
+        config = ROOT / words[place + 1]
+        assert (ROOT / words[place - 1]).is_file()
+        assert config.is_file()
+        overrides = [word for word in words[place + 2 :] if "=" in word]
+        load(SCHEMAS[config.parent.name], files=[config], overrides=overrides)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_it_asks_for_as_many_gpus_as_it_says(name: str) -> None:
+    config = load(GRPOConfig, files=[ROOT / "apps" / "grpo" / f"{name}.yaml"])
+    assert config.distributed.shard > 0, "or the trainer would take them all"
+    check_layout(config.distributed, complete(config.model), config.training, num_ranks=config.distributed.num_ranks)
+    num_gpus = config.distributed.num_ranks
+    if config.placement == "apart":
+        num_gpus += config.generators.num_replicas * config.generators.tensor_parallel
+        num_gpus += config.reference.num_replicas if config.algorithm.kl.coefficient > 0 else 0
+    assert num_gpus == GPUS[name]
+    if config.launcher.kind == "slurm":
+        assert config.launcher.slurm.nodes * config.launcher.slurm.gpus_per_node == num_gpus
+
+
+@pytest.mark.parametrize("schema", [SFTConfig, PolicyConfig, GRPOConfig])
+def test_the_reference_has_every_key_that_an_application_adds(schema: type[ForgeConfig]) -> None:
+    page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    added = set(schema.model_fields) - set(ForgeConfig.model_fields)
+    assert [name for name in added if f"## `{name}`\n" not in page and f"| `{name}` |" not in page] == []
