@@ -83,8 +83,8 @@ def test_ctrl_c_saves_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path
 def test_a_trainer_that_is_killed_ends_the_run_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path) -> None:
     async def kill_trainer(cast: Cast, version: int) -> None:
         if version == 3:
-            (pid,) = cast.trainer._actor.pids  # type: ignore[attr-defined]
-            os.kill(pid, signal.SIGKILL)
+            service: Any = cast.trainer._actor  # type: ignore[attr-defined]
+            os.kill((await service.get_metrics()).replicas[0].pids[0], signal.SIGKILL)
 
     chosen = config(tmp_path / "whole")
     with pytest.raises((ActorFailure, ServiceStopped)):

@@ -164,6 +164,23 @@ def test_a_run_without_signal_ends_and_says_so(tmp_path: Path) -> None:
         train(chosen)
 
 
+def test_prompts_that_come_to_their_end_without_signal_are_no_success(tmp_path: Path) -> None:
+    reward = "rewards.functions=[{kind: 'grpo_rewards:constant', name: same}]"
+    chosen = config(tmp_path / "none", reward, "~training.max_steps", "prompts.sources.0.num_prompts=4")
+    with pytest.raises(RolloutError, match="come to their end") as caught:
+        train(chosen)
+    assert caught.value.value == "no signal 4, failed rewards 0, refused prompts 0, of 4 groups"
+
+
+def test_prompts_that_leave_no_room_are_left_out(tmp_path: Path) -> None:
+    prompts = tmp_path / "long.jsonl"
+    lines = [{"prompt": "x " * 200, "answer": "1"}, *({"prompt": f"{n}", "answer": "1"} for n in range(7))]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chosen = config(tmp_path / "long", "~training.max_steps", f"prompts.sources=[{{path: {prompts}}}]")
+    assert train(chosen).step == 4
+    assert sorted(line.outcome for line in ledger(chosen)) == ["refused", *["trained"] * 7]
+
+
 def test_the_goal_of_the_evaluation_ends_the_run(tmp_path: Path) -> None:
     chosen = config(
         tmp_path / "goal",

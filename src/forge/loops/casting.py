@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from forge.loops.colocated import SharedPolicy
 from forge.rollout.reward_actor import RewardActor
 from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
 from forge.service.handle import Service
-from forge.trainer.actor import ReferenceModel
-from forge.trainer.handles import MeshTrainer, PolicyTrainer, open_trainer
+from forge.trainer.actor import ReferenceModel, Trainer
+from forge.trainer.handles import MeshTrainer, PolicyTrainer, trainer_options
 from forge.types import Batch, Completion, Prompt, Score
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from forge.losses import Loss
 
 _log = logging.getLogger("forge.grpo")
+
+NEVER_REPLACED: Mapping[str, Any] = {"max_restarts": 0, "heartbeat_timeout_s": 120.0}
+"""Options of what holds the state of training: another process in its place would not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +72,9 @@ async def _start_policy(
 
 
 async def _start_trainer(trainer_config: TrainerConfig, loss: Loss) -> PolicyTrainer:
-    trainer = await open_trainer(trainer_config, loss)
-    assert isinstance(trainer, MeshTrainer)  # a controller's trainer has processes of its own
-    return trainer
+    """A service of one replica: it is watched, so that a trainer that hangs ends the run instead of holding it up."""
+    chosen = Trainer.options(**trainer_options(trainer_config.distributed), **NEVER_REPLACED, mesh_name="trainer")
+    return RoutedTrainer(await chosen.as_service(trainer_config, loss))
 
 
 # ---- The policy -----------------------------------------------------------------------------------------------------
@@ -122,30 +125,35 @@ class PolicyHandle:
         One that dies meanwhile is not waited for: it is started again at the newest version. What else fails is raised:
         a lost update must not pass for one that was made.
         """
-        try:
-            reports = await self.service.update_weights.fanout(version)
-        except FanoutError as error:
-            failures = [outcome.error for outcome in error.outcomes if not outcome.ok]
-            if not all(isinstance(failure, ActorFailure | ServiceStopped) for failure in failures):
-                raise
-            _log.warning("%d generator(s) died during the update to version %d", len(failures), version)
-            reports = [outcome.value for outcome in error.outcomes if outcome.ok]
+        reports = await _of_the_living(self.service.update_weights.fanout(version), f"the update to version {version}")
         return [report for report in reports if report is not None]
 
     async def rest(self) -> None:
         """Give the device's memory to the trainer, where both use the same one."""
         if self._takes_turns:
-            await self.service.sleep.fanout()
+            await _of_the_living(self.service.sleep.fanout(), "sleep")
 
     async def rise(self) -> None:
         """Take it back."""
         if self._takes_turns:
-            await self.service.wake.fanout()
+            await _of_the_living(self.service.wake.fanout(), "wake")
 
     async def stats(self) -> list[Any]:
         """What each engine does and has done."""
         outcomes = await self.service.stats.options(partial=True).fanout()
         return [outcome.value for outcome in outcomes if outcome.ok and outcome.value is not None]
+
+
+async def _of_the_living(fanout: Awaitable[list[Any]], what: str) -> list[Any]:
+    """What the replicas answered. Those that died meanwhile are left out; any other failure is raised."""
+    try:
+        return await fanout
+    except FanoutError as error:
+        failures = [outcome.error for outcome in error.outcomes if not outcome.ok]
+        if not all(isinstance(failure, ActorFailure | ServiceStopped) for failure in failures):
+            raise
+        _log.warning("%d generator(s) died during %s", len(failures), what)
+        return [outcome.value for outcome in error.outcomes if outcome.ok]
 
 
 class SharedHandle(PolicyHandle):
@@ -206,7 +214,7 @@ async def _start_shared(
     service = await SharedPolicy.options(
         with_gpus=wants_gpus(distributed.with_gpus),
         num_threads=distributed.num_threads,
-        max_restarts=0,
+        **NEVER_REPLACED,
         mesh_name="policy",
     ).as_service(trainer_config, loss, generator)
     return RoutedTrainer(service), SharedHandle(service)

@@ -19,10 +19,10 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forge.config import GRPOConfig, save
 from forge.errors import (
@@ -33,6 +33,7 @@ from forge.errors import (
     NonFiniteError,
     PromptError,
     RewardError,
+    RolloutError,
 )
 from forge.loops.casting import Cast, open_cast
 from forge.loops.evaluation import Evaluation, Evaluator
@@ -50,6 +51,7 @@ from forge.runtime.lifetime import run
 from forge.types import Group, StepResult
 
 _log = logging.getLogger("forge.grpo")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ async def run_grpo(config: GRPOConfig) -> GRPOResult:
     plan = plan_run(config)
     switch_tracing(config.record.trace)  # before anyone is started, who takes it over
     async with run(config.launcher), stopped_by_hand(save_hint="this step is finished and saved") as stop:
-        cast = await open_cast(config, plan.trainer, loss=plan.loss)
+        cast = await open_cast(plan.config, plan.trainer, loss=plan.loss)
         loop = GRPOLoop(plan, cast, stop=stop)
         try:
             return await loop.run()
@@ -120,7 +122,7 @@ class GRPOLoop:
         self._records: Records | None = None
         self._figures = StepFigures(self._rollouter, self._buffer)
         self._clock = StepClock()
-        self._step = 0
+        self._step = self._first_step = 0
         self._reward = math.nan
         self._evaluations: list[Evaluation] = []
         self._evaluated_step: int | None = None
@@ -180,7 +182,7 @@ class GRPOLoop:
                 rule=f"the digest {extra['prompts']}, as when the checkpoint was made",
                 repair="give the same sources and seed, or start anew under another run.name",
             )
-        self._step = self._saved_step = int(extra["step"])
+        self._step = self._first_step = self._saved_step = int(extra["step"])
         self._evaluated_step = extra["evaluated_step"]
         self._evaluations = [Evaluation.read(each) for each in extra["evaluations"]]
         self._buffer.load(extra["buffer"], settled=self._records.ledger.settled)
@@ -239,6 +241,7 @@ class GRPOLoop:
             self._clock.restart()
             taken = await self._next_batch()
             if taken is None:
+                self._check_learned()
                 break
             groups, result = await self._learn(taken)
             self._buffer.settle()
@@ -261,15 +264,33 @@ class GRPOLoop:
         return taken
 
     async def _waited_for(self) -> TakenBatch | None:
-        taking = asyncio.ensure_future(self._buffer.take())
+        return await self._patiently(self._buffer.take(), self._what_is_missing)
+
+    async def _patiently(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
+        """Await work, and say now and then for what, if it takes long."""
+        task = asyncio.ensure_future(work)
         try:
-            while not taking.done():
-                await asyncio.wait({taking}, timeout=self._plan.rollout.report_wait_s)
-                if not taking.done():
-                    _log.warning("step %d waits: %s", self._step + 1, self._what_is_missing())
-            return taking.result()
+            while not task.done():
+                await asyncio.wait({task}, timeout=self._plan.rollout.report_wait_s)
+                if not task.done():
+                    _log.warning("step %d waits: %s", self._step + 1, what())
+            return task.result()
         finally:
-            taking.cancel()
+            task.cancel()
+
+    def _check_learned(self) -> None:
+        """Refuse to call a run done in which every group lacked signal: it has learned nothing."""
+        counts = self._buffer.counts
+        if self._stop.is_asked or not counts.num_admitted or self._step > self._first_step:
+            return
+        raise RolloutError(
+            "the prompts have come to their end, and none of their groups brought anything to learn from",
+            path="prompts.sources",
+            value=f"no signal {counts.num_no_signal}, failed rewards {counts.num_failed}, "
+            f"refused prompts {counts.num_refused}, of {counts.num_admitted} groups",
+            rule="at least one group whose rewards differ",
+            repair="look at the rewards: if all are equal the task is too hard, solved, or the reward never matches",
+        )
 
     def _what_is_missing(self) -> str:
         stages = self._rollouter.stages()
@@ -281,7 +302,8 @@ class GRPOLoop:
     async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult]:
         try:
             with self._clock.part("training"), span("train", step=self._step):
-                groups, result = await self._learner.learn(taken.groups)
+                learning = self._learner.learn(taken.groups)
+                groups, result = await self._patiently(learning, lambda: "the trainer learns")
         except NonFiniteError:
             if (await self._cast.trainer.state())["step"] == self._step * self._plan.rollout.iterations:
                 _log.error("the run stops; its state before this step is in %s", checkpoint_dir(self._config))
@@ -299,17 +321,22 @@ class GRPOLoop:
             await self._sync()
             return
         with self._clock.part("syncing"):
-            await self._cast.trainer.publish_weights(self._step, name=self._config.generator.weights)
+            await self._publish()
         self._syncing = self._watched(self._serve(self._step), f"the update to version {self._step}")
 
     async def _sync(self) -> None:
         with self._clock.part("syncing"):
-            await self._cast.trainer.publish_weights(self._step, name=self._config.generator.weights)
+            await self._publish()
             await self._serve(self._step)
+
+    async def _publish(self) -> None:
+        publishing = self._cast.trainer.publish_weights(self._step, name=self._config.generator.weights)
+        await self._patiently(publishing, lambda: "the trainer publishes its weights")
 
     async def _serve(self, version: int) -> None:
         with span("update generators", version=version):
-            reports = await self._cast.policy.take(version)
+            taking = self._cast.policy.take(version)
+            reports = await self._patiently(taking, lambda: f"generators take version {version}")
         self._figures.note_sync(reports)
         self._buffer.serve(version)
 
@@ -375,7 +402,8 @@ class GRPOLoop:
             "evaluations": [each.plain() for each in (*self._evaluations[:1], *self._evaluations[1:][-1:])],
         }
         with span("save", step=self._step):
-            await self._cast.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)
+            saving = self._cast.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)
+            await self._patiently(saving, lambda: "the trainer saves its state")
         self._saved_step = self._step
 
     async def _finish(self) -> GRPOResult:

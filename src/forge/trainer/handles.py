@@ -140,15 +140,17 @@ async def open_trainer(config: TrainerConfig, loss: Loss | None = None) -> Train
     """A trainer for this program: in this process if it is a rank itself, else in as many as the degrees ask for."""
     if is_rank():
         return LocalTrainer(config, loss)
-    distributed = config.distributed
-    hosts = distributed.hosts or 1
-    actor = await Trainer.options(
-        procs=planned_ranks(distributed) // hosts,
-        hosts=distributed.hosts,
-        with_gpus=_wants_gpus(distributed.with_gpus),
-        num_threads=distributed.num_threads,
-    ).as_actor(config, loss)
-    return MeshTrainer(actor)
+    return MeshTrainer(await Trainer.options(**trainer_options(config.distributed)).as_actor(config, loss))
+
+
+def trainer_options(distributed: DistributedConfig) -> dict[str, Any]:
+    """The options of `Trainer.options` for the ranks that the degrees ask for."""
+    return {
+        "procs": planned_ranks(distributed) // (distributed.hosts or 1),
+        "hosts": distributed.hosts,
+        "with_gpus": _wants_gpus(distributed.with_gpus),
+        "num_threads": distributed.num_threads,
+    }
 
 
 def planned_ranks(distributed: DistributedConfig) -> int:
