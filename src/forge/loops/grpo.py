@@ -33,7 +33,6 @@ from forge.errors import (
     NonFiniteError,
     PromptError,
     RewardError,
-    RolloutError,
 )
 from forge.loops.casting import Cast, open_cast
 from forge.loops.evaluation import Evaluation, Evaluator
@@ -41,7 +40,7 @@ from forge.loops.figures import StepClock, StepFigures
 from forge.loops.learning import Learner
 from forge.loops.planning import Plan, checkpoint_dir, plan_run, run_dir
 from forge.loops.recording import Records
-from forge.loops.stopping import Stop, stopped_by_hand
+from forge.loops.stopping import Stop, patiently, stopped_by_hand
 from forge.observe import span, switch_tracing
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.ledger import LedgerLine
@@ -122,7 +121,7 @@ class GRPOLoop:
         self._records: Records | None = None
         self._figures = StepFigures(self._rollouter, self._buffer)
         self._clock = StepClock()
-        self._step = self._first_step = 0
+        self._step = 0
         self._reward = math.nan
         self._evaluations: list[Evaluation] = []
         self._evaluated_step: int | None = None
@@ -182,7 +181,7 @@ class GRPOLoop:
                 rule=f"the digest {extra['prompts']}, as when the checkpoint was made",
                 repair="give the same sources and seed, or start anew under another run.name",
             )
-        self._step = self._first_step = self._saved_step = int(extra["step"])
+        self._step = self._saved_step = int(extra["step"])
         self._evaluated_step = extra["evaluated_step"]
         self._evaluations = [Evaluation.read(each) for each in extra["evaluations"]]
         self._buffer.load(extra["buffer"], settled=self._records.ledger.settled)
@@ -241,7 +240,8 @@ class GRPOLoop:
             self._clock.restart()
             taken = await self._next_batch()
             if taken is None:
-                self._check_learned()
+                if not self._stop.is_asked:
+                    self._buffer.check_fruitful()
                 break
             groups, result = await self._learn(taken)
             self._buffer.settle()
@@ -267,30 +267,10 @@ class GRPOLoop:
         return await self._patiently(self._buffer.take(), self._what_is_missing)
 
     async def _patiently(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
-        """Await work, and say now and then for what, if it takes long."""
-        task = asyncio.ensure_future(work)
-        try:
-            while not task.done():
-                await asyncio.wait({task}, timeout=self._plan.rollout.report_wait_s)
-                if not task.done():
-                    _log.warning("step %d waits: %s", self._step + 1, what())
-            return task.result()
-        finally:
-            task.cancel()
+        return await patiently(work, every_s=self._plan.rollout.report_wait_s, say=lambda: self._say_waiting(what()))
 
-    def _check_learned(self) -> None:
-        """Refuse to call a run done in which every group lacked signal: it has learned nothing."""
-        counts = self._buffer.counts
-        if self._stop.is_asked or not counts.num_admitted or self._step > self._first_step:
-            return
-        raise RolloutError(
-            "the prompts have come to their end, and none of their groups brought anything to learn from",
-            path="prompts.sources",
-            value=f"no signal {counts.num_no_signal}, failed rewards {counts.num_failed}, "
-            f"refused prompts {counts.num_refused}, of {counts.num_admitted} groups",
-            rule="at least one group whose rewards differ",
-            repair="look at the rewards: if all are equal the task is too hard, solved, or the reward never matches",
-        )
+    def _say_waiting(self, what: str) -> None:
+        _log.warning("step %d waits: %s", self._step + 1, what)
 
     def _what_is_missing(self) -> str:
         stages = self._rollouter.stages()

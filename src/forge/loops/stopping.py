@@ -1,4 +1,7 @@
-"""How a run is stopped by hand: the first Ctrl-C asks it to save and end, the second ends it at once."""
+"""Waiting that can be ended, and that says for what it waits.
+
+The first Ctrl-C asks a run to save and end, the second ends it at once.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -65,3 +68,16 @@ async def stopped_by_hand(*, save_hint: str) -> AsyncIterator[Stop]:
     finally:
         loop.remove_signal_handler(signal.SIGINT)
         signal.signal(signal.SIGINT, before)
+
+
+async def patiently(work: Coroutine[Any, Any, T], *, every_s: float, say: Callable[[], None]) -> T:
+    """Await work; whenever another `every_s` seconds have gone by without it, call `say`."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=every_s)
+            if not task.done():
+                say()
+        return task.result()
+    finally:
+        task.cancel()

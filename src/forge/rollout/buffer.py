@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from forge.config import RolloutConfig
@@ -71,7 +71,8 @@ class BufferCounts:
     num_failed: int = 0
     num_refused: int = 0
     num_stale: int = 0
-    fruitless_in_a_row: int = field(default=0)
+    fruitless_in_a_row: int = 0
+    num_batches: int = 0
 
 
 class ReplayBuffer:
@@ -169,16 +170,31 @@ class ReplayBuffer:
         return self.next_number - 1
 
     def _count_fruitless(self, why: GivenUp) -> None:
+        self.counts.fruitless_in_a_row += 1
+        if self.counts.fruitless_in_a_row >= self._config.max_fruitless:
+            raise self._fruitless(
+                f"{self.counts.fruitless_in_a_row} groups in a row brought nothing to learn from, the last one: {why}",
+                path="rollout.max_fruitless",
+                rule=f"fewer than {self._config.max_fruitless} in a row",
+            )
+
+    def check_fruitful(self) -> None:
+        """Raise if groups were rolled out, and none of them brought anything to learn from."""
+        if self.counts.num_admitted and not self.counts.num_batches:
+            raise self._fruitless(
+                "the prompts have come to their end, and none of their groups brought anything to learn from",
+                path="prompts.sources",
+                rule="at least one group whose rewards differ",
+            )
+
+    def _fruitless(self, message: str, *, path: str, rule: str) -> RolloutError:
         counts = self.counts
-        counts.fruitless_in_a_row += 1
-        if counts.fruitless_in_a_row < self._config.max_fruitless:
-            return
-        raise RolloutError(
-            f"{counts.fruitless_in_a_row} groups in a row brought nothing to learn from, the last one: {why}",
-            path="rollout.max_fruitless",
+        return RolloutError(
+            message,
+            path=path,
             value=f"no signal {counts.num_no_signal}, failed rewards {counts.num_failed}, "
             f"refused prompts {counts.num_refused}, of {counts.num_admitted} groups",
-            rule=f"at most {self._config.max_fruitless} in a row",
+            rule=rule,
             repair="look at the rollouts: if all rewards are 0 the task is too hard or the reward never matches; if "
             "all are full it is solved; a larger rollout.group_size or another temperature gives more variety",
         )
@@ -241,6 +257,7 @@ class ReplayBuffer:
         num_stale, self._num_stale = self._num_stale, 0
         self._unsettled = TakenBatch(self.num_taken, tuple(groups), given_up, num_stale)
         self.num_taken += 1
+        self.counts.num_batches += 1
         self._tell()
         return self._unsettled
 
