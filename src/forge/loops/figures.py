@@ -73,11 +73,6 @@ class StepFigures:
                 **({"sync/canary": max(canaries)} if canaries else {}),
             }
 
-    @staticmethod
-    def mean_reward(groups: Sequence[Group]) -> float:
-        rewards = [reward for group in groups for reward in group.rewards]
-        return math.fsum(rewards) / len(rewards)
-
     def of_step(
         self, taken: TakenBatch, groups: Sequence[Group], result: StepResult, *, clock: StepClock
     ) -> dict[str, Value]:
@@ -93,7 +88,7 @@ class StepFigures:
 
 def _of_rollouts(taken: TakenBatch, groups: Sequence[Group]) -> dict[str, Value]:
     episodes = [episode for group in groups for episode in group.episodes]
-    rewards = [episode.score.reward for episode in episodes]
+    rewards = taken.rewards
     lengths = [len(episode.completion) for episode in episodes]
     staleness = taken.staleness
     values: dict[str, Value] = {

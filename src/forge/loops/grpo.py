@@ -59,7 +59,7 @@ class GRPOResult:
 
     Attributes:
         step: steps taken, those before a resume included.
-        reward: the mean reward of the last batch; NaN if there was none.
+        reward: the mean reward of the last batch, groups without signal included; NaN if there was none.
         first_evaluation, evaluation: the first and the last one, those before a resume included, if there was any.
         is_stopped: whether it was stopped by hand before its end.
         export: the Hugging Face folder, if one was written.
@@ -289,7 +289,7 @@ class GRPOLoop:
                 _log.error("the run stops; its state before this step is in %s", checkpoint_dir(self._config))
                 await self._save()
             raise
-        self._reward = self._figures.mean_reward(groups)
+        self._reward = math.fsum(taken.rewards) / len(taken.rewards)
         return groups, result
 
     # ---- Weights: trainer -> store -> generators ------------------------------------------------------------------

@@ -42,12 +42,19 @@ class TakenBatch:
         groups: in the order of their numbers.
         given_up: numbers that were given up since the last batch, and why.
         num_stale: groups that had to go back to the queue since the last batch.
+        unlearned_rewards: rewards of groups that were left out since the last batch, for lack of signal.
     """
 
     index: int
     groups: tuple[Group, ...]
     given_up: tuple[tuple[int, GivenUp], ...] = ()
     num_stale: int = 0
+    unlearned_rewards: tuple[float, ...] = ()
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Of everything that was rolled out for this batch, learned from or not: how well the policy does."""
+        return (*(reward for group in self.groups for reward in group.rewards), *self.unlearned_rewards)
 
     @property
     def staleness(self) -> tuple[int, ...]:
@@ -101,6 +108,7 @@ class ReplayBuffer:
         self._ready: dict[int, _Ready] = {}
         self._given_up: dict[int, GivenUp] = {}
         self._num_stale = 0
+        self._unlearned_rewards: list[float] = []
         self._unsettled: TakenBatch | None = None
         self._news: asyncio.Future[None] | None = None
 
@@ -128,7 +136,7 @@ class ReplayBuffer:
         is_fruitless = is_masked or has_no_signal(group)
         rule = "drop" if is_masked and self._config.no_signal == "keep" else self._config.no_signal
         if is_fruitless and rule == "replace":
-            self._given_up[group.number] = "no_signal"
+            self._leave_out(group)
         else:
             self._ready[group.number] = _Ready(started_at, group, is_fruitless and rule == "drop")
         if is_fruitless:
@@ -137,6 +145,10 @@ class ReplayBuffer:
         else:
             self.counts.fruitless_in_a_row = 0
         self._tell()
+
+    def _leave_out(self, group: Group) -> None:
+        self._given_up[group.number] = "no_signal"
+        self._unlearned_rewards += group.rewards
 
     def give_up(self, number: int, why: GivenUp) -> None:
         """Leave a group out for good."""
@@ -248,14 +260,15 @@ class ReplayBuffer:
         for each in chosen:
             del self._ready[each.group.number]
             if each.is_fruitless:
-                self._given_up[each.group.number] = "no_signal"
+                self._leave_out(each.group)
         groups = sorted((each.group for each in chosen if not each.is_fruitless), key=lambda group: group.number)
         if not groups:  # nothing to learn from: no step, the numbers are settled with the next one
             self._tell()
             return TakenBatch(self.num_taken, ())
         given_up, self._given_up = tuple(sorted(self._given_up.items())), {}
         num_stale, self._num_stale = self._num_stale, 0
-        self._unsettled = TakenBatch(self.num_taken, tuple(groups), given_up, num_stale)
+        unlearned, self._unlearned_rewards = tuple(self._unlearned_rewards), []
+        self._unsettled = TakenBatch(self.num_taken, tuple(groups), given_up, num_stale, unlearned)
         self.num_taken += 1
         self.counts.num_batches += 1
         self._tell()

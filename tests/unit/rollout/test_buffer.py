@@ -142,8 +142,10 @@ def test_groups_without_signal_are_replaced_dropped_or_kept() -> None:
         return first, more, taken
 
     _, more, taken = run(body("replace"))
+    assert (taken.rewards, taken.unlearned_rewards) == ((0.0, 1.0, 0.0, 1.0, 1.0, 1.0), EQUAL)
     assert (more, [group.number for group in taken.groups], taken.given_up) == ([2], [1, 2], ((0, "no_signal"),))
     _, more, taken = run(body("drop"))
+    assert taken.rewards == (0.0, 1.0, 1.0, 1.0)
     assert (more, [group.number for group in taken.groups], taken.given_up) == ([], [1], ((0, "no_signal"),))
     _, more, taken = run(body("keep"))
     assert (more, [group.number for group in taken.groups], taken.given_up) == ([], [0, 1], ())
