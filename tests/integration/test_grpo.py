@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from forge.config import GRPOConfig
-from forge.errors import NonFiniteError, RewardError, RolloutError
+from forge.errors import ConfigError, NonFiniteError, RewardError, RolloutError
 from forge.loops.planning import run_dir
 from forge.rollout.ledger import check_ledger
 from grpo_runs import NUM_STEPS, config, episodes, figures, kept_buffer, ledger, train, weights_digest
@@ -179,6 +179,13 @@ def test_prompts_that_leave_no_room_are_left_out(tmp_path: Path) -> None:
     chosen = config(tmp_path / "long", "~training.max_steps", f"prompts.sources=[{{path: {prompts}}}]")
     assert train(chosen).step == 4
     assert sorted(line.outcome for line in ledger(chosen)) == ["refused", *["trained"] * 7]
+
+
+def test_what_goes_wrong_at_the_start_is_raised_as_it_is(tmp_path: Path) -> None:
+    """Not in groups of the tasks that start everyone: the application shows it in four lines, and exits with 2."""
+    with pytest.raises(ConfigError) as caught:
+        train(config(tmp_path / "split", "generators.tensor_parallel=2"))
+    assert caught.value.path == "generators.tensor_parallel"
 
 
 def test_the_goal_of_the_evaluation_ends_the_run(tmp_path: Path) -> None:

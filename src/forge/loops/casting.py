@@ -50,8 +50,16 @@ async def open_cast(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: 
             reference = tasks.create_task(_start_reference(config, trainer_config))
             policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss))
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise _first_of(errors) from None
     return Cast(*policy.result(), rewards.result(), reference.result())
+
+
+def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What went wrong first, however deep the groups are that it was started in."""
+    first: BaseException = errors
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first
 
 
 async def _start_policy(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from forge.config import EvaluationConfig, Sampling
-from forge.errors import ConfigError
+from forge.errors import ActorFailure, CallTimeout, ConfigError, EngineDead, PromptError
 from forge.observe import span
 from forge.rollout.rollouter import Policy, Rewards, group_seed
 from forge.types import Score
@@ -17,13 +18,18 @@ from forge.types import Score
 if TYPE_CHECKING:
     from forge.data.prompts import PromptBook
 
+_log = logging.getLogger("forge.grpo")
+
+MAX_TRIES = 4
+"""How often a prompt is asked while processes that work on it die."""
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """What an evaluation found.
 
     Attributes:
-        num_prompts: how many prompts were asked.
+        num_prompts: how many prompts were answered.
         reward: the mean reward of all completions.
         solved: the part of completions that are solved (avg@k).
         pass_at: for k = 1, 2, 4 … up to the number of samples: how likely at least one of k is solved (pass@k).
@@ -100,15 +106,35 @@ class Evaluator:
                     tasks = [group.create_task(self._ask(index)) for index in range(self.num_prompts)]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        return self._summed([task.result() for task in tasks])
+        answered = [answers for task in tasks if (answers := task.result())]
+        if not answered:
+            raise PromptError(
+                "no held-out prompt can be answered",
+                path="evaluation",
+                value=f"{len(tasks)} prompts",
+                rule="at least one that a generator takes",
+                repair="the warnings before this say why each was refused; shorten them, or raise training.max_seq_len",
+            )
+        return self._summed(answered)
 
     async def _ask(self, index: int) -> list[tuple[int, Score]]:
+        """Length and score of each completion; none of a prompt that no generator can answer."""
         async with self._slots:
             prompt = self._book.read(index)
             sampling = self._sampling.model_copy(update={"seed": group_seed(0, index)})
-            completions = await self._policy.generate(prompt, sampling=sampling)
-            scores = await self._rewards.score(prompt, completions)
-        return [(len(completion), score) for completion, score in zip(completions, scores, strict=True)]
+            for tries_left in reversed(range(MAX_TRIES)):
+                try:
+                    completions = await self._policy.generate(prompt, sampling=sampling)
+                    scores = await self._rewards.score(prompt, completions)
+                    return [(len(completion), score) for completion, score in zip(completions, scores, strict=True)]
+                except PromptError as error:
+                    _log.warning("held-out prompt %s is left out: %s", prompt.id, error)
+                    return []
+                except (ActorFailure, EngineDead, CallTimeout) as error:
+                    if not tries_left:
+                        raise
+                    _log.warning("held-out prompt %s is asked again: %s", prompt.id, error.message)
+        raise AssertionError("the last try returns or raises")
 
     def _summed(self, asked: Sequence[list[tuple[int, Score]]]) -> Evaluation:
         flat = [pair for answers in asked for pair in answers]

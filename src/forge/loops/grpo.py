@@ -127,6 +127,7 @@ class GRPOLoop:
         self._evaluated_step: int | None = None
         self._saved_step: int | None = None
         self._syncing: asyncio.Task[None] | None = None
+        self._failed: list[asyncio.Task[None]] = []
         self._tries: Counter[int] = Counter()
 
     # ---- The whole ------------------------------------------------------------------------------------------------
@@ -142,9 +143,10 @@ class GRPOLoop:
             for task in others:
                 task.cancel()
             await asyncio.wait(others)
-        if not feeding.cancelled() and feeding.exception() is not None:
+        failed = [task for task in (feeding, *self._failed) if not task.cancelled() and task.exception() is not None]
+        if failed:
             await self._save()
-            feeding.result()  # raises what ended it
+            failed[0].result()  # raises what ended it
         return await self._finish()
 
     def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -297,6 +299,8 @@ class GRPOLoop:
     async def _hand_over(self) -> None:
         """Give the new weights to the generators: at once when training is synchronous, else beside the next step."""
         await self._settle_sync()
+        if self._failed:
+            return
         if self._plan.rollout.staleness == 0:
             await self._sync()
             return
@@ -321,10 +325,14 @@ class GRPOLoop:
         self._buffer.serve(version)
 
     async def _settle_sync(self) -> None:
-        syncing, self._syncing = self._syncing, None
-        if syncing is not None:
+        """Wait for the update under way. One that failed has asked the run to stop, and is raised at its end, when what
+        was learned meanwhile is written and saved."""
+        if self._syncing is not None:
             with self._clock.part("syncing"):
-                await syncing
+                await asyncio.wait({self._syncing})
+            if self._syncing.exception() is not None:
+                self._failed.append(self._syncing)
+            self._syncing = None
 
     # ---- Records, evaluation, checkpoints, and the end ------------------------------------------------------------
 

@@ -79,7 +79,6 @@ class BufferCounts:
     num_refused: int = 0
     num_stale: int = 0
     fruitless_in_a_row: int = 0
-    num_batches: int = 0
 
 
 class ReplayBuffer:
@@ -128,8 +127,12 @@ class ReplayBuffer:
             await self._change()
 
     def put(self, group: Group) -> None:
-        """Take a finished group. One without signal is dealt with as the configuration says."""
+        """Take a finished group. One without signal is dealt with as the configuration says; one that is too old tells
+        nothing about the weights, and goes back to the queue."""
         started_at = self._in_flight.pop(group.number)
+        if self._is_stale(group):
+            self._queue_stale(group.number)
+            return
         is_masked = self._config.mask_truncated and all(
             episode.completion.finish_reason == "length" for episode in group.episodes
         )
@@ -191,8 +194,9 @@ class ReplayBuffer:
             )
 
     def check_fruitful(self) -> None:
-        """Raise if groups were rolled out, and none of them brought anything to learn from."""
-        if self.counts.num_admitted and not self.counts.num_batches:
+        """Raise if groups were rolled out, and none of the run's brought anything to learn from, before a resume or
+        after it."""
+        if self.counts.num_admitted and not self.num_taken:
             raise self._fruitless(
                 "the prompts have come to their end, and none of their groups brought anything to learn from",
                 path="prompts.sources",
@@ -270,18 +274,23 @@ class ReplayBuffer:
         unlearned, self._unlearned_rewards = tuple(self._unlearned_rewards), []
         self._unsettled = TakenBatch(self.num_taken, tuple(groups), given_up, num_stale, unlearned)
         self.num_taken += 1
-        self.counts.num_batches += 1
         self._tell()
         return self._unsettled
 
     def _return_stale(self) -> None:
-        oldest = self.num_taken - self._config.staleness
-        for number in [number for number, each in self._ready.items() if each.group.version < oldest]:
+        for number in [number for number, each in self._ready.items() if self._is_stale(each.group)]:
             del self._ready[number]
-            heapq.heappush(self._queue, number)
-            self._num_stale += 1
-            self.counts.num_stale += 1
-            self._tell()
+            self._queue_stale(number)
+
+    def _is_stale(self, group: Group) -> bool:
+        """Whether it is too old for the next batch, and so for all."""
+        return group.version < self.num_taken - self._config.staleness
+
+    def _queue_stale(self, number: int) -> None:
+        heapq.heappush(self._queue, number)
+        self._num_stale += 1
+        self.counts.num_stale += 1
+        self._tell()
 
     def _is_over(self) -> bool:
         return not self._has_more() and not self._in_flight and not self._ready

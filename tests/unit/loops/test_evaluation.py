@@ -11,7 +11,7 @@ import pytest
 
 from episodes import make_completion
 from forge.config import EvaluationConfig, Sampling
-from forge.errors import ConfigError
+from forge.errors import ActorFailure, ConfigError, EngineDead, PromptError
 from forge.loops.evaluation import Evaluation, Evaluator, check_evaluation, pass_at_k
 from forge.types import Completion, Prompt, Score
 
@@ -52,13 +52,13 @@ class Asked:
         ]
 
 
-def evaluated(**keys: Any) -> tuple[Any, Asked]:
+def evaluated(asked: Asked | None = None, **keys: Any) -> tuple[Any, Asked]:
     async def body() -> tuple[Any, Asked]:
-        asked = Asked()
+        who = asked or Asked()
         config = EvaluationConfig(fraction=0.5, **keys)
         sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
-        evaluator = Evaluator(config, book=Book(), policy=asked, rewards=asked, sampling=sampling, at_once=2)
-        return await evaluator.run(), asked
+        evaluator = Evaluator(config, book=Book(), policy=who, rewards=who, sampling=sampling, at_once=2)
+        return await evaluator.run(), who
 
     return asyncio.run(body())
 
@@ -85,6 +85,33 @@ def test_without_chance_one_sample_is_enough() -> None:
 def test_one_reward_may_decide() -> None:
     found, _ = evaluated(reward="other")
     assert found.solved == 1.0
+
+
+class Failing(Asked):
+    """Fails with these errors, one for each request, before it answers."""
+
+    def __init__(self, *errors: Exception) -> None:
+        super().__init__()
+        self.errors = list(errors)
+
+    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+        if self.errors:
+            raise self.errors.pop()
+        return await super().generate(prompt, sampling=sampling)
+
+
+def test_a_process_that_dies_does_not_end_an_evaluation() -> None:
+    found, _ = evaluated(Failing(ActorFailure("died"), EngineDead("its engine died"), ActorFailure("again")))
+    assert (found.num_prompts, found.solved) == (4, 0.75)
+    with pytest.raises(EngineDead):
+        evaluated(Failing(*[EngineDead("its engine died")] * 20))
+
+
+def test_a_prompt_that_nobody_can_answer_is_left_out_and_not_all_may_be() -> None:
+    found, _ = evaluated(Failing(PromptError("too long")))
+    assert (found.num_prompts, found.solved) == (3, 1.0)
+    with pytest.raises(PromptError, match="no held-out prompt"):
+        evaluated(Failing(*[PromptError("too long")] * 4))
 
 
 def test_pass_at_k_is_the_chance_of_at_least_one() -> None:

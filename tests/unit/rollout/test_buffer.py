@@ -125,6 +125,26 @@ def test_what_is_too_old_all_the_same_goes_back_to_the_queue() -> None:
     run(body())
 
 
+@pytest.mark.parametrize("rule", ["replace", "drop", "keep"])
+def test_what_is_too_old_is_not_given_up_for_its_rewards(rule: str) -> None:
+    """The weights of now may tell its completions apart."""
+
+    async def body() -> None:
+        buffer = buffer_of(no_signal=rule)
+        buffer.load({"next_number": 2, "pending": [0, 1], "num_taken": 3})
+        assert await admitted(buffer) == [0, 1]
+        buffer.put(make_group(0, EQUAL, version=2))
+        assert (buffer.counts.num_stale, buffer.counts.num_no_signal) == (1, 0)
+        assert await admitted(buffer) == [0]
+        buffer.put(make_group(0, version=3))
+        buffer.put(make_group(1, version=3))
+        taken = await buffer.take()
+        assert taken is not None
+        assert ([group.number for group in taken.groups], taken.given_up, taken.num_stale) == ([0, 1], (), 1)
+
+    run(body())
+
+
 def test_groups_without_signal_are_replaced_dropped_or_kept() -> None:
     async def body(rule: str) -> tuple[list[int], list[int], TakenBatch]:
         buffer = buffer_of(no_signal=rule)
@@ -229,6 +249,22 @@ def test_the_last_batch_may_be_smaller_and_then_it_is_over() -> None:
         assert (await buffer.take(), await buffer.admit()) == (None, None)
 
     run(body())
+
+
+def test_a_run_that_learned_before_it_was_resumed_may_end_without_signal() -> None:
+    """What was given up after the last batch is pending in its checkpoint, and comes again."""
+
+    async def body(num_taken: int) -> None:
+        buffer = buffer_of(num_groups=4)
+        buffer.load({"next_number": 4, "pending": [2, 3], "num_taken": num_taken})
+        for number in await admitted(buffer):
+            buffer.put(make_group(number, EQUAL, version=num_taken))
+        assert await buffer.take() is None
+        buffer.check_fruitful()
+
+    run(body(1))
+    with pytest.raises(RolloutError, match="come to their end"):
+        run(body(0))
 
 
 def test_groups_in_flight_are_limited_besides() -> None:

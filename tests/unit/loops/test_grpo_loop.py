@@ -1,0 +1,47 @@
+"""The loop of reinforcement learning with stand-ins for everyone in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forge.errors import RolloutError, SyncError
+from forge.rollout.ledger import check_ledger
+from grpo_players import StandInPolicy, StandInRewards, StandInTrainer, play
+from grpo_runs import config, figures, ledger
+
+
+def test_a_run_goes_to_its_end(tmp_path: Path) -> None:
+    trainer = StandInTrainer()
+    chosen = config(tmp_path / "run")
+    assert play(chosen, trainer).step == 6
+    assert [line.step for line in ledger(chosen)] == [step for step in range(1, 7) for _ in range(2)]
+    assert [extra["step"] for extra in trainer.saved] == [2, 4, 6]
+
+
+def test_a_run_that_learns_from_no_group_says_so(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "run", "~training.max_steps")
+    with pytest.raises(RolloutError, match="anything to learn from") as caught:
+        play(chosen, StandInTrainer(), rewards=StandInRewards(lambda completion: 1.0))
+    assert caught.value.value == "no signal 40, failed rewards 0, refused prompts 0, of 40 groups"
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_an_update_that_fails_beside_training_ends_the_run_and_what_was_learned_is_saved(
+    staleness: int, tmp_path: Path
+) -> None:
+    def fail(version: int) -> None:
+        if version == 3:
+            raise SyncError("not the trainer's weights")
+
+    trainer = StandInTrainer()
+    chosen = config(tmp_path / "run", f"rollout.staleness={staleness}", "checkpointing.save_interval=100")
+    with pytest.raises(SyncError):
+        play(chosen, trainer, policy=StandInPolicy(trainer, on_take=fail))
+    (extra,) = trainer.saved
+    assert extra["step"] == trainer.step >= 3
+    buffer = extra["buffer"]
+    check_ledger(ledger(chosen), pending=buffer["pending"], next_number=buffer["next_number"])
+    assert {line.step for line in ledger(chosen)} == set(range(1, trainer.step + 1))
+    assert len(figures(chosen, "rollout/reward_mean")) == trainer.step
