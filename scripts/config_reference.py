@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from forge.config import ForgeConfig, PolicyConfig, SFTConfig
+from forge.config import ForgeConfig, GRPOConfig, PolicyConfig, SFTConfig
 from forge.config.fields import elements_of, sections_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "config.md"
@@ -37,11 +37,23 @@ What `forge.config.PolicyConfig` adds for `forge chat`, `forge serve` and `apps/
 [the guide](../guides/generators.md). A `forge.config.GeneratorConfig` has the keys of `generator`, and `model`.
 """
 
+GRPO_HEADER = """\
+# Reinforcement learning
+
+What `forge.config.GRPOConfig` adds for `apps/grpo`; see [the guide](../guides/grpo.md). The sections `training`,
+`distributed`, `checkpointing` and `metrics` are those of supervised fine-tuning, and `generator` is that of generation.
+`training.batch_size` and `training.gradient_accumulation_steps` have no meaning here: a step learns from
+`rollout.batch_groups` groups.
+"""
+
 
 def make_page() -> str:
     """The whole page."""
     pages = [HEADER, *_sections([("", ForgeConfig)]), SFT_HEADER, *_sections(_added(SFTConfig))]
     pages += [POLICY_HEADER, *_keys(PolicyConfig), *_sections(_added(PolicyConfig))]
+    elsewhere = {section for schema in (SFTConfig, PolicyConfig) for _, section in _added(schema)}
+    own = [(path, section) for path, section in _added(GRPOConfig) if section not in elsewhere]
+    pages += [GRPO_HEADER, *_keys(GRPOConfig), *_sections(own)]
     return "\n".join(pages).rstrip() + "\n"
 
 
@@ -59,7 +71,7 @@ def _keys(schema: type[ForgeConfig]) -> Iterator[str]:
     """The keys that an application adds at the top level and that are no sections."""
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     for name, field in schema.model_fields.items():
-        if name not in ForgeConfig.model_fields and not sections_of(field.annotation):
+        if name not in ForgeConfig.model_fields and not list(sections_of(field.annotation)):
             yield _row(name, field)
     yield ""
 

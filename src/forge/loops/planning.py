@@ -18,6 +18,7 @@ from forge.rewards import check as check_rewards
 from forge.trainer.checkpoint_folder import find_checkpoint
 from forge.trainer.handles import is_rank, planned_ranks
 from forge.trainer.layout import check_layout
+from forge.trainer.schedules import rate_factor
 
 if TYPE_CHECKING:
     from forge.losses import Loss
@@ -97,6 +98,7 @@ def plan_run(config: GRPOConfig) -> Plan:
     books = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
     order = PromptOrder(books.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
     num_groups, num_steps = _lengths(config, len(books.train))
+    rate_factor(0, config=config.training, total_steps=num_steps * config.rollout.iterations)  # refuses what cannot be
     sampling = config.generator.sampling.model_copy(update={"n": config.rollout.group_size})
     return Plan(
         config=config,

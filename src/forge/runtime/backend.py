@@ -82,10 +82,10 @@ def forget_faults(mesh: str) -> None:
 def note_fault(failure: Any) -> bool:
     """Pass a fault on to whoever watches that mesh; False for a mesh that is none of ours.
 
-    Monarch's own log forwarders fault along with a process; that says nothing new.
+    Monarch's own log forwarders fault along with a process; that says nothing new. In a notebook there are two kinds.
     """
     mesh_name = str(failure.mesh_name)
-    if mesh_name.startswith("logger-"):
+    if mesh_name.startswith(("logger-", "log_forwarder-")):
         return True
     report = str(failure.report())
     if not mesh_name.startswith(OWNED):
