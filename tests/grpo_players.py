@@ -89,6 +89,8 @@ class StandInPolicy:
 
     async def rise(self) -> None: ...
 
+    async def close(self) -> None: ...
+
 
 class StandInRewards:
     def __init__(self, score: Callable[[Completion], float] | None = None) -> None:
@@ -97,6 +99,8 @@ class StandInRewards:
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         await asyncio.sleep(0)
         return [Score(self._score(completion), {"all": 1.0}) for completion in completions]
+
+    async def close(self) -> None: ...
 
 
 def play(

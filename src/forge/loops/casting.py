@@ -41,6 +41,11 @@ class Cast:
     rewards: RewardsHandle
     reference: ReferenceHandle | None
 
+    async def close(self) -> None:
+        """Let everyone end in order. However a run ends, nobody is left: this is the quiet way."""
+        others = (self.policy, self.rewards, *(() if self.reference is None else (self.reference,)))
+        await asyncio.gather(self.trainer.close(), *(other.close() for other in others))
+
 
 async def open_cast(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Cast:
     """Start everyone, at the same time. Called inside `async with forge.run(...)`, which ends them."""
@@ -88,11 +93,24 @@ async def _start_trainer(trainer_config: TrainerConfig, loss: Loss) -> PolicyTra
 # ---- The policy -----------------------------------------------------------------------------------------------------
 
 
-class PolicyHandle:
+class _Handle:
+    """A service that ends with the run."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    async def close(self) -> None:
+        """Let its replicas end in order."""
+        await self.service.close.options(partial=True).fanout()
+        await self.service.shutdown()
+
+
+class PolicyHandle(_Handle):
     """The generators of a run, as one policy."""
 
     def __init__(self, service: Service, *, takes_turns: bool = False) -> None:
-        self.service, self._takes_turns = service, takes_turns
+        super().__init__(service)
+        self._takes_turns = takes_turns
         self._num_open = 0
         self._one_less = asyncio.Event()
 
@@ -171,6 +189,9 @@ class SharedHandle(PolicyHandle):
         """`publish_weights` has done it."""
         return [UpdateReport(version, "keep", 0.0, 0.0)]
 
+    async def close(self) -> None:
+        """The trainer's end is its own."""
+
 
 class RoutedTrainer(MeshTrainer):
     """A trainer behind a service of one replica that is never replaced: its state would be lost."""
@@ -236,11 +257,8 @@ def wants_gpus(chosen: bool | None) -> bool:
 # ---- Rewards and reference ------------------------------------------------------------------------------------------
 
 
-class RewardsHandle:
+class RewardsHandle(_Handle):
     """The service that scores completions."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """One score for each completion. A reward that fails is told in it, not raised."""
@@ -248,11 +266,8 @@ class RewardsHandle:
         return scores
 
 
-class ReferenceHandle:
+class ReferenceHandle(_Handle):
     """The service of reference models."""
-
-    def __init__(self, service: Service) -> None:
-        self.service = service
 
     async def logprobs(self, batch: Batch, *, temperature: float) -> list[Tensor]:
         """One tensor [L] for each sample."""

@@ -403,7 +403,7 @@ class GRPOLoop:
         if self._config.checkpointing.export_hf and not self._stop.is_asked:
             export = checkpoint_dir(self._config) / "hf"
             await self._cast.trainer.export_hf(export, overwrite=True)
-        await self._cast.trainer.close()
+        await self._cast.close()
         if self._stop.is_asked:
             self.say_where_it_stopped()
         return GRPOResult(
