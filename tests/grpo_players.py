@@ -31,6 +31,7 @@ class StandInTrainer:
         self.weights, self.step = number_of("first"), 0
         self.published: dict[int, int] = {}
         self.saved: list[dict[str, Any]] = []
+        self.found: dict[str, Any] | None = None
 
     async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
         await asyncio.sleep(0)
@@ -50,7 +51,7 @@ class StandInTrainer:
         self.saved.append(dict(extra))
 
     async def load(self, resume: str) -> dict[str, Any] | None:
-        return None
+        return self.found
 
     async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None: ...
 

@@ -87,7 +87,7 @@ async def run_grpo(config: GRPOConfig) -> GRPOResult:
         except asyncio.CancelledError:
             loop.say_where_it_stopped()
             raise
-        except (ActorFailure, EngineDead):
+        except (ActorFailure, EngineDead, OSError):  # OSError: a full disk, for example
             loop.say_where_it_stopped()
             raise
         finally:
@@ -125,7 +125,7 @@ class GRPOLoop:
         self._reward = math.nan
         self._evaluations: list[Evaluation] = []
         self._evaluated_step: int | None = None
-        self._saved_step: int | None = None
+        self._saved: tuple[int, int | None] | None = None
         self._syncing: asyncio.Task[None] | None = None
         self._failed: list[asyncio.Task[None]] = []
         self._tries: Counter[int] = Counter()
@@ -183,8 +183,17 @@ class GRPOLoop:
                 rule=f"the digest {extra['prompts']}, as when the checkpoint was made",
                 repair="give the same sources and seed, or start anew under another run.name",
             )
-        self._step = self._saved_step = int(extra["step"])
-        self._evaluated_step = extra["evaluated_step"]
+        most = self._config.training.max_steps
+        if most is not None and most < int(extra["step"]):
+            raise CheckpointError(
+                "the run that is to go on has taken more steps than it may",
+                path="training.max_steps",
+                value=most,
+                rule=f"at least {extra['step']}, the steps that the checkpoint has taken",
+                repair="raise it; or name an earlier checkpoint's folder in checkpointing.resume",
+            )
+        self._step, self._evaluated_step = int(extra["step"]), extra["evaluated_step"]
+        self._saved = (self._step, self._evaluated_step)
         self._evaluations = [Evaluation.read(each) for each in extra["evaluations"]]
         self._buffer.load(extra["buffer"], settled=self._records.ledger.settled)
         _log.info("going on after step %d; %d groups are back in the queue", self._step, len(self._buffer.pending))
@@ -379,7 +388,7 @@ class GRPOLoop:
         return goal is not None and bool(is_fresh) and self._evaluations[-1].solved >= goal
 
     async def _save(self) -> None:
-        if self._saved_step == self._step:
+        if self._saved == (self._step, self._evaluated_step):
             return
         fresh = self._evaluations[-1] if self._evaluated_step == self._step and self._evaluations else None
         extra = {
@@ -392,7 +401,7 @@ class GRPOLoop:
         with span("save", step=self._step):
             saving = self._cast.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)
             await self._patiently(saving, lambda: "the trainer saves its state")
-        self._saved_step = self._step
+        self._saved = (self._step, self._evaluated_step)
 
     async def _finish(self) -> GRPOResult:
         assert self._records is not None
@@ -418,10 +427,7 @@ class GRPOLoop:
 
     def say_where_it_stopped(self) -> None:
         """For whoever has to go on from here."""
-        if self._saved_step is None:
-            kept = "there is no checkpoint yet"
-        else:
-            kept = f"--resume goes on after step {self._saved_step}"
+        kept = "there is no checkpoint yet" if self._saved is None else f"--resume goes on after step {self._saved[0]}"
         _log.warning("stopped after step %d; %s", self._step, kept)
 
     def close(self) -> None:

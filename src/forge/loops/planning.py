@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,6 +92,8 @@ def plan_run(config: GRPOConfig) -> Plan:
         raise _needed("rewards.functions", "at least one reward", "such as [{kind: number}]")
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
     check_layout(config.distributed, model.facts, config.training, num_ranks=planned_ranks(config.distributed))
+    _check_folder(run_dir(config), "run.output_dir")
+    _check_folder(checkpoint_dir(config), "checkpointing.output_dir")
     find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
     tokenizer = _tokenizer(model, config)
     if not config.prompts.sources:
@@ -120,6 +123,19 @@ def plan_run(config: GRPOConfig) -> Plan:
         num_steps=num_steps,
         prompts_at_once=max(1, _capacity(config) // max(1, config.evaluation.num_samples)),
     )
+
+
+def _check_folder(folder: Path, path: str) -> None:
+    """Refuse a folder that cannot be made, or not be written to. Makes nothing."""
+    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "the run cannot write to its folder",
+            path=path,
+            value=str(folder),
+            rule=f"a folder that can be written; {place} is {'none' if not place.is_dir() else 'not'}",
+            repair="choose another one, or correct its permissions",
+        )
 
 
 def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:

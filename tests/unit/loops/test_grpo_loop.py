@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.errors import RolloutError, SyncError
+from forge.errors import CheckpointError, RolloutError, SyncError
 from forge.rollout.ledger import check_ledger
 from grpo_players import StandInPolicy, StandInRewards, StandInTrainer, play
 from grpo_runs import config, figures, ledger
@@ -45,3 +45,22 @@ def test_an_update_that_fails_beside_training_ends_the_run_and_what_was_learned_
     check_ledger(ledger(chosen), pending=buffer["pending"], next_number=buffer["next_number"])
     assert {line.step for line in ledger(chosen)} == set(range(1, trainer.step + 1))
     assert len(figures(chosen, "rollout/reward_mean")) == trainer.step
+
+
+def test_the_evaluation_at_the_end_is_kept_with_the_last_step(tmp_path: Path) -> None:
+    """So that a run that goes on from there does not evaluate the same weights again, and knows how good they were."""
+    trainer = StandInTrainer()
+    chosen = config(tmp_path / "run", "evaluation.fraction=0.2", "training.max_steps=4", "evaluation.interval=3")
+    play(chosen, trainer)
+    assert [(extra["step"], extra["evaluated_step"]) for extra in trainer.saved] == [(2, 0), (4, 3), (4, 4)]
+
+
+def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path) -> None:
+    trainer = StandInTrainer()
+    play(config(tmp_path / "run"), trainer)
+    later = StandInTrainer()
+    later.found = trainer.saved[-1]
+    assert play(config(tmp_path / "run"), later).step == 6
+    with pytest.raises(CheckpointError, match="more steps than it may") as caught:
+        play(config(tmp_path / "run", "training.max_steps=5"), later)
+    assert (caught.value.path, caught.value.value) == ("training.max_steps", 5)

@@ -55,6 +55,14 @@ def test_keys_that_contradict_each_other_are_refused_when_they_are_read(case: st
         config(tmp_path / "run", *overrides)
 
 
+@pytest.mark.parametrize("key", ["run.output_dir", "checkpointing.output_dir"])
+def test_a_folder_that_cannot_be_is_refused(key: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError, match="cannot write to its folder") as caught:
+        plan_run(config(tmp_path / "run", f"{key}={tmp_path / 'file' / 'below'}"))
+    assert (caught.value.path, caught.value.rule) == (key, f"a folder that can be written; {tmp_path / 'file'} is none")
+
+
 def test_ranks_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = config(tmp_path / "run")
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):

@@ -267,6 +267,20 @@ def test_a_run_that_learned_before_it_was_resumed_may_end_without_signal() -> No
         run(body(0))
 
 
+def test_rollouts_are_not_over_while_a_group_may_come_back() -> None:
+    async def body() -> None:
+        buffer = buffer_of(num_groups=2)
+        assert await admitted(buffer) == [0, 1]
+        for number in (0, 1):
+            buffer.put(make_group(number))
+        assert await waits(buffer.admit())
+        assert await buffer.take() is not None
+        buffer.settle()
+        assert await buffer.admit() is None
+
+    run(body())
+
+
 def test_groups_in_flight_are_limited_besides() -> None:
     async def body() -> None:
         buffer = buffer_of(staleness=3, max_in_flight=3)
@@ -290,6 +304,44 @@ def test_a_batch_that_was_not_settled_counts_as_not_taken() -> None:
             await buffer.take()
         buffer.settle()
         assert buffer.state() == {"next_number": 3, "pending": [], "num_taken": 1}
+
+    run(body())
+
+
+def test_after_a_resume_groups_come_in_the_order_of_their_numbers() -> None:
+    """Else a synchronous run would not learn from the same groups together as one that nothing disturbed."""
+
+    async def body() -> None:
+        buffer = buffer_of()
+        buffer.load({"next_number": 9, "pending": [8, 2, 5, 3], "num_taken": 4})
+        assert await admitted(buffer) == [2, 3]
+        for number in (2, 3):
+            buffer.put(make_group(number, version=4))
+        assert await buffer.take() is not None
+        buffer.settle()
+        buffer.serve(5)
+        assert await admitted(buffer) == [5, 8]
+
+    run(body())
+
+
+def test_the_oldest_weights_are_learned_from_first() -> None:
+    async def body() -> None:
+        buffer = buffer_of(staleness=2)
+        assert await admitted(buffer) == [0, 1, 2, 3, 4, 5]
+        for number in (4, 5):
+            buffer.put(make_group(number))
+        assert await buffer.take() is not None
+        buffer.settle()
+        buffer.serve(1)
+        for number in (0, 1):
+            buffer.put_back(number)
+        assert await admitted(buffer) == [0, 1, 6, 7]
+        for number, version in ((0, 1), (1, 1), (2, 0), (3, 0)):
+            buffer.put(make_group(number, version=version))
+        taken = await buffer.take()
+        assert taken is not None
+        assert [group.number for group in taken.groups] == [2, 3]
 
     run(body())
 
