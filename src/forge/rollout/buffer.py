@@ -115,16 +115,13 @@ class ReplayBuffer:
 
     async def admit(self) -> int | None:
         """Wait until a group may be begun, and return its number; None when there will be no more."""
-        while True:
-            if self._has_room():
-                number = self._next()
-                if number is not None:
-                    self._in_flight[number] = self.version
-                    self.counts.num_admitted += 1
-                    return number
-                if not self._in_flight and not self._ready and self._unsettled is None:
-                    return None
+        while not (self._is_over() and self._unsettled is None):
+            if self._has_room() and (number := self._next()) is not None:
+                self._in_flight[number] = self.version
+                self.counts.num_admitted += 1
+                return number
             await self._change()
+        return None
 
     def put(self, group: Group) -> None:
         """Take a finished group. One without signal is dealt with as the configuration says; one that is too old tells
