@@ -69,12 +69,17 @@ class StandInPolicy:
 
     async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
         await asyncio.sleep(0)
-        return [self._drawn(sampling.seed, index) for index in range(sampling.n)]
+        version = self.choose()
+        return [self._drawn(version, sampling.seed, index) for index in range(sampling.n)]
 
-    def _drawn(self, seed: int | None, index: int) -> Completion:
-        weights = self._trainer.published[self.version]
+    def choose(self) -> int:
+        """The weights of the next request."""
+        return self.version
+
+    def _drawn(self, version: int, seed: int | None, index: int) -> Completion:
+        weights = self._trainer.published[version]
         tokens = tuple(number_of(weights, seed, index, place) % 500 for place in range(4))
-        spans = (VersionSpan(self.version, 0, 4),)
+        spans = (VersionSpan(version, 0, 4),)
         return Completion((1, 2), tokens, (-0.5,) * 4, None, "text", "stop", versions=spans, index=index)
 
     async def go_on(self, completion: Completion, *, sampling: Sampling) -> Completion:

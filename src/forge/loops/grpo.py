@@ -224,7 +224,7 @@ class GRPOLoop:
             return
         failed = [episode for episode in group.episodes if episode.score.failures]
         self._figures.count_failures(failed)
-        if failed and self._config.rewards.on_error != "zero":
+        if failed and self._config.rewards.on_error != "zero" and not self._buffer.is_stale(group):
             self._deal_with_failure(group)
         else:
             self._buffer.put(group)

@@ -127,7 +127,7 @@ class ReplayBuffer:
         """Take a finished group. One without signal is dealt with as the configuration says; one that is too old tells
         nothing about the weights, and goes back to the queue."""
         started_at = self._in_flight.pop(group.number)
-        if self._is_stale(group):
+        if self.is_stale(group):
             self._queue_stale(group.number)
             return
         is_masked = self._config.mask_truncated and all(
@@ -149,6 +149,10 @@ class ReplayBuffer:
     def _leave_out(self, group: Group) -> None:
         self._given_up[group.number] = "no_signal"
         self._unlearned_rewards += group.rewards
+
+    def is_stale(self, group: Group) -> bool:
+        """Whether it is too old for the next batch, and so for all."""
+        return group.version < self.num_taken - self._config.staleness
 
     def give_up(self, number: int, why: GivenUp) -> None:
         """Leave a group out for good."""
@@ -275,13 +279,9 @@ class ReplayBuffer:
         return self._unsettled
 
     def _return_stale(self) -> None:
-        for number in [number for number, each in self._ready.items() if self._is_stale(each.group)]:
+        for number in [number for number, each in self._ready.items() if self.is_stale(each.group)]:
             del self._ready[number]
             self._queue_stale(number)
-
-    def _is_stale(self, group: Group) -> bool:
-        """Whether it is too old for the next batch, and so for all."""
-        return group.version < self.num_taken - self._config.staleness
 
     def _queue_stale(self, number: int) -> None:
         heapq.heappush(self._queue, number)

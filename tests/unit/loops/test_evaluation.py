@@ -114,6 +114,15 @@ def test_a_prompt_that_nobody_can_answer_is_left_out_and_not_all_may_be() -> Non
         evaluated(Failing(*[PromptError("too long")] * 4))
 
 
+def test_rewards_that_fail_are_counted() -> None:
+    class Broken(Asked):
+        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+            return [Score(0.0, {}, failures={"right": "it raised"} if prompt.id == "p2" else {}) for _ in completions]
+
+    found, _ = evaluated(Broken())
+    assert (found.num_failed, found.values()["evaluation/num_failed"]) == (1, 1.0)
+
+
 def test_pass_at_k_is_the_chance_of_at_least_one() -> None:
     assert pass_at_k(4, 0, 4) == 0.0
     assert pass_at_k(4, 1, 4) == 1.0

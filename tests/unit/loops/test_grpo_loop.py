@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from forge.errors import CheckpointError, RolloutError, SyncError
 from forge.rollout.ledger import check_ledger
+from forge.types import Completion, Prompt, Score
 from grpo_players import StandInPolicy, StandInRewards, StandInTrainer, play
 from grpo_runs import config, figures, ledger
 
@@ -53,6 +55,30 @@ def test_the_evaluation_at_the_end_is_kept_with_the_last_step(tmp_path: Path) ->
     chosen = config(tmp_path / "run", "evaluation.fraction=0.2", "training.max_steps=4", "evaluation.interval=3")
     play(chosen, trainer)
     assert [(extra["step"], extra["evaluated_step"]) for extra in trainer.saved] == [(2, 0), (4, 3), (4, 4)]
+
+
+@pytest.mark.parametrize("on_error", ["skip", "stop"])
+def test_a_reward_that_fails_on_what_is_too_old_decides_nothing(on_error: str, tmp_path: Path) -> None:
+    """A generator was behind: the group goes back to the queue, and comes again with the weights of now."""
+
+    class Behind(StandInPolicy):
+        def choose(self) -> int:
+            return 1 if self.version == 2 and not seen else self.version
+
+    class Failing(StandInRewards):
+        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+            if trainer.step == 2 and completions[0].version == 1:
+                seen.append(prompt.id)
+                return [Score(0.0, {}, failures={"all": "it raised"}) for _ in completions]
+            return await super().score(prompt, completions)
+
+    seen: list[str] = []
+    trainer = StandInTrainer()
+    chosen = config(tmp_path / "run", f"rewards.on_error={on_error}")
+    play(chosen, trainer, policy=Behind(trainer), rewards=Failing())
+    assert seen
+    assert {line.outcome for line in ledger(chosen)} == {"trained"}
+    assert sum(figures(chosen, "rollout/num_stale")) == len(seen)
 
 
 def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path) -> None:

@@ -78,6 +78,16 @@ def test_what_is_left_open_is_filled_in(tmp_path: Path) -> None:
     assert (plan.num_groups, plan.num_steps) == (None, 6)
 
 
+def test_every_step_on_a_batch_counts_for_the_schedule(tmp_path: Path) -> None:
+    plan = plan_run(config(tmp_path / "run", "rollout.iterations=3"))
+    assert (plan.num_steps, plan.trainer.total_steps) == (6, 18)
+
+
+def test_no_more_groups_are_in_flight_than_generators_have_room_for(tmp_path: Path) -> None:
+    room = ("generator.max_batch=8", "generator.max_queue=10", "generators.num_replicas=2")
+    assert plan_run(config(tmp_path / "run", *room, "rollout.max_in_flight=5000")).rollout.max_in_flight == 12
+
+
 def test_without_a_number_of_steps_epochs_decide(tmp_path: Path) -> None:
     plan = plan_run(config(tmp_path / "run", "~training.max_steps", "training.num_epochs=2", "rollout.batch_groups=3"))
     assert (plan.num_groups, plan.num_steps, plan.trainer.total_steps) == (80, 27, 27)

@@ -34,6 +34,14 @@ def test_a_resumed_run_keeps_what_its_checkpoint_stands_on(tmp_path: Path) -> No
     assert [line.group for line in read_ledger(tmp_path / "ledger.discarded.jsonl")] == [6, 7]
 
 
+def test_what_several_resumes_move_aside_is_all_kept(tmp_path: Path) -> None:
+    path = written(tmp_path / "ledger.jsonl")
+    for step in (2, 1):
+        Ledger(path, resume_step=step).close()
+    assert [line.group for line in read_ledger(path)] == [2, 3]
+    assert [line.group for line in read_ledger(tmp_path / "ledger.discarded.jsonl")] == [6, 7, 4, 5]
+
+
 def test_a_new_run_begins_with_an_empty_ledger(tmp_path: Path) -> None:
     ledger = Ledger(written(tmp_path / "ledger.jsonl"))
     ledger.close()

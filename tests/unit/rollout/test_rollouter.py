@@ -97,6 +97,30 @@ def test_a_group_has_its_number_its_epoch_and_a_seed_of_its_own() -> None:
     run(body())
 
 
+def test_the_reference_speaks_of_the_tokens_that_were_drawn() -> None:
+    """Not of the prompt's: one token further, the divergence would be that of other tokens."""
+
+    class ByPlace:
+        async def logprobs(self, batch: Batch, *, temperature: float) -> list[Any]:
+            return [-torch.arange(length, dtype=torch.float32) for length in batch.lengths]
+
+    async def body() -> None:
+        group = await rollouter(Scripted(*[make_completion((5, 6, 7))] * 2), reference=ByPlace()).roll_out(1)
+        assert [episode.ref_logprobs for episode in group.episodes] == [(-2.0, -3.0, -4.0)] * 2
+
+    run(body())
+
+
+def test_completions_that_are_cut_short_go_on_with_seeds_of_their_own() -> None:
+    async def body() -> None:
+        cut = make_completion((5, 6, 7), finish_reason="abort")
+        policy = Scripted(cut, cut, cut, cut, make_completion((8,)), make_completion((9,)))
+        await rollouter(policy).roll_out(1)
+        assert len({sampling.seed for sampling in policy.asked}) == len(policy.asked) == 5
+
+    run(body())
+
+
 def test_seeds_differ_by_run_and_by_number() -> None:
     seeds = {group_seed(seed, number) for seed in range(20) for number in range(200)}
     assert len(seeds) == 4000
