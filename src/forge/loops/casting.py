@@ -44,7 +44,12 @@ class Cast:
     async def close(self) -> None:
         """Let everyone end in order. However a run ends, nobody is left: this is the quiet way."""
         others = (self.policy, self.rewards, *(() if self.reference is None else (self.reference,)))
-        await asyncio.gather(self.trainer.close(), *(other.close() for other in others))
+        ends = await asyncio.gather(self.trainer.close(), *(other.close() for other in others), return_exceptions=True)
+        for end in ends[1:]:
+            if isinstance(end, Exception):  # all that counted is done: this does not make the run a failed one
+                _log.warning("a service did not end in order: %s", end)
+        if isinstance(ends[0], BaseException):  # it completes the last checkpoint
+            raise ends[0]
 
 
 async def open_cast(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Cast:

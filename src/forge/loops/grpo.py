@@ -288,7 +288,9 @@ class GRPOLoop:
         shown = [f"group {number} {name} for {seconds:.0f} s" for number, (name, seconds) in stages.items()]
         under_way = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
         ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
-        return f"{ready}; under way: {under_way or 'none'}"
+        num_stale = self._buffer.counts.num_stale
+        stale = f"; {num_stale} came from weights that were too old, and went back" if num_stale else ""
+        return f"{ready}; under way: {under_way or 'none'}{stale}"
 
     async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult]:
         try:

@@ -13,6 +13,7 @@ from forge.observe.trace_file import TraceFile
 from forge.rollout.ledger import Ledger
 from forge.rollout.record import RolloutRecorder
 from forge.runtime.collect import collect
+from forge.trainer.checkpoint_folder import WriterLock
 from forge.types import Group
 
 _log = logging.getLogger("forge.grpo")
@@ -23,7 +24,17 @@ class Records:
 
     def __init__(self, plan: Plan, *, resume_step: int | None) -> None:
         self._plan, self._folder = plan, run_dir(plan.config)
-        config = plan.config
+        self._lock = WriterLock(self._folder)
+        try:
+            self._open(resume_step)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _open(self, resume_step: int | None) -> None:
+        plan, config = self._plan, self._plan.config
+        if resume_step and not (self._folder / "ledger.jsonl").exists():
+            _log.warning("%s has no ledger.jsonl: it will not tell of what came before this resume", self._folder)
         self.ledger = Ledger(self._folder / "ledger.jsonl", resume_step=resume_step)
         self._rollouts = RolloutRecorder(
             self._folder / "rollouts",
@@ -68,3 +79,4 @@ class Records:
         self.ledger.close()
         if self._trace is not None:
             self._trace.close()
+        self._lock.release()

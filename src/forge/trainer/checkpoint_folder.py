@@ -238,7 +238,9 @@ def clean(folder: Path) -> None:
 
 
 class WriterLock:
-    """Held by the one process that writes checkpoints into a folder; the system lets go of it when that process ends.
+    """Held by the one process that writes into a folder, checkpoints or a run's records.
+
+    The system lets go of it when that process ends.
 
     A child process that outlives it does not hold it. On a file system without locks there is a warning and no
     protection: `is_held` is False, and leftovers must not be removed.
@@ -280,12 +282,12 @@ class WriterLock:
 
     def _refusal(self, holder: str) -> CheckpointError:
         return CheckpointError(
-            "Another run is writing checkpoints into this folder.",
+            "Another run is writing into this folder.",
             path=str(self._folder),
             value=holder,
             rule="one run writes into a folder at a time",
-            repair="end the other run (or close its Checkpoints), choose another checkpointing.output_dir, or open the "
-            "folder with read_only=True",
+            repair="end the other run (or close its Checkpoints), choose another run.name or checkpointing.output_dir, "
+            "or open checkpoints with read_only=True",
         )
 
     def release(self) -> None:

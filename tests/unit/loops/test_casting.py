@@ -10,9 +10,9 @@ import pytest
 
 from episodes import make_completion
 from forge.config import Sampling
-from forge.errors import ActorFailure, FanoutError, Overloaded, SyncError
+from forge.errors import ActorFailure, FanoutError, Overloaded, ServiceStopped, SyncError
 from forge.generator.engine import UpdateReport
-from forge.loops.casting import PolicyHandle
+from forge.loops.casting import Cast, PolicyHandle
 from forge.service.records import Outcome
 from forge.types import Prompt
 
@@ -83,3 +83,25 @@ def test_an_update_that_fails_otherwise_is_raised() -> None:
     report = UpdateReport(3, "keep", 0.1, 0.0)
     with pytest.raises(FanoutError):
         updated(Outcome(0, report), Outcome(1, error=SyncError("not the trainer's weights")))
+
+
+def test_a_service_that_does_not_end_in_order_cuts_nobody_short() -> None:
+    """The trainer completes its last checkpoint as it closes."""
+    done: list[str] = []
+
+    class Slow:
+        async def close(self) -> None:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            done.append("closed")
+
+    class Lost:
+        async def close(self) -> None:
+            raise ServiceStopped("all its replicas were given up")
+
+    players: Any = (Slow(), Lost(), Slow(), None)
+    asyncio.run(Cast(*players).close())
+    assert done == ["closed", "closed"]
+    players = (Lost(), Slow(), Slow(), None)
+    with pytest.raises(ServiceStopped):
+        asyncio.run(Cast(*players).close())

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from forge.errors import CheckpointError, RolloutError, SyncError
+from forge.loops.planning import plan_run
+from forge.loops.recording import Records
 from forge.rollout.ledger import check_ledger
 from forge.types import Completion, Prompt, Score
 from grpo_players import StandInPolicy, StandInRewards, StandInTrainer, play
@@ -90,3 +92,23 @@ def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="more steps than it may") as caught:
         play(config(tmp_path / "run", "training.max_steps=5"), later)
     assert (caught.value.path, caught.value.value) == ("training.max_steps", 5)
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    """Even if their checkpoints lie elsewhere: the second would move the first one's ledger aside."""
+    trainer = StandInTrainer()
+
+    class Second(StandInRewards):
+        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+            if not refused:
+                elsewhere = config(tmp_path / "run", f"checkpointing.output_dir={tmp_path / 'elsewhere'}")
+                with pytest.raises(CheckpointError, match="Another run is writing") as caught:
+                    Records(plan_run(elsewhere), resume_step=None)
+                refused.append(caught.value)
+            return await super().score(prompt, completions)
+
+    refused: list[CheckpointError] = []
+    chosen = config(tmp_path / "run")
+    assert play(chosen, trainer, rewards=Second()).step == 6
+    assert refused[0].path == str(tmp_path / "run")
+    assert len(ledger(chosen)) == 12
