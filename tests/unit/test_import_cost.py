@@ -87,3 +87,18 @@ def test_help_loads_nothing_heavy(words: list[str]) -> None:
 
 def test_a_rank_process_starts_light() -> None:
     assert not packages(modules_after("import forge.runtime.rank_main")) & HEAVY
+
+
+def test_records_and_figures_load_no_torch() -> None:
+    loaded = packages(
+        modules_after("from forge import Prompt, Completion, Episode, Group, Score, Reduce, record_metric")
+    )
+    assert not loaded & {"torch", "monarch", "transformers"}
+
+
+def test_every_public_name_is_there() -> None:
+    names = "Trainer Generator ReferenceModel RewardActor ReplayBuffer record_metric Reduce Prompt Completion Episode"
+    work = (
+        f"import forge; assert set({names.split()}) <= set(forge.__all__); [getattr(forge, n) for n in forge.__all__]"
+    )
+    assert "torch" in packages(modules_after(work))
