@@ -41,7 +41,8 @@ from forge.loops.learning import Learner
 from forge.loops.planning import Plan, checkpoint_dir, plan_run, run_dir
 from forge.loops.recording import Records
 from forge.loops.stopping import Stop, patiently, stopped_by_hand
-from forge.observe import span, switch_tracing
+from forge.observe import is_tracing, span, switch_tracing
+from forge.observe.tracing import drain_trace
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.ledger import LedgerLine
 from forge.rollout.rollouter import Rollouter
@@ -78,16 +79,24 @@ class GRPOResult:
 async def run_grpo(config: GRPOConfig) -> GRPOResult:
     """Train a policy as a configuration says. Everything that it starts is gone when it returns or raises."""
     plan = plan_run(config)
+    was_tracing = is_tracing()
     switch_tracing(config.record.trace)  # before anyone is started, who takes it over
+    try:
+        return await _play(plan)
+    finally:
+        switch_tracing(was_tracing)
+        if not was_tracing:
+            drain_trace()  # what is left is of this run, and must not show up in another's
+
+
+async def _play(plan: Plan) -> GRPOResult:
+    config = plan.config
     async with run(config.launcher), stopped_by_hand(save_hint="this step is finished and saved") as stop:
-        cast = await open_cast(plan.config, plan.trainer, loss=plan.loss)
+        cast = await open_cast(config, plan.trainer, loss=plan.loss)
         loop = GRPOLoop(plan, cast, stop=stop)
         try:
             return await loop.run()
-        except asyncio.CancelledError:
-            loop.say_where_it_stopped()
-            raise
-        except (ActorFailure, EngineDead, OSError):  # OSError: a full disk, for example
+        except (asyncio.CancelledError, ActorFailure, EngineDead, OSError):  # OSError: a full disk, for example
             loop.say_where_it_stopped()
             raise
         finally:
@@ -414,6 +423,7 @@ class GRPOLoop:
         if self._config.checkpointing.export_hf and not self._stop.is_asked:
             export = checkpoint_dir(self._config) / "hf"
             await self._cast.trainer.export_hf(export, overwrite=True)
+        await self._records.last_spans()
         await self._cast.close()
         if self._stop.is_asked:
             self.say_where_it_stopped()

@@ -64,6 +64,11 @@ class Records:
         if self._trace is not None:
             self._trace.write(observed.spans)
 
+    async def last_spans(self) -> None:
+        """Write what was traced since the last figures, while everyone is still there to be asked."""
+        if self._trace is not None:
+            self._trace.write((await collect()).spans)
+
     def report(self) -> Path | None:
         """Make the page that shows the run."""
         if not self._plan.config.record.report:
