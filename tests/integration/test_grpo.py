@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from forge.config import GRPOConfig
 from forge.errors import ConfigError, NonFiniteError, RewardError, RolloutError
 from forge.loops.planning import run_dir
+from forge.observe import is_tracing
 from forge.rollout.ledger import check_ledger
 from grpo_runs import NUM_STEPS, config, episodes, figures, kept_buffer, ledger, train, weights_digest
 
@@ -24,6 +25,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> GRPOConfig:
         *("evaluation.fraction=0.2", "evaluation.interval=3", "record.report=true", "metrics.tensorboard=true"),
     )
     result = train(chosen)
+    assert not is_tracing()
     assert result.step == NUM_STEPS
     assert result.export == run_dir(chosen) / "checkpoints" / "hf"
     assert result.report is not None
