@@ -112,3 +112,23 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
     assert play(chosen, trainer, rewards=Second()).step == 6
     assert refused[0].path == str(tmp_path / "run")
     assert len(ledger(chosen)) == 12
+
+
+def test_a_run_without_signal_ends_and_says_so(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "flat", "rollout.no_signal=replace", "rollout.max_fruitless=8")
+    trainer = StandInTrainer()
+    with pytest.raises(RolloutError, match="8 groups in a row"):
+        play(chosen, trainer, rewards=StandInRewards(lambda completion: 1.0))
+    assert trainer.saved[-1]["buffer"]["pending"] == list(range(trainer.saved[-1]["buffer"]["next_number"]))
+
+
+def test_the_end_of_the_prompts_ends_the_run(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "epochs", "~training.max_steps", "prompts.sources.0.num_prompts=5")
+    assert play(chosen, StandInTrainer()).step == 3  # 2 + 2 + 1 groups
+    assert sorted(line.group for line in ledger(chosen)) == list(range(5))
+
+
+def test_the_goal_of_the_evaluation_ends_the_run(tmp_path: Path) -> None:
+    goal = ("evaluation.solved_at=0.0", "evaluation.stop_at=1.0", "evaluation.interval=2", "evaluation.at_start=false")
+    chosen = config(tmp_path / "goal", "evaluation.fraction=0.2", *goal)
+    assert play(chosen, StandInTrainer()).step == 2
