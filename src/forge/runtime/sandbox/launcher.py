@@ -143,17 +143,17 @@ def _in_bubblewrap(plan: Mapping[str, Any], report: int, owner: int | None) -> N
         words += [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")] + ["--cap-drop", "ALL"]
         for name in ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN"):
             words += ["--cap-add", name]
+    size = str(plan["folder_bytes"])
+    words += ["--perms", "0700", "--size", size, "--tmpfs", "/tmp"]  # first: an interpreter may lie below it
     for path in plan["readable"]:
         if os.path.islink(path):
             words += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             for parent in _parents(path):
-                words += ["--perms", "0755", "--dir", parent]
+                words += ["--perms", "0755", "--dir", parent] if parent != "/tmp" else []
             words += ["--ro-bind", path, path]
-    size = str(plan["folder_bytes"])
     words += ["--dev", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    words += ["--proc", "/proc", "--perms", "0700", "--size", size, "--tmpfs", "/tmp"]
-    words += ["--file", str(program), "/tmp/main.py", "--remount-ro", "/"]
+    words += ["--proc", "/proc", "--file", str(program), "/tmp/main.py", "--remount-ro", "/"]
     inner = {name: plan[name] for name in ("command", "environment", "limits", "uid", "files")}
     with open(confine.__file__, encoding="utf-8") as file:
         source = file.read() + "\nmain()\n"

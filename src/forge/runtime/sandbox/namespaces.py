@@ -63,13 +63,13 @@ def make_root(readable: Sequence[str], *, folder_bytes: int, owner: int) -> None
     os.mkdir(f"/tmp{_OLD}", 0o755)
     syscall(_PIVOT_ROOT[os.uname().machine], b"/tmp", f"/tmp{_OLD}".encode())
     os.chdir("/")
+    os.mkdir("/tmp", 0o755)  # before what is shown: an interpreter may lie below it
+    options = f"size={folder_bytes},nr_inodes=16384,mode=700,uid={owner},gid={owner}"
+    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV | _NOEXEC, options)
     for path in readable:
         _show(path)
     _make_devices()
     _make_proc()
-    os.mkdir("/tmp", 0o755)
-    options = f"size={folder_bytes},nr_inodes=16384,mode=700,uid={owner},gid={owner}"
-    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV | _NOEXEC, options)
     os.symlink("/tmp", "/dev/shm")
     checked(_libc.umount2(_OLD.encode(), _DETACH), "umount2")
     os.rmdir(_OLD)
