@@ -31,13 +31,20 @@ env-test:
 quickstart: env ## Teach a tiny model a task by reinforcement learning, on the CPU
 	@$(py) apps/quickstart/main.py $(ARGS)
 
-# Unit tests share two cores; the others start processes and measure memory, so they have the machine to themselves.
-# An exit status of 5 says that ARGS chose no test of that part.
+# What starts no service, or watches nothing but its own processes, shares two cores, a file to a core. The others look at
+# what is left in shared memory, measure memory, or have vLLM beside them: they have the machine to themselves. An exit
+# status of 5 says that ARGS chose no test of that part.
+beside := tests/unit $(addprefix tests/contract/test_,routers.py sinks.py) \
+  $(addprefix tests/faults/test_,checkpoint_faults.py grpo_faults.py sft_resume.py) \
+  $(addprefix tests/integration/test_,checkpoints.py data_datasets.py data_guide.py engine_bits.py engine_invariance.py \
+  engine_parity.py grpo.py head_parallel.py hf_weights.py native_engine.py quickstart.py report_browser.py \
+  shared_prefixes.py)
+
 test: env-test ## Run every test
-	@unit=0; rest=0; \
-	$(py) -m pytest -n 2 tests/unit $(ARGS) || unit=$$?; \
-	$(py) -m pytest tests --ignore=tests/unit $(ARGS) || rest=$$?; \
-	if [[ $$unit == [05] ]]; then exit $${rest/#5/$$unit}; else exit $$unit; fi
+	@first=0; rest=0; \
+	$(py) -m pytest -n 2 --dist loadfile --durations 10 $(beside) $(ARGS) || first=$$?; \
+	$(py) -m pytest --durations 20 tests $(addprefix --ignore=,$(beside)) $(ARGS) || rest=$$?; \
+	if [[ $$first == [05] ]]; then exit $${rest/#5/$$first}; else exit $$first; fi
 
 coverage: env-test ## Run every test once more slowly, with a coverage report
 	@rc=0; $(py) -m coverage run -m pytest tests $(ARGS) || rc=$$?; $(py) -m coverage report || rc=$${rc/#0/1}; exit $$rc
