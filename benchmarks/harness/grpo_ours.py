@@ -64,7 +64,7 @@ class Gate:
             self._news.notify_all()
         return reports
 
-    async def close(self, version: int) -> None:
+    async def shut(self, version: int) -> None:
         """Begin nothing new, and return when nothing is under way and this version is served."""
         self._open.clear()
         await self._quiet.wait()
@@ -101,7 +101,7 @@ class Turns:
         return result
 
     async def _take_turn(self) -> None:
-        await self._gate.close(self._steps)
+        await self._gate.shut(self._steps)
         seconds, cpu_seconds = time.perf_counter() - self._wall, _family_cpu_s() - self._cpu_s
         accuracy = None
         if self._evaluator is not None:

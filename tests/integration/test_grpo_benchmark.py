@@ -92,7 +92,7 @@ def test_nothing_is_generated_between_windows(modules: dict[str, ModuleType]) ->
         first = asyncio.create_task(gate.generate("a"))
         await policy.has_begun.wait()
         assert await gate.take(2) == 2
-        closing = asyncio.create_task(gate.close(2))
+        closing = asyncio.create_task(gate.shut(2))
         later = asyncio.create_task(gate.generate("b"))
         await rest()
         assert policy.begun == ["a"]
@@ -100,7 +100,7 @@ def test_nothing_is_generated_between_windows(modules: dict[str, ModuleType]) ->
         policy.may_end.set()
         await first
         await closing
-        closing = asyncio.create_task(gate.close(3))
+        closing = asyncio.create_task(gate.shut(3))
         await rest()
         assert not closing.done()  # version 3 is not served
         await gate.take(3)
