@@ -14,7 +14,6 @@ import pytest
 from forge.config import GRPOConfig
 from forge.errors import ActorFailure, ServiceStopped
 from forge.loops.casting import Cast
-from forge.loops.planning import run_dir
 from forge.rollout.ledger import check_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
 from grpo_runs import NUM_STEPS, app_command, config, figures, kept_buffer, ledger, train, train_watched, weights_digest
@@ -122,12 +121,3 @@ def test_an_asynchronous_run_that_is_killed_twice_loses_no_group(tmp_path: Path)
     assert sorted({line.step for line in ledger(chosen)}) == list(range(1, 10))
     assert max(figures(chosen, "rollout/staleness_max")) <= 2
     assert len(figures(chosen, "rollout/reward_mean")) == 9
-
-
-def test_other_prompts_are_not_taken_for_the_same_run(whole: GRPOConfig, tmp_path: Path) -> None:
-    folder = tmp_path / "other"
-    code, _ = run_app(folder, "training.max_steps=2")
-    assert code == 0
-    code, told = run_app(folder, "checkpointing.resume=must", "prompts.sources.0.num_prompts=30")
-    assert (code, "the prompts are not those of the run" in told) == (2, True), told
-    assert run_dir(config(folder)) == folder

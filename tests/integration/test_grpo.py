@@ -121,17 +121,12 @@ def test_a_reference_holds_the_policy_and_batches_may_be_learned_from_twice(tmp_
             assert episode["ref_logprobs"] == pytest.approx(episode["logprobs"], abs=1e-6)
 
 
-def test_rewards_that_fail_are_counted_and_follow_the_rule(tmp_path: Path) -> None:
+def test_rewards_whose_processes_die_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     reward = "rewards.functions=[{kind: 'grpo_rewards:dies_sometimes', name: even}]"
     zero = config(tmp_path / "zero", reward, "training.max_steps=3")
     train(zero)
     assert sum(figures(zero, "rollout/num_failed")) > 0
     assert any(episode["failures"] and episode["reward"] == 0.0 for episode in episodes(zero))
-
-    skip = config(tmp_path / "skip", reward, "training.max_steps=3", "rewards.on_error=skip")
-    train(skip)
-    assert {line.outcome for line in ledger(skip)} == {"trained", "failed"}
-    assert not any(episode["failures"] for episode in episodes(skip))
 
 
 def test_a_reward_may_stop_the_run_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,25 @@ def test_the_goal_of_the_evaluation_ends_the_run(tmp_path: Path) -> None:
     goal = ("evaluation.solved_at=0.0", "evaluation.stop_at=1.0", "evaluation.interval=2", "evaluation.at_start=false")
     chosen = config(tmp_path / "goal", "evaluation.fraction=0.2", *goal)
     assert play(chosen, StandInTrainer()).step == 2
+
+
+def test_other_prompts_are_not_taken_for_the_same_run(tmp_path: Path) -> None:
+    trainer, later = StandInTrainer(), StandInTrainer()
+    play(config(tmp_path / "run"), trainer)
+    later.found = trainer.saved[-1]
+    with pytest.raises(CheckpointError, match="the prompts are not those of the run") as caught:
+        play(config(tmp_path / "run", "prompts.sources.0.num_prompts=30"), later)
+    assert caught.value.path == "prompts.sources"
+
+
+def test_a_group_whose_rewards_fail_may_be_skipped(tmp_path: Path) -> None:
+    class Failing(StandInRewards):
+        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+            scores = await super().score(prompt, completions)
+            is_bad = sum(completions[0].token_ids) % 2 == 0
+            return [replace(score, failures={"all": "it raised"}) if is_bad else score for score in scores]
+
+    chosen = config(tmp_path / "run", "rewards.on_error=skip")
+    assert play(chosen, StandInTrainer(), rewards=Failing()).step == 6
+    assert {line.outcome for line in ledger(chosen)} == {"trained", "failed"}
+    assert sum(figures(chosen, "rollout/num_failed")) > 0
