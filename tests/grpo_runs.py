@@ -15,7 +15,8 @@ import forge
 from forge.config import GRPOConfig, load
 from forge.loops.casting import Cast, PolicyHandle, open_cast
 from forge.loops.grpo import GRPOLoop, GRPOResult, run_grpo
-from forge.loops.planning import plan_run, run_dir
+from forge.loops.places import run_dir
+from forge.loops.planning import plan_run
 from forge.observe import read_jsonl
 from forge.rollout.ledger import LedgerLine, read_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints

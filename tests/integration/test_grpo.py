@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from forge.config import GRPOConfig
 from forge.errors import ConfigError, NonFiniteError, RewardError
-from forge.loops.planning import run_dir
+from forge.loops.places import run_dir
 from forge.observe import is_tracing
 from forge.rollout.ledger import check_ledger
 from grpo_runs import NUM_STEPS, config, episodes, figures, kept_buffer, ledger, train, weights_digest

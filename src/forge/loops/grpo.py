@@ -5,9 +5,9 @@
         admits by staleness │                                                                    ▼
                           buffer ◀──version served── generators ◀──version── store ◀──── trainer.train_step
 
-Two coroutines run side by side. `_feed` begins a rollout whenever the buffer admits one, and puts finished groups into
-it. `_train` takes a batch when one is ready, learns from it, and hands the new weights to the generators. Synchronous
-and asynchronous training are the same code: `rollout.staleness` alone says how far `_feed` may run ahead.
+Two coroutines run side by side. The `Feeder` begins a rollout whenever the buffer admits one, and puts finished groups
+into it. `_train` takes a batch when one is ready, learns from it, and hands the new weights to the generators. Whether
+training is synchronous is no other code: `rollout.staleness` alone says how far the feeder may run ahead.
 
 A checkpoint holds the weights, the optimizer, and which groups are pending. The ledger says what became of all others.
 So a run that is killed anywhere goes on with every group learned from once, or back in the queue.
@@ -18,27 +18,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from forge.config import GRPOConfig, save
-from forge.errors import (
-    ActorFailure,
-    CallTimeout,
-    CheckpointError,
-    EngineDead,
-    NonFiniteError,
-    PromptError,
-    RewardError,
-)
+from forge.errors import ActorFailure, CheckpointError, EngineDead, NonFiniteError
 from forge.loops.casting import Cast, open_cast
 from forge.loops.evaluation import Evaluation, Evaluator
+from forge.loops.feeding import Feeder
 from forge.loops.figures import StepClock, StepFigures
 from forge.loops.learning import Learner
-from forge.loops.planning import Plan, checkpoint_dir, plan_run, run_dir
+from forge.loops.places import checkpoint_dir, run_dir
+from forge.loops.planning import Plan, plan_run
 from forge.loops.recording import Records
 from forge.loops.stopping import Stop, patiently, stopped_by_hand
 from forge.observe import is_tracing, span, switch_tracing
@@ -48,6 +41,7 @@ from forge.rollout.ledger import LedgerLine
 from forge.rollout.rollouter import Rollouter
 from forge.rollout.samples import completion_logprobs
 from forge.runtime.lifetime import run
+from forge.trainer.schedules import is_due
 from forge.types import Group, StepResult
 
 _log = logging.getLogger("forge.grpo")
@@ -129,6 +123,7 @@ class GRPOLoop:
         self._evaluator = self._make_evaluator()
         self._records: Records | None = None
         self._figures = StepFigures(self._rollouter, self._buffer)
+        self._feeder = Feeder(plan, self._rollouter, self._buffer, figures=self._figures)
         self._clock = StepClock()
         self._step = 0
         self._reward = math.nan
@@ -137,14 +132,13 @@ class GRPOLoop:
         self._saved: tuple[int, int | None] | None = None
         self._syncing: asyncio.Task[None] | None = None
         self._failed: list[asyncio.Task[None]] = []
-        self._tries: Counter[int] = Counter()
 
     # ---- The whole ------------------------------------------------------------------------------------------------
 
     async def run(self) -> GRPOResult:
         """Go on until the last step, the goal of the evaluation, or a request to stop."""
         await self._begin()
-        feeding = self._watched(self._feed(), "rollouts")
+        feeding = self._watched(self._feeder.run(), "rollouts")
         try:
             await self._train()
         finally:
@@ -207,51 +201,6 @@ class GRPOLoop:
         self._buffer.load(extra["buffer"], settled=self._records.ledger.settled)
         _log.info("going on after step %d; %d groups are back in the queue", self._step, len(self._buffer.pending))
 
-    # ---- Rollouts: numbers -> groups in the buffer; waits for the buffer's admission -----------------------------
-
-    async def _feed(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while (number := await self._buffer.admit()) is not None:
-                    tasks.create_task(self._roll_out(number), name=f"rollout {number}")
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-
-    async def _roll_out(self, number: int) -> None:
-        try:
-            group = await self._rollouter.roll_out(number)
-        except PromptError as error:
-            _log.warning("group %d is left out: %s", number, error)
-            self._buffer.give_up(number, "refused")
-            return
-        except (ActorFailure, EngineDead, CallTimeout) as error:
-            self._tries[number] += 1
-            if self._tries[number] > self._plan.rollout.max_task_retries:
-                raise
-            _log.warning("group %d goes back to the queue: %s", number, error.message)
-            self._buffer.put_back(number)
-            return
-        failed = [episode for episode in group.episodes if episode.score.failures]
-        self._figures.count_failures(failed)
-        if failed and self._config.rewards.on_error != "zero" and not self._buffer.is_stale(group):
-            self._deal_with_failure(group)
-        else:
-            self._buffer.put(group)
-
-    def _deal_with_failure(self, group: Group) -> None:
-        failures = next(episode.score.failures for episode in group.episodes if episode.score.failures)
-        name, why = next(iter(failures.items()))
-        if self._config.rewards.on_error == "stop":
-            raise RewardError(
-                f"the reward {name!r} failed on group {group.number} ({group.prompt.id}): {why}",
-                path="rewards.on_error",
-                value="stop",
-                rule="with `stop` a reward that fails ends the run",
-                repair="correct the reward, or set rewards.on_error to zero or skip",
-            )
-        _log.warning("group %d is skipped: the reward %r failed: %s", group.number, name, why)
-        self._buffer.give_up(group.number, "failed")
-
     # ---- Training: batches -> weights; waits for the buffer's batch ------------------------------------------------
 
     async def _train(self) -> None:
@@ -269,9 +218,9 @@ class GRPOLoop:
             await self._hand_over()
             with self._clock.part("other"):
                 await self._write(taken, groups, result)
-            if _is_due(self._step, self._config.evaluation.interval):
+            if is_due(self._step, self._config.evaluation.interval):
                 await self._evaluate()
-            if _is_due(self._step, self._config.checkpointing.save_interval):
+            if is_due(self._step, self._config.checkpointing.save_interval):
                 await self._save()
         await self._settle_sync()
 
@@ -446,7 +395,3 @@ class GRPOLoop:
         """Close the records."""
         if self._records is not None:
             self._records.close()
-
-
-def _is_due(step: int, interval: int | None) -> bool:
-    return interval is not None and step > 0 and step % interval == 0

@@ -13,6 +13,7 @@ from forge.data.prompts import PromptBook, PromptOrder, open_prompts
 from forge.errors import ConfigError, LaunchError
 from forge.loops.casting import wants_gpus
 from forge.loops.evaluation import check_evaluation
+from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
 from forge.rewards import check as check_rewards
@@ -64,16 +65,6 @@ class Plan:
         return self.sampling.temperature
 
 
-def run_dir(config: GRPOConfig) -> Path:
-    """Where a run writes everything but its checkpoints."""
-    return config.run.output_dir / config.run.name
-
-
-def checkpoint_dir(config: GRPOConfig) -> Path:
-    """Where a run's checkpoints are, and in `hf` beside them the model that it made."""
-    return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
-
-
 def plan_run(config: GRPOConfig) -> Plan:
     """Work out a run, and refuse whatever would fail later: it takes seconds, and nothing is left behind."""
     from forge.losses import make_loss
@@ -95,7 +86,8 @@ def plan_run(config: GRPOConfig) -> Plan:
     _check_folder(run_dir(config), "run.output_dir")
     _check_folder(checkpoint_dir(config), "checkpointing.output_dir")
     find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
-    tokenizer = _tokenizer(model, config)
+    template = config.generator.chat_template
+    tokenizer = load_tokenizer(model, chat_template=template, purpose="reinforcement learning")
     if not config.prompts.sources:
         raise _needed("prompts.sources", "at least one source", "such as [{task: arithmetic}]")
     books = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
@@ -180,19 +172,6 @@ def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
         )
     filled = generator.model_copy(update={"max_seq_len": chosen, "sampling": sampling})
     return config.model_copy(update={"generator": filled})
-
-
-def _tokenizer(model: ResolvedModel, config: GRPOConfig) -> ChatTokenizer:
-    if model.folder is None:
-        raise ConfigError(
-            "reinforcement learning needs a model with its tokenizer",
-            path="model.path",
-            value=None,
-            rule="a folder with Hugging Face files, or the preset `tiny`",
-            repair=f"run `forge download {model.facts.hf_repo or 'OWNER/NAME'} --output-dir DIR`, set model.path=DIR",
-        )
-    template = config.generator.chat_template
-    return ChatTokenizer.load(model.folder, chat_template=Path(template) if template else None)
 
 
 def _lengths(config: GRPOConfig, num_prompts: int) -> tuple[int | None, int]:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from forge.loops.planning import Plan, run_dir
+from forge.loops.places import run_dir
+from forge.loops.planning import Plan
 from forge.observe import make_sinks
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile

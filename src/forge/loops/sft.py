@@ -22,9 +22,9 @@ from typing import Any
 
 from forge.config import SFTConfig, TrainerConfig, save
 from forge.data import BatchLoader, Loaders, open_loaders
-from forge.errors import ConfigError, DataError, NonFiniteError
+from forge.errors import DataError, NonFiniteError
+from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
 from forge.models.locate import ResolvedModel, resolve
-from forge.models.tokenizer import ChatTokenizer
 from forge.observe import (
     MetricsLog,
     Throughput,
@@ -40,6 +40,7 @@ from forge.runtime.lifetime import run
 from forge.trainer.checkpoint_folder import find_checkpoint
 from forge.trainer.handles import TrainerHandle, is_rank, open_trainer, planned_ranks
 from forge.trainer.layout import check_layout
+from forge.trainer.schedules import is_due
 from forge.types import Batch, StepResult
 
 _log = logging.getLogger("forge.sft")
@@ -67,7 +68,7 @@ async def run_sft(config: SFTConfig) -> SFTResult:
     """Fine-tune as a configuration says. In every rank of `forge run --nproc_per_node`, or once as the controller."""
     model = resolve(config.model)
     _check_before_start(config, model)
-    tokenizer = _tokenizer(model, config)
+    tokenizer = load_tokenizer(model, chat_template=config.data.chat_template, purpose="fine-tuning")
     with open_loaders(
         config.data,
         training=config.training,
@@ -96,34 +97,11 @@ async def _drive(config: SFTConfig, trainer_config: TrainerConfig, loaders: Load
         await trainer.close()
 
 
-def checkpoint_dir(config: SFTConfig) -> Path:
-    """Where a run's checkpoints are, and in `hf` beside them the model that it made."""
-    return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
-
-
-def run_dir(config: SFTConfig) -> Path:
-    """Where a run writes everything else."""
-    return config.run.output_dir / config.run.name
-
-
 def _check_before_start(config: SFTConfig, model: ResolvedModel) -> None:
     """Refuse what the ranks would refuse, before there are any: it takes a second, and nothing is left behind."""
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else planned_ranks(config.distributed)
     check_layout(config.distributed, model.facts, config.training, num_ranks=num_ranks)
     find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
-
-
-def _tokenizer(model: ResolvedModel, config: SFTConfig) -> ChatTokenizer:
-    if model.folder is None:
-        raise ConfigError(
-            "fine-tuning needs a model with its tokenizer",
-            path="model.path",
-            value=None,
-            rule="a folder with Hugging Face files, or the preset `tiny`",
-            repair=f"run `forge download {model.facts.hf_repo or 'OWNER/NAME'} --output-dir DIR`, set model.path=DIR",
-        )
-    template = config.data.chat_template
-    return ChatTokenizer.load(model.folder, chat_template=Path(template) if template else None)
 
 
 def _num_steps(config: SFTConfig, loader: BatchLoader) -> int | None:
@@ -199,11 +177,11 @@ class _Loop:
         self._throughput = Throughput()
         for batch, position in self._batches():
             # Only now it is known that the last step was not the end, where validation comes first.
-            if _is_due(self._step, self._config.checkpointing.save_interval):
+            if is_due(self._step, self._config.checkpointing.save_interval):
                 await self._save(position=position)
             result = await self._train(batch, position)
             self._write_step(result, batch)
-            if _is_due(self._step, self._config.validation.interval):
+            if is_due(self._step, self._config.validation.interval):
                 await self._validate()
         return await self._finish()
 
@@ -352,7 +330,3 @@ class _Loop:
 
 def _finite(loss: float | None) -> float | None:
     return loss if loss is not None and math.isfinite(loss) else None
-
-
-def _is_due(step: int, interval: int | None) -> bool:
-    return interval is not None and step > 0 and step % interval == 0

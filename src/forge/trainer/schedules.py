@@ -59,3 +59,8 @@ def _progress(step: int, *, start: int, end: int) -> float:
     if step >= end:
         return 1.0
     return max(0.0, (step - start) / (end - start))
+
+
+def is_due(step: int, interval: int | None) -> bool:
+    """Whether what happens every so many steps happens after this one; never where there is no interval."""
+    return interval is not None and step > 0 and step % interval == 0
