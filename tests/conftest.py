@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
 
 import forge
-from leftovers import running_children
+from leftovers import orphans_since, running_children, shared_memory_files
 
 LIMIT_S = 120
 """No test may hang: what it awaits ends within this time or the test fails."""
@@ -33,10 +32,10 @@ def drive() -> Callable[[Coroutine[Any, Any, Any]], Any]:
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
     """Fail if the test leaves a child process or a shared-memory file behind."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory_files()
     yield
     assert [child.cmdline() for child in running_children()] == []
-    assert set(os.listdir("/dev/shm")) - before == set()
+    assert orphans_since(before) == set()
 
 
 @pytest.fixture

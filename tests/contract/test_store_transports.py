@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 import forge
 import forge.store as ts
-from leftovers import running_children
+from leftovers import orphans_since, running_children, shared_memory_files
 from store_actors import (
     Rank,
     check_as,
@@ -108,7 +107,7 @@ class Place:
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: way.name.replace(" ", "-"))
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory_files()
     opened = Place(request.param)
     try:
         opened.do(opened.open())
@@ -117,7 +116,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
         opened.do(opened.close())
         opened.end()
     assert [child.cmdline() for child in running_children()] == []
-    assert set(os.listdir("/dev/shm")) == before
+    assert orphans_since(before) == set()
 
 
 def test_disk_takes_what_memory_does_not_and_says_so(drive: Any, leaves_nothing: None) -> None:
