@@ -47,6 +47,7 @@ from harness.grpo_report import (
     sync_row,
     time_row,
 )
+from harness.plot import bars, curves
 from harness.report import machine
 from sft import ROOT, Side, make_environment
 
@@ -213,6 +214,22 @@ def measure(plan: Plan, chosen: argparse.Namespace, environment: Path | None) ->
     return found
 
 
+def draw(found: Mapping[str, Any], folder: Path) -> None:
+    """Pictures of the rates, and of the curves where they were measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if found.get("sides"):
+        rates = {name: side["samples_per_s"] for name, side in found["sides"].items()}
+        title = "GRPO on two cores: samples learned from in a second"
+        (folder / "grpo_samples.svg").write_text(bars(title, rates, unit="/s"))
+    if found.get("curves"):
+        lines = {
+            name: [[(seconds, accuracy) for seconds, _, accuracy in run] for run in runs]
+            for name, runs in found["curves"].items()
+        }
+        drawn = curves("Held-out accuracy", lines, across="seconds", goal=found["time_plan"]["goal"])
+        (folder / "grpo_accuracy.svg").write_text(drawn)
+
+
 # ---- the command line
 
 
@@ -233,6 +250,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--time-window", type=int, default=5, help="steps between evaluations; default: %(default)s")
     parser.add_argument("--start", type=Path, help="a model that --keep-start kept: nothing is taught again")
     parser.add_argument("--keep-start", type=Path, help="keep the model that all sides begin with in this new folder")
+    parser.add_argument("--plots", type=Path, help="draw what was measured into this folder, as SVG")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a goal was missed")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -267,6 +285,8 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in found["machine"].items()) + f"\n\n{report(found)}")
     if environment is None:
         print("\nTRL: not measured: pass --with-trl")
+    if chosen.plots is not None:
+        draw(found, chosen.plots)
     if chosen.json is not None:
         chosen.json.write_text(json.dumps(found, indent=1) + "\n")
     missed = [row["what"] for row in found["rows"] if row["met"] is False]

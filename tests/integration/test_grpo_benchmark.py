@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -24,7 +25,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     import importlib
 
     paths = [str(BENCHMARKS), str(BENCHMARKS / "harness")]
-    names = ("grpo", "harness.grpo_plan", "harness.grpo_ours", "harness.grpo_report", "trl_grpo")
+    names = ("grpo", "harness.grpo_plan", "harness.grpo_ours", "harness.grpo_report", "harness.plot", "trl_grpo")
     before = set(sys.modules)
     environment = dict(os.environ)
     sys.path[:0] = paths
@@ -46,14 +47,26 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 def test_a_quick_run_of_an_asynchronous_side(tmp_path: Path, leaves_nothing: None) -> None:
     written = tmp_path / "found.json"
     command = [sys.executable, str(BENCHMARKS / "grpo.py"), "--quick", "--rounds", "2", "--only", "speed"]
-    command += ["--json", str(written), "--sides", AHEAD, "--set", "training.microbatch_tokens=512"]
+    command += [
+        "--json",
+        str(written),
+        "--plots",
+        str(tmp_path / "plots"),
+        "--sides",
+        AHEAD,
+        "--set",
+        "training.microbatch_tokens=512",
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"| {AHEAD} | " in done.stdout
     assert "TRL: not measured: pass --with-trl" in done.stdout
 
+    drawn = ElementTree.parse(tmp_path / "plots" / "grpo_samples.svg")
     found = json.loads(written.read_text())
+    rate = found["sides"][AHEAD]["samples_per_s"]
+    assert f"{rate:.3g} /s" in [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     plan, side = found["plan"], found["sides"][AHEAD]
     assert "training.microbatch_tokens=512" in found["settings"]
     assert len(side["windows"]) == plan["num_rounds"] == 2
@@ -239,3 +252,18 @@ def test_time_to_an_accuracy_counts_windows_only(modules: dict[str, ModuleType])
     assert [each["goal"] for each in report.only_the_best([late, good, never])] == [None, 0.4, None]
     table = report._curves_table({ONE: [ours, failed]}, 0.85)
     assert "| ours, synchronous, one process | 25.0% | 4.0 s, 128 samples; not reached |" in table
+
+
+def test_curves_are_drawn_to_scale_with_their_goal(modules: dict[str, ModuleType]) -> None:
+    plot = modules["plot"]
+    lines = {"ours": [[(0.0, 0.1), (50.0, 0.9)]], "a peer <1>": [[(0.0, 0.1), (100.0, 0.4)]]}
+    drawn = ElementTree.fromstring(plot.curves("Held-out", lines, across="seconds", goal=0.7))
+    paths = [
+        [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+        for line in drawn.iter("{http://www.w3.org/2000/svg}polyline")
+    ]
+    (start, half), (_, end) = paths
+    assert half[0] - start[0] == pytest.approx((end[0] - start[0]) / 2)
+    assert start[1] - half[1] == pytest.approx((0.9 - 0.1) / (0.4 - 0.1) * (start[1] - end[1]), rel=1e-2)
+    texts = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Held-out", "ours", "a peer <1>", "100", "100%"} <= set(texts)
