@@ -31,19 +31,19 @@ env-test:
 quickstart: env ## Teach a tiny model a task by reinforcement learning, on the CPU
 	@$(py) apps/quickstart/main.py $(ARGS)
 
-# What starts no service, or watches nothing but its own processes, shares two cores, a file to a core. The others look at
-# what is left in shared memory, measure memory, or have vLLM beside them: they have the machine to themselves. An exit
-# status of 5 says that ARGS chose no test of that part.
-beside := tests/unit $(addprefix tests/contract/test_,routers.py sinks.py) \
-  $(addprefix tests/faults/test_,checkpoint_faults.py grpo_faults.py sft_resume.py) \
-  $(addprefix tests/integration/test_,checkpoints.py data_datasets.py data_guide.py engine_bits.py engine_invariance.py \
-  engine_parity.py grpo.py head_parallel.py hf_weights.py native_engine.py quickstart.py report_browser.py \
-  shared_prefixes.py)
+# These have the machine to themselves: they kill processes and count what is left, watch heartbeats and memory, spread
+# over hosts, or have vLLM beside them. All others share two cores, a file to a core. An exit status of 5 says that ARGS
+# chose no test of that part.
+alone := tests/vllm_engine tests/gpu $(addprefix tests/contract/test_,generators.py store_transports.py) \
+  $(addprefix tests/faults/test_,generator_faults.py lifetime.py reward_faults.py service_faults.py store_faults.py \
+  stream_faults.py) \
+  $(addprefix tests/integration/test_,actors.py engine_memory.py generator_storm.py hosts.py meeting_processes.py rdma.py \
+  services.py store.py store_hosts.py store_volume_leak.py streams.py)
 
 test: env-test ## Run every test
 	@first=0; rest=0; \
-	$(py) -m pytest -n 2 --dist loadfile --durations 10 $(beside) $(ARGS) || first=$$?; \
-	$(py) -m pytest --durations 20 tests $(addprefix --ignore=,$(beside)) $(ARGS) || rest=$$?; \
+	$(py) -m pytest -n 2 --dist loadfile --durations 15 tests $(addprefix --ignore=,$(alone)) $(ARGS) || first=$$?; \
+	$(py) -m pytest --durations 20 $(alone) $(ARGS) || rest=$$?; \
 	if [[ $$first == [05] ]]; then exit $${rest/#5/$$first}; else exit $$first; fi
 
 coverage: env-test ## Run every test once more slowly, with a coverage report
