@@ -1,0 +1,193 @@
+"""Our sides of `grpo_gpu.py`: the loop of `apps/grpo/main.py`, run for a few steps and watched.
+
+    python gpu_ours.py SIDE PLAN.json FOLDER
+
+What is watched is the trainer's handle, in the controller: when steps end, and how far the logprobs of sampler and
+trainer are apart, over every token of every step. Where the time went is what the run itself writes down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.gpu_plan import Plan, do_and_end, model_folder, prompts_file, say
+
+SIDES: Mapping[str, tuple[str, ...]] = {
+    "native-shared": ("placement=shared",),
+    "native-turns": ("placement=turns",),
+    "vllm-turns": ("placement=turns", "generator.engine=vllm"),
+    "native-beside": ("placement=beside", "rollout.staleness=1"),
+    "vllm-beside": ("placement=beside", "generator.engine=vllm", "rollout.staleness=1"),
+    "native-beside-sync": ("placement=beside",),
+    "vllm-beside-sync": ("placement=beside", "generator.engine=vllm"),
+}
+"""A side's settings. Those that say `beside` are asynchronous unless they say otherwise."""
+NEAR = (0.9, 1.1)
+"""Between which the ratio of trainer to sampler counts as near 1."""
+
+
+def settings_of(plan: Plan, folder: Path, side: str) -> list[str]:
+    """The configuration of a run, as it would be written on the command line of `apps/grpo/main.py`."""
+    is_cuda = plan.device == "cuda"
+    precision = {"mixed": "bfloat16", "pure": "bfloat16_pure", "float32": "float32"}[plan.precision]
+    settings = [
+        f"run.output_dir={folder / 'runs'}",
+        f"run.name={side}",
+        f"run.seed={plan.seed}",
+        f"model.path={model_folder(folder, plan)}",
+        f"prompts.sources=[{{path: {prompts_file(folder, plan)}}}]",
+        "rewards.functions=[{kind: 'harness.gpu_plan:reward', name: spread}]",
+        f"rollout.batch_groups={plan.num_prompts}",
+        f"rollout.group_size={plan.group_size}",
+        "rollout.no_signal=keep",
+        f"generator.max_seq_len={plan.seq_len}",
+        f"generator.max_batch={plan.num_samples}",
+        f"generator.max_queue={4 * plan.num_samples}",
+        f"generator.with_gpus={str(is_cuda).lower()}",
+        f"generator.precision={plan.file_dtype}",
+        f"generator.sampling.max_tokens={plan.max_tokens}",
+        "generator.sampling.ignore_eos=true",
+        f"training.max_steps={plan.total_steps}",
+        f"training.max_seq_len={plan.seq_len}",
+        f"training.microbatch_tokens={max(plan.microbatch_tokens, plan.seq_len)}",
+        f"training.activation_checkpointing={plan.checkpointing}",
+        f"training.learning_rate={plan.learning_rate}",
+        "training.schedule=constant",
+        "training.warmup_steps=0",
+        f"distributed.precision={precision}",
+        "distributed.shard=1",
+        f"distributed.with_gpus={str(is_cuda).lower()}",
+        "checkpointing.save_interval=null",
+        "checkpointing.export_hf=false",
+        "record.rollouts=some",
+        "record.num_groups=4",
+        "record.report=false",
+        *SIDES[side],
+    ]
+    if "generator.engine=vllm" in settings and not is_cuda:
+        settings.append("generator.kv_cache_gb=0.5")
+    elif side == "vllm-turns":
+        settings.append(f"generator.gpu_memory_share={plan.vllm_memory}")
+    return [*settings, *plan.settings]
+
+
+def mismatch(batch: Any, logprobs: Any) -> dict[str, float]:
+    """How far the trainer's logprobs are from the sampler's, over the tokens that count."""
+    import torch
+
+    counted = batch.loss_weights != 0
+    apart = (torch.cat(list(logprobs)) - batch.fields["old_logprobs"])[counted].double()
+    ratio = apart.exp()
+    outside = (ratio < NEAR[0]) | (ratio > NEAR[1])
+    return {
+        "mean_apart": float(apart.abs().mean()),
+        "max_apart": float(apart.abs().max()),
+        "outside": float(outside.double().mean()),
+        "num_tokens": int(counted.sum()),
+    }
+
+
+class Times:
+    """Tells where the time of each step went, and how stale its samples were, as the run writes it down."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_told = 0
+
+    def tell(self) -> None:
+        """The steps that were written since the last time."""
+        from forge.observe import read_jsonl
+
+        lines = [line for line in read_jsonl(self._path) if "time/step" in line.values] if self._path.exists() else []
+        for line in lines[self._num_told :]:
+            values = line.values
+            times = {name.removeprefix("time/"): value for name, value in values.items() if name.startswith("time/")}
+            stale = {name: values.get(f"rollout/{name}") for name in ("staleness_mean", "staleness_max", "reward_std")}
+            sync = {name.replace("/", "_"): value for name, value in values.items() if name.startswith("sync/")}
+            say("times", step=line.step, **stale, times=times, sync=sync)
+        self._num_told = len(lines)
+
+
+class Watched:
+    """A trainer's handle that tells when steps end. It saves nothing: a checkpoint is no part of what is measured."""
+
+    def __init__(self, trainer: Any, policy: Any, plan: Plan, *, times: Times) -> None:
+        self._trainer, self._policy, self._plan, self._times = trainer, policy, plan, times
+        self._num_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+    async def save(self, **_: Any) -> None:
+        """Nothing is kept."""
+
+    async def train_step(self, batch: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        result = await self._trainer.train_step(batch, **{**named, "keep_logprobs": True})
+        ended = time.perf_counter()
+        self._num_steps += 1
+        say(
+            "step",
+            step=self._num_steps,
+            ended=ended,
+            samples=len(batch.lengths),
+            tokens=int((batch.loss_weights != 0).sum()),
+            train_s=ended - began,
+            engine_s=result.seconds,
+            loss=result.loss,
+            **mismatch(batch, result.logprobs),
+        )
+        self._times.tell()
+        if self._num_steps == self._plan.total_steps:
+            await self._tell_ends()
+        return result
+
+    async def _tell_ends(self) -> None:
+        state = await self._trainer.state()
+        stats = [
+            {"num_preempted": each.num_preempted, "num_shared_tokens": each.num_shared_tokens, **dict(each.more)}
+            for each in await self._policy.stats()
+        ]
+        plain = [{k: v for k, v in each.items() if isinstance(v, int | float | str)} for each in stats]
+        say("trainer", **{name: state[name] for name in ("device_name", "compute_dtype", "memory_gib")}, engines=plain)
+
+
+async def train(plan: Plan, folder: Path, side: str) -> None:
+    import forge
+    from forge.config import GRPOConfig, load
+    from forge.loops.casting import Cast, open_cast
+    from forge.loops.grpo import GRPOLoop
+    from forge.loops.planning import plan_run
+
+    began = time.perf_counter()
+    shutil.rmtree(folder / "runs" / side, ignore_errors=True)
+    config = load(GRPOConfig, overrides=settings_of(plan, folder, side))
+    run = plan_run(config)
+    async with forge.run():
+        cast = await open_cast(run.config, run.trainer, loss=run.loss)
+        say("started", seconds=time.perf_counter() - began)
+        times = Times(folder / "runs" / side / "metrics.jsonl")
+        watched: Any = Watched(cast.trainer, cast.policy, plan, times=times)
+        loop = GRPOLoop(run, Cast(watched, cast.policy, cast.rewards, cast.reference))
+        try:
+            await loop.run()
+        finally:
+            loop.close()
+    times.tell()
+
+
+def main() -> None:
+    side, plan_file, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    do_and_end(lambda: asyncio.run(train(Plan.read(plan_file), folder, side)))
+
+
+if __name__ == "__main__":
+    main()

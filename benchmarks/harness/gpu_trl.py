@@ -1,0 +1,365 @@
+"""TRL's `GRPOTrainer` on one GPU, as a peer for `grpo_gpu.py` and `context_gpu.py`. It runs in TRL's environment and
+imports nothing of ours but the plan, which needs the standard library alone.
+
+    python gpu_trl.py train SIDE PLAN.json FOLDER       a few steps of GRPO
+    python gpu_trl.py probe - PLAN.json FOLDER          which settings make its training step fastest
+    python gpu_trl.py context LENGTH PLAN.json FOLDER   one training step on one sample of that length
+
+What TRL does by default, and does here: weights, gradients and AdamW's states in float32, computed in bfloat16 by
+autocast; gradient checkpointing; logprobs in chunks of the vocabulary; one more forward pass for the ratio of trainer
+to sampler (`vllm_importance_sampling_correction`), which the side `trl-vllm-uncorrected` leaves out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.gpu_plan import Plan, do_and_end, model_folder, prompts_file, say, spread
+
+SIDES: Mapping[str, Mapping[str, Any]] = {
+    "trl-vllm": {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
+    "trl-vllm-uncorrected": {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_enable_sleep_mode": True,
+        "vllm_importance_sampling_correction": False,
+    },
+    "trl-vllm-awake": {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": False},
+    "trl-transformers": {"use_vllm": False},
+}
+PROBED_ROWS = (4, 8, 16, 32)
+
+
+class Parts:
+    """Seconds by what they went into. Parts may lie in each other."""
+
+    def __init__(self, device: str) -> None:
+        self._is_cuda = device == "cuda"
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.samples = 0
+        self.tokens: list[Any] = []
+
+    def now(self) -> float:
+        """The time at which all that was asked of the device is done."""
+        if self._is_cuda:
+            import torch
+
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        began = self.now()
+        try:
+            yield
+        finally:
+            self.seconds[name] += self.now() - began
+
+    def count(self, inputs: Mapping[str, Any]) -> None:
+        """What goes through the model for the loss. Nothing is waited for here."""
+        self.samples += inputs["completion_ids"].shape[0]
+        self.tokens.append(inputs["completion_mask"].sum())
+
+    def taken(self) -> dict[str, Any]:
+        """What was counted since the last time."""
+        found = {"samples": self.samples, "tokens": sum(int(each) for each in self.tokens), "parts": dict(self.seconds)}
+        self.samples, self.tokens, self.seconds = 0, [], defaultdict(float)
+        return found
+
+
+def as_messages(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def spread_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The reward, as TRL calls it."""
+    return [spread(ids) for ids in completion_ids]
+
+
+def dtype_of(plan: Plan) -> str:
+    return "bfloat16" if plan.precision == "pure" else "float32"
+
+
+def config_of(plan: Plan, side: str, output: str) -> Any:
+    """TRL's configuration: its defaults, the plan's sizes, and what `--trl KEY=VALUE` says."""
+    from trl import GRPOConfig
+
+    is_vllm = bool(SIDES[side]["use_vllm"])
+    fixed = {"ignore_eos": True, "min_tokens": plan.max_tokens} if is_vllm else {"min_new_tokens": plan.max_tokens}
+    asked: dict[str, Any] = {
+        "output_dir": output,
+        "use_cpu": plan.device == "cpu",
+        "bf16": plan.precision != "float32",
+        "gradient_checkpointing": plan.gradient_checkpointing,
+        "use_liger_kernel": plan.liger,
+        "model_init_kwargs": {"dtype": dtype_of(plan), "attn_implementation": "sdpa"},
+        "per_device_train_batch_size": plan.rows,
+        "gradient_accumulation_steps": plan.num_samples // plan.rows,
+        "num_generations": plan.group_size,
+        "max_completion_length": plan.max_tokens,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "generation_kwargs": fixed,
+        "vllm_max_model_length": plan.seq_len,
+        "vllm_gpu_memory_utilization": plan.vllm_memory,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "loss_type": "dapo",
+        "num_iterations": 1,
+        "max_steps": plan.total_steps,
+        "learning_rate": plan.learning_rate,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.0,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+        "optim": "adamw_torch_fused",
+        "dataloader_pin_memory": False,
+        "seed": plan.seed,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1_000_000,
+        "disable_tqdm": True,
+        **SIDES[side],
+        **given(plan),
+    }
+    return GRPOConfig(**asked)
+
+
+def given(plan: Plan) -> dict[str, Any]:
+    """What `--trl KEY=VALUE` says, values as JSON."""
+    found = {}
+    for word in plan.trl:
+        key, _, value = word.partition("=")
+        found[key] = json.loads(value)
+    return found
+
+
+def build(plan: Plan, side: str, *, folder: Path, output: str) -> tuple[Any, Parts]:
+    """A trainer that counts where its time goes, and tells when steps end."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+    from trl import GRPOTrainer
+
+    parts = Parts(plan.device)
+
+    class MeteredTrainer(GRPOTrainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            parts.count(inputs)
+            return super().compute_loss(model, inputs, *rest, **named)
+
+        def _generate_and_score_completions(self, *args: Any, **named: Any) -> Any:
+            with parts.part("rollout"):
+                return super()._generate_and_score_completions(*args, **named)
+
+        def _generate_single_turn(self, *args: Any, **named: Any) -> Any:
+            with parts.part("generation_and_sync"):
+                return super()._generate_single_turn(*args, **named)
+
+        def _get_per_token_logps_and_entropies(self, *args: Any, **named: Any) -> Any:
+            import torch
+
+            if torch.is_grad_enabled():
+                return super()._get_per_token_logps_and_entropies(*args, **named)
+            with parts.part("scoring"):
+                return super()._get_per_token_logps_and_entropies(*args, **named)
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_named: Any) -> None:
+            tell_step(plan, parts, step=state.global_step)
+
+    model = str(model_folder(folder, plan))
+    lines = prompts_file(folder, plan).read_text(encoding="utf-8").splitlines()
+    trainer = MeteredTrainer(
+        model=model,
+        reward_funcs=spread_reward,
+        args=config_of(plan, side, output),
+        train_dataset=Dataset.from_list([{"prompt": as_messages(json.loads(line)["prompt"])} for line in lines]),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        callbacks=[Watch()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    if SIDES[side]["use_vllm"]:
+        count_syncs(trainer.vllm_generation, parts)
+    return trainer, parts
+
+
+def count_syncs(generation: Any, parts: Parts) -> None:
+    plain = generation.sync_weights
+
+    def sync_weights() -> None:
+        with parts.part("sync"):
+            plain()
+
+    generation.sync_weights = sync_weights
+
+
+def tell_step(plan: Plan, parts: Parts, *, step: int) -> None:
+    ended = parts.now()
+    say("step", step=step, ended=ended, **parts.taken(), **peaks(plan))
+
+
+def peaks(plan: Plan) -> dict[str, float]:
+    """torch's own peaks in this process, in GiB."""
+    import torch
+
+    if plan.device != "cuda":
+        return {}
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"allocated_gib": allocated / 2**30, "reserved_gib": reserved / 2**30}
+
+
+def train(plan: Plan, side: str, folder: Path) -> None:
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as output:
+        trainer, _ = build(plan, side, folder=folder, output=output)
+        say("started", seconds=time.perf_counter() - began, **versions())
+        trainer.train()
+    say("trainer", log=trainer.state.log_history[-1:], **peaks(plan))
+
+
+def versions() -> dict[str, str]:
+    import torch
+    import transformers
+    import trl
+
+    return {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+
+
+# ---- Steps on tokens that nobody generated
+
+
+def made_up(plan: Plan, *, rows: int, length: int) -> dict[str, Any]:
+    """What TRL's loss takes, of samples of one length, a third of it prompt."""
+    import torch
+
+    device = torch.device(plan.device)
+    prompt = max(1, length // 3)
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 500, (rows, length), generator=draw).to(device)
+    mask = torch.ones_like(ids)
+    return {
+        "prompt_ids": ids[:, :prompt],
+        "prompt_mask": mask[:, :prompt],
+        "completion_ids": ids[:, prompt:],
+        "completion_mask": mask[:, prompt:],
+        "advantages": torch.linspace(-1.0, 1.0, rows + 1, device=device)[1:],
+        "num_items_in_batch": mask[:, prompt:].sum(),
+    }
+
+
+def one_pass(trainer: Any, plan: Plan, *, rows: int, length: int) -> None:
+    """Forward and backward through TRL's own loss."""
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer.compute_loss(trainer.model, made_up(plan, rows=rows, length=length))
+    trainer.accelerator.backward(loss)
+
+
+def one_step(trainer: Any, plan: Plan, *, rows: int, length: int) -> None:
+    one_pass(trainer, plan, rows=rows, length=length)
+    trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+
+
+def opened(plan: Plan, folder: Path, output: str) -> tuple[Any, Parts]:
+    """A trainer that takes steps without generating, with its optimizer's states in place."""
+    trainer, parts = build(plan, "trl-transformers", folder=folder, output=output)
+    if plan.liger:
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
+    if plan.gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable()
+    trainer.model.train()
+    trainer.create_optimizer()
+    one_step(trainer, plan, rows=1, length=64)
+    return trainer, parts
+
+
+def probe(plan: Plan, folder: Path) -> None:
+    """Time a pass with more and more rows, without and with gradient checkpointing."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as output:
+        trainer, parts = opened(plan, folder, output)
+        say("started", **versions())
+        for is_checkpointed in (False, True):
+            switch = "gradient_checkpointing_enable" if is_checkpointed else "gradient_checkpointing_disable"
+            getattr(trainer.model, switch)()
+            for rows in (each for each in PROBED_ROWS if plan.num_samples % each == 0):
+                found = {"rows": rows, "gradient_checkpointing": is_checkpointed, "liger": plan.liger}
+                try:
+                    seconds = timed(trainer, plan, parts, rows=rows)
+                except torch.OutOfMemoryError:
+                    say("tried", **found, fits=False)
+                    break
+                finally:
+                    trainer.optimizer.zero_grad()
+                    if plan.device == "cuda":
+                        torch.cuda.empty_cache()
+                say("tried", **found, fits=True, seconds_a_sample=seconds / rows, **peaks(plan))
+
+
+def timed(trainer: Any, plan: Plan, parts: Parts, *, rows: int) -> float:
+    """Seconds of a pass: the better of two after one that is not counted."""
+    import torch
+
+    if plan.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    taken = []
+    for _ in range(3):
+        began = parts.now()
+        one_pass(trainer, plan, rows=rows, length=plan.seq_len)
+        taken.append(parts.now() - began)
+    return min(taken[1:])
+
+
+def context(plan: Plan, length: int, folder: Path) -> None:
+    """One step on one sample."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as output:
+        trainer, parts = opened(plan, folder, output)
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        say("started", length=length, **versions())
+        began = parts.now()
+        try:
+            one_step(trainer, plan, rows=1, length=length)
+        except torch.OutOfMemoryError as error:
+            say("full", length=length, what=str(error).splitlines()[0][:300])
+            return
+        say("trained", length=length, seconds=parts.now() - began, **peaks(plan))
+
+
+def work(what: str, word: str, plan: Plan, folder: Path) -> None:
+    if plan.device == "cpu":
+        import torch
+
+        torch.set_num_threads(1)
+    if what == "train":
+        train(plan, word, folder)
+    elif what == "probe":
+        probe(plan, folder)
+    else:
+        context(plan, int(word), folder)
+
+
+def main() -> None:
+    what, word, plan_file, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4])
+    do_and_end(lambda: work(what, word, Plan.read(plan_file), folder))
+
+
+if __name__ == "__main__":
+    main()
