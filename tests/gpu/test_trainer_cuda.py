@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from forge.config import CheckpointConfig, DistributedConfig, TrainerConfig, TrainingConfig
 from forge.losses import chunked_logprobs, chunked_nll
@@ -41,13 +42,19 @@ def engine_of() -> Iterator[Callable[..., Engine]]:
     opened: list[Engine] = []
 
     def open_engine(
-        folder: Path, *, on_gpu: bool = True, precision: str = "bfloat16", keep: Path | None = None, **training: Any
+        folder: Path,
+        *,
+        on_gpu: bool = True,
+        precision: str = "bfloat16",
+        head_precision: str | None = None,
+        keep: Path | None = None,
+        **training: Any,
     ) -> Engine:
         for engine in opened:
             engine.close()
         opened.clear()
         config = TrainerConfig(
-            model=read_hf_config(folder).model_copy(update={"path": str(folder)}),
+            model=read_hf_config(folder).model_copy(update={"path": str(folder), "head_precision": head_precision}),
             training=TrainingConfig.model_validate(
                 {"max_seq_len": 256, "learning_rate": 1e-3, "schedule": "constant", **training}
             ),
@@ -98,6 +105,40 @@ def test_logprobs_are_those_of_transformers(
     assert difference.mean() < bound / 4
     if precision == "float32" or "moe" not in folder.name:  # a rounded router sends a few tokens to other experts
         assert difference.max() < bound
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("float32", 1e-4), ("bfloat16", LOGPROB_BF16)])
+def test_samples_in_one_row_are_as_if_each_had_its_own(
+    tiny: Path, engine_of: Callable[..., Engine], precision: str, bound: float
+) -> None:
+    """Packed, alone, and with the same samples in another order: attention never reaches a neighbour."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    engine, samples = engine_of(tiny, precision=precision, microbatch_tokens=4096), list(batch_of().samples())
+    packed = engine.forward_logprobs(Batch.of(samples))
+    alone = [engine.forward_logprobs(Batch.of([sample]))[0] for sample in samples]
+    turned = engine.forward_logprobs(Batch.of(samples[::-1]))[::-1]
+    for other in (alone, turned):
+        assert (torch.cat(other) - torch.cat(packed)).abs().max() < bound
+
+
+def test_logits_in_float32_are_nearer_to_transformers(tmp_path: Path, engine_of: Callable[..., Engine]) -> None:
+    """On a model whose logits are about 30, as those of trained models are."""
+    make_tiny(tmp_path, tie_embeddings=False)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"] += 0.1
+    tensors["lm_head.weight"] += 30 / tensors["lm_head.weight"].shape[1]
+    save_file(tensors, file, metadata={"format": "pt"})
+    batch = batch_of()
+    right = torch.cat(reference_logprobs(tmp_path, batch))
+
+    def distance(head_precision: str | None) -> tuple[float, float]:
+        engine = engine_of(tmp_path, head_precision=head_precision)
+        return float((torch.cat(engine.forward_logprobs(batch)) - right).abs().mean()), engine.train_step(batch).loss
+
+    rounded, wide = distance(None), distance("float32")
+    assert wide[0] < 0.5 * rounded[0]
+    assert wide[1] == pytest.approx(rounded[1], rel=1e-2)
 
 
 def test_a_gpu_steps_as_a_cpu_does(folder: Path, engine_of: Callable[..., Engine]) -> None:
@@ -235,6 +276,27 @@ def test_the_kernel_of_the_head_differentiates(dtype: torch.dtype, bound: float,
             assert mine.shape == right.shape
             if mine.numel():
                 assert (mine - right).abs().max() <= bound * right.abs().max()
+
+
+@pytest.mark.parametrize("entropy", [False, True], ids=["one kernel", "several"])
+def test_the_head_in_float32_rounds_nothing(entropy: bool) -> None:
+    """Logits of about 25, as trained models have them; with an entropy the kernel of one pass is not used."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = (torch.randn(600, 256, device="cuda", generator=generator) + 1).bfloat16().requires_grad_()
+    weight = (0.1 * torch.randn(5003, 256, device="cuda", generator=generator) + 25 / 256).bfloat16().requires_grad_()
+    targets = torch.randint(0, 5003, (600,), device="cuda", generator=generator)
+    exact = (hidden.double() @ weight.double().T).log_softmax(-1)
+    right = exact.gather(1, targets[:, None])[:, 0]
+    chosen = {"chunk_tokens": 128, "entropy": entropy}
+    wide, found = chunked_logprobs(hidden, weight, targets, fp32_logits=True, **chosen)
+    narrow, _ = chunked_logprobs(hidden, weight, targets, **chosen)
+    assert (wide - right).abs().max() < 1e-3
+    assert (narrow - right).abs().mean() > 20 * (wide - right).abs().mean()
+    if found is not None:
+        assert (found + (exact.exp() * exact).sum(-1)).abs().max() < 1e-3
+    expected = torch.autograd.grad(right.sum(), [hidden, weight])
+    for mine, theirs in zip(torch.autograd.grad(wide.sum(), [hidden, weight]), expected, strict=True):
+        assert (mine.double() - theirs.double()).abs().max() <= 0.03 * theirs.double().abs().max()
 
 
 def test_a_target_outside_the_vocabulary_shows_as_nan() -> None:

@@ -92,6 +92,27 @@ def test_taking_turns_puts_generators_to_sleep_while_the_trainer_works(plain: GR
     assert [episode["token_ids"] for episode in episodes(turns)] == first
 
 
+def test_beside_the_trainer_generators_go_on_while_it_works(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "beside", "placement=beside", "rollout.staleness=1", "training.max_steps=3")
+    train(chosen)
+    stale, apart = figures(chosen, "rollout/staleness_max"), figures(chosen, "train/mismatch")
+    assert (stale[0], apart[0]) == (0.0, 0.0)
+    assert (stale[1], max(stale)) == (1.0, 1.0), "the second batch was begun with the first"
+    assert apart[1] > 0, "older weights made the tokens"
+
+
+def test_one_process_may_keep_more_digits_than_it_generates_with(tmp_path: Path) -> None:
+    """A trainer in mixed precision has float32 weights: the engine beside it computes with a bfloat16 copy of them."""
+    chosen = config(
+        tmp_path / "mixed",
+        *("placement=shared", "distributed.precision=bfloat16", "generator.precision=bfloat16"),
+        *("training.max_steps=3", "model.head_precision=float32"),
+    )
+    train(chosen)
+    assert max(figures(chosen, "train/mismatch_max")) < 0.05, "every step generates with the weights of the last one"
+    assert set(figures(chosen, "train/mismatch_outside")) == {0.0}
+
+
 def test_asynchronous_training_keeps_its_bound(tmp_path: Path) -> None:
     chosen = config(tmp_path / "late", "rollout.staleness=2", "training.max_steps=12", "generators.num_replicas=2")
     train(chosen)

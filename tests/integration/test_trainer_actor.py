@@ -93,6 +93,11 @@ async def learn(procs: int, folder: Path) -> dict[str, Any]:
         }
         for version in (1, 2)
     }
+    await trainer.give_back.call()  # there is no GPU: nothing to do
+    await trainer.publish_weights.call(2, name="half", dtype="bfloat16")
+    half = await Weights("half").fetch(version=2)
+    found["half"] = {name: tensor.clone() for name, tensor in half.tensors.items()}
+    half.release()
     await trainer.close.call()
     await trainer.stop()
     return found
@@ -124,6 +129,8 @@ def test_a_trainer_learns_publishes_and_goes_back(drive: Callable[..., Any], tmp
         for name, tensor in expected.items():
             assert torch.equal(weights[name], tensor), name
     assert any(not torch.equal(found["fetched"][1][name], found["fetched"][2][name]) for name in expected)
+    for name, tensor in found["fetched"][2].items():
+        assert torch.equal(found["half"][name], tensor.bfloat16()), name
 
 
 def test_a_frozen_trainer_is_a_service(drive: Callable[..., Any]) -> None:

@@ -155,7 +155,17 @@ class GenerationConfig(ConfigModel):
         default=None,
         gt=0,
         description="Memory for keys and values, in GiB. Null: on the CPU what max_batch completions of full length "
-        "need, at most a quarter of the free memory; on a GPU 80% of what is free.",
+        "need, at most a quarter of the free memory; on a GPU four times that, at most 80% of what is free; on a GPU "
+        "that a trainer uses too, once that, at most gpu_memory_share of it.",
+    )
+    gpu_memory_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="The part of a GPU's memory that an engine may take: with `native` the cache for keys and values, "
+        "with `vllm` everything that it holds (its gpu_memory_utilization). Null where it has the GPU to itself: 0.8. "
+        "Null beside a trainer: 0.5 with placement `turns`, and 0.35 with `beside` and `shared`, for all replicas "
+        "together.",
     )
     prefix_sharing: bool = Field(
         default=True, description="Whether requests that begin alike share what was computed for the beginning."

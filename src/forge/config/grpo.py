@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,6 +16,13 @@ from forge.config.rules import PathText
 from forge.config.schema import ForgeConfig
 from forge.config.sft import MetricsConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
+
+Placement = Literal["apart", "beside", "turns", "shared"]
+
+GPU_SHARES: Final[Mapping[str, float]] = {"beside": 0.35, "turns": 0.5, "shared": 0.35}
+"""Which part of a GPU the generators may take where a trainer uses the same one. The rest is for its weights, gradients
+and optimizer, and for activations, which come to their peak only in the first step, when the cache is there already. In
+`turns` nobody generates at that moment."""
 
 
 class RolloutConfig(ConfigModel):
@@ -99,11 +107,12 @@ class GRPOConfig(ForgeConfig):
     generator: GenerationConfig = Field(default_factory=GenerationConfig, description="What makes tokens.")
     generators: GeneratorsConfig = Field(default_factory=GeneratorsConfig, description="How many generators.")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="What the policy is held to.")
-    placement: Literal["apart", "turns", "shared"] = Field(
+    placement: Placement = Field(
         default="apart",
-        description="`apart`: trainer and generators have processes (and GPUs) of their own. `turns`: they have "
-        "processes of their own on the same GPU; generators sleep while the trainer works. `shared`: one process, and "
-        "the embedded engine computes with the trainer's own weights.",
+        description="`apart`: trainer and generators have processes (and GPUs) of their own. `beside`: they have "
+        "processes of their own on the same GPU, and work at the same time. `turns`: the same, but generators sleep "
+        "while the trainer works. `shared`: one process, and the embedded engine computes with the trainer's own "
+        "weights.",
     )
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="The optimizer's steps.")
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="The trainer's ranks.")
@@ -122,13 +131,25 @@ class GRPOConfig(ForgeConfig):
 
     @model_validator(mode="after")
     def _check_placement(self) -> Self:
-        if self.placement != "apart" and self.rollout.staleness > 0:
+        if self.placement in ("turns", "shared") and self.rollout.staleness > 0:
             rule = f"0 with placement `{self.placement}`: the policy generates and learns in turns"
-            raise broken_rule(rule, repair="set placement: apart, or staleness: 0", key="rollout.staleness")
+            repair = "set placement: beside or apart, or staleness: 0"
+            raise broken_rule(rule, repair=repair, key="rollout.staleness")
         if self.placement == "shared" and self.generator.engine != "native":
             rule = "`native` with placement `shared`: only it computes with the trainer's own weights"
-            raise broken_rule(rule, repair="set placement: turns", key="generator.engine")
+            raise broken_rule(rule, repair="set placement: turns or beside", key="generator.engine")
         if self.placement == "shared" and self.generators.num_replicas > 1:
             rule = "1 with placement `shared`: there is one process"
             raise broken_rule(rule, repair="set placement: apart", key="generators.num_replicas")
         return self
+
+    @property
+    def gpu_memory_share(self) -> float | None:
+        """The part of a GPU's memory that each generator may take: as said, or what the placement leaves to it.
+
+        None where a generator has a GPU of its own, and nothing was said: then it may take what it finds.
+        """
+        share = GPU_SHARES.get(self.placement)
+        if self.generator.gpu_memory_share is not None or share is None:
+            return self.generator.gpu_memory_share
+        return share / self.generators.num_replicas

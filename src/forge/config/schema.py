@@ -95,6 +95,11 @@ class ModelConfig(ConfigModel):
     )
     num_experts_per_token: int | None = Field(default=None, ge=1, description="Experts that a token is sent to.")
     expert_intermediate_size: int | None = Field(default=None, ge=1, description="Width inside one expert.")
+    head_precision: Literal["float32"] | None = Field(
+        default=None,
+        description="`float32`: where the model computes in bfloat16, trainer and generators sum and keep logits in "
+        "float32, which brings their logprobs closer together. Null: logits are rounded to bfloat16.",
+    )
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:

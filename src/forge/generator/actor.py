@@ -331,7 +331,8 @@ def _all_devices(rank: int, world_size: int) -> tuple[str, ...]:
     store.set(f"read/{rank}", "yes")
     if rank == 0:  # the others' answers come from here
         store.wait([f"read/{each}" for each in range(world_size)])
-    return tuple(device for devices in found if devices != "-" for device in devices.split(","))
+    named = (device for devices in found if devices != "-" for device in devices.split(","))
+    return tuple(dict.fromkeys(named))  # beside a trainer every rank sees all of them
 
 
 def _end_process(error: BaseException) -> None:

@@ -76,23 +76,52 @@ async def _start_policy(
     config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     """The trainer and the generators, as the placement says."""
-    generator = GeneratorConfig.of(trainer_config.model, config.generator)
+    generator = generator_config(config, trainer_config.model)
     if config.placement == "shared":
         return await _start_shared(trainer_config, loss=loss, generator=generator)
-    if config.placement == "turns":  # generators go to the trainer's GPU
-        trainer = await _start_trainer(trainer_config, loss)
+    if config.placement in ("beside", "turns"):  # generators go to the trainer's GPU, and take what they find there
+        trainer = await _start_trainer(trainer_config, loss, dtype=published_dtype(generator))
         gpus = (await trainer.state())["visible_gpus"]
         return trainer, await _start_generators(config, generator, on_gpus=gpus)
     async with asyncio.TaskGroup() as tasks:
-        training = tasks.create_task(_start_trainer(trainer_config, loss))
+        training = tasks.create_task(_start_trainer(trainer_config, loss, dtype=published_dtype(generator)))
         generating = tasks.create_task(_start_generators(config, generator))
     return training.result(), generating.result()
 
 
-async def _start_trainer(trainer_config: TrainerConfig, loss: Loss) -> PolicyTrainer:
+def generator_config(config: GRPOConfig, model: ModelConfig) -> GeneratorConfig:
+    """What a generator is made from, with the part of a GPU that the placement leaves to it."""
+    section = config.generator.model_copy(update={"gpu_memory_share": config.gpu_memory_share})
+    return GeneratorConfig.of(model, section)
+
+
+def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
+    """The GPUs of a generator that runs where a trainer does: the first of the trainer's, as many as it needs."""
+    gpus = trainer.split(",")
+    if tensor_parallel > len(gpus):
+        raise ConfigError(
+            "generators are to be split over more GPUs than the trainer has, whose GPUs they use",
+            path="generators.tensor_parallel",
+            value=tensor_parallel,
+            rule=f"at most {len(gpus)} with placement `beside` or `turns`, where the trainer has GPU {trainer}",
+            repair="lower it, give the trainer more ranks (distributed.shard), or set placement: apart",
+        )
+    return ",".join(gpus[:tensor_parallel])
+
+
+def published_dtype(generator: GeneratorConfig) -> str | None:
+    """What weights are published in: bfloat16 where that is what generators make of them, which halves the bytes that
+    are kept and sent; else None, for what the trainer keeps them in."""
+    asked = generator.engine_args.get("dtype") or generator.precision
+    if asked is None:
+        asked = "bfloat16" if wants_gpus(generator.with_gpus) else "float32"
+    return "bfloat16" if asked == "bfloat16" else None
+
+
+async def _start_trainer(trainer_config: TrainerConfig, loss: Loss, *, dtype: str | None) -> PolicyTrainer:
     """A service of one replica: it is watched, so that a trainer that hangs ends the run instead of holding it up."""
     chosen = Trainer.options(**trainer_options(trainer_config.distributed), **NEVER_REPLACED, mesh_name="trainer")
-    return RoutedTrainer(await chosen.as_service(trainer_config, loss))
+    return RoutedTrainer(await chosen.as_service(trainer_config, loss), dtype=dtype)
 
 
 # ---- The policy -----------------------------------------------------------------------------------------------------
@@ -199,7 +228,17 @@ class SharedHandle(PolicyHandle):
 
 
 class RoutedTrainer(MeshTrainer):
-    """A trainer behind a service of one replica that is never replaced: its state would be lost."""
+    """A trainer behind a service of one replica that is never replaced: its state would be lost.
+
+    It publishes weights in `dtype`; None for what it keeps them in.
+    """
+
+    def __init__(self, actor: Any, *, dtype: str | None = None) -> None:
+        super().__init__(actor)
+        self._dtype = dtype
+
+    async def publish_weights(self, version: int, *, name: str) -> None:
+        await self._first("publish_weights", version, name=name, dtype=self._dtype)
 
     async def _first(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
         return await getattr(self._actor, endpoint).route(*args, **kwargs)
@@ -225,8 +264,8 @@ async def _start_generators(
         procs=section.tensor_parallel,
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
-        with_gpus=wants_gpus(generator.with_gpus) and on_gpus is None,
-        env={} if on_gpus is None else {GPU_VARIABLE: on_gpus},
+        with_gpus=wants_gpus(generator.with_gpus) and not on_gpus,
+        env={} if not on_gpus else {GPU_VARIABLE: gpus_beside(on_gpus, tensor_parallel=section.tensor_parallel)},
         routing="least_loaded",
         mesh_name="generator",
     ).as_service(generator)
@@ -243,7 +282,7 @@ async def _start_shared(
             path="distributed",
             value=distributed.num_ranks,
             rule="one rank with placement `shared`",
-            repair="set placement: turns or apart, or all degrees to 1",
+            repair="set placement: turns, beside or apart, or all degrees to 1",
         )
     service = await SharedPolicy.options(
         with_gpus=wants_gpus(distributed.with_gpus),
@@ -330,7 +369,9 @@ async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) ->
     if config.algorithm.kl.coefficient == 0:
         return None
     section = config.reference
-    model = trainer_config.model if section.path is None else ModelConfig(path=section.path)
+    model = trainer_config.model
+    if section.path is not None:  # another model, whose logits are rounded as the policy's are
+        model = ModelConfig(path=section.path, head_precision=model.head_precision)
     updates: Mapping[str, Any] = {"model": model, "frozen": True, "checkpoint_dir": None}
     service = await ReferenceModel.options(
         num_replicas=section.num_replicas,

@@ -1,4 +1,4 @@
-"""Trainer and generator in one process, on one copy of the weights."""
+"""Trainer and generator in one process, on one copy of the weights where both compute in the same precision."""
 
 from __future__ import annotations
 
@@ -19,28 +19,41 @@ if TYPE_CHECKING:
 
 
 class _Sharing(Generator):
-    """A generator that computes with parameters which somebody else changes."""
+    """A generator that computes with parameters which somebody else changes.
+
+    A trainer that computes in bfloat16 keeps its weights in float32. An engine that generates in bfloat16 cannot
+    compute with those, and has a copy, which `copy_weights` renews.
+    """
 
     parameters: Mapping[str, Tensor]
+    is_shared: bool
 
     def _make_engine(self, world_size: int, devices: Sequence[str]) -> GenerationEngine:
         from forge.generator.actor import _end_process
         from forge.generator.native.engine import NativeEngine
 
+        self.is_shared = can_share(self.config, self.parameters)
         return NativeEngine(
             self.config,
             model=self.model,
             tokenizer=self._tokenizer,
-            shared=self.parameters,
+            shared=self.parameters if self.is_shared else None,
             on_death=_end_process,
         )
+
+    def copy_weights(self) -> None:
+        """Bring the engine's copy up to date, if it has one. Nothing may be generated meanwhile."""
+        if not self.is_shared:
+            engine: Any = self._engine
+            engine.thread.serving().runner.load(self.parameters)
 
 
 class SharedPolicy(Trainer):
     """A trainer that also generates, with the embedded engine on its own parameters.
 
-    There is nothing to copy: `publish_weights` only gives the weights their version. A step of training holds
-    generation up for as long as it takes; completions under way go on afterwards.
+    Where both compute in the same precision there is nothing to copy: `publish_weights` only gives the weights their
+    version. Otherwise it converts them, inside the device's memory. A step of training holds generation up for as long
+    as it takes; completions under way go on afterwards.
     """
 
     def __init__(self, config: TrainerConfig, loss: Loss | None, generator: GeneratorConfig) -> None:
@@ -51,7 +64,7 @@ class SharedPolicy(Trainer):
     async def setup(self) -> None:
         """Load the model once, for both."""
         await super().setup()
-        self._generator.parameters = self.engine.own_parameters()
+        self._generator.parameters = {name: _whole(tensor) for name, tensor in self.engine.own_parameters().items()}
         await self._generator.setup()
 
     @property
@@ -71,9 +84,12 @@ class SharedPolicy(Trainer):
             return await super().load(resume)
 
     @endpoint
-    async def publish_weights(self, version: int, name: str = "policy", canary: bool = True) -> None:
+    async def publish_weights(
+        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None
+    ) -> None:
         """Give the weights that both compute with their version."""
         async with self._native.changing(version):
+            await self._do(self._generator.copy_weights)
             self._generator._sync.trust(version)
 
     @endpoint(concurrent=True)
@@ -102,3 +118,19 @@ class SharedPolicy(Trainer):
         """End the engine, complete what is being saved, and leave the process group."""
         await self._generator.close()
         await super().close()
+
+
+def can_share(config: GeneratorConfig, parameters: Mapping[str, Tensor]) -> bool:
+    """Whether an engine computes with these very tensors: they are of its precision, and where it computes."""
+    is_cuda = all(tensor.is_cuda for tensor in parameters.values())
+    on_gpu = is_cuda if config.with_gpus is None else config.with_gpus
+    wanted = config.precision or ("bfloat16" if on_gpu else "float32")
+    kept_in = {str(tensor.dtype).removeprefix("torch.") for tensor in parameters.values()}
+    return on_gpu == is_cuda and kept_in == {wanted}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A parameter of the one rank as a plain tensor, in the same memory: mixed precision makes it a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

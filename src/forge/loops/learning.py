@@ -28,6 +28,8 @@ class Learner:
         )
         await self._cast.policy.rest()
         result = await self._steps_on(batch)
+        if self._plan.config.placement == "turns":  # else generators would wake to a device that is full
+            await self._cast.trainer.give_back()
         await self._cast.policy.rise()
         return judged, result
 

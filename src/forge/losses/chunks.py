@@ -47,13 +47,14 @@ class Workspace:
         self._hidden, self._weight, self._plan = hidden, weight, plan
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self._is_narrow = weight.dtype != self.dtype
-        self._floor = row_floor() if is_rowwise(hidden) and is_rowwise(weight) else 0
+        self._wide_weight = weight.to(self.dtype) if plan.fp32_logits and not weight.is_cuda else weight
+        is_wide = is_rowwise(self._wide_weight) and (self._is_narrow or is_rowwise(hidden))
+        self._floor = row_floor() if is_wide else 0
         shape = (max(min(plan.chunk_tokens, hidden.shape[0]), self._floor), weight.shape[0])
         product_dtype = self.dtype if plan.fp32_logits else weight.dtype
         self._logits = torch.empty(shape, dtype=product_dtype, device=weight.device)
         self._wide: Tensor | None = None
         self._narrow: Tensor | None = None if product_dtype != weight.dtype else self._logits
-        self._wide_weight = weight.to(self.dtype) if plan.fp32_logits and not weight.is_cuda else weight
 
     def chunks(self) -> list[slice]:
         step, end = self._plan.chunk_tokens, self._hidden.shape[0]
@@ -83,7 +84,7 @@ class Workspace:
         logits = self._logits[: rows.stop - rows.start]
         hidden, scale = self._hidden[rows], self._plan.scale
         if self._floor:
-            self._rowwise_product(hidden)
+            self._rowwise_product(hidden.to(self.dtype))
         elif not (self._is_narrow and self._plan.fp32_logits):
             logits.addmm_(hidden, self._weight.t(), beta=0, alpha=scale)
         elif hidden.is_cuda:
@@ -97,7 +98,7 @@ class Workspace:
         """Logits whose bits do not depend on the number of rows, nor on whether the scale is applied here or later."""
         if len(hidden) < self._floor:
             hidden = F.pad(hidden, (0, 0, 0, self._floor - len(hidden)))
-        logits = self._logits[: len(hidden)].addmm_(hidden, self._weight.t(), beta=0)
+        logits = self._logits[: len(hidden)].addmm_(hidden, self._wide_weight.t(), beta=0)
         if self._plan.scale != 1.0:
             logits.mul_(self._plan.scale)
 

@@ -26,6 +26,9 @@ from forge.errors import ConfigError
 from forge.losses.base import TokenView
 from forge.losses.surrogates import LARGEST_LOG_RATIO, ratio_of
 
+NEAR = (0.9, 1.1)
+"""Between which ratios a token counts as agreed upon by sampler and trainer."""
+
 CorrectionKind = Literal["none", "truncate", "mask"]
 Level = Literal["token", "sequence"]
 
@@ -92,6 +95,22 @@ def ratio_metrics(tokens: TokenView, ratio: Tensor, *, name: str) -> dict[str, T
         name: tokens.sum(ratio),
         f"{name}_max": torch.cat([above, -nothing]).amax(),
         f"{name}_min": torch.cat([below, nothing]).amin(),
+    }
+
+
+def mismatch_metrics(tokens: TokenView, log_ratio: Tensor) -> dict[str, Tensor]:
+    """How far the logprobs of sampler and trainer are apart, token by token, whatever the correction's level is.
+
+    `mismatch` is the mean of |log w|, `mismatch_max` the largest (0 where nothing counts), and `mismatch_outside` the
+    part of tokens with w below 0.9 or above 1.1; they are put together as `LossTerms` says.
+    """
+    counted = tokens.counted(log_ratio.detach())
+    gap, (low, high) = counted.abs(), NEAR
+    is_outside = (counted < math.log(low)) | (counted > math.log(high))
+    return {
+        "mismatch": tokens.sum(gap),
+        "mismatch_max": torch.cat([gap, gap.new_zeros(1)]).amax(),
+        "mismatch_outside": tokens.sum(is_outside.to(gap.dtype)),
     }
 
 

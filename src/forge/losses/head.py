@@ -53,7 +53,10 @@ def chunked_logprobs(
         chunk_tokens: tokens whose logits exist at once; None for 1024, or 256 on a CPU.
         temperature: what the logits are divided by.
         entropy: whether to compute the entropy, in nats; otherwise the second result is None.
-        fp32_logits: keep logits of a bfloat16 product in float32, where they are otherwise rounded to bfloat16 first.
+        fp32_logits: sum and keep logits of bfloat16 inputs in float32, where they are otherwise rounded to bfloat16.
+            The product of two bfloat16 numbers is exact in float32, so this is what float32 copies of both inputs would
+            give, at the speed of bfloat16 on a GPU; TF32 has no part in it. A chunk takes twice the memory; on a CPU
+            there is a float32 copy of the weight. Gradients are rounded to the inputs' dtype, as ever.
         group: the process group over which the rows of the weight are split, in any shares. Every rank passes the same
             hidden states and targets, gets the same results, and gets its *own part* of the gradient of
             `hidden_ND`: the sum over the group is the gradient.

@@ -16,7 +16,7 @@ from torch import Tensor
 from forge.errors import ConfigError, DataError
 from forge.losses.averaging import Average, check_average, divisor, token_weights
 from forge.losses.base import LossTerms, TokenView
-from forge.losses.correction import Correction, ratio_metrics
+from forge.losses.correction import Correction, mismatch_metrics, ratio_metrics
 from forge.losses.kl import KLPenalty, check_coefficient, estimate_kl
 from forge.losses.surrogates import (
     clipped_surrogate,
@@ -43,7 +43,9 @@ class PolicyLoss:
 
     Metrics: `ratio`, `ratio_max`, `ratio_min` (of the surrogate); `clip_low`, `clip_high`, `clip_dual` (the parts of
     tokens that a bound acted on); `sampler_ratio`, `…_max`, `…_min`, `…_square`, `…_outside` (trainer / sampler, and
-    the part that the correction acted on); `approx_kl` (k3 between the sampler and the policy); `kl` with a penalty;
+    the part that the correction acted on); `mismatch`, `mismatch_max`, `mismatch_outside` (the mean and the largest
+    difference of a token's logprob between sampler and trainer, and the part of tokens whose ratio is below 0.9 or
+    above 1.1); `approx_kl` (k3 between the sampler and the policy); `kl` with a penalty;
     `entropy`. The entropy is exact where it was computed. Elsewhere it is the mean of -logprob over the sampled tokens,
     which estimates the same for tokens that the policy sampled, and costs nothing.
 
@@ -145,7 +147,7 @@ class PolicyLoss:
         metrics["approx_kl"] = tokens.sum(estimate_kl(drift.new_zeros(()), drift, "k3"))
 
         sampler_ratio = self.correction.ratio(tokens, trainer - sampler)
-        metrics |= self._sampler_metrics(tokens, sampler_ratio)
+        metrics |= self._sampler_metrics(tokens, sampler_ratio) | mismatch_metrics(tokens, trainer - sampler)
         if self.correction.kind != "none":
             loss = loss * self.correction.weights(sampler_ratio, already_weighed=self._has_sampler_ratio)
 

@@ -77,17 +77,23 @@ class Trainer(ForgeActor):
         return logprobs if self.engine.ranks.rank == 0 else None
 
     @endpoint
-    async def publish_weights(self, version: int, name: str = "policy", canary: bool = True) -> None:
+    async def publish_weights(
+        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None
+    ) -> None:
         """Publish the weights as a version of `name` in the store. Returns when readers can fetch it.
 
         With `canary`, the logprobs that this model gives a few tokens are kept with the version, so that generators
-        can prove that they compute with the same weights.
+        can prove that they compute with the same weights. `dtype`, such as bfloat16, is what they are published in,
+        from the first version of a name on; None for what they are kept in.
         """
+        import torch
+
         from forge.store import Weights
 
         ranks = self.engine.ranks
         if self._weights is None or self._weights.name != name:
-            self._weights = Weights(name, rank=ranks.rank, world_size=ranks.size)
+            kind = None if dtype is None else getattr(torch, dtype)
+            self._weights = Weights(name, rank=ranks.rank, world_size=ranks.size, dtype=kind)
         with span("publish_weights", version=version):
             if canary:
                 with span("keep canary"):
@@ -129,6 +135,15 @@ class Trainer(ForgeActor):
         await self._do(self.keeper.export, Path(folder), dtype=dtype, overwrite=overwrite)
 
     @endpoint
+    async def give_back(self) -> None:
+        """Give the device's memory that is kept for later steps, and holds nothing now, back to the device.
+
+        PyTorch keeps what a step has used, activations above all, for the next one; no other process can have it.
+        """
+        with span("give_back"):
+            await self._do(_empty_cache)
+
+    @endpoint
     async def state(self) -> dict[str, Any]:
         """Where training is: step, layout, device, parameters, memory."""
         return await self._do(self.engine.describe)
@@ -139,6 +154,13 @@ class Trainer(ForgeActor):
         await self._do(self.keeper.close)
         await self._do(self.engine.close)
         self._thread.shutdown(wait=False)
+
+
+def _empty_cache() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 class ReferenceModel(Trainer):

@@ -87,7 +87,8 @@ class Engine:
             device=device,
             loss_fn=self._pipeline_loss,
         )
-        head = head_function(chunk_tokens=config.training.head_chunk_tokens)
+        is_wide = self.model.facts.head_precision == "float32"
+        head = head_function(chunk_tokens=config.training.head_chunk_tokens, fp32_logits=is_wide)
         for part in self.parts:
             part.use(self.book, head)
             part.train(not config.frozen)

@@ -47,6 +47,10 @@ class PolicyTrainer(TrainerHandle, Protocol):
 
     async def publish_weights(self, version: int, *, name: str) -> None: ...
 
+    async def give_back(self) -> None:
+        """Let go of the device's memory that no tensor is in, for whoever uses the same device."""
+        ...
+
 
 class MeshTrainer:
     """A trainer in processes of its own, driven from the controller."""
@@ -70,6 +74,9 @@ class MeshTrainer:
 
     async def publish_weights(self, version: int, *, name: str) -> None:
         await self._first("publish_weights", version, name=name)
+
+    async def give_back(self) -> None:
+        await self._first("give_back")
 
     async def evaluate(self, batch: Batch) -> tuple[float, float]:
         sums: tuple[float, float] = await self._first("evaluate", batch)

@@ -13,8 +13,11 @@ from forge.models.language_model import HeadFunction
 from forge.models.rows import RowTask
 
 
-def head_function(*, chunk_tokens: int | None) -> HeadFunction:
-    """A head that never holds more than `chunk_tokens` rows of logits; None for what suits the device."""
+def head_function(*, chunk_tokens: int | None, fp32_logits: bool = False) -> HeadFunction:
+    """A head that never holds more than `chunk_tokens` rows of logits; None for what suits the device.
+
+    `fp32_logits` is `model.head_precision: float32`: see `chunked_logprobs`.
+    """
 
     def compute(hidden_ND: Tensor, weight_VD: Tensor, row: RowTask, group: Any) -> Any:
         start = 0 if group is None else dist.get_rank(group) * weight_VD.shape[0]
@@ -25,6 +28,7 @@ def head_function(*, chunk_tokens: int | None) -> HeadFunction:
                 row.targets,
                 row.weights,
                 chunk_tokens=chunk_tokens,
+                fp32_logits=fp32_logits,
                 group=group,
                 vocab_start=start,
             )
@@ -35,6 +39,7 @@ def head_function(*, chunk_tokens: int | None) -> HeadFunction:
             chunk_tokens=chunk_tokens,
             temperature=row.temperature,
             entropy=row.entropy,
+            fp32_logits=fp32_logits,
             group=group,
             vocab_start=start,
         )

@@ -71,6 +71,29 @@ def test_defaults_on_gpus():
     assert "kv_cache_memory_bytes" not in arguments, "vLLM measures what is left"
 
 
+def test_beside_a_trainer_vllm_takes_its_share_of_a_gpu():
+    assert plan("gpu").arguments["gpu_memory_utilization"] == 0.8
+    assert plan("gpu", gpu_memory_share=0.35).arguments["gpu_memory_utilization"] == 0.35
+    theirs = plan("gpu", gpu_memory_share=0.35, engine_args={"gpu_memory_utilization": 0.6})
+    assert theirs.arguments["gpu_memory_utilization"] == 0.6
+    assert "gpu_memory_utilization" not in plan("cpu", gpu_memory_share=0.35).arguments
+
+
+def test_a_head_in_float32_binds_vllm_too():
+    wide = ModelConfig(head_precision="float32")
+    assert plan("gpu", model=wide).arguments["hf_overrides"] == {"head_dtype": "float32"}
+    both = plan("gpu", model=wide, engine_args={"hf_overrides": {"rope_theta": 1e6}}).arguments["hf_overrides"]
+    assert both == {"rope_theta": 1e6, "head_dtype": "float32"}
+    assert "hf_overrides" not in plan("gpu").arguments
+    assert "hf_overrides" not in plan("cpu", model=wide).arguments, "there all is float32"
+    with pytest.raises(ConfigError) as caught:
+        plan("gpu", model=wide, engine_args={"hf_overrides": {"head_dtype": "model"}})
+    error = caught.value
+    assert (error.path, error.value) == ("generator.engine_args.hf_overrides.head_dtype", "model")
+    assert error.rule == "is model.head_precision, which is float32"
+    assert error.repair
+
+
 def test_the_configuration_decides_and_the_users_arguments_win():
     arguments = plan(
         max_seq_len=256,

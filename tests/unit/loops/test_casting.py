@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 
 from episodes import make_completion
-from forge.config import Sampling
-from forge.errors import ActorFailure, FanoutError, Overloaded, ServiceStopped, SyncError
+from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling
+from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped, SyncError
 from forge.generator.engine import UpdateReport
-from forge.loops.casting import Cast, PolicyHandle
+from forge.loops.casting import (
+    Cast,
+    PolicyHandle,
+    RoutedTrainer,
+    generator_config,
+    gpus_beside,
+    published_dtype,
+)
 from forge.service.records import Outcome
 from forge.types import Prompt
 
@@ -105,3 +112,61 @@ def test_a_service_that_does_not_end_in_order_cuts_nobody_short() -> None:
     players = (Lost(), Slow(), Slow(), None)
     with pytest.raises(ServiceStopped):
         asyncio.run(Cast(*players).close())
+
+
+@pytest.mark.parametrize(
+    ("placement", "keys", "share"),
+    [
+        ("apart", {}, None),
+        ("beside", {}, 0.35),
+        ("turns", {}, 0.5),
+        ("shared", {}, 0.35),
+        ("beside", {"generators": {"num_replicas": 2}}, 0.175),
+        ("beside", {"generator": {"gpu_memory_share": 0.2}, "generators": {"num_replicas": 2}}, 0.2),
+        ("apart", {"generator": {"gpu_memory_share": 0.9}}, 0.9),
+    ],
+)
+def test_a_generator_leaves_the_rest_of_a_gpu_to_the_trainer(
+    placement: str, keys: dict[str, Any], share: float | None
+) -> None:
+    chosen = GRPOConfig.model_validate({"placement": placement, **keys})
+    made = generator_config(chosen, ModelConfig(name="policy"))
+    assert made.gpu_memory_share == (None if share is None else pytest.approx(share))
+    assert made.model.name == "policy"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"with_gpus": True}, "bfloat16"),
+        ({"with_gpus": False}, None),
+        ({"with_gpus": True, "precision": "float32"}, None),
+        ({"with_gpus": False, "precision": "bfloat16"}, "bfloat16"),
+        ({"with_gpus": True, "engine": "vllm", "engine_args": {"dtype": "float32"}}, None),
+        ({"with_gpus": True, "engine": "vllm", "engine_args": {"dtype": "auto"}}, None),
+    ],
+)
+def test_weights_are_sent_in_what_generators_make_of_them(fields: dict[str, Any], expected: str | None) -> None:
+    assert published_dtype(GeneratorConfig(**fields)) == expected
+
+
+def test_a_trainer_is_told_what_to_publish_in() -> None:
+    asked: list[Any] = []
+
+    async def route(*args: Any, **kwargs: Any) -> None:
+        asked.append((args, kwargs))
+
+    actor = SimpleNamespace(publish_weights=SimpleNamespace(route=route))
+    asyncio.run(RoutedTrainer(actor, dtype="bfloat16").publish_weights(4, name="policy"))
+    assert asked == [((4,), {"name": "policy", "dtype": "bfloat16"})]
+
+
+def test_beside_a_trainer_generators_use_its_first_gpus() -> None:
+    assert gpus_beside("3", tensor_parallel=1) == "3"
+    assert gpus_beside("3,5,6", tensor_parallel=2) == "3,5"
+    with pytest.raises(ConfigError) as caught:
+        gpus_beside("3,5", tensor_parallel=4)
+    error = caught.value
+    assert (error.path, error.value) == ("generators.tensor_parallel", 4)
+    assert "at most 2" in error.rule
+    assert "placement: apart" in error.repair

@@ -24,6 +24,8 @@ REFUSED = {
 BROKEN = {
     "asynchronous in one process": (("placement=shared", "rollout.staleness=1"), "rollout.staleness"),
     "asynchronous in turns": (("placement=turns", "rollout.staleness=1"), "rollout.staleness"),
+    "more than all of a GPU": (("generator.gpu_memory_share=1.5",), "generator.gpu_memory_share"),
+    "a head that is not known": (("model.head_precision=float16",), "model.head_precision"),
     "shared with vllm": (("placement=shared", "generator.engine=vllm"), "generator.engine"),
     "shared by two": (("placement=shared", "generators.num_replicas=2"), "generators.num_replicas"),
     "rows instead of groups": (("training.batch_size=4",), "training.batch_size"),

@@ -94,11 +94,26 @@ def make_plan(
     else:
         arguments["enforce_eager"] = not config.cuda_graphs
         arguments["enable_sleep_mode"] = True
-        arguments["gpu_memory_utilization"] = 0.8
+        arguments["gpu_memory_utilization"] = config.gpu_memory_share or 0.8
+    if config.model.head_precision == "float32" and precision != "float32":
+        given["hf_overrides"] = _with_wide_head(given.get("hf_overrides") or {})
     size = _cache_bytes(config, facts, max_seq_len, precision=precision, device=device)
     if size is not None:
         arguments["kv_cache_memory_bytes"] = size // tensor_parallel
     return Plan(arguments | given, max_seq_len, precision)
+
+
+def _with_wide_head(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's `hf_overrides` with what makes vLLM sum and keep logits in float32, as the trainer does."""
+    if overrides.get("head_dtype", "float32") != "float32":
+        raise ConfigError(
+            "The output layer of trainer and vLLM would be of different precisions.",
+            path=f"{PATH}.hf_overrides.head_dtype",
+            value=overrides["head_dtype"],
+            rule="is model.head_precision, which is float32",
+            repair="remove it, or remove model.head_precision",
+        )
+    return {**overrides, "head_dtype": "float32"}
 
 
 def thawed(value: Any) -> Any:

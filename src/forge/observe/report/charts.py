@@ -82,6 +82,20 @@ CHARTS: Final = (
         "Probability by the trainer over probability by the sampler; 1 where both agree.",
         log=True,
     ),
+    Chart(
+        _POLICY,
+        "Mismatch of sampler and trainer",
+        (("train/mismatch", "mean"), ("train/mismatch_max", "largest")),
+        "How much the logprob of a token differs between both, in nats.",
+        log=True,
+    ),
+    Chart(
+        _POLICY,
+        "Tokens that differ",
+        (("train/mismatch_outside", "tokens"),),
+        "The part of tokens whose probability by the trainer over that by the sampler is below 0.9 or above 1.1.",
+        unit="%",
+    ),
     Chart(_POLICY, "Clipped", (("train/clip*", "clip"),), "The part of tokens whose ratio was clipped."),
     Chart(
         _OPTIMIZER,
