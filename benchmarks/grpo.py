@@ -58,7 +58,7 @@ TRL_SIDES: Mapping[str, tuple[str, ...]] = {
 }
 USUAL = [*SIDES, "TRL, 1 thread", "TRL, 2 threads"]
 """Continuous batching took 1.7 times the CPU time of plain generation, and is left out unless it is asked for."""
-ONE, AHEAD = "ours, synchronous, one process", "ours, asynchronous, staleness 1"
+TWO, AHEAD = "ours, synchronous, one process, 2 threads", "ours, asynchronous, staleness 1"
 
 FULL = Plan(SHAPE_5M)
 QUICK = Plan(SHAPE_QUICK, num_rounds=2, window=2, max_tokens=8, num_prompts=2, group_size=4, sft_steps=0)
@@ -209,7 +209,7 @@ def measure(plan: Plan, chosen: argparse.Namespace, environment: Path | None) ->
         if chosen.only != "speed" and plan.sft_steps:
             wanted: dict[str, Any] = {"goal": chosen.goal, "window": chosen.time_window, "num_seeds": chosen.seeds}
             timed = replace(plan, **TIMED, **wanted)
-            later = measure_times(timed, folder, environment, [ONE, AHEAD, *peers[:1]])
+            later = measure_times(timed, folder, environment, [TWO, AHEAD, *peers[:1]])
             found |= {"time_plan": asdict(timed), "curves": later["curves"], "rows": [*found["rows"], *later["rows"]]}
     return found
 

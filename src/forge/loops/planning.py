@@ -14,6 +14,7 @@ from forge.errors import ConfigError, LaunchError
 from forge.loops.casting import wants_gpus
 from forge.loops.evaluation import check_evaluation
 from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
+from forge.memory import check_at_start
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
 from forge.rewards import check as check_rewards
@@ -83,6 +84,7 @@ def plan_run(config: GRPOConfig) -> Plan:
         raise _needed("rewards.functions", "at least one reward", "such as [{kind: number}]")
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
     check_layout(config.distributed, model.facts, config.training, num_ranks=planned_ranks(config.distributed))
+    check_at_start(config, facts=model.facts, log=_log)
     _check_folder(run_dir(config), "run.output_dir")
     _check_folder(checkpoint_dir(config), "checkpointing.output_dir")
     find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)

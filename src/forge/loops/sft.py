@@ -24,6 +24,7 @@ from forge.config import SFTConfig, TrainerConfig, save
 from forge.data import BatchLoader, Loaders, open_loaders
 from forge.errors import DataError, NonFiniteError
 from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
+from forge.memory import check_at_start
 from forge.models.locate import ResolvedModel, resolve
 from forge.observe import (
     MetricsLog,
@@ -101,6 +102,7 @@ def _check_before_start(config: SFTConfig, model: ResolvedModel) -> None:
     """Refuse what the ranks would refuse, before there are any: it takes a second, and nothing is left behind."""
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else planned_ranks(config.distributed)
     check_layout(config.distributed, model.facts, config.training, num_ranks=num_ranks)
+    check_at_start(config, facts=model.facts, log=_log)
     find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
 
 

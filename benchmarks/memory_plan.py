@@ -1,0 +1,367 @@
+"""How far is the memory that `forge plan` predicts from what a GPU shows?
+
+Trainers take steps and an engine generates, each setting in a process of its own, on models of the shapes of Qwen3 with
+random weights. Beside each prediction stands what was measured: the bytes of tensors that stay (weights, states), the
+most that tensors took (torch's allocated), the most that torch held (reserved), and what the process took of the GPU.
+
+    python benchmarks/memory_plan.py                          # all settings, on the GPU; about 6 minutes
+    python benchmarks/memory_plan.py --shapes qwen3_0_6b --minutes 3 --json memory_plan.json
+    python benchmarks/memory_plan.py --quick                  # without a GPU: what can be counted on a CPU
+
+Without a GPU it says so and ends; with `--quick` it counts on the CPU what tensors a tiny model's trainer holds and
+what its layers keep for the backward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from forge.config import GRPOConfig, load
+from forge.memory import Card, PlannedRun, find_card, read_run
+from forge.memory.constants import CUDA_CONTEXT, GIB
+from forge.memory.devices import generator_job, trainer_jobs
+from forge.memory.generator import awake_parts
+from forge.memory.records import Part
+from forge.memory.trainer import lasting_parts, training_moments
+from harness.report import table
+
+GOAL = 0.1
+"""How far a predicted peak may be from the measured one."""
+CHILD_S = 240.0
+COMMON = ("model.", "distributed.shard", "record.", "training.max_seq_len", "generator.sampling")
+"""What all settings have alike, and lines need not repeat."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one child measures: the overrides of a run of reinforcement learning, and which part of it runs."""
+
+    part: str
+    words: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        shown = [word.rpartition(".")[2] for word in self.words if not word.startswith(COMMON)]
+        return f"{self.part}: {', '.join(shown)}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One quantity of one setting, in bytes."""
+
+    shape: str
+    setting: str
+    what: str
+    predicted: int
+    measured: int
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured if self.measured else float("inf")
+
+
+def settings_for(shape: str, *, quick: bool) -> list[Setting]:
+    base = (f"model.preset={shape}", "distributed.shard=1", "record.trainer_logprobs=false")
+    if quick:
+        small = (*base, "training.max_seq_len=256", "training.microbatch_tokens=512", "rollout.share_prompts=false")
+        return [Setting("trainer", (*small, f"distributed.precision={each}")) for each in ("float32", "bfloat16")]
+    rows = (*base, "training.max_seq_len=1536", "generator.sampling.max_tokens=1024")
+    mixed, pure = "distributed.precision=bfloat16", "distributed.precision=bfloat16_pure"
+    variants = [
+        (mixed, "training.microbatch_tokens=8192"),
+        (mixed, "training.microbatch_tokens=8192", "training.activation_checkpointing=selective"),
+        (mixed, "training.microbatch_tokens=8192", "training.activation_checkpointing=full"),
+        (mixed, "training.microbatch_tokens=16384", "training.activation_checkpointing=full"),
+        (mixed, "training.microbatch_tokens=8192", "rollout.share_prompts=false"),
+        (mixed, "training.microbatch_tokens=1536", "training.optimizer_dtype=bfloat16"),
+        (pure, "training.microbatch_tokens=8192"),
+        (pure, "training.microbatch_tokens=8192", "training.activation_checkpointing=selective"),
+        (pure, "training.microbatch_tokens=1536", "training.optimizer_dtype=bfloat16"),
+        (mixed, "training.microbatch_tokens=8192", "training.activation_offload=true"),
+    ]
+    generators = [("generator.kv_cache_gb=8",), ("generator.kv_cache_gb=8", "generator.max_batch=256")]
+    return [Setting("trainer", (*rows, *variant)) for variant in variants] + [
+        Setting("generator", (*rows, *variant)) for variant in generators
+    ]
+
+
+# ---- What is predicted ---------------------------------------------------------------------------------------------
+
+
+def planned(setting: Setting, card: Card | None) -> PlannedRun:
+    config = load(GRPOConfig, overrides=[*setting.words, f"distributed.with_gpus={'true' if card else 'false'}"])
+    return replace(read_run(config, card=card), num_versions=0)  # nothing is published here
+
+
+def without(parts: tuple[Part, ...], *names: str) -> int:
+    return sum(part.num_bytes for part in parts if part.name not in names)
+
+
+def predictions(setting: Setting, card: Card | None) -> dict[str, int]:
+    run = planned(setting, card)
+    if setting.part == "generator":
+        job = generator_job(replace(run, placement="apart"), card)
+        assert job is not None
+        parts = awake_parts(job)
+        total = without(parts)
+        return {"weights": without(tuple(part for part in parts if part.name == "weights")), "process": total}
+    ((_, trainer),) = trainer_jobs(run)
+    lasting = lasting_parts(trainer)
+    found = {"lasting": without(lasting, "CUDA context")}
+    if card is None:
+        found["gradients"] = trainer.master * trainer.holding.held
+        waiting = next(part for part in training_moments(trainer)[0].parts if part.name == "activations")
+        return found | {"activations": waiting.num_bytes}
+    peak = max(training_moments(trainer), key=lambda moment: moment.num_bytes)
+    found["peak allocated"] = without(peak.parts, "CUDA context", "allocator slack")
+    found["peak reserved"] = without(peak.parts, "CUDA context")
+    found["process"] = without(peak.parts)
+    return found
+
+
+# ---- What is measured, in a child ----------------------------------------------------------------------------------
+
+
+def made_batch(run: PlannedRun, fields: tuple[str, ...], *, num_rows: int) -> Any:
+    """Rows of full length, of groups of the longest samples."""
+    import torch
+
+    from forge.types import Batch, Sample
+
+    assert run.training is not None
+    length, completion = run.training.max_seq_len, run.completion_tokens
+    tokens = run.training.microbatch_tokens or length
+    prompt = length - completion if run.share_prompts else 0
+    together = max(1, min(run.group_size, (tokens - prompt) // max(1, completion))) if run.share_prompts else 1
+    each = prompt + together * completion if run.share_prompts else length
+    num_groups = num_rows * max(1, tokens // each)
+    made = torch.Generator().manual_seed(0)
+    samples = []
+    for _ in range(num_groups):
+        shared = torch.randint(run.sizes.vocab, (prompt,), generator=made)
+        for _ in range(together):
+            own = torch.randint(run.sizes.vocab, (length - prompt,), generator=made)
+            weights = torch.ones(length)
+            weights[: max(1, prompt)] = 0
+            values = {name: torch.zeros(length) for name in fields}
+            samples.append(Sample(torch.cat([shared, own]), weights, fields=values))
+    return Batch.of(samples)
+
+
+def open_engine(setting: Setting, card: Card | None) -> tuple[Any, Any]:
+    from forge.config import TrainerConfig
+    from forge.losses import make_loss
+    from forge.trainer.engine import Engine
+
+    words = [*setting.words, f"distributed.with_gpus={'true' if card else 'false'}", "training.schedule=constant"]
+    config = load(GRPOConfig, overrides=words)
+    run = planned(setting, card)
+    assert run.training is not None
+    loss = make_loss(
+        config.algorithm, max_tokens=run.completion_tokens, temperature=1.0, iterations=1, exact_entropy=False
+    )
+    training = run.training.model_copy(update={"schedule": "constant", "warmup_steps": 0})
+    trainer = TrainerConfig(model=run.facts, training=training, distributed=config.distributed)
+    return Engine(trainer, loss=loss), made_batch(run, tuple(loss.fields), num_rows=2 if card else 1)
+
+
+def measure_trainer(setting: Setting, card: Card) -> dict[str, int]:
+    import torch
+
+    engine, batch = open_engine(setting, card)
+    torch.cuda.synchronize()
+    lasting = torch.cuda.memory_allocated()
+    engine.train_step(batch)
+    torch.cuda.reset_peak_memory_stats()
+    engine.train_step(batch)
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    found = {
+        "lasting": lasting,
+        "peak allocated": torch.cuda.max_memory_allocated(),
+        "peak reserved": torch.cuda.max_memory_reserved(),
+        "process": total - free,
+    }
+    engine.close()
+    return found
+
+
+async def measure_generator(setting: Setting, card: Card) -> dict[str, int]:
+    import torch
+
+    from forge.config import GeneratorConfig, Sampling
+    from forge.generator.engine import Request
+    from forge.generator.native.engine import NativeEngine
+    from forge.models.locate import ResolvedModel
+
+    run = planned(setting, card)
+    assert run.generator is not None
+    section = run.generator.model_copy(update={"max_seq_len": run.generator_seq_len, "with_gpus": True})
+    engine = NativeEngine(GeneratorConfig.of(run.facts, section), model=ResolvedModel(run.facts, None, run.name))
+    await engine.start()
+    weights = sum(parameter.nbytes for parameter in engine.thread.batching.runner.parameters.values())
+    prompt = tuple(range(1, 1 + run.generator_seq_len - run.completion_tokens))
+    chosen = Sampling(max_tokens=32, ignore_eos=True)
+    asked = [Request(str(number), (number + 1, *prompt[1:]), chosen) for number in range(section.max_batch)]
+    await asyncio.gather(*(engine.generate(request) for request in asked))
+    free, total = torch.cuda.mem_get_info()
+    await engine.close()
+    return {"weights": weights, "process": total - free}
+
+
+def count_on_cpu(setting: Setting) -> dict[str, int]:
+    """What tensors hold, and what layers keep, of a trainer on a CPU."""
+    import torch
+
+    torch.set_num_threads(1)
+    engine, batch = open_engine(setting, None)
+    states = engine.optimizer.state_dict()
+    tensors = [*engine.own_parameters().values(), *states["exp_avg"].values(), *states["exp_avg_sq"].values()]
+    tables = [buffer for part in engine.parts for buffer in part.buffers()]
+    lasting = sum(_local(tensor).nbytes for tensor in (*tensors, *tables))
+    known = {_local(tensor).untyped_storage().data_ptr() for tensor in tables}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: Any) -> Any:
+        storage = _local(tensor).untyped_storage()
+        gathered = (
+            _local(weight).untyped_storage().data_ptr() for part in engine.parts for weight in part.parameters()
+        )
+        if storage.data_ptr() not in known.union(gathered):
+            kept[storage.data_ptr()] = storage  # held, so that its address is not given to another
+        return tensor
+
+    gradients: list[int] = []
+    step = engine.optimizer.step
+
+    def noted(**rate: float) -> None:
+        gradients.append(sum(_local(each.grad).nbytes for each in engine._parameters.values()))
+        step(**rate)
+
+    engine.optimizer.step = noted
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.train_step(batch)
+    engine.close()
+    activations = sum(storage.nbytes() for storage in kept.values())
+    return {"lasting": lasting, "gradients": gradients[0], "activations": activations}
+
+
+def _local(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def measure(setting: Setting, card: Card | None) -> dict[str, int]:
+    if card is None:
+        return count_on_cpu(setting)
+    if setting.part == "trainer":
+        return measure_trainer(setting, card)
+    return asyncio.run(measure_generator(setting, card))
+
+
+# ---- The comparison ------------------------------------------------------------------------------------------------
+
+
+def run_child(setting: Setting, *, on_gpu: bool) -> dict[str, int] | str:
+    """What a child measured, or the last line of what it said when it failed."""
+    command = [sys.executable, __file__, "--child", json.dumps(asdict(setting))]
+    if not on_gpu:
+        command.append("--quick")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"took longer than {CHILD_S:.0f} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("MEASURED ")]
+    if done.returncode or not lines:
+        return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    measured: dict[str, int] = json.loads(lines[-1].removeprefix("MEASURED "))
+    return measured
+
+
+def used_now() -> int:
+    """What is in use on the first GPU before a child starts."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout) * 2**20
+
+
+def compare(setting: Setting, shape: str, card: Card | None) -> list[Line] | str:
+    before = used_now() if card is not None else 0
+    measured = run_child(setting, on_gpu=card is not None)
+    if isinstance(measured, str):
+        return measured
+    if "process" in measured:
+        measured["process"] -= before
+    predicted = predictions(setting, card)
+    return [Line(shape, setting.label, what, predicted[what], measured[what]) for what in predicted if what in measured]
+
+
+def show(lines: list[Line]) -> str:
+    rows = [
+        (
+            line.shape,
+            line.setting,
+            line.what,
+            f"{line.predicted / GIB:.3f}",
+            f"{line.measured / GIB:.3f}",
+            f"{line.ratio:.3f}",
+        )
+        for line in lines
+    ]
+    return table(("shape", "setting", "what", "predicted GiB", "measured GiB", "ratio"), rows)
+
+
+def judge(lines: list[Line]) -> tuple[float, bool]:
+    """The largest distance of a predicted peak from the measured one, and whether that is near enough."""
+    peaks = [abs(line.ratio - 1) for line in lines if line.what in ("peak reserved", "process")]
+    worst = max(peaks, default=0.0)
+    return worst, worst <= GOAL
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--shapes", nargs="+", default=["qwen3_0_6b", "qwen3_1_7b"], help="presets of models")
+    parser.add_argument("--minutes", type=float, default=9.0, help="settings that no longer fit are left out")
+    parser.add_argument("--quick", action="store_true", help="on a CPU, with a tiny model: what can be counted there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the lines as JSON")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    card = None if args.quick else find_card()
+    if args.child:
+        given = json.loads(args.child)
+        print("MEASURED", json.dumps(measure(Setting(given["part"], tuple(given["words"])), card)), flush=True)
+        return 0
+    if card is None and not args.quick:
+        print("There is no GPU here: nothing was measured. --quick counts what can be counted on a CPU.")
+        return 0
+    end, lines = time.monotonic() + 60 * args.minutes, list[Line]()
+    for shape in ["tiny"] if args.quick else args.shapes:
+        for setting in settings_for(shape, quick=args.quick):
+            if time.monotonic() > end:
+                print(f"left out, because the time is over: {shape}, {setting.label}")
+                continue
+            found = compare(setting, shape, card)
+            if isinstance(found, str):
+                print(f"FAILED: {shape}, {setting.label}: {found}", flush=True)
+                continue
+            lines += found
+            said = ", ".join(f"{line.what} {line.ratio:.3f}" for line in found)
+            print(f"{shape}, {setting.label}: predicted / measured: {said}", flush=True)
+    print(f"\n{show(lines)}\n")
+    worst, near = judge(lines)
+    if card is not None:
+        print(f"farthest peak: {worst:.1%} (goal: within {GOAL:.0%}: {'met' if near else 'missed'}); {card.name}")
+        print(f"a CUDA context is taken for {CUDA_CONTEXT / GIB:.2f} GiB")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"lines": [asdict(line) for line in lines], "worst": worst}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

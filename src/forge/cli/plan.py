@@ -1,0 +1,126 @@
+"""`forge plan CONFIG [overrides]`: the memory of a run, worked out without running it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import TYPE_CHECKING
+
+from forge.cli.config import AnyOrderParser
+from forge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge.config import ForgeConfig
+    from forge.memory import Card
+
+_KINDS = ("sft", "policy", "grpo")
+"""In the order in which a file that says too little is taken for one."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `plan`."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="say how much memory a run will take, and what would fit",
+        description="Work out how much memory each GPU and the host will need: weights, gradients, optimizer states, "
+        "activations, published weights, the cache for keys and values. Nothing is started, and no GPU is needed. A "
+        "run that does not fit ends with exit code 2 and with changes that do, to be pasted behind the command.",
+        epilog="example: forge plan apps/grpo/qwen3_1_7b.yaml --gpu-memory 48GB --gpus 1 training.max_seq_len=4096",
+    )
+    parser.__class__ = AnyOrderParser  # overrides may stand between options
+    parser.add_argument(
+        "words", metavar="CONFIG|OVERRIDE", nargs="+", help="YAML files, and a.b=c or ~a.b for any key; overrides win"
+    )
+    parser.add_argument(
+        "--gpu-memory", metavar="SIZE", help="memory of one GPU, such as 80GB; default: that of this machine's"
+    )
+    parser.add_argument(
+        "--gpus", metavar="N", type=int, help="how many GPUs there are; default: this machine's, or what the run needs"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with every moment and every part in bytes")
+    parser.add_argument("--kind", choices=_KINDS, help="which configuration it is; default: told by its sections")
+    parser.set_defaults(handler=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from forge.memory import as_json, as_table, find_limits, plan_memory, propose, read_run
+    from forge.memory.card import host_memory
+    from forge.memory.checking import refusal
+
+    config = _load(arguments)
+    card, is_own = _card(arguments)
+    run = read_run(config, card=card)
+    if run.uses_gpus and card is None:
+        raise _which_gpu()
+    host_bytes = host_memory() if is_own or not run.uses_gpus else None
+    plan = plan_memory(run, card=card, host_bytes=host_bytes)
+    limits = find_limits(run, card=card, host_bytes=host_bytes)
+    changes = () if plan.fits else propose(config, card=card, host_bytes=host_bytes)
+    if arguments.json:
+        print(json.dumps(as_json(plan, limits=limits, changes=changes), indent=2))
+    else:
+        print(as_table(plan, limits=limits, changes=changes), end="")
+    if not plan.fits:
+        raise refusal(plan, changes)
+    return 0
+
+
+def _card(arguments: argparse.Namespace) -> tuple[Card | None, bool]:
+    """The GPUs to plan for, and whether they are this machine's."""
+    from forge.memory import Card, find_card, parse_size
+
+    if arguments.gpus is not None and arguments.gpus < 1:
+        raise ConfigError(
+            "there is nothing to plan for",
+            path="--gpus",
+            value=arguments.gpus,
+            rule="at least 1",
+            repair="leave it out for as many as the run needs",
+        )
+    if arguments.gpu_memory is not None:
+        return Card(parse_size(arguments.gpu_memory), arguments.gpus), False
+    own = find_card()
+    if arguments.gpus is None:
+        return own, own is not None
+    if own is None:
+        raise _which_gpu()
+    return Card(own.num_bytes, arguments.gpus, own.name), arguments.gpus == own.num_gpus
+
+
+def _which_gpu() -> ConfigError:
+    return ConfigError(
+        "for which GPU is this to be planned? There is none here",
+        path="--gpu-memory",
+        value=None,
+        rule="the memory of one GPU, where the run uses GPUs and this machine has none",
+        repair="add --gpu-memory 80GB, and --gpus N if there are only so many",
+    )
+
+
+def _load(arguments: argparse.Namespace) -> ForgeConfig:
+    from forge.config import GRPOConfig, PolicyConfig, SFTConfig, load, split_words
+
+    files, overrides = split_words(arguments.words)
+    files = [os.path.expanduser(file) for file in files]
+    schemas: dict[str, type[ForgeConfig]] = {"grpo": GRPOConfig, "sft": SFTConfig, "policy": PolicyConfig}
+    chosen = arguments.kind or _told_by(_sections(files, overrides), schemas)
+    return load(schemas[chosen], files=files, overrides=overrides)
+
+
+def _told_by(sections: set[str], schemas: dict[str, type[ForgeConfig]]) -> str:
+    """The kind of configuration that knows most of these sections."""
+    return min(_KINDS, key=lambda kind: len(sections - set(schemas[kind].model_fields)))
+
+
+def _sections(files: list[str], overrides: list[str]) -> set[str]:
+    """What stands at the top of files and overrides. A file that cannot be read is refused when it is loaded."""
+    from forge.config.yaml_text import read_yaml
+
+    found = {word.lstrip("~").partition("=")[0].partition(".")[0] for word in overrides}
+    for file in files:
+        if os.path.isfile(file):
+            with open(file, encoding="utf-8", errors="replace") as stream:
+                data = read_yaml(stream.read(), source=file).data
+            found |= set(data) if isinstance(data, dict) else set()
+    return found

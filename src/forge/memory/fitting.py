@@ -1,0 +1,198 @@
+"""What would fit: changes to a configuration, tried in the order of what they cost, and the longest rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from forge.config import ForgeConfig, ModelConfig, load
+from forge.config.saving import to_plain
+from forge.errors import ConfigError, ModelError
+from forge.memory.card import Card
+from forge.memory.devices import plan_memory
+from forge.memory.ladders import ladders, shorter_contexts
+from forge.memory.records import MemoryPlan
+from forge.memory.run import PlannedRun, read_run
+
+Words = tuple[str, ...]
+_STEP = 256
+_MOST_TOKENS = 1 << 22
+_MOST_PROPOSALS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Overrides with which a run fits, as they are pasted behind a command, and its plan with them.
+
+    `cost` is the place of the costliest among them in the order of `forge.memory.ladders`.
+    """
+
+    words: Words
+    plan: MemoryPlan
+    cost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest values that fit with all else as it is; None where even the smallest does not, or none applies.
+
+    `max_seq_len` is for rows of one sequence each, that is with `microbatch_tokens` equal to it.
+    """
+
+    microbatch_tokens: int | None
+    max_seq_len: int | None
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Plans of variants of one configuration, each made once."""
+
+    config: ForgeConfig
+    card: Card | None
+    facts: ModelConfig | None
+    host_bytes: int | None
+    _known: dict[Words, MemoryPlan | None] = field(default_factory=dict)
+
+    def with_words(self, words: Words) -> MemoryPlan | None:
+        """The plan with overrides; None for a configuration that would be refused."""
+        if words not in self._known:
+            self._known[words] = self._plan(words)
+        return self._known[words]
+
+    def _plan(self, words: Words) -> MemoryPlan | None:
+        try:
+            changed = changed_config(self.config, words)
+            run = read_run(changed, card=self.card, facts=self.facts)
+        except (ConfigError, ModelError):
+            return None  # this combination is refused for another reason than memory
+        return plan_memory(run, card=self.card, host_bytes=self.host_bytes)
+
+    def shortage(self, words: Words) -> float:
+        """By how much it does not fit with overrides; infinity for a configuration that would be refused."""
+        plan = self.with_words(words)
+        return math.inf if plan is None else shortage(plan)
+
+
+def changed_config(config: ForgeConfig, words: Sequence[str]) -> Any:
+    """The same configuration with overrides laid over it, checked as any other."""
+    plain = to_plain(config)
+    plain["model"].pop("preset", None)  # what it said is in the plain values; it must not be laid over them again
+    return load(type(config), defaults=plain, overrides=words)
+
+
+def propose(
+    config: ForgeConfig, *, card: Card | None, facts: ModelConfig | None = None, host_bytes: int | None = None
+) -> tuple[Change, ...]:
+    """Changes with which a run fits, those that cost least first; empty where none was found.
+
+    Every one fits when it is applied. They are changes of one kind that are enough alone; a combination of cheaper
+    ones, where there is one; and only where nothing else is enough, a shorter context.
+    """
+    run = read_run(config, card=card, facts=facts)
+    present = plan_memory(run, card=card, host_bytes=host_bytes)
+    if present.fits:
+        return ()
+    search, rungs = _Search(config, card, facts, host_bytes), ladders(config, run, card)
+    singles = list(_singles(search, rungs))
+    combined = list(_combination(search, rungs))
+    if combined and (not singles or combined[0].cost < singles[0].cost):
+        singles = [*combined, *singles]
+    if not singles:
+        singles = list(_combination(search, (*rungs, (*shorter_contexts(config), ()))))
+    return tuple(singles[:_MOST_PROPOSALS])
+
+
+def _singles(search: _Search, rungs: Sequence[Sequence[Words]]) -> Iterator[Change]:
+    for cost, ladder in enumerate(rungs):
+        for words in ladder:
+            plan = search.with_words(words)
+            if plan is not None and plan.fits:
+                yield Change(words, plan, cost)
+                break
+
+
+def _combination(search: _Search, rungs: Sequence[Sequence[Words]]) -> Iterator[Change]:
+    """All kinds of changes together, each as far as it helps; then each as little as still fits, costliest first."""
+    chosen: list[Words] = [ladder[-1] for ladder in rungs]
+    for index in [*range(len(rungs)), *range(len(rungs))]:
+        strongest_first = (*reversed(rungs[index]), ())
+        chosen[index] = min(strongest_first, key=lambda words: search.shortage(_replaced(chosen, index, words)))
+    if search.shortage(_flat(chosen)) > 0:
+        return
+    for index in reversed(range(len(rungs))):
+        options = ((), *rungs[index])
+        chosen[index] = next(words for words in options if not search.shortage(_replaced(chosen, index, words)))
+    plan = search.with_words(_flat(chosen))
+    assert plan is not None
+    yield Change(_flat(chosen), plan, max(index for index, words in enumerate(chosen) if words))
+
+
+def _replaced(chosen: Sequence[Words], index: int, words: Words) -> Words:
+    return _flat([*chosen[:index], words, *chosen[index + 1 :]])
+
+
+def _flat(chosen: Sequence[Words]) -> Words:
+    """All words, the last one where a key comes twice."""
+    by_key = {word.partition("=")[0]: word for words in chosen for word in words}
+    return tuple(by_key.values())
+
+
+def shortage(plan: MemoryPlan) -> int:
+    """By how many bytes a plan does not fit, over all devices."""
+    missing = 0
+    if plan.card is not None and plan.card.num_gpus is not None:
+        missing = max(0, plan.num_gpus - plan.card.num_gpus) * plan.card.num_bytes
+    return missing + sum(max(0, -(device.free or 0)) * device.count for device in plan.devices)
+
+
+# ---- The longest rows ----------------------------------------------------------------------------------------------
+
+
+def find_limits(run: PlannedRun, *, card: Card | None, host_bytes: int | None = None) -> Limits:
+    """The most tokens of a row, and the longest sequence, that fit with everything else as it is."""
+    if run.training is None:
+        return Limits(None, None)
+
+    def fits(changed: PlannedRun) -> bool:
+        return plan_memory(changed, card=card, host_bytes=host_bytes).fits
+
+    least = run.training.max_seq_len
+    longest = run.facts.max_seq_len or _MOST_TOKENS
+    most = _largest(lambda tokens: fits(_with_microbatch(run, tokens)), least=least, most=_MOST_TOKENS)
+    return Limits(most, _largest(lambda length: fits(_with_length(run, length)), least=2, most=longest))
+
+
+def _with_microbatch(run: PlannedRun, tokens: int) -> PlannedRun:
+    assert run.training is not None
+    return replace(run, training=run.training.model_copy(update={"microbatch_tokens": tokens}))
+
+
+def _with_length(run: PlannedRun, length: int) -> PlannedRun:
+    assert run.training is not None
+    training = run.training.model_copy(update={"max_seq_len": length, "microbatch_tokens": None})
+    completion = max(1, round(run.completion_tokens * length / run.training.max_seq_len))
+    return replace(
+        run,
+        training=training,
+        generator_seq_len=length if run.generator is not None else 0,
+        completion_tokens=completion,
+    )
+
+
+def _largest(fits: Callable[[int], bool], *, least: int, most: int) -> int | None:
+    """The largest number up to `most` that fits, in steps of 256 tokens above `least`."""
+    if least > most or not fits(least):
+        return None
+    if fits(most):
+        return most
+    low, high = 0, (most - least) // _STEP + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(least + middle * _STEP):
+            low = middle
+        else:
+            high = middle
+    found = least + low * _STEP
+    return found - found % _STEP if found - found % _STEP >= least else found

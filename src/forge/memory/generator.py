@@ -1,0 +1,173 @@
+"""What one process of a generator holds on its device, awake and asleep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge.config import GenerationConfig
+from forge.generator.native.cache_size import CacheNeed, pages_on_cpu, pages_on_gpu
+from forge.memory.activations import Setting, forward_bytes
+from forge.memory.constants import (
+    CUDA_CONTEXT,
+    GIB,
+    GRAPH_BYTES,
+    GRAPH_SIZES,
+    GRAPH_STEP,
+    PAGE_TOKENS,
+    PREFILL_CPU,
+    PREFILL_GPU,
+    VLLM_ASLEEP,
+    VLLM_OVERHEAD,
+    VLLM_SHARE,
+)
+from forge.memory.model_size import ITEM_BYTES, Sizes
+from forge.memory.records import Part
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorJob:
+    """What a generator is asked to do.
+
+    Attributes:
+        max_seq_len: the longest sequence, decided.
+        tensor: GPUs over which it is split.
+        share: the part of a GPU that it may take; None where it has one to itself.
+        capacity: the GPU's memory as the driver tells it, or what a host has free.
+        occupied: what others hold on that device when the cache is made.
+        is_guest: whether it is in a trainer's process. It computes with the trainer's own weights then, if these are
+            kept in its precision, `kept_item` bytes each, and else with a copy.
+    """
+
+    sizes: Sizes
+    config: GenerationConfig
+    max_seq_len: int
+    on_gpu: bool
+    capacity: int
+    tensor: int = 1
+    share: float | None = None
+    occupied: int = 0
+    is_guest: bool = False
+    kept_item: int | None = None
+
+    @property
+    def item(self) -> int:
+        return ITEM_BYTES[self.config.precision or ("bfloat16" if self.on_gpu else "float32")]
+
+    @property
+    def weights(self) -> int:
+        is_shared = self.is_guest and self.kept_item == self.item
+        return 0 if is_shared else self.item * self.sizes.total // self.tensor
+
+
+def awake_parts(job: GeneratorJob) -> tuple[Part, ...]:
+    """What it holds while it generates."""
+    return _vllm_parts(job) if job.config.engine == "vllm" else _native_parts(job)
+
+
+def asleep_parts(job: GeneratorJob) -> tuple[Part, ...]:
+    """What it still holds on the GPU while it sleeps."""
+    if job.config.engine == "vllm":
+        return (Part("vLLM asleep", VLLM_ASLEEP, "context and recorded steps"),)
+    return (Part("CUDA context", CUDA_CONTEXT, "of the process"),)
+
+
+def asleep_host_bytes(job: GeneratorJob) -> int:
+    """Weights that wait in the host's memory meanwhile."""
+    return job.weights * job.tensor
+
+
+def page_bytes(sizes: Sizes, item: int) -> int:
+    """The memory of one page of keys and values, over all layers."""
+    return 2 * PAGE_TOKENS * sizes.keys * item * sizes.num_layers
+
+
+def cache_need(job: GeneratorJob) -> CacheNeed:
+    """What the cache is for, as `forge.generator.native.runner` counts it."""
+    pages = -(-job.max_seq_len // PAGE_TOKENS)
+    item = job.item if job.on_gpu else 4
+    return CacheNeed(page_bytes(job.sizes, item), pages + 1, pages + 1 + pages * job.config.max_batch)
+
+
+def _native_parts(job: GeneratorJob) -> tuple[Part, ...]:
+    others = [Part("weights", job.weights, f"{job.sizes.total / 1e6:,.0f} M parameters x {job.item} bytes")]
+    if job.on_gpu and not job.is_guest:
+        others.append(Part("CUDA context", CUDA_CONTEXT, "of the process"))
+    table = job.max_seq_len * 2 * job.sizes.head_dim * 4
+    others.append(Part("rotary tables", table, "one for all layers"))
+    cache = _native_cache(job, sum(part.num_bytes for part in others))
+    return (*others, cache, *_working_parts(job))
+
+
+def _native_cache(job: GeneratorJob, held: int) -> Part:
+    need = cache_need(job)
+    if job.config.kv_cache_gb is not None:
+        num_pages, why = int(job.config.kv_cache_gb * GIB) // need.page_bytes, "generator.kv_cache_gb"
+    else:
+        free = max(0, job.capacity - job.occupied - held)
+        if job.on_gpu:
+            num_pages = pages_on_gpu(need, free_bytes=free, total_bytes=job.capacity, share=job.share)
+        else:
+            num_pages = pages_on_cpu(need, free_bytes=free)
+        why = f"wanted: {job.config.max_batch} sequences of {job.max_seq_len:,}"
+    num_pages = max(num_pages, need.least)
+    return Part("KV cache", num_pages * need.page_bytes, f"{num_pages * PAGE_TOKENS:,} tokens; {why}")
+
+
+def _working_parts(job: GeneratorJob) -> tuple[Part, ...]:
+    """What a step needs besides weights and cache."""
+    batch, vocab = job.config.max_batch, job.sizes.vocab
+    chunk = job.config.prefill_chunk_tokens or (PREFILL_GPU if job.on_gpu else PREFILL_CPU)
+    setting = Setting.of("bfloat16" if job.item == 2 else "float32", on_gpu=job.on_gpu)
+    parts = [
+        Part("prefill", forward_bytes(job.sizes, setting, max(chunk, batch)), f"{chunk:,} tokens", is_passing=True),
+        Part("sampler", batch * vocab * 16, f"{batch} rows of {vocab:,} logits", is_passing=True),
+    ]
+    if job.on_gpu and job.config.cuda_graphs and not job.sizes.num_experts:
+        sizes = graph_sizes(batch)
+        logits = sum(sizes) * vocab * 4 + batch * vocab * job.item
+        why = f"{len(sizes)} recorded steps with their logits"
+        parts.append(Part("CUDA graphs", logits + len(sizes) * GRAPH_BYTES, why))
+    return tuple(parts)
+
+
+def graph_sizes(max_batch: int) -> tuple[int, ...]:
+    """For how many sequences decode steps are recorded."""
+    small = {size for size in GRAPH_SIZES if size < max_batch}
+    return tuple(sorted(small | set(range(GRAPH_SIZES[-1], max_batch, GRAPH_STEP)) | {max_batch}))
+
+
+def _vllm_parts(job: GeneratorJob) -> tuple[Part, ...]:
+    if not job.on_gpu:
+        need = cache_need(job)
+        cache = pages_on_cpu(need, free_bytes=job.capacity) * need.page_bytes
+        if job.config.kv_cache_gb is not None:
+            cache = int(job.config.kv_cache_gb * GIB)
+        return (
+            Part("weights", job.weights, f"{job.item} bytes each"),
+            Part("KV cache", cache, "of vLLM"),
+            Part("vLLM", VLLM_OVERHEAD, "its processes"),
+        )
+    if job.config.kv_cache_gb is not None:
+        cache = int(job.config.kv_cache_gb * GIB) // job.tensor
+        overhead = VLLM_OVERHEAD + CUDA_CONTEXT
+        return (
+            Part("weights", job.weights, f"{job.item} bytes each, over {job.tensor} GPU(s)"),
+            Part("KV cache", cache, "generator.kv_cache_gb"),
+            Part("vLLM", overhead, "context, recorded steps, activations"),
+        )
+    share, why = vllm_share(job)
+    rest = int(share * job.capacity) - job.weights
+    least = cache_need(job).least * cache_need(job).page_bytes // job.tensor + VLLM_OVERHEAD
+    return (
+        Part("weights", job.weights, f"{job.item} bytes each, over {job.tensor} GPU(s)"),
+        Part("KV cache and vLLM", max(rest, least), f"{share:.0%} of the GPU less weights; {why}"),
+        Part("CUDA context", CUDA_CONTEXT, "of the process"),
+    )
+
+
+def vllm_share(job: GeneratorJob) -> tuple[float, str]:
+    """vLLM's part of the GPU, and the key that says so."""
+    given = job.config.engine_args.get("gpu_memory_utilization")
+    if given is not None:
+        return float(given), "gpu_memory_utilization"
+    return (VLLM_SHARE, "its default") if job.share is None else (job.share, "generator.gpu_memory_share")

@@ -1,0 +1,121 @@
+"""What a plan consists of: parts, the moments at which they are alive together, and the devices that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from forge.memory.card import Card
+
+Phase = Literal["generating", "training", "syncing", "scoring"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something that takes memory.
+
+    Attributes:
+        name: what it is.
+        num_bytes: how much it takes.
+        why: where the number comes from, in a few words.
+        is_passing: whether it comes and goes within a step, so that the allocator leaves gaps around it.
+        owner: the process that holds it, where a device has several.
+    """
+
+    name: str
+    num_bytes: int
+    why: str
+    is_passing: bool = False
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Parts that are alive at the same time."""
+
+    phase: Phase
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """One GPU, or the memory of one host.
+
+    Attributes:
+        name: who is on it, such as `trainer` or `trainer + generator`.
+        count: how many devices look like this.
+        capacity: what one has for processes, in bytes; None where that is not known.
+        moments: what may be its fullest moment.
+    """
+
+    name: str
+    count: int
+    capacity: int | None
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The fullest moment."""
+        return max(self.moments, key=lambda moment: moment.num_bytes)
+
+    @property
+    def free(self) -> int | None:
+        """What is left at the fullest moment; negative where it does not fit."""
+        return None if self.capacity is None else self.capacity - self.peak.num_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity is None or self.peak.num_bytes <= self.capacity
+
+    def phase_peaks(self) -> dict[Phase, Moment]:
+        """The fullest moment of each phase, in the order in which phases first occur."""
+        peaks: dict[Phase, Moment] = {}
+        for moment in self.moments:
+            if moment.phase not in peaks or moment.num_bytes > peaks[moment.phase].num_bytes:
+                peaks[moment.phase] = moment
+        return peaks
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of a whole run.
+
+    Attributes:
+        model: what the model is called, and `num_parameters` how large it is.
+        card: the GPUs that it was planned for; None for a run on CPUs.
+        gpus: GPUs that hold the same are one entry.
+        host: the controller's host, with all processes that run there.
+        num_gpus: how many GPUs the run needs in all.
+        notes: what the plan had to assume.
+    """
+
+    model: str
+    num_parameters: int
+    card: Card | None
+    gpus: tuple[DevicePlan, ...]
+    host: DevicePlan
+    num_gpus: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> tuple[DevicePlan, ...]:
+        return (*self.gpus, self.host)
+
+    @property
+    def has_enough_gpus(self) -> bool:
+        return self.card is None or self.card.num_gpus is None or self.num_gpus <= self.card.num_gpus
+
+    @property
+    def fits(self) -> bool:
+        return self.has_enough_gpus and all(device.fits for device in self.devices)
+
+
+def owned(parts: Iterable[Part], owner: str) -> tuple[Part, ...]:
+    """The same parts, as those of a process. Parts that take nothing are left out."""
+    return tuple(replace(part, owner=owner) for part in parts if part.num_bytes > 0)

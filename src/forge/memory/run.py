@@ -1,0 +1,231 @@
+"""From a configuration to what its memory depends on, whatever kind of run it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from forge.config import (
+    DistributedConfig,
+    ForgeConfig,
+    GenerationConfig,
+    GRPOConfig,
+    ModelConfig,
+    PolicyConfig,
+    SFTConfig,
+    TrainingConfig,
+)
+from forge.errors import ConfigError, ModelError
+from forge.memory.card import Card
+from forge.memory.model_size import Sizes
+from forge.models.facts import complete, merge
+from forge.models.hf_config import read_hf_config
+from forge.trainer.layout import Layout, check_layout
+
+Placement = Literal["apart", "beside", "turns", "shared"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """What a run's memory depends on.
+
+    Attributes:
+        name: the model's.
+        facts: the architecture, complete, and `sizes` its widths.
+        training, distributed, layout: the trainer's; None for a run that only generates.
+        generator: None for a run that only trains.
+        num_generators, tensor_parallel: how many, and over how many GPUs each.
+        placement: where generators are.
+        share: the part of a GPU that each may take, where that was decided.
+        num_references: replicas of the reference model; 0 for none. `reference_on_gpu` where they are.
+        num_versions: for how many versions of the weights the store has memory.
+        publishes_half: whether they are published in bfloat16, which is what generators make of them.
+        is_spread: whether processes are on several hosts, so that published weights go to host memory.
+        group_size, share_prompts, prompt_tokens, completion_tokens: how much attention repeats of what is shared.
+        entropy: whether the loss needs the gradient of entropies.
+        saves_beside: whether checkpoints are written while training goes on, from a copy in host memory.
+        notes: what had to be assumed.
+    """
+
+    name: str
+    facts: ModelConfig
+    sizes: Sizes
+    training: TrainingConfig | None = None
+    distributed: DistributedConfig | None = None
+    layout: Layout | None = None
+    generator: GenerationConfig | None = None
+    num_generators: int = 0
+    tensor_parallel: int = 1
+    generator_seq_len: int = 0
+    placement: Placement = "apart"
+    share: float | None = None
+    num_references: int = 0
+    reference_on_gpu: bool = False
+    trainer_on_gpu: bool = False
+    generator_on_gpu: bool = False
+    num_versions: int = 2
+    publishes_half: bool = False
+    is_spread: bool = False
+    group_size: int = 1
+    share_prompts: bool = False
+    completion_tokens: int = 0
+    entropy: bool = False
+    saves_beside: bool = True
+    notes: tuple[str, ...] = ()
+
+    @property
+    def attended_ratio(self) -> float:
+        """Tokens in attention for each that is computed, when a row is full of groups of the longest samples.
+
+        A prompt of p tokens with g completions of c is computed as p + g c tokens and attended to as g (p + c).
+        """
+        if self.training is None or not self.share_prompts or self.layout is None or self.layout.fixed_shape:
+            return 1.0
+        completion = max(1, self.completion_tokens)
+        prompt = max(0, self.training.max_seq_len - completion)
+        tokens = self.training.microbatch_tokens or self.training.max_seq_len
+        together = max(1, min(self.group_size, (tokens - prompt) // completion))
+        return together * (prompt + completion) / (prompt + together * completion)
+
+    @property
+    def uses_gpus(self) -> bool:
+        return self.trainer_on_gpu or self.generator_on_gpu or self.reference_on_gpu
+
+
+def read_run(config: ForgeConfig, *, card: Card | None = None, facts: ModelConfig | None = None) -> PlannedRun:
+    """What the memory of a run depends on, planned for `card`; None for a run on CPUs.
+
+    `facts` are the model's, where they are known already. A model whose folder is not there yet is planned from its
+    preset. Raises `ConfigError` or `ModelError` for what cannot run at all, such as a layout that the model does not
+    admit.
+    """
+    notes: list[str] = []
+    facts = _facts(config.model, notes) if facts is None else complete(facts)
+    name = config.model.name or config.model.preset or config.model.hf_repo or Path(config.model.path or "model").name
+    sizes = Sizes.of(facts)
+    if isinstance(config, GRPOConfig):
+        return _read_grpo(config, PlannedRun(name, facts, sizes), card, notes)
+    if isinstance(config, SFTConfig):
+        return _read_sft(config, PlannedRun(name, facts, sizes), card, notes)
+    if isinstance(config, PolicyConfig):
+        return _read_policy(config, PlannedRun(name, facts, sizes), card, notes)
+    raise ConfigError(
+        "this kind of configuration has no memory to plan",
+        path="--kind",
+        value=type(config).__name__,
+        rule="a run of reinforcement learning, of fine-tuning, or of generators",
+        repair="use forge.config:GRPOConfig, SFTConfig or PolicyConfig, or a class that derives from one",
+    )
+
+
+def _facts(model: ModelConfig, notes: list[str]) -> ModelConfig:
+    """The architecture: of the folder where it is there, else as a preset or the keys say."""
+    if model.path is None:
+        return complete(model)
+    folder = Path(model.path)
+    if (folder / "config.json").is_file():
+        return complete(merge(model, read_hf_config(folder)))
+    try:
+        found = complete(model)
+    except ModelError as error:
+        raise ModelError(
+            "the size of the model is not known: its folder is not here, and no preset describes it",
+            path="model.path",
+            value=model.path,
+            rule="a folder with a config.json, or model.preset besides",
+            repair="download the model, or name the preset of its architecture: model.preset=NAME",
+        ) from error
+    notes.append(f"{model.path} is not here: planned from the preset's architecture")
+    return found
+
+
+def _on_gpu(chosen: bool | None, card: Card | None) -> bool:
+    return card is not None if chosen is None else chosen
+
+
+def _num_ranks(distributed: DistributedConfig, card: Card | None, *, on_gpu: bool) -> int:
+    """As `forge.trainer.handles.planned_ranks`: a shard of -1 takes all GPUs."""
+    if distributed.shard != -1 or not on_gpu or card is None or card.num_gpus is None:
+        return distributed.num_ranks
+    num_gpus = card.num_gpus * (distributed.hosts or 1)
+    return max(distributed.num_ranks, num_gpus - num_gpus % distributed.num_ranks)
+
+
+def _read_grpo(config: GRPOConfig, base: PlannedRun, card: Card | None, notes: list[str]) -> PlannedRun:
+    training = config.training.model_copy(update={"share_prefixes": config.rollout.share_prompts})
+    on_gpu = _on_gpu(config.distributed.with_gpus, card)
+    layout = check_layout(
+        config.distributed, base.facts, training, num_ranks=_num_ranks(config.distributed, card, on_gpu=on_gpu)
+    )
+    longest = min(training.max_seq_len, base.facts.max_seq_len or training.max_seq_len)
+    seq_len = config.generator.max_seq_len or longest
+    wants_reference = config.algorithm.kl.coefficient > 0
+    generator_on_gpu = _on_gpu(config.generator.with_gpus, card) if config.placement == "apart" else on_gpu
+    asked = config.generator.engine_args.get("dtype") or config.generator.precision
+    if config.reference.path is not None and wants_reference:
+        notes.append("the reference model is planned with the policy's architecture")
+    if config.rewards.judge is not None or config.rewards.reward_model is not None:
+        notes.append("judges and reward models are not planned: they need GPUs, or host memory, of their own")
+    if training.compile:
+        notes.append("activations are those without torch.compile, which keeps fewer")
+    return replace(
+        base,
+        training=training,
+        distributed=config.distributed,
+        layout=layout,
+        generator=config.generator,
+        num_generators=config.generators.num_replicas,
+        tensor_parallel=config.generators.tensor_parallel,
+        generator_seq_len=seq_len,
+        placement=config.placement,
+        share=config.gpu_memory_share,
+        num_references=config.reference.num_replicas if wants_reference else 0,
+        reference_on_gpu=wants_reference and _on_gpu(config.reference.with_gpus, card),
+        trainer_on_gpu=on_gpu,
+        generator_on_gpu=generator_on_gpu,
+        num_versions=0 if config.placement == "shared" else 2,
+        publishes_half=asked == "bfloat16" or (asked is None and generator_on_gpu),
+        is_spread=config.launcher.kind != "local" or (config.distributed.hosts or 1) > 1 or config.store.volumes > 0,
+        group_size=config.rollout.group_size,
+        share_prompts=config.rollout.share_prompts,
+        completion_tokens=config.generator.sampling.max_tokens or max(1, seq_len // 2),
+        entropy=config.algorithm.loss.entropy_coefficient != 0,
+        saves_beside=config.checkpointing.asynchronous,
+        notes=tuple(notes),
+    )
+
+
+def _read_sft(config: SFTConfig, base: PlannedRun, card: Card | None, notes: list[str]) -> PlannedRun:
+    on_gpu = _on_gpu(config.distributed.with_gpus, card)
+    layout = check_layout(
+        config.distributed, base.facts, config.training, num_ranks=_num_ranks(config.distributed, card, on_gpu=on_gpu)
+    )
+    if config.training.compile:
+        notes.append("activations are those without torch.compile, which keeps fewer")
+    return replace(
+        base,
+        training=config.training,
+        distributed=config.distributed,
+        layout=layout,
+        trainer_on_gpu=on_gpu,
+        num_versions=0,
+        saves_beside=config.checkpointing.asynchronous,
+        notes=tuple(notes),
+    )
+
+
+def _read_policy(config: PolicyConfig, base: PlannedRun, card: Card | None, notes: list[str]) -> PlannedRun:
+    from forge.generator.limits import context_limit
+
+    return replace(
+        base,
+        generator=config.generator,
+        num_generators=config.num_replicas,
+        tensor_parallel=config.tensor_parallel,
+        generator_seq_len=context_limit(config.generator, base.facts),
+        generator_on_gpu=_on_gpu(config.generator.with_gpus, card),
+        share=config.generator.gpu_memory_share,
+        num_versions=0,
+        notes=tuple(notes),
+    )

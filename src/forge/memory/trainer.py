@@ -1,0 +1,270 @@
+"""What one rank of a trainer holds, and at which moments of a step it holds most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge.config import DistributedConfig, TrainingConfig
+from forge.memory.activations import Row, Setting, backward_bytes, forward_bytes, kept_bytes, recomputed_bytes
+from forge.memory.constants import ALLOCATOR_SLACK, CUDA_CONTEXT, HEAD_CHUNK_CPU, HEAD_CHUNK_GPU, NCCL_BUFFERS
+from forge.memory.model_size import Holding, Sizes
+from forge.memory.records import Moment, Part, Phase
+from forge.trainer.layout import Layout
+
+MASTER_BYTES = {"float32": 4, "bfloat16": 4, "bfloat16_pure": 2, "float64": 8}
+"""Of a weight as a trainer keeps it, by precision."""
+
+_COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "bfloat16_pure": "bfloat16", "float64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerJob:
+    """What a trainer is asked to do, for one kind of rank.
+
+    Attributes:
+        attended_ratio: how many tokens take part in attention for each that is computed; above 1 where beginnings are
+            shared.
+        wide_logits: whether logits are kept in float32; `entropy` whether their entropy is wanted with its gradient.
+        accumulates: whether a step has several rows, so that gradients exist while the next row goes forward.
+        num_versions: published versions of the weights that are on this GPU, or on their way from it to a host;
+            `published_item` the bytes of a number in them.
+    """
+
+    sizes: Sizes
+    holding: Holding
+    layout: Layout
+    training: TrainingConfig
+    distributed: DistributedConfig
+    on_gpu: bool
+    attended_ratio: float = 1.0
+    wide_logits: bool = False
+    entropy: bool = False
+    accumulates: bool = True
+    num_versions: int = 0
+    published_item: int = 4
+
+    @property
+    def master(self) -> int:
+        """Bytes of a weight as it is kept."""
+        return MASTER_BYTES[self.distributed.precision]
+
+    @property
+    def setting(self) -> Setting:
+        return Setting.of(
+            _COMPUTE[self.distributed.precision],
+            on_gpu=self.on_gpu,
+            tensor=self.layout.tensor,
+            splits_rows=self.distributed.sequence_parallel or self.layout.expert > 1,
+        )
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """As in `forge.trainer.assembly`: one rank that computes in the precision of its weights gathers nothing."""
+        return self.layout.data_parallel > 1 or self.master != self.setting.item or self.layout.expert > 1
+
+    @property
+    def row(self) -> Row:
+        tokens = self.training.microbatch_tokens or self.training.max_seq_len
+        return Row(tokens, round(tokens * self.attended_ratio))
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows whose activations wait for their backward pass: those in a pipeline."""
+        if self.layout.pipeline == 1:
+            return 1
+        if self.distributed.pipeline_schedule == "GPipe" or self.holding.has_embedding:
+            most = self.layout.num_stages if self.distributed.pipeline_schedule != "GPipe" else 10**9
+            return min(self.layout.pipeline_microbatches, most)
+        return 1
+
+    @property
+    def chunk(self) -> int:
+        return self.training.head_chunk_tokens or (HEAD_CHUNK_GPU if self.on_gpu else HEAD_CHUNK_CPU)
+
+
+def lasting_parts(job: TrainerJob) -> tuple[Part, ...]:
+    """What a rank holds between two steps."""
+    held, master = job.holding.held, job.master
+    state = 2 if job.training.optimizer_dtype == "bfloat16" else master
+    table = max(job.training.max_seq_len, job.training.microbatch_tokens or 0) * 2 * job.sizes.head_dim * 4
+    share = f"{held / 1e6:,.0f} M of {job.sizes.total / 1e6:,.0f} M parameters"
+    parts = [
+        Part("weights", master * held, f"{share} x {master} bytes"),
+        Part("optimizer states", 2 * state * held, f"two of {state} bytes for each"),
+        Part("rotary tables", table * job.holding.num_layers, "one for each layer"),
+    ]
+    if job.num_versions:
+        why = f"{job.num_versions} version(s) for generators to fetch, {job.published_item} bytes for each weight"
+        parts.append(Part("published weights", job.num_versions * job.published_item * held, why))
+    if job.on_gpu:
+        alone = job.layout.num_ranks == 1
+        parts.append(Part("CUDA context", CUDA_CONTEXT + (0 if alone else NCCL_BUFFERS), "of the process"))
+    return tuple(parts)
+
+
+def training_moments(job: TrainerJob) -> tuple[Moment, ...]:
+    """The moments of a step at which memory may be fullest. Which of them is depends on the model and the settings."""
+    lasting = lasting_parts(job)
+    accumulated = _gradients(job) if job.accumulates else ()
+    waiting = (*accumulated, *_gathered(job), *_activations(job))
+    moments = [
+        ("output layer", (*waiting, *_head(job))),
+        ("sum of the output layer's gradient", (*waiting, *_head_sum(job))),
+        ("last layer's backward pass", (*waiting, *_layer(job))),
+        ("sum of the embedding's gradients", (*_gradients(job), *_embedding_sum(job))),
+        ("optimizer", (*_gradients(job), *_optimizer(job))),
+    ]
+    return tuple(make_moment("training", name, (*lasting, *parts)) for name, parts in moments)
+
+
+def scoring_moment(job: TrainerJob) -> Moment:
+    """A frozen model that only scores."""
+    kept = tuple(part for part in lasting_parts(job) if part.name not in ("optimizer states", "published weights"))
+    forward = forward_bytes(job.sizes, job.setting, job.row.tokens)
+    logits = _logit_bytes(job, with_gradient=False)
+    parts = (
+        Part("activations", forward, f"{job.row.tokens:,} tokens of one layer", is_passing=True),
+        Part("output layer", logits, f"logits of {job.chunk:,} tokens", is_passing=True),
+    )
+    return make_moment("scoring", "forward pass", (*kept, *_gathered(job), *parts))
+
+
+def offloaded_bytes(job: TrainerJob) -> int:
+    """Activations that wait in the host's memory."""
+    return _kept_bytes(job) if job.training.activation_offload else 0
+
+
+def make_moment(phase: Phase, name: str, parts: tuple[Part, ...]) -> Moment:
+    """A moment, with the gaps that an allocator leaves around what comes and goes."""
+    passing = sum(part.num_bytes for part in parts if part.is_passing)
+    slack = Part("allocator slack", int(passing * ALLOCATOR_SLACK), f"{ALLOCATOR_SLACK:.0%} of what comes and goes")
+    return Moment(phase, name, tuple(part for part in (*parts, slack) if part.num_bytes > 0))
+
+
+def _gradients(job: TrainerJob) -> tuple[Part, ...]:
+    return (Part("gradients", job.master * job.holding.held, f"{job.master} bytes for each weight held"),)
+
+
+def _gathered(job: TrainerJob) -> tuple[Part, ...]:
+    """Weights as the model computes with them, where they are kept in another form: wider, or in shards."""
+    if not job.uses_fsdp:
+        return ()
+    holding, item = job.holding, job.setting.item
+    ends = holding.has_head + (holding.has_embedding and not job.sizes.is_tied)
+    ends = max(ends, 1 if holding.has_embedding or holding.has_head else 0)
+    if job.layout.shard == 1 or job.layout.pipeline > 1:
+        numbers, why = holding.num_layers * holding.gathered_layer + ends * holding.gathered_embedding, "all layers"
+    else:
+        embeddings = min(1, ends) * holding.gathered_embedding
+        numbers, why = embeddings + 3 * holding.gathered_layer, "embedding, two layers and a third on its way"
+    return (Part("gathered weights", item * numbers, f"{why}, {item} bytes for each weight", is_passing=True),)
+
+
+def _kept_bytes(job: TrainerJob) -> int:
+    row, setting, holding = job.row, job.setting, job.holding
+    layers = holding.num_layers * kept_bytes(job.sizes, setting, row, job.training.activation_checkpointing)
+    ends = setting.item * job.sizes.hidden * row.tokens * (2 if holding.has_head else 0)
+    return layers * job.rows_at_once + ends
+
+
+def _activations(job: TrainerJob) -> tuple[Part, ...]:
+    row, mode = job.row, job.training.activation_checkpointing
+    if job.training.activation_offload:
+        on_device = kept_bytes(job.sizes, job.setting, row) if mode == "none" else 0
+        why = "one layer; the others wait in the host's memory"
+        return (Part("activations", on_device, why, is_passing=True),)
+    at_once = f" x {job.rows_at_once} rows" if job.rows_at_once > 1 else ""
+    shared = f", {row.attended:,} in attention" if row.is_shared else ""
+    why = f"{row.tokens:,} tokens{at_once}{shared}, {job.holding.num_layers} layers, checkpointing {mode}"
+    return (Part("activations", _kept_bytes(job), why, is_passing=True),)
+
+
+def _logit_bytes(job: TrainerJob, *, with_gradient: bool) -> int:
+    """The buffers of one chunk of the output layer."""
+    rows = min(job.chunk, job.row.tokens)
+    item = job.setting.item
+    one = rows * job.holding.vocab
+    wide = max(4, item)
+    if not job.on_gpu or job.entropy or job.layout.tensor > 1:  # without the fused kernel: logits and probabilities
+        return one * ((wide if job.wide_logits else item) + wide + (wide if job.entropy and item < 4 else 0))
+    if job.wide_logits and item < 4:
+        return one * (wide + (item if with_gradient else 0))
+    return one * item
+
+
+def _head(job: TrainerJob) -> tuple[Part, ...]:
+    if not job.holding.has_head:
+        return ()
+    item, weight = job.setting.item, job.holding.gathered_embedding
+    gradient = weight * max(4, item) + (weight * item if item < 4 else 0)
+    hidden = job.row.tokens * job.sizes.hidden * item
+    return (
+        Part("output layer", _logit_bytes(job, with_gradient=True), f"logits of {job.chunk:,} tokens", is_passing=True),
+        Part("output layer's gradient", gradient + hidden, "summed in float32", is_passing=True),
+    )
+
+
+def _layer(job: TrainerJob) -> tuple[Part, ...]:
+    sizes, setting, row, holding = job.sizes, job.setting, job.row, job.holding
+    mode = job.training.activation_checkpointing
+    again = recomputed_bytes(sizes, setting, row, mode)
+    parts = [
+        Part("one layer, computed again", again, "what checkpointing did not keep", is_passing=True),
+        Part("one layer's gradients", backward_bytes(sizes, setting, row), "of its activations", is_passing=True),
+    ]
+    if holding.has_head and sizes.is_tied:
+        head = setting.item * holding.gathered_embedding
+        parts.append(Part("output layer's gradient", head, "until the embedding's joins it", is_passing=True))
+    if job.uses_fsdp:  # the weights' gradients are summed when this layer's activations are gone
+        beyond = _sum_bytes(job, holding.gathered_layer) - kept_bytes(sizes, setting, row, mode) - again
+        parts.append(Part("sums of gradients", max(0, beyond), "of a layer, in float32", is_passing=True))
+    return tuple(parts)
+
+
+def _head_sum(job: TrainerJob) -> tuple[Part, ...]:
+    """The gradient of an output layer of its own is summed over ranks at once, while all activations wait.
+
+    By then the gathered weight is gone, and so is the gradient in the narrow precision.
+    """
+    holding = job.holding
+    if not (holding.has_head and job.uses_fsdp) or job.sizes.is_tied:
+        return ()
+    sums = _sum_bytes(job, holding.gathered_embedding) - job.setting.item * holding.gathered_embedding
+    return (Part("sums of gradients", max(0, sums), "of the output layer, in float32", is_passing=True),)
+
+
+def _sum_bytes(job: TrainerJob, numbers: int) -> int:
+    """Gradients on their way from all ranks to the one that holds them: in float32, whole and as a shard."""
+    return 4 * numbers + 4 * numbers // job.layout.shard
+
+
+def _embedding_sum(job: TrainerJob) -> tuple[Part, ...]:
+    """The embedding's gradient comes last, when all activations are gone.
+
+    Where it is tied, three gradients are there at once: of the output layer, of the embedding, and both together.
+    """
+    holding, item = job.holding, job.setting.item
+    if not holding.has_embedding:
+        return ()
+    weight, is_tied = holding.gathered_embedding, job.sizes.is_tied and holding.has_head
+    gradients = (3 if is_tied else 1) * item * weight
+    if not job.uses_fsdp:
+        return (Part("embedding's gradient", gradients, "before it joins the others", is_passing=True),)
+    beyond = _sum_bytes(job, weight) - gradients - item * weight
+    return (
+        Part("embedding's gradient", gradients, "before it is summed", is_passing=True),
+        Part("gathered weights", item * weight, "the embedding", is_passing=True),
+        Part("sums of gradients", max(0, beyond), "of the embedding, in float32", is_passing=True),
+    )
+
+
+def _optimizer(job: TrainerJob) -> tuple[Part, ...]:
+    """AdamW works in place. With states in bfloat16 it takes one weight after the other, in float32."""
+    if job.training.optimizer_dtype != "bfloat16":
+        return ()
+    holding = job.holding
+    ends = holding.gathered_embedding if holding.has_embedding or holding.has_head else 0
+    inner = job.sizes.hidden * job.sizes.inner * max(1, job.sizes.num_experts) // job.layout.tensor
+    largest = max(ends, inner) // job.layout.shard
+    copies = 3 if job.master == 4 else 4
+    return (Part("optimizer's copies", copies * 4 * largest, "the largest weight, in float32", is_passing=True),)

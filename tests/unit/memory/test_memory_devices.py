@@ -1,0 +1,196 @@
+"""Who is on which GPU, and what counts at the same time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from forge.config import GRPOConfig, PolicyConfig, SFTConfig, load
+from forge.errors import ConfigError, LayoutError, ModelError
+from forge.memory import Card, MemoryPlan, plan_memory, read_run
+from forge.memory.constants import GIB
+
+CARD = Card(80 * GIB)
+BASE = (
+    "model.preset=qwen3_1_7b",
+    "distributed.shard=1",
+    "distributed.precision=bfloat16",
+    "training.max_seq_len=1536",
+    "generator.kv_cache_gb=8",
+)
+
+
+def planned(*words: str, card: Card | None = CARD, schema: Any = GRPOConfig) -> MemoryPlan:
+    config = load(schema, overrides=[*(BASE if schema is GRPOConfig else ()), *words])
+    return plan_memory(read_run(config, card=card), card=card)
+
+
+def sizes(plan: MemoryPlan, *, device: int = 0, phase: str = "training") -> dict[str, int]:
+    """The parts of a device's fullest moment of a phase, by owner and name."""
+    moment = plan.gpus[device].phase_peaks()[phase]  # type: ignore[index]
+    return {f"{part.owner}/{part.name}": part.num_bytes for part in moment.parts}
+
+
+def test_apart_everyone_has_a_gpu() -> None:
+    plan = planned("placement=apart", "algorithm.kl.coefficient=0.01", "generators.num_replicas=2")
+    assert [(device.name, device.count) for device in plan.gpus] == [("trainer", 1), ("generator", 2), ("reference", 1)]
+    assert plan.num_gpus == 4
+
+
+def test_weights_states_and_gradients_are_what_adamw_needs() -> None:
+    parts = sizes(planned("placement=apart"))
+    count = planned().num_parameters
+    assert parts["/weights"] == parts["/gradients"] == 4 * count
+    assert parts["/optimizer states"] == 8 * count
+    assert parts["/published weights"] == 2 * 2 * count  # two versions, in what generators compute in
+    assert parts["/gathered weights"] == pytest.approx(2 * count, rel=0.001)  # computed with in bfloat16
+
+
+def test_weights_are_published_wide_for_generators_that_compute_so() -> None:
+    half, wide = (sizes(planned("placement=apart", *more)) for more in ((), ("generator.precision=float32",)))
+    assert wide["/published weights"] == 2 * half["/published weights"]
+
+
+def test_an_engine_of_another_precision_has_a_copy_of_the_weights() -> None:
+    parts = sizes(planned("placement=shared"))
+    assert parts["generator/weights"] == 2 * planned().num_parameters
+    assert "generator/CUDA context" not in parts
+
+
+@pytest.mark.parametrize("placement", ["turns", "beside", "shared"])
+def test_one_gpu_holds_both(placement: str) -> None:
+    precision = "distributed.precision=bfloat16_pure" if placement == "shared" else "distributed.precision=bfloat16"
+    plan = planned(f"placement={placement}", precision)
+    assert [device.name for device in plan.gpus] == ["trainer + generator"]
+    assert plan.num_gpus == 1
+    assert "generator/KV cache" in sizes(plan, phase="generating")
+
+
+def test_a_sleeping_generator_leaves_the_gpu_to_the_trainer() -> None:
+    turns, beside = planned("placement=turns"), planned("placement=beside")
+    assert "generator/KV cache" not in sizes(turns)
+    assert sizes(beside)["generator/KV cache"] == pytest.approx(8 * GIB, rel=0.01)
+    assert turns.gpus[0].peak.num_bytes < beside.gpus[0].peak.num_bytes - 7 * GIB
+    assert any(part.name == "weights asleep" for part in turns.host.peak.parts)
+
+
+def test_a_shared_policy_has_one_copy_of_the_weights_and_publishes_none() -> None:
+    parts = sizes(planned("placement=shared", "distributed.precision=bfloat16_pure"))
+    assert "generator/weights" not in parts
+    assert "trainer/published weights" not in parts
+    assert "generator/CUDA context" not in parts
+    assert parts["generator/KV cache"] == pytest.approx(8 * GIB, rel=0.01)  # it is there while the trainer works
+
+
+def test_shards_divide_what_is_kept_and_not_what_is_gathered() -> None:
+    one, four = planned("placement=apart"), planned("placement=apart", "distributed.shard=4")
+    assert four.num_gpus == 5
+    assert sizes(four)["/optimizer states"] == pytest.approx(sizes(one)["/optimizer states"] / 4, rel=0.001)
+    assert sizes(four)["/gathered weights"] > sizes(one)["/gathered weights"] / 4
+
+
+def test_over_several_hosts_versions_lie_in_host_memory() -> None:
+    words = ("placement=apart", "distributed.shard=2", "distributed.hosts=2", "launcher.kind=slurm")
+    plan, local = planned(*words), planned("placement=apart", "distributed.shard=2")
+    assert sizes(plan)["/published weights"] * 2 == sizes(local)["/published weights"]  # staging on the way
+    assert any(part.name == "published weights" for part in plan.host.peak.parts)
+    assert not any(part.name == "published weights" for part in local.host.peak.parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "smaller"),
+    [
+        ("training.activation_checkpointing=selective", True),
+        ("training.activation_checkpointing=full", True),
+        ("training.optimizer_dtype=bfloat16", True),
+        ("training.activation_offload=true", True),
+        ("distributed.precision=bfloat16_pure", True),
+        ("training.microbatch_tokens=16384", False),
+        ("model.head_precision=float32", False),
+        ("training.head_chunk_tokens=8192", False),
+        ("distributed.precision=float32", False),
+        ("algorithm.loss.entropy_coefficient=0.01", False),
+    ],
+)
+def test_each_setting_moves_the_peak_its_way(words: str, smaller: bool) -> None:
+    base = ("placement=apart", "training.microbatch_tokens=8192")
+    before, after = (planned(*base, *more).gpus[0].peak.num_bytes for more in ((), (words,)))
+    assert (after < before) is smaller
+    assert after != before
+
+
+def test_offloaded_activations_are_in_the_host() -> None:
+    plan = planned("placement=apart", "training.activation_offload=true")
+    assert any(part.name == "offloaded activations" for part in plan.host.peak.parts)
+
+
+def test_sharing_prompts_shows_in_attention() -> None:
+    words = ("placement=apart", "training.microbatch_tokens=8192", "generator.sampling.max_tokens=512")
+    shared, plain = (
+        planned(*words, f"rollout.share_prompts={each}").gpus[0].peak.num_bytes for each in ("true", "false")
+    )
+    assert shared > plain  # a row of 8192 tokens holds more samples, and each is attended to whole
+
+
+def test_fine_tuning_publishes_nothing() -> None:
+    plan = planned("model.preset=qwen3_0_6b", "distributed.shard=1", schema=SFTConfig)
+    assert [device.name for device in plan.gpus] == ["trainer"]
+    assert "/published weights" not in sizes(plan)
+
+
+def test_a_pipeline_has_ends_that_differ() -> None:
+    words = ("model.preset=qwen3_8b", "distributed.shard=1", "distributed.pipeline=2", "distributed.precision=bfloat16")
+    plan = planned(*words, schema=SFTConfig)
+    assert [device.name for device in plan.gpus] == ["trainer (first stage)", "trainer (last stage)"]
+    assert plan.num_gpus == 2
+
+
+def test_all_gpus_that_are_left_share_a_copy() -> None:
+    plan = planned("model.preset=qwen3_0_6b", card=Card(80 * GIB, 4), schema=SFTConfig)
+    assert plan.num_gpus == 4
+
+
+def test_generators_alone() -> None:
+    words = ("model.preset=qwen3_0_6b", "num_replicas=2", "generator.gpu_memory_share=0.4")
+    plan = planned(*words, "generator.engine=vllm", schema=PolicyConfig)
+    assert [(device.name, device.count) for device in plan.gpus] == [("generator", 2)]
+    assert plan.gpus[0].peak.num_bytes == pytest.approx(0.4 * CARD.usable, rel=0.05)
+    native = planned(*words, schema=PolicyConfig)
+    assert {part.name for part in native.gpus[0].peak.parts} >= {"weights", "KV cache", "CUDA graphs", "sampler"}
+
+
+def test_without_gpus_everything_is_in_the_host() -> None:
+    plan = planned(card=None)
+    assert plan.gpus == ()
+    assert plan.card is None
+    names = {part.name for part in plan.host.peak.parts}
+    assert names >= {"weights", "optimizer states", "KV cache", "published weights"}
+    assert plan.host.capacity is not None
+
+
+def test_a_model_that_nothing_describes_is_refused() -> None:
+    config = load(SFTConfig, overrides=["model.path=nowhere/at-all"])
+    with pytest.raises(ModelError) as refused:
+        read_run(config, card=CARD)
+    assert refused.value.path == "model.path"
+    assert refused.value.value == "nowhere/at-all"
+    assert "model.preset" in str(refused.value.repair)
+
+
+def test_a_folder_that_is_not_here_is_planned_from_its_preset() -> None:
+    config = load(SFTConfig, overrides=["model.path=nowhere/at-all", "model.preset=qwen3_0_6b"])
+    assert any("nowhere/at-all" in note for note in read_run(config, card=CARD).notes)
+
+
+def test_a_layout_that_cannot_be_is_refused_as_elsewhere() -> None:
+    with pytest.raises(LayoutError):
+        planned("distributed.tensor=3")
+
+
+def test_a_configuration_of_another_kind_is_refused() -> None:
+    from forge.config import ForgeConfig
+
+    with pytest.raises(ConfigError) as refused:
+        read_run(load(ForgeConfig, overrides=["model.preset=tiny"]))
+    assert refused.value.path == "--kind"
