@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from torchtitan.protocols.module import Module
 
-from forge.models import cpu_attention
-from forge.models.paged import PagedLayout, num_pages_of
-from forge.models.rows import Documents, RowBook
+from forge.models import cpu_attention, cpu_attention_backward
+from forge.models.cpu_attention_backward import SharedLayout
+from forge.models.rows import Documents, RowBook, Sharing
 from forge.runtime.row_floor import is_rowwise
 
 
@@ -52,20 +52,34 @@ class DocumentAttention(Module):  # type: ignore[misc]
     ) -> Tensor:
         """`attention_masks` is TorchTitan's word for what is handed to the layers: here the key of the row."""
         row = self.book.find(attention_masks)
+        if _goes_by_row(q_BLNH):
+            factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+            layout = _layout(row.documents.lengths, _prefixes(row.sharing))
+            out: Tensor = _ByRow.apply(q_BLNH[0], k_BLNH[0], v_BLNH[0], layout, factor)
+            return out.unsqueeze(0)
         if row.sharing is None:
             return _attend(q_BLNH, k_BLNH, v_BLNH, row.documents, scale)
         q_BENH, k_BENH, v_BENH = (each.index_select(1, row.sharing.places) for each in (q_BLNH, k_BLNH, v_BLNH))
         return _attend(q_BENH, k_BENH, v_BENH, row.documents, scale).index_select(1, row.sharing.own)
 
 
+def _goes_by_row(q_BLNH: Tensor) -> bool:
+    return (
+        is_rowwise(q_BLNH)
+        and cpu_attention.takes(q_BLNH.shape[-1])
+        and cpu_attention.library() is not None
+        and cpu_attention_backward.library() is not None
+    )
+
+
+def _prefixes(sharing: Sharing | None) -> tuple[int, ...]:
+    return () if sharing is None else sharing.prefixes
+
+
 def _attend(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, documents: Documents, scale: float | None) -> Tensor:
     """Of whole documents, by whatever suits device and precision."""
     if q_BLNH.is_cuda and q_BLNH.dtype in (torch.bfloat16, torch.float16):
         return _by_one_kernel(q_BLNH, k_BLNH, v_BLNH, documents, scale)
-    if is_rowwise(q_BLNH) and cpu_attention.takes(q_BLNH.shape[-1]) and cpu_attention.library() is not None:
-        factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-        out: Tensor = _ByRow.apply(q_BLNH[0], k_BLNH[0], v_BLNH[0], documents, factor)
-        return out.unsqueeze(0)
     return _by_document(q_BLNH, k_BLNH, v_BLNH, documents, scale)
 
 
@@ -112,49 +126,48 @@ def _each_alone(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     return out.transpose(1, 2).transpose(0, 1)
 
 
-_layout = lru_cache(maxsize=32)(PagedLayout.of_documents)  # every layer of a model asks for the same
+_layout = lru_cache(maxsize=32)(SharedLayout.of)  # every layer of a model asks for the same
 
 
 class _ByRow(torch.autograd.Function):  # type: ignore[misc]
-    """The kernel that generators use, over a row's keys and values in pages of their own; backward by document.
+    """The kernel that generators use, over a row's keys and values in pages of their own, and its gradient.
 
-    Padding tokens see themselves alone, so they get their values; their queries and keys get a gradient of 0.
+    A token that several documents begin with is a query once, and a key and a value of each of them. Padding tokens see
+    themselves alone, so they get their values; their queries and keys get a gradient of 0.
     """
 
     @staticmethod
-    def forward(ctx: Any, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, documents: Documents, scale: float) -> Tensor:
-        end, group = sum(documents.lengths), q_LHD.shape[1] // k_LKD.shape[1]
+    def forward(ctx: Any, q_LHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, layout: SharedLayout, scale: float) -> Tensor:
+        end, group = layout.num_places, q_LHD.shape[1] // k_LKD.shape[1]
         q_LHD, k_LKD, v_LKD = (_dense(tensor) for tensor in (q_LHD, k_LKD, v_LKD))
         out, lse = torch.empty(q_LHD.shape), torch.empty(end, q_LHD.shape[1])
         if end > 0:
-            layout = _layout(documents.lengths)
-            num_pages = num_pages_of(documents.lengths)
-            caches = cpu_attention.new_cache(num_pages, num_kv_heads=k_LKD.shape[1], width=k_LKD.shape[2])
-            cpu_attention.write_kv(k_LKD[:end], v_LKD[:end], layout.slots, *caches)
-            cpu_attention.attend(q_LHD[:end], *caches, layout=layout, scale=scale, out=out[:end], lse=lse)
-        if documents.num_padding:
+            caches = cpu_attention.new_cache(layout.num_pages, num_kv_heads=k_LKD.shape[1], width=k_LKD.shape[2])
+            cpu_attention.write_kv(k_LKD[:end], v_LKD[:end], layout.paged.slots, *caches, sources_T=layout.sources)
+            cpu_attention.attend(q_LHD[:end], *caches, layout=layout.paged, scale=scale, out=out[:end], lse=lse)
+        if end < q_LHD.shape[0]:
             out[end:] = v_LKD[end:].repeat_interleave(group, dim=1)
         ctx.save_for_backward(q_LHD, k_LKD, v_LKD, out, lse)
-        ctx.documents, ctx.scale = documents, scale
+        ctx.layout, ctx.scale = layout, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_LHD: Tensor) -> tuple[Tensor | None, ...]:
         q_LHD, k_LKD, v_LKD, out, lse = ctx.saved_tensors
-        kv_heads, start = k_LKD.shape[1], 0
-        grads = tuple(torch.zeros_like(tensor) for tensor in (q_LHD, k_LKD, v_LKD))
-        for length in ctx.documents.lengths:
-            rows = slice(start, start + length)
-            batch = (tensor[rows].transpose(0, 1)[None] for tensor in (grad_LHD, q_LHD, k_LKD, v_LKD, out))
-            found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *batch, lse[rows].T[None], 0.0, True, scale=ctx.scale
-            )
-            for grad, part in zip(grads, found, strict=True):
-                grad[rows] = part[0].transpose(0, 1)
-            start += length
-        if ctx.documents.num_padding:
-            grads[2][start:] = grad_LHD[start:].unflatten(1, (kv_heads, -1)).sum(2)
+        end, num_padding = ctx.layout.num_places, q_LHD.shape[0] - ctx.layout.num_places
+        grads = cpu_attention_backward.differentiate(
+            grad_LHD[:end],
+            (q_LHD[:end], k_LKD[:end], v_LKD[:end]),
+            (out[:end], lse),
+            layout=ctx.layout,
+            scale=ctx.scale,
+        )
+        if num_padding:
+            of_values = grad_LHD[end:].unflatten(1, (k_LKD.shape[1], -1)).sum(2)
+            zeros = (tensor.new_zeros(num_padding, *tensor.shape[1:]) for tensor in (q_LHD, k_LKD))
+            padding = (*zeros, of_values)
+            grads = tuple(torch.cat(both) for both in zip(grads, padding, strict=True))
         return (*grads, None, None)
 
 

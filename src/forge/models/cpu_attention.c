@@ -417,22 +417,26 @@ struct writing {
     const int64_t *slots;
     int64_t k_token, k_head, v_token, v_head; /* strides, in floats */
     int64_t num_tokens, num_slots, kv_heads, width;
+    const int64_t *sources; /* which row of k and v each token has; NULL where token t has row t */
+    int64_t num_sources;    /* rows of k and v, if there are sources */
 };
 
-/* 0, or 1 for a slot beyond the cache: then nothing is written. */
+/* 0, or 1 for a slot beyond the cache, or 2 for a source that is no row: then nothing is written. */
 int forge_write(const struct writing *of) {
     int64_t width = of->width, head_size = width * PAGE;
-    for (int64_t t = 0; t < of->num_tokens; t++)
+    for (int64_t t = 0; t < of->num_tokens; t++) {
         if (of->slots[t] >= of->num_slots) return 1;
+        if (of->sources && (of->sources[t] < 0 || of->sources[t] >= of->num_sources)) return 2;
+    }
     for (int64_t t = 0; t < of->num_tokens; t++) {
         if (of->slots[t] < 0) continue;
-        int64_t page = of->slots[t] / PAGE, place = of->slots[t] % PAGE;
+        int64_t page = of->slots[t] / PAGE, place = of->slots[t] % PAGE, row = of->sources ? of->sources[t] : t;
         for (int64_t h = 0; h < of->kv_heads; h++) {
-            const float *key = of->k + t * of->k_token + h * of->k_head;
+            const float *key = of->k + row * of->k_token + h * of->k_head;
             float *to = of->k_cache + (page * of->kv_heads + h) * head_size + place;
             for (int64_t d = 0; d < width; d++) to[d * PAGE] = key[d];
             memcpy(of->v_cache + (page * of->kv_heads + h) * head_size + place * width,
-                   of->v + t * of->v_token + h * of->v_head, (size_t)width * sizeof(float));
+                   of->v + row * of->v_token + h * of->v_head, (size_t)width * sizeof(float));
         }
     }
     return 0;

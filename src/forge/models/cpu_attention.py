@@ -56,6 +56,8 @@ class _Writing(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k", "v", "k_cache", "v_cache", "slots")),
         *((name, ctypes.c_int64) for name in ("k_token", "k_head", "v_token", "v_head")),
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_slots", "kv_heads", "width")),
+        ("sources", ctypes.c_void_p),
+        ("num_sources", ctypes.c_int64),
     )
 
 
@@ -81,34 +83,53 @@ def new_cache(num_pages: int, *, num_kv_heads: int, width: int) -> tuple[Tensor,
     return keys, torch.empty(num_pages, num_kv_heads, PAGE_TOKENS, width, dtype=torch.float32)
 
 
-def write_kv(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def write_kv(
+    k_RHD: Tensor, v_RHD: Tensor, slots_T: Tensor, k_cache: Tensor, v_cache: Tensor, *, sources_T: Tensor | None = None
+) -> None:
     """Put each token's key and value [Hkv, D] into the cache, where its slot says; a negative slot is skipped.
 
-    Two tokens with one slot leave the later one's there. If a slot lies beyond the cache, nothing is written.
+    `sources_T`, int64, says which row of `k_RHD` and `v_RHD` each token has; without it there is a row for each token.
+    Two tokens with one slot leave the later one's there. If a slot lies beyond the cache, or a source is no row,
+    nothing is written.
     """
     _check_caches(k_cache, v_cache)
     num_pages, kv_heads, width, _ = k_cache.shape
-    shape = (slots_T.shape[0], kv_heads, width)
-    k_THD, v_THD = _heads("k_THD", k_THD, shape), _heads("v_THD", v_THD, shape)
-    _check("slots_T", slots_T, (shape[0],), torch.int64)
+    num_tokens, num_rows = slots_T.shape[0], slots_T.shape[0] if sources_T is None else k_RHD.shape[0]
+    shape = (num_rows, kv_heads, width)
+    k_RHD, v_RHD = _heads("k_RHD", k_RHD, shape), _heads("v_RHD", v_RHD, shape)
+    _check("slots_T", slots_T, (num_tokens,), torch.int64)
+    if sources_T is not None:
+        _check("sources_T", sources_T, (num_tokens,), torch.int64)
     native = library()
     if native is None:
-        if shape[0] and int(slots_T.max()) >= num_pages * PAGE_TOKENS:
-            raise _bad_slot(slots_T, num_pages)
-        write_pages(k_THD, v_THD, slots_T, k_cache, v_cache)
+        _write_by_torch((k_RHD, v_RHD), slots_T, (k_cache, v_cache), sources_T)
         return
-    tensors = (k_THD, v_THD, k_cache, v_cache, slots_T)
     job = _Writing(
-        *(tensor.data_ptr() for tensor in tensors),
-        *k_THD.stride()[:2],
-        *v_THD.stride()[:2],
-        shape[0],
-        num_pages * PAGE_TOKENS,
-        kv_heads,
-        width,
+        *(tensor.data_ptr() for tensor in (k_RHD, v_RHD, k_cache, v_cache, slots_T)),
+        *k_RHD.stride()[:2],
+        *v_RHD.stride()[:2],
+        *(num_tokens, num_pages * PAGE_TOKENS, kv_heads, width),
+        None if sources_T is None else sources_T.data_ptr(),
+        num_rows,
     )
-    if native.forge_write(ctypes.addressof(job)):
+    status = native.forge_write(ctypes.addressof(job))
+    if status == 2 and sources_T is not None:
+        raise _bad_source(sources_T, num_rows)
+    if status:
         raise _bad_slot(slots_T, num_pages)
+
+
+def _write_by_torch(
+    kv: tuple[Tensor, Tensor], slots_T: Tensor, caches: tuple[Tensor, Tensor], sources_T: Tensor | None
+) -> None:
+    num_pages, num_rows = caches[0].shape[0], kv[0].shape[0]
+    if slots_T.numel() and int(slots_T.max()) >= num_pages * PAGE_TOKENS:
+        raise _bad_slot(slots_T, num_pages)
+    if sources_T is not None:
+        if bool(((sources_T < 0) | (sources_T >= num_rows)).any()):
+            raise _bad_source(sources_T, num_rows)
+        kv = kv[0].index_select(0, sources_T), kv[1].index_select(0, sources_T)
+    write_pages(*kv, slots_T, *caches)
 
 
 def attend(
@@ -223,6 +244,11 @@ def _refusal(path: str, value: object, rule: str) -> ModelError:
 def _bad_slot(slots: Tensor, num_pages: int) -> ModelError:
     place = int((slots >= num_pages * PAGE_TOKENS).nonzero()[0])
     return _refusal(f"slots_T[{place}]", int(slots[place]), f"below {num_pages * PAGE_TOKENS}, the places of the cache")
+
+
+def _bad_source(sources: Tensor, num_rows: int) -> ModelError:
+    place = int(((sources < 0) | (sources >= num_rows)).nonzero()[0])
+    return _refusal(f"sources_T[{place}]", int(sources[place]), f"a row of the keys and values, below {num_rows}")
 
 
 def _bad_layout(layout: PagedLayout, num_tokens: int, num_pages: int) -> ModelError:

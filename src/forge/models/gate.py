@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torchtitan.models.common.feed_forward import FeedForward
 
+from forge.models import cpu_training
 from forge.models.cpu_attention import FLAG_SETS
 from forge.runtime import native_build
 from forge.runtime.row_floor import is_rowwise
@@ -65,6 +66,8 @@ class _Gated(torch.autograd.Function):  # type: ignore[misc]
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if cpu_training.library() is not None:
+            return cpu_training.gate_gradients(grad.contiguous(), gate, up)
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 

@@ -46,10 +46,13 @@ class Sharing:
     Attributes:
         places: int64 [E]: which place of the row each token of the documents, and of padding, is computed at.
         own: int64 [L]: for each place of the row, the token among those E that it stands for.
+        prefixes: how many tokens each document takes from the last document before it that takes none. The same in
+            other words, for a kernel that wants no copies.
     """
 
     places: Tensor
     own: Tensor
+    prefixes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,6 @@ import forge.models.titan_setup  # noqa: F401
 from torchtitan.models.common.attention import GQAttention, QKVLinear
 from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.moe import MoE, RoutedExperts, TokenChoiceTopKRouter
-from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
@@ -22,6 +21,7 @@ from forge.models.gate import RowFeedForward
 from forge.models.language_model import Head, LanguageModel
 from forge.models.linear import RowLinear
 from forge.models.rotary import Rotary
+from forge.models.row_norm import RowNorm
 
 _LATER = dict.fromkeys(("weight", "w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
 """Weights are loaded or drawn by us, in a way that does not depend on the layout; TorchTitan is to leave them alone."""
@@ -46,8 +46,8 @@ def _given(fact: int | None) -> int:
     return fact
 
 
-def _norm(model: ModelConfig, size: int) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=size, eps=model.norm_eps or 1e-6, param_init=_LATER)
+def _norm(model: ModelConfig, size: int) -> RowNorm.Config:
+    return RowNorm.Config(normalized_shape=size, eps=model.norm_eps or 1e-6, param_init=_LATER)
 
 
 def _linear(num_in: int, num_out: int) -> RowLinear.Config:

@@ -37,6 +37,7 @@ class Row:
         document_lengths: of the samples, then a 1 for each padding token.
         sample_indices: which samples of the batch these are.
         weights_T: float32 or wider, the weight of each token as a *target*; 0 for the first of a sample.
+        prefixes: how many tokens each sample takes from the last sample before it that takes none.
         fields: further values of the samples' tokens, each [T].
     """
 
@@ -50,6 +51,7 @@ class Row:
     document_lengths: tuple[int, ...]
     sample_indices: tuple[int, ...]
     weights_T: Tensor
+    prefixes: tuple[int, ...]
     fields: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -82,7 +84,9 @@ class Row:
         num_tokens, num_places = self.tokens_T.shape[0], self.own_U.shape[0]
         padding = torch.arange(self.num_padding, device=self.places_T.device)
         return Sharing(
-            places=torch.cat([self.places_T, padding + num_places]), own=torch.cat([self.own_U, padding + num_tokens])
+            places=torch.cat([self.places_T, padding + num_places]),
+            own=torch.cat([self.own_U, padding + num_tokens]),
+            prefixes=self.prefixes,
         )
 
     def align(self, values_M: Tensor, tokens_M: Tensor) -> Tensor:
@@ -164,6 +168,7 @@ def _build_row(
         document_lengths=sample_lengths + (1,) * (length - own.shape[0]),
         sample_indices=samples,
         weights_T=weights,
+        prefixes=shared,
         fields={name: of_samples(values) for name, values in batch.fields.items()},
     )
 
