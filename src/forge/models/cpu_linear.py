@@ -35,7 +35,7 @@ _LONGEST_CHAIN: Final = 1024
 _LARGEST_PROBE: Final = 1 << 26  # weights that a trial may have; beyond, memory is what products wait for anyway
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "width", "outputs", "x_row", "out_row", "chain")),
@@ -56,8 +56,8 @@ def product(x_RK: Tensor, weight_NK: Tensor) -> Tensor | None:
     """
     if library() is None or not weight_NK.is_contiguous() or x_RK.stride(-1) != 1:
         return None
-    chain = _chain(weight_NK.shape[1], weight_NK.shape[0], torch.get_num_threads())
-    return None if chain is None else _multiplied(x_RK, weight_NK, chain=chain)
+    known = chain(weight_NK.shape[1], weight_NK.shape[0], torch.get_num_threads())
+    return None if known is None else _multiplied(x_RK, weight_NK, chain=known)
 
 
 def _multiplied(x: Tensor, weight: Tensor, *, chain: int) -> Tensor:
@@ -65,16 +65,14 @@ def _multiplied(x: Tensor, weight: Tensor, *, chain: int) -> Tensor:
     assert native is not None, "the kernel was there when this was called"
     out = torch.empty(len(x), len(weight))
     addresses = (tensor.data_ptr() for tensor in (x, weight, out))
-    job = _Product(
-        *addresses, len(x), x.shape[1], len(weight), x.stride(0), len(weight), chain, torch.get_num_threads()
-    )
+    job = Product(*addresses, len(x), x.shape[1], len(weight), x.stride(0), len(weight), chain, torch.get_num_threads())
     if native.forge_linear(ctypes.addressof(job)):
         raise MemoryError("no memory for a product of matrices")
     return out
 
 
 @functools.cache
-def _chain(width: int, num_outputs: int, num_threads: int) -> int | None:
+def chain(width: int, num_outputs: int, num_threads: int) -> int | None:
     """How many terms the library adds in one go for weights of this shape; None if no number explains its results."""
     if not 0 < width * num_outputs <= _LARGEST_PROBE:
         return None
@@ -85,10 +83,9 @@ def _chain(width: int, num_outputs: int, num_threads: int) -> int | None:
     if not torch.equal(few, many[: len(few)]):
         return None
     lengths: tuple[int, ...] = (width, -(-width // 2), *range(_CHAIN_STEP, min(width, _LONGEST_CHAIN + 1), _CHAIN_STEP))
-    chain: int
-    for chain in dict.fromkeys(lengths):
-        found = _multiplied(x, weight[:_PROBE_OUTPUTS], chain=chain)
-        if torch.equal(found, many[:, :_PROBE_OUTPUTS]) and torch.equal(_multiplied(x, weight, chain=chain), many):
-            return chain
+    for length in dict.fromkeys(lengths):
+        found = _multiplied(x, weight[:_PROBE_OUTPUTS], chain=length)
+        if torch.equal(found, many[:, :_PROBE_OUTPUTS]) and torch.equal(_multiplied(x, weight, chain=length), many):
+            return length
     _log.info("no order of adding explains the products of %d by %d; torch computes them", num_outputs, width)
     return None

@@ -19,7 +19,7 @@ KERNEL: Final = native_build.Kernel(
 )
 
 
-class _Rotation(ctypes.Structure):
+class Rotation(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "table", "out", "positions")),
         *((name, ctypes.c_int64) for name in ("tokens", "heads", "width", "x_token", "x_head", "num_positions")),
@@ -46,7 +46,7 @@ def rotated(x_LNH: Tensor, table: Tensor, positions_L: Tensor) -> Tensor | None:
     positions_L = positions_L.contiguous()
     out = torch.empty(x_LNH.shape)
     addresses = (tensor.data_ptr() for tensor in (x_LNH, table, out, positions_L))
-    job = _Rotation(*addresses, *x_LNH.shape, *x_LNH.stride()[:2], table.shape[0])
+    job = Rotation(*addresses, *x_LNH.shape, *x_LNH.stride()[:2], table.shape[0])
     if native.forge_rotate(ctypes.addressof(job)):
         raise IndexError(f"positions up to {int(positions_L.max())}, in a table of {table.shape[0]}")
     return out

@@ -216,6 +216,8 @@ class Batching:
             if decodes:
                 logits = self.runner.decode_logits(decodes, self.scheduler.table)
                 self._draw(decodes, logits, version)
+        elif all(piece.end - piece.start == 1 and piece.draws for piece in pieces):
+            self._draw(pieces, self.runner.decode_logits(pieces, self.scheduler.table), version)
         else:
             self._compute(pieces, version)
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from forge.config import GeneratorConfig
 from forge.errors import ConfigError, WeightMismatch
+from forge.generator.native.cache_size import CacheNeed, pages_on_cpu, pages_on_gpu
 from forge.generator.native.pages import PAGE
 from forge.generator.native.schedule import Piece
 from forge.losses.head import chunked_logprobs
+from forge.models.cpu_step import CpuSteps
 from forge.models.gpu_attention import Extents
 from forge.models.inference import build_for_inference, cache_shapes, page_bytes, paged_layers, parameters_once
 from forge.models.linear import rows_linear
@@ -27,8 +29,6 @@ from forge.models.weights import load_hf
 _log = logging.getLogger("forge.generator")
 
 _GIB = 1 << 30
-_CPU_SHARE = 0.25
-_GPU_SHARE = 0.8
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 _GRAPH_STEP = 64
 
@@ -62,6 +62,7 @@ class ModelRunner:
         self.config, self.facts, self.max_seq_len = config, model.facts, max_seq_len
         self.device = _device(config.with_gpus)
         self.dtype = _dtype(config.precision, self.device)
+        self._has_wide_head = model.facts.head_precision == "float32" and self.dtype != torch.float32
         self.is_shared = shared is not None
         self.model = build_for_inference(
             model.facts, max_seq_len=max_seq_len, dtype=self.dtype, device=self.device, shared=shared
@@ -71,6 +72,8 @@ class ModelRunner:
         elif shared is None:
             draw_weights([self.model], num_layers=model.facts.num_layers or 1, seed=0)
         self.parameters = parameters_once(self.model)
+        self._on_host: dict[str, Tensor] = {}
+        self._cpu_steps = None if self.on_gpu else CpuSteps(self.model)
         self.max_pages = -(-max_seq_len // PAGE)
         self.num_pages = self._choose_num_pages()
         self._caches: list[tuple[Tensor, Tensor]] = []
@@ -90,14 +93,14 @@ class ModelRunner:
     def _choose_num_pages(self) -> int:
         each = page_bytes(self.facts, item_bytes=self._cache_dtype.itemsize)
         least = self.max_pages + 1
-        wanted = least + self.max_pages * self.config.max_batch
+        need = CacheNeed(each, least, least + self.max_pages * self.config.max_batch)
         if self.config.kv_cache_gb is not None:
             num = int(self._checked_gb(self.config.kv_cache_gb) * _GIB) // each
         elif self.on_gpu:
-            num = int(torch.cuda.mem_get_info(self.device)[0] * _GPU_SHARE) // each
-            num = min(num, wanted * 4)
+            free, total = torch.cuda.mem_get_info(self.device)
+            num = pages_on_gpu(need, free_bytes=free, total_bytes=total, share=self.config.gpu_memory_share)
         else:
-            num = max(least, min(wanted, int(_free_memory() * _CPU_SHARE) // each))
+            num = pages_on_cpu(need, free_bytes=_free_memory())
         if num < least:
             raise ConfigError(
                 "the cache cannot hold one sequence of full length",
@@ -132,21 +135,26 @@ class ModelRunner:
             self._graphs = DecodeGraphs(self, max_batch=self.config.max_batch)
 
     def give_back(self) -> None:
-        """Free the cache, and keep the weights in host memory."""
+        """Free the cache, and keep the weights in host memory: in pinned pages, which stay for the next time."""
         self._graphs = None
+        if self._cpu_steps is not None:
+            self._cpu_steps.forget()
         self._caches.clear()
         for layer in paged_layers(self.model):
             layer.k_cache = layer.v_cache = None
         if self.on_gpu and not self.is_shared:
-            for parameter in self.parameters.values():
-                parameter.data = parameter.data.cpu()
+            for name, parameter in self.parameters.items():
+                if name not in self._on_host:
+                    self._on_host[name] = torch.empty_like(parameter.data, device="cpu", pin_memory=True)
+                parameter.data = self._on_host[name].copy_(parameter.data, non_blocking=True)
+            torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
 
     def take_back(self) -> None:
         """As before `give_back`; the cache is empty."""
         if self.on_gpu and not self.is_shared:
             for parameter in self.parameters.values():
-                parameter.data = parameter.data.to(self.device)
+                parameter.data = parameter.data.to(self.device, non_blocking=True)
         self.allocate()
 
     # ---- Weights ------------------------------------------------------------------------------------------------
@@ -197,21 +205,33 @@ class ModelRunner:
         """Compute pieces of one token each; the logits [S, V], float32, in a buffer that the next step overwrites."""
         if self._graphs is not None and len(pieces) <= self._graphs.max_batch:
             return self._graphs.run(pieces, table)
-        return self.logits(self.hidden(pieces, table, range(len(pieces))))
+        rows = self._rows(pieces, table, range(len(pieces)))
+        found = None if self._cpu_steps is None else self._cpu_steps.logits(rows.token_ids[0], rows.row)
+        return self.logits(self._forward(rows)) if found is None else found
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        return rows_linear(hidden_RD, self.model.lm_head.weight).float()
+        """The logits [R, V], float32; with `model.head_precision: float32` also summed and never rounded to less."""
+        weight = self.model.lm_head.weight
+        if not self._has_wide_head:
+            return rows_linear(hidden_RD, weight).float()
+        if self.on_gpu:
+            return torch.mm(hidden_RD, weight.t(), out_dtype=torch.float32)
+        return rows_linear(hidden_RD.float(), weight.float())
 
     @torch.inference_mode()
     def logprobs(self, hidden_RD: Tensor, targets: Sequence[int], *, temperature: float) -> list[float]:
         """The logprob of a target after each hidden state, computed as the trainer does."""
         wanted = torch.tensor(targets, device=self.device)
-        found, _ = chunked_logprobs(hidden_RD, self.model.lm_head.weight, wanted, temperature=temperature)
+        weight, is_wide = self.model.lm_head.weight, self._has_wide_head
+        found, _ = chunked_logprobs(hidden_RD, weight, wanted, temperature=temperature, fp32_logits=is_wide)
         values: list[float] = found.tolist()
         return values
 
     def _forward(self, rows: StepRows) -> Tensor:
+        found = None if self._cpu_steps is None else self._cpu_steps.hidden(rows.token_ids[0], rows.row)
+        if found is not None:
+            return found
         book = self.model.book
         key = book.enter(rows.row)
         try:

@@ -28,10 +28,12 @@ from forge.config import Sampling
 from forge.errors import ModelError, NonFiniteError
 from forge.generator.native.randomness import uniforms
 from forge.generator.native.shaping import Shaping, Tally, is_shaped, must_go_on
+from forge.models.cpu_pick import BLOCK, alone, picked
 
-_BLOCK: Final = 128
+_BLOCK: Final = BLOCK
 _BLOCK_UNITS: Final = 2.0**60  # what a probability of 1 is in whole numbers: exact sums, in any order
 _TOKEN_UNITS: Final = 2.0**52  # the same within a block; 128 of them stay below 2^63
+_FEW_LOGITS: Final = 1 << 18  # up to so many, a CPU's other threads cost more than they bring
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +148,12 @@ class Sampler:
         self._check(logits_SV, rows)
         if not self._plan.is_for(rows):
             self._plan = self._planned(rows)
-        plan = self._plan
+        if logits_SV.is_cpu and logits_SV.numel() <= _FEW_LOGITS:
+            with alone():
+                return self._drawn(logits_SV, self._plan)
+        return self._drawn(logits_SV, self._plan)
+
+    def _drawn(self, logits_SV: Tensor, plan: _Plan) -> Drawn:
         uniforms_S = self._copy_in(plan)
         scaled_SV, probs_SW = self._softmaxes(logits_SV, plan)
         lse_S = _logsumexp(scaled_SV, probs_SW)
@@ -243,6 +250,11 @@ def pick(probs_SW: Tensor, uniforms_S: Tensor) -> Tensor:
     token within it. Running sums are of whole numbers and therefore exact: they never pass over a token of probability
     0, in whatever order a device adds, and a token is reached if its probability is above about 2^-50.
     """
+    found = picked(probs_SW, uniforms_S) if probs_SW.is_cpu else None
+    return _pick_by_torch(probs_SW, uniforms_S) if found is None else found
+
+
+def _pick_by_torch(probs_SW: Tensor, uniforms_S: Tensor) -> Tensor:
     blocks_SNB = probs_SW.unflatten(1, (-1, _BLOCK))
     sums_SN = (blocks_SNB.sum(-1).double() * _BLOCK_UNITS).to(torch.int64)
     block_S, rest_S = _invert(sums_SN, uniforms_S)
