@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.generator.engine import GenerationEngine, Request
@@ -23,6 +25,9 @@ def native_engine(config: GeneratorConfig, kind: Kind = FIRST, **options: Any) -
 
 class Bench:
     """An engine that was started, the loop that it lives on, and what was published for it."""
+
+    device = "cpu"
+    """From where weights are published."""
 
     def __init__(self, name: str, runner: asyncio.Runner) -> None:
         self.name, self._runner = name, runner
@@ -47,9 +52,12 @@ class Bench:
             self.engine = VllmEngine(made_from)
         await self.engine.start()
 
-    async def publish(self, kind: Kind) -> int:
+    async def publish(self, kind: Kind, tensors: Mapping[str, Tensor] | None = None) -> int:
+        """Publish the weights of a model, or others in their place, as the next version."""
         version = len(self.published) + 1
-        await self.weights.publish(weights(kind), version=version)
+        chosen = weights(kind) if tensors is None else tensors
+        published = {name: tensor.to(self.device) for name, tensor in chosen.items()}
+        await self.weights.publish(published, version=version)
         self.published[version] = kind
         return version
 

@@ -18,7 +18,7 @@ import forge
 import generator_bench
 from forge.generator.native.engine import NativeEngine
 from generator_bench import MAX_BATCH, MAX_QUEUE, Bench, native_engine
-from generator_models import FIRST, Kind, config, weights
+from generator_models import FIRST, config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
 
@@ -47,6 +47,8 @@ globals().update({name: value for name, value in vars(load_suite()).items() if n
 class GpuBench(Bench):
     """An engine on the GPU, and weights that are published from there."""
 
+    device = "cuda"
+
     async def open(self) -> None:
         is_embedded = self.name == EMBEDDED
         fields: dict[str, Any] = {
@@ -69,12 +71,6 @@ class GpuBench(Bench):
 
             self.engine = VllmEngine(made_from)
         await self.engine.start()
-
-    async def publish(self, kind: Kind) -> int:
-        version = len(self.published) + 1
-        await self.weights.publish({name: tensor.cuda() for name, tensor in weights(kind).items()}, version=version)
-        self.published[version] = kind
-        return version
 
 
 @pytest.fixture(scope="module", params=[EMBEDDED, "vllm"])
