@@ -21,6 +21,8 @@ from leftovers import is_running
 
 KILLED, INTERRUPTED = -signal.SIGKILL, 130
 LIMIT_S = 120
+AT_ONCE = "checkpointing.asynchronous=false"
+"""Checkpoints are complete before the next step begins: steps are so short here that a kill would come before that."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def run_app(folder: Path, *overrides: str, until: str | None = None, send: int =
 
 def test_a_controller_that_is_killed_is_taken_up(whole: GRPOConfig, tmp_path: Path) -> None:
     folder = tmp_path / "whole"
-    code, _ = run_app(folder, until="Episode 3")
+    code, _ = run_app(folder, AT_ONCE, until="Episode 3")
     assert code == KILLED
     code, told = run_app(folder, "checkpointing.resume=must")
     assert (code, "going on after step 2" in told) == (0, True), told
@@ -85,7 +87,7 @@ def test_a_trainer_that_is_killed_ends_the_run_and_a_resume_takes_it_up(whole: G
             service: Any = cast.trainer._actor  # type: ignore[attr-defined]
             os.kill((await service.get_metrics()).replicas[0].pids[0], signal.SIGKILL)
 
-    chosen = config(tmp_path / "whole")
+    chosen = config(tmp_path / "whole", AT_ONCE)
     with pytest.raises((ActorFailure, ServiceStopped)):
         train_watched(chosen, kill_trainer)
     train(config(tmp_path / "whole", "checkpointing.resume=must"))
@@ -111,7 +113,7 @@ def test_generators_and_rewards_that_are_killed_need_no_resume(whole: GRPOConfig
 
 def test_an_asynchronous_run_that_is_killed_twice_loses_no_group(tmp_path: Path) -> None:
     folder = tmp_path / "late"
-    overrides = ("rollout.staleness=2", "training.max_steps=9", "rollout.no_signal=replace")
+    overrides = ("rollout.staleness=2", "training.max_steps=9", "rollout.no_signal=replace", AT_ONCE)
     assert run_app(folder, *overrides, until="Episode 3")[0] == KILLED
     assert run_app(folder, *overrides, "checkpointing.resume=auto", until="Episode 6")[0] == KILLED
     assert run_app(folder, *overrides, "checkpointing.resume=must")[0] == 0
