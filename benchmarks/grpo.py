@@ -195,7 +195,7 @@ def _tell(line: str) -> None:
 
 def measure(plan: Plan, chosen: argparse.Namespace, environment: Path | None) -> dict[str, Any]:
     """Both questions, or the one that was asked."""
-    peers = [name for name in USUAL if name in TRL_SIDES] if environment is not None else []
+    peers = [name for name in chosen.sides or USUAL if name in TRL_SIDES] if environment is not None else []
     found: dict[str, Any] = {"plan": asdict(plan), "settings": settings_of(plan, Path(".")), "rows": []}
     with tempfile.TemporaryDirectory(prefix="forge-grpo-") as name:
         folder = Path(name)
@@ -240,9 +240,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trl-venv", type=Path, help="compare with TRL in this environment")
     parser.add_argument("--model", choices=("5m", "30m"), default="5m", help="weights; default: %(default)s")
     parser.add_argument("--only", choices=("speed", "time"), help="one of the two questions")
-    parser.add_argument(
-        "--sides", nargs="+", choices=[*SIDES, *TRL_SIDES], help="of the speed; default: all but the last"
-    )
+    sides = "of the speed, and which TRL the time is compared with; default: all but the last"
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES, *TRL_SIDES], help=sides)
     parser.add_argument("--rounds", type=int, help="windows of each side")
     parser.add_argument("--window", type=int, help="steps of a window")
     parser.add_argument("--goal", type=float, default=0.7, help="held-out accuracy; default: %(default)s")
