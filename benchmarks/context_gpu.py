@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_gpu import has_gpu
-from harness.gpu_children import Budget, Outcome, end_in_order, run_side, tell
+from harness.gpu_children import Budget, Outcome, measured, run_side, tell
 from harness.gpu_context import Try, end_of, longest_of, next_length
 from harness.gpu_memory import GpuMemory
 from harness.gpu_plan import QUICK, ROOT, SHAPES, Plan, prepare, resized
@@ -157,15 +155,9 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     chosen = parse_arguments()
-    end_in_order()
-    if chosen.device == "cuda" and not has_gpu():
-        print("no NVIDIA GPU is visible here: nothing was measured. `--quick --device cpu` tries the program out.")
+    found = measured(measure, chosen)
+    if found is None:
         return 0
-    if chosen.folder is None:
-        with tempfile.TemporaryDirectory(prefix="forge-context-") as name:
-            found = measure(chosen, Path(name))
-    else:
-        found = measure(chosen, chosen.folder)
     print(report(found))
     return 0
 

@@ -16,15 +16,13 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_gpu import has_gpu
-from harness.gpu_children import Budget, end_in_order, end_session, start, tell
+from harness.gpu_children import Budget, end_session, measured, start, tell
 from harness.gpu_plan import ROOT
 
 NUM_LAST = 30
@@ -288,16 +286,9 @@ def write(found: Mapping[str, Any], chosen: argparse.Namespace) -> None:
 
 def main() -> int:
     chosen = parse_arguments()
-    end_in_order()
-    if chosen.device == "cuda" and not has_gpu():
-        print("no NVIDIA GPU is visible here: nothing was measured. `--quick --device cpu` tries the program out.")
+    found = measured(measure, chosen)
+    if found is None:
         return 0
-    if chosen.folder is None:
-        with tempfile.TemporaryDirectory(prefix="forge-gpu-") as name:
-            chosen.folder = Path(name)
-            found = measure(chosen, chosen.folder)
-    else:
-        found = measure(chosen, chosen.folder)
     print(page(found["stages"], found["machine"]))
     return 0 if all(stage["status"] in ("ok", "skipped") for stage in found["stages"].values()) else 1
 

@@ -19,14 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from harness import gpu_ours, gpu_trl
-from harness.gpu_children import Budget, Outcome, end_in_order, run_side, tell
+from harness.gpu_children import Budget, Outcome, measured, run_side, tell
 from harness.gpu_memory import GpuMemory
 from harness.gpu_plan import QUICK, ROOT, SHAPES, Plan, facts_of, prepare, resized
 from harness.gpu_report import best_probe, goal_rows, goals_table, side_figures, speed_table, text, use_table
@@ -232,28 +231,14 @@ def measure(chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     chosen = parse_arguments()
-    end_in_order()
-    if chosen.device == "cuda" and not has_gpu():
-        print("no NVIDIA GPU is visible here: nothing was measured. `--quick --device cpu` tries the program out.")
+    found = measured(measure, chosen)
+    if found is None:
         return 0
-    if chosen.folder is None:
-        with tempfile.TemporaryDirectory(prefix="forge-grpo-gpu-") as name:
-            found = measure(chosen, Path(name))
-    else:
-        found = measure(chosen, chosen.folder)
     print(report(found))
     missed = [row["what"] for row in found["rows"] if row["met"] is False]
     missed += [f"{name}: {side['status']}" for name, side in found["sides"].items() if side["status"] != "ok"]
     print("\n" + ("not met or not measured: " + "; ".join(missed) if missed else "every goal measured was met"))
     return 1 if chosen.check and missed else 0
-
-
-def has_gpu() -> bool:
-    """Whether NVML knows a GPU here. torch is not asked: it would take memory of it."""
-    try:
-        return GpuMemory().total > 0
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ ended because its time is over still has told what it found.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -13,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -209,6 +211,30 @@ def lives(pid: int) -> bool:
     """Whether a process runs; one that has ended and that nobody has collected does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def measured(measure: Callable[[argparse.Namespace, Path], dict[str, Any]], chosen: argparse.Namespace) -> Any:
+    """What `measure(chosen, folder)` found, in the folder that was asked for or one that is deleted afterwards.
+
+    None, with a word about it, where a GPU is to be measured and there is none.
+    """
+    end_in_order()
+    if chosen.device == "cuda" and not has_gpu():
+        print("no NVIDIA GPU is visible here: nothing was measured. `--quick --device cpu` tries the program out.")
+        return None
+    if chosen.folder is not None:
+        return measure(chosen, chosen.folder)
+    with tempfile.TemporaryDirectory(prefix="forge-gpu-") as name:
+        chosen.folder = Path(name)
+        return measure(chosen, chosen.folder)
+
+
+def has_gpu() -> bool:
+    """Whether NVML knows a GPU here. torch is not asked: it would take memory of it."""
+    try:
+        return GpuMemory().total > 0
     except OSError:
         return False
 
