@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.errors import CheckpointError, RolloutError, SyncError
+from forge.config import Sampling
+from forge.errors import ActorFailure, CheckpointError, RolloutError, SyncError
 from forge.loops.planning import plan_run
 from forge.loops.recording import Records
 from forge.rollout.ledger import check_ledger
@@ -155,3 +156,35 @@ def test_a_group_whose_rewards_fail_may_be_skipped(tmp_path: Path) -> None:
     assert play(chosen, StandInTrainer(), rewards=Failing()).step == 6
     assert {line.outcome for line in ledger(chosen)} == {"trained", "failed"}
     assert sum(figures(chosen, "rollout/num_failed")) > 0
+
+
+class Dying(StandInPolicy):
+    """Dies on the first requests for one prompt."""
+
+    def __init__(self, trainer: StandInTrainer, *, num_deaths: int) -> None:
+        super().__init__(trainer)
+        self._left = num_deaths
+        self.victim: str | None = None
+
+    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+        self.victim = self.victim or prompt.id
+        if prompt.id == self.victim and self._left:
+            self._left -= 1
+            raise ActorFailure("its process died")
+        return await super().generate(prompt, sampling=sampling)
+
+
+def test_a_group_whose_generator_died_is_rolled_out_again(tmp_path: Path) -> None:
+    """With its seed: nothing that is learned from is different."""
+    whole, chosen = config(tmp_path / "whole"), config(tmp_path / "run", "rollout.max_task_retries=3")
+    play(whole, StandInTrainer())
+    trainer = StandInTrainer()
+    play(chosen, trainer, policy=Dying(trainer, num_deaths=3))
+    assert ledger(chosen) == ledger(whole)
+    assert figures(chosen, "rollout/reward_mean") == figures(whole, "rollout/reward_mean")
+
+
+def test_a_group_that_kills_every_generator_ends_the_run(tmp_path: Path) -> None:
+    trainer = StandInTrainer()
+    with pytest.raises(ActorFailure, match="its process died"):
+        play(config(tmp_path / "run", "rollout.max_task_retries=2"), trainer, policy=Dying(trainer, num_deaths=3))
