@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from forge.config import SFTConfig, load
 from forge.errors import ConfigError, ForgeError, LaunchError
 from forge.loops.planning import plan_run
+from forge.loops.sft import run_sft
+from forge.memory import Card
 from grpo_runs import config
 
 REFUSED = {
@@ -93,3 +97,22 @@ def test_no_more_groups_are_in_flight_than_generators_have_room_for(tmp_path: Pa
 def test_without_a_number_of_steps_epochs_decide(tmp_path: Path) -> None:
     plan = plan_run(config(tmp_path / "run", "~training.max_steps", "training.num_epochs=2", "rollout.batch_groups=3"))
     assert (plan.num_groups, plan.num_steps, plan.trainer.total_steps) == (80, 27, 27)
+
+
+def test_what_cannot_fit_into_the_gpu_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with one very small GPU."""
+    monkeypatch.setattr("forge.memory.checking.find_card", lambda: Card(256 << 20, num_gpus=1, name="a small one"))
+    on_gpu = ("distributed.with_gpus=true", "generator.with_gpus=true", "distributed.shard=1", "placement=shared")
+    with pytest.raises(ConfigError, match="does not fit into a GPU") as caught:
+        plan_run(config(tmp_path / "run", *on_gpu))
+    assert "0.25 GiB" in str(caught.value.rule)
+    assert plan_run(config(tmp_path / "run", "distributed.with_gpus=false", "generator.with_gpus=false"))
+
+
+def test_fine_tuning_that_cannot_fit_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge.memory.checking.find_card", lambda: Card(256 << 20, num_gpus=1, name="a small one"))
+    overrides = ["model.preset=tiny", "distributed.with_gpus=true", "distributed.shard=1", f"run.output_dir={tmp_path}"]
+    with pytest.raises(ConfigError, match="does not fit into a GPU"):
+        asyncio.run(run_sft(load(SFTConfig, overrides=overrides)))
