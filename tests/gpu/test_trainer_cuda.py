@@ -176,6 +176,32 @@ def test_options_of_memory_change_no_result(
     assert changed == pytest.approx(plain, rel=2e-2)
 
 
+def groups_of(num_groups: int = 3, size: int = 4, *, seed: int = 0) -> Batch:
+    """Samples that begin alike, as the completions of one prompt do."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for group in range(num_groups):
+        prompt = torch.randint(0, 512, (30 + 40 * group,), generator=generator)
+        for _ in range(size):
+            own = torch.randint(0, 512, (int(torch.randint(5, 90, (), generator=generator)),), generator=generator)
+            weights = torch.cat([torch.zeros(len(prompt)), torch.ones(len(own))])
+            samples.append(Sample(torch.cat([prompt, own]), weights))
+    return Batch.of(samples)
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": True}, {"microbatch_tokens": 500}], ids=str)
+def test_beginnings_that_are_computed_once_change_no_result(
+    tiny: Path, engine_of: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    batch = groups_of()
+    whole = engine_of(tiny, microbatch_tokens=4096)
+    apart = torch.cat(whole.forward_logprobs(batch)), *result_of(whole, batch)
+    sharing = engine_of(tiny, **{"microbatch_tokens": 4096, "share_prefixes": True, **options})
+    together = torch.cat(sharing.forward_logprobs(batch)), *result_of(sharing, batch)
+    assert (together[0] - apart[0]).abs().max() < LOGPROB_BF16
+    assert together[1:] == pytest.approx(apart[1:], rel=2e-2)
+
+
 def test_checkpointing_and_offload_save_memory(tiny: Path, engine_of: Callable[..., Engine]) -> None:
     batch = Batch.of([sample for seed in range(30) for sample in batch_of(seed=seed).samples()])
 

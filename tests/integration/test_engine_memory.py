@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from engine_ranks import Ranks, gradients_of, made_batch, opened, ranks_of, whole_weights
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.errors import ConfigError, DataError, NonFiniteError
-from forge.losses import ClippedPolicy, CrossEntropy, Loss
+from forge.losses import ClippedPolicy, CrossEntropy, Loss, LossTerms, TokenView
 from forge.models.weights import named_parameters
 from forge.observe import num_parameters
 from forge.types import Batch, StepResult
@@ -164,6 +164,58 @@ def test_accumulation_over_rows_is_one_row(trained: Any) -> None:
 @pytest.mark.parametrize("option", ["plain", "float64"])
 def test_two_ranks_learn_the_same(trained: Any, option: str) -> None:
     assert losses(trained[2][option]) == pytest.approx(losses(trained[1][option]), rel=1e-5)
+
+
+# Rows of one step on one rank, whose gradients are added up before anything is reduced.
+
+
+class Breaking(ClippedPolicy):
+    """A loss that fails at the second row of a step, once."""
+
+    rows: ClassVar[list[TokenView]] = []
+
+    def __call__(self, view: TokenView) -> LossTerms:
+        self.rows.append(view)
+        if len(self.rows) == 2:
+            raise ArithmeticError("the second row")
+        return super().__call__(view)
+
+
+class _NotAlone:
+    """The dimensions of a layout, with a second data parallel rank that is not there."""
+
+    dp_replicate, dp_shard, ep = 2, 1, 1
+
+    def __init__(self, dims: Any) -> None:
+        self._dims = dims
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dims, name)
+
+
+def run_rows() -> tuple[dict[str, Tensor], ...]:
+    config = config_of({"microbatch_tokens": 16}, {"precision": "bfloat16"})
+
+    def weights(*, loss: Loss, each_reduced: bool = False) -> dict[str, Tensor]:
+        with opened(config, loss=loss) as engine:
+            if each_reduced:
+                engine.assembled = replace(engine.assembled, dims=_NotAlone(engine.assembled.dims))
+            if isinstance(loss, Breaking):
+                with pytest.raises(ArithmeticError):
+                    engine.train_step(batch_of(seed=5))
+            for seed in range(3):
+                engine.train_step(batch_of(seed))
+            return whole_weights(engine)
+
+    once = weights(loss=ClippedPolicy())
+    return once, weights(loss=ClippedPolicy(), each_reduced=True), weights(loss=Breaking())
+
+
+def test_rows_that_are_reduced_once_are_as_if_each_were(ranks: Ranks, tmp_path: Any) -> None:
+    once, each, after_failure = ranks.run(run_rows, 1, scratch=tmp_path)[0]
+    for name, weight in once.items():
+        assert torch.equal(weight, each[name]), name
+        assert torch.equal(weight, after_failure[name]), f"{name}: something of the failed step was left"
 
 
 # torch.compile.

@@ -17,6 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torchtitan.protocols.module import Module
 
 from forge.models import cpu_attention, cpu_attention_backward
+from forge.models.copies import copied
 from forge.models.cpu_attention_backward import SharedLayout
 from forge.models.rows import Documents, RowBook, Sharing
 from forge.runtime.row_floor import is_rowwise
@@ -59,8 +60,11 @@ class DocumentAttention(Module):  # type: ignore[misc]
             return out.unsqueeze(0)
         if row.sharing is None:
             return _attend(q_BLNH, k_BLNH, v_BLNH, row.documents, scale)
-        q_BENH, k_BENH, v_BENH = (each.index_select(1, row.sharing.places) for each in (q_BLNH, k_BLNH, v_BLNH))
-        return _attend(q_BENH, k_BENH, v_BENH, row.documents, scale).index_select(1, row.sharing.own)
+        k_BENH, v_BENH = (copied(each[0], row.sharing).unsqueeze(0) for each in (k_BLNH, v_BLNH))
+        if _has_kernel(q_BLNH):
+            return _by_one_kernel(q_BLNH, k_BENH, v_BENH, row.documents, scale, queries=row.sharing.queries)
+        q_BENH = copied(q_BLNH[0], row.sharing).unsqueeze(0)
+        return _by_document(q_BENH, k_BENH, v_BENH, row.documents, scale).index_select(1, row.sharing.own)
 
 
 def _goes_by_row(q_BLNH: Tensor) -> bool:
@@ -78,19 +82,26 @@ def _prefixes(sharing: Sharing | None) -> tuple[int, ...]:
 
 def _attend(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, documents: Documents, scale: float | None) -> Tensor:
     """Of whole documents, by whatever suits device and precision."""
-    if q_BLNH.is_cuda and q_BLNH.dtype in (torch.bfloat16, torch.float16):
-        return _by_one_kernel(q_BLNH, k_BLNH, v_BLNH, documents, scale)
-    return _by_document(q_BLNH, k_BLNH, v_BLNH, documents, scale)
+    attend = _by_one_kernel if _has_kernel(q_BLNH) else _by_document
+    return attend(q_BLNH, k_BLNH, v_BLNH, documents, scale)
 
 
-def _by_one_kernel(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
+def _has_kernel(q: Tensor) -> bool:
+    return bool(q.is_cuda and q.dtype in (torch.bfloat16, torch.float16))
+
+
+def _by_one_kernel(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, *, queries: Documents | None = None
+) -> Tensor:
+    """`queries` are the last tokens of each document, where only those ask: they see all before them all the same."""
+    queries = documents if queries is None else queries
     out = varlen_attn(
         q[0],
         k[0],
         v[0],
+        queries.offsets,
         documents.offsets,
-        documents.offsets,
-        documents.longest,
+        queries.longest,
         documents.longest,
         scale=scale,
         window_size=(-1, 0),

@@ -8,6 +8,7 @@ activation checkpointing and torch.compile as any input does; an object would be
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, count
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ class Documents:
         return max(self.lengths, default=1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Sharing:
     """How a row that holds beginnings once, which several documents have in common, becomes whole documents.
 
@@ -48,11 +49,30 @@ class Sharing:
         own: int64 [L]: for each place of the row, the token among those E that it stands for.
         prefixes: how many tokens each document takes from the last document before it that takes none. The same in
             other words, for a kernel that wants no copies.
+        queries: the row itself, cut into what is computed for each document: its last tokens.
     """
 
     places: Tensor
     own: Tensor
     prefixes: tuple[int, ...]
+    queries: Documents
+
+    @classmethod
+    def of(cls, documents: Documents, prefixes: tuple[int, ...], *, places: Tensor, own: Tensor) -> Sharing:
+        """Of documents that take so many tokens each from one before them."""
+        fresh = (length - prefix for length, prefix in zip(documents.lengths, prefixes, strict=True))
+        queries = Documents.of(tuple(fresh), num_padding=documents.num_padding, device=places.device)
+        return cls(places, own, prefixes, queries)
+
+    @cached_property
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """The tokens among E by the place that they are computed at, ascending [E]; where each place's begin [L + 1].
+
+        Every layer of a row asks for it. Nothing is waited for on a GPU.
+        """
+        ordered, tokens = torch.sort(self.places, stable=True)
+        bounds = torch.arange(self.own.shape[0] + 1, device=ordered.device)
+        return tokens, torch.searchsorted(ordered, bounds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

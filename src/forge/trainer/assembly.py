@@ -56,6 +56,38 @@ class Assembled:
     has_first: bool = True
     has_last: bool = True
 
+    @property
+    def _is_alone(self) -> bool:
+        return _is_alone(self.dims)
+
+    def expect_more(self, is_more: bool) -> None:
+        """Say before a backward pass whether another one of the same step follows it.
+
+        On one data parallel rank gradients of rows are then added up where autograd leaves them, in the precision of
+        reductions, and the gathered weights stay. Otherwise FSDP would copy every gradient through a reduction and
+        every weight through a gathering for each row, though there is nobody to reduce with or to gather from. Several
+        ranks do so after each row, because whole gradients would take the memory that sharding saves.
+        """
+        if self._is_alone:
+            for module in self._sharded():
+                module.set_requires_gradient_sync(not is_more, recurse=False)
+                module.set_reshard_after_backward(not is_more, recurse=False)
+
+    def drop_gradients(self) -> None:
+        """Forget what backward passes have left when a step is given up: nothing of it may reach the next one."""
+        self.expect_more(False)
+        for module in self._sharded():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for each in group.fsdp_params:
+                    each.unsharded_accumulated_grad = None
+                    if hasattr(each, "_unsharded_param"):
+                        each._unsharded_param.grad = None
+            if self._is_alone:
+                module.reshard()
+
+    def _sharded(self) -> list[Any]:
+        return [module for part in self.parts for module in part.modules() if isinstance(module, FSDPModule)]
+
 
 @dataclass(frozen=True, slots=True)
 class _TitanView:
@@ -142,8 +174,13 @@ def _split(
             layer.compile(dynamic=True)
     if _needs_fsdp(dims, precision):
         _shard(part, dims=dims, precision=precision)
-        _settle_sums(part, on_gpu=on_gpu, is_alone=dims.dp_replicate * dims.dp_shard == 1 and dims.ep == 1)
+        _settle_sums(part, on_gpu=on_gpu, is_alone=_is_alone(dims))
     return part
+
+
+def _is_alone(dims: ParallelDims) -> bool:
+    """Whether no other rank has a part in the sums of this one's gradients over data."""
+    return bool(dims.dp_replicate * dims.dp_shard == 1 and dims.ep == 1)
 
 
 def _needs_fsdp(dims: ParallelDims, precision: Precision) -> bool:

@@ -20,7 +20,7 @@ from forge.losses import CrossEntropy, Loss, TokenView
 from forge.losses.head import check_temperature
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.random_weights import draw_weights
-from forge.models.rows import Documents, RowBook, RowTask
+from forge.models.rows import RowBook, RowTask
 from forge.models.weights import load_hf, named_parameters
 from forge.observe import num_parameters
 from forge.trainer.assembly import Assembled, Precision, assemble
@@ -153,7 +153,8 @@ class Engine:
         try:
             self._pass(batch, backward=True)
         except BaseException:
-            self.optimizer.zero_grad()  # half a gradient must not reach the next step
+            self.assembled.drop_gradients()  # half a gradient must not reach the next step
+            self.optimizer.zero_grad()
             raise
         norm_ahead = gradient_norm(self._parameters.values(), self.assembled.dims)  # before anything is waited for
         totals = self._reduce(self._sums())
@@ -219,7 +220,8 @@ class Engine:
             if self.assembled.schedule is not None:
                 self._through_pipeline(rows, task_of, backward=backward)
             else:
-                for row in rows:
+                for num_left, row in zip(reversed(range(len(rows))), rows, strict=True):
+                    self.assembled.expect_more(backward and num_left > 0)
                     self._through_model(row, task_of(row), backward=backward)
         finally:
             self.book.clear()
@@ -262,15 +264,15 @@ class Engine:
         return replace(task, weights=weights, entropy=self.loss.needs_entropy)
 
     def _task(self, row: Row, *, temperature: float = 1.0) -> RowTask:
-        asked = self._asked(row)
+        asked, documents = self._asked(row), row.documents()
         return RowTask(
-            documents=Documents.of(row.sample_lengths, num_padding=row.num_padding, device=self.ranks.device),
+            documents=documents,
             positions=row.positions_L.unsqueeze(0),
             index=row.predictors(asked),
             targets=row.tokens_T.index_select(0, asked),
             temperature=temperature,
             as_row=self.assembled.schedule is not None,
-            sharing=row.sharing(),
+            sharing=row.sharing(documents),
         )
 
     def _saving(self) -> AbstractContextManager[Any]:

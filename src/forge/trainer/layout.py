@@ -78,7 +78,7 @@ def check_layout(
     if num_ranks < 1:
         _refuse("there are no ranks", path="num_ranks", value=num_ranks, rule="at least 1", repair="start one or more")
     _check_facts(model)
-    layout = _resolve(distributed, model, training, num_ranks=num_ranks)
+    layout = _resolve(distributed, model, num_ranks=num_ranks)
     _check_strategy(distributed, layout)
     _check_tensor(layout, model)
     _check_pipeline(distributed, layout, model)
@@ -131,7 +131,7 @@ def _check_facts(model: ModelConfig) -> None:
             )
 
 
-def _resolve(distributed: DistributedConfig, model: ModelConfig, training: TrainingConfig, *, num_ranks: int) -> Layout:
+def _resolve(distributed: DistributedConfig, model: ModelConfig, *, num_ranks: int) -> Layout:
     replicate, shard = _data_degrees(distributed, num_ranks=num_ranks)
     tensor, pipeline = distributed.tensor, distributed.pipeline
     if replicate * shard * tensor * pipeline != num_ranks:
@@ -147,7 +147,7 @@ def _resolve(distributed: DistributedConfig, model: ModelConfig, training: Train
         num_stages=stages,
         pipeline_microbatches=(distributed.pipeline_microbatches or 2 * stages) if pipeline > 1 else 1,
         row_multiple=tensor if splits_rows else 1,
-        fixed_shape=pipeline > 1 or training.compile,
+        fixed_shape=pipeline > 1,
     )
 
 

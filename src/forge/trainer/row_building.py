@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forge.errors import DataError
-from forge.models.rows import Sharing
+from forge.models.rows import Documents, Sharing
 from forge.trainer.microbatches import RowPlan
 from forge.types import Batch
 
@@ -77,17 +77,18 @@ class Row:
         """The places of the row that predict these tokens."""
         return self.places_T.index_select(0, tokens_M - 1)
 
-    def sharing(self) -> Sharing | None:
-        """How attention gets at whole samples; None where the row holds them as they are."""
+    def documents(self) -> Documents:
+        """The samples, and padding after them, as attention takes them."""
+        return Documents.of(self.sample_lengths, num_padding=self.num_padding, device=self.token_ids_L.device)
+
+    def sharing(self, documents: Documents) -> Sharing | None:
+        """How attention gets at these whole samples; None where the row holds them as they are."""
         if not self.is_shared:
             return None
         num_tokens, num_places = self.tokens_T.shape[0], self.own_U.shape[0]
         padding = torch.arange(self.num_padding, device=self.places_T.device)
-        return Sharing(
-            places=torch.cat([self.places_T, padding + num_places]),
-            own=torch.cat([self.own_U, padding + num_tokens]),
-            prefixes=self.prefixes,
-        )
+        places, own = torch.cat([self.places_T, padding + num_places]), torch.cat([self.own_U, padding + num_tokens])
+        return Sharing.of(documents, self.prefixes, places=places, own=own)
 
     def align(self, values_M: Tensor, tokens_M: Tensor) -> Tensor:
         """Values of some tokens, such as their logprobs, as values of all tokens [T]: 0 for the others.

@@ -119,7 +119,7 @@ def test_shared_beginnings_are_repeated_in_attention_alone() -> None:
     batch = Batch.of([Sample(torch.cat([prompt, each]), weights) for each in (first, second)])
     (row,) = build_rows(batch, plan_shared_rows(batch, num_ranks=1, max_tokens=TOKENS), 0)
     assert len(row.token_ids_L) == TOKENS
-    found = bytes_per_layer({}, torch.bfloat16, row.sample_lengths, row.sharing())
+    found = bytes_per_layer({}, torch.bfloat16, row.sample_lengths, row.sharing(row.documents()))
     sizes = Sizes.of(ModelConfig(**DENSE))
     assert found == kept_bytes(sizes, Setting.of("bfloat16", on_gpu=False), Row(192, 256))
     assert found > bytes_per_layer({}, torch.bfloat16, (192,))

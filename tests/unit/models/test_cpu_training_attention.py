@@ -41,7 +41,8 @@ def row_of(lengths: tuple[int, ...], prefixes: tuple[int, ...] = (), *, num_padd
     num_own = sum(lengths) - sum(prefixes)
     places = torch.cat([sources, torch.arange(num_own, num_own + num_padding)])
     own = torch.tensor([places.tolist().index(place) for place in range(num_own + num_padding)])
-    return RowTask(documents, nothing[None], nothing, nothing, sharing=Sharing(places, own, prefixes))
+    sharing = Sharing.of(documents, prefixes, places=places, own=own)
+    return RowTask(documents, nothing[None], nothing, nothing, sharing=sharing)
 
 
 def tensors_of(num_places: int, shape: tuple[int, int, int], *, seed: int = 0) -> list[Tensor]:

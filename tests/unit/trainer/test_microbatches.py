@@ -164,7 +164,7 @@ def check_row(row: Row, samples: list[Sample]) -> None:
     assert row.weights_T.shape == row.fields["advantages"].shape == (num_tokens,)
     assert row.predicted_P.tolist() == expected_index
     assert row.counted_N.tolist() == expected_loss
-    assert (row.is_shared, row.sharing()) == (False, None)
+    assert (row.is_shared, row.sharing(row.documents())) == (False, None)
     dtypes = {row.token_ids_L.dtype, row.positions_L.dtype, row.places_T.dtype, row.counted_N.dtype}
     assert dtypes == {torch.int64}
 

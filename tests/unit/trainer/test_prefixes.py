@@ -69,7 +69,7 @@ def test_every_token_knows_where_it_is_computed_and_who_predicts_it() -> None:
 def test_padding_comes_after_what_is_shared() -> None:
     batch = Batch.of([sample(P, (7,)), sample(P, (9,))])
     (row,) = build_rows(batch, plan_shared_rows(batch, num_ranks=1, max_tokens=100, row_multiple=8), 0)
-    sharing = row.sharing()
+    sharing = row.sharing(row.documents())
     assert sharing is not None
     assert (row.document_lengths, row.num_padding) == ((6, 6, 1), 1)
     assert sharing.places.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 6, 7]

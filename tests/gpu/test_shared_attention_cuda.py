@@ -1,0 +1,80 @@
+"""Attention of a trainer over rows that hold a beginning once which several documents have in common, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from forge.models.attention import DocumentAttention
+from forge.models.copies import copied, sum_copies
+from forge.models.rows import Documents, RowTask, Sharing
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
+
+LENGTHS = (700, 300, 650, 513, 1, 90, 128, 200)
+PREFIXES = (0, 256, 256, 256, 0, 0, 0, 77)
+NUM_PADDING = 3
+HEADS, KV_HEADS, WIDTH = 4, 2, 128
+BOUND = 2e-2
+"""Of values of size 1 in bfloat16, and of a gradient against the largest of its kind."""
+
+
+def row(*, num_padding: int = NUM_PADDING) -> RowTask:
+    documents = Documents.of(LENGTHS, num_padding=num_padding, device="cuda")
+    places: list[int] = []
+    first = num_places = 0
+    for length, prefix in zip(LENGTHS, PREFIXES, strict=True):
+        first = num_places if prefix == 0 else first
+        places += [*range(first, first + prefix), *range(num_places, num_places + length - prefix)]
+        num_places += length - prefix
+    places += range(num_places, num_places + num_padding)
+    own = [places.index(place) for place in range(num_places + num_padding)]
+    nothing = torch.zeros(0, dtype=torch.int64, device="cuda")
+    sharing = Sharing.of(
+        documents, PREFIXES, places=torch.tensor(places, device="cuda"), own=torch.tensor(own, device="cuda")
+    )
+    return RowTask(documents, nothing[None], nothing, nothing, sharing=sharing)
+
+
+def outcome(task: RowTask, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
+    """What attention gives, and the gradients of queries, keys and values."""
+    *inputs, gradient = (tensor.to(dtype) for tensor in tensors)
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    attention = DocumentAttention(DocumentAttention.Config())
+    out = attention(*inputs, attention_masks=attention.book.enter(task))
+    out.backward(gradient)
+    return [out.detach(), *(tensor.grad for tensor in inputs)]
+
+
+def test_one_kernel_over_shared_rows_is_whole_documents() -> None:
+    task = row()
+    num_places = len(task.sharing.own)  # type: ignore[union-attr]
+    maker = torch.Generator("cuda").manual_seed(0)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    tensors = tuple(torch.randn(1, num_places, each, WIDTH, generator=maker, device="cuda") for each in heads)
+    half = outcome(task, tensors, torch.bfloat16)
+    wide = outcome(task, tensors, torch.float32)  # each document by itself, whole
+    for found, wanted in zip(half, wide, strict=True):
+        assert found.shape == wanted.shape
+        assert (found.float() - wanted).abs().max() < BOUND * max(1.0, float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_of_copies_are_exact_and_the_same_every_time(dtype: torch.dtype) -> None:
+    sharing = row().sharing
+    assert sharing is not None
+    values = torch.randn(len(sharing.places), KV_HEADS, 80, device="cuda", dtype=dtype)
+    first = sum_copies(values, sharing)
+    wanted = torch.zeros(len(sharing.own), KV_HEADS, 80, device="cuda", dtype=torch.float64)
+    wanted.index_add_(0, sharing.places, values.double())
+    assert (first.double() - wanted).abs().max() < (4e-2 if dtype == torch.bfloat16 else 1e-5)
+    for _ in range(5):
+        assert torch.equal(sum_copies(values, sharing), first)
+
+
+def test_a_copy_is_what_was_copied() -> None:
+    sharing = row().sharing
+    assert sharing is not None
+    values = torch.randn(len(sharing.own), KV_HEADS, WIDTH, device="cuda")
+    assert torch.equal(copied(values, sharing), values[sharing.places])
