@@ -151,7 +151,7 @@ class Engine:
         training = self.config.training
         self._kept = {} if keep_logprobs and not self.loss.is_nll else None
         try:
-            self._pass(batch, backward=True)
+            plan = self._pass(batch, backward=True)
         except BaseException:
             self.assembled.drop_gradients()  # half a gradient must not reach the next step
             self.optimizer.zero_grad()
@@ -179,7 +179,7 @@ class Engine:
             skipped=not finite,
             seconds=time.perf_counter() - began,
             metrics=self._metrics(totals, batch, finite=finite),
-            logprobs=None if self._kept is None else tuple(self._gathered(self._plan(batch), self._kept)),
+            logprobs=None if self._kept is None else tuple(self._gathered(plan, self._kept)),
         )
 
     def _rate_factor(self) -> float:
@@ -188,17 +188,19 @@ class Engine:
             return rate_factor(self.step, config=training, total_steps=total)
         return min(1.0, (self.step + 1) / training.warmup_steps) if training.warmup_steps else 1.0
 
-    def _pass(self, batch: Batch, *, backward: bool) -> None:
+    def _pass(self, batch: Batch, *, backward: bool) -> RowPlan:
         """Take a batch through the model, row by row, and through the loss; with `backward`, add up gradients.
 
-        On a GPU it returns before the device has done it; `_sums` waits.
+        On a GPU it returns before the device has done it; `_sums` waits. Returns which rows there were.
         """
         check_batch(batch, vocab_size=self.model.facts.vocab_size, fields=self.loss.fields)
         self._normalizer = self._normalizer_of(batch)
         self._judged = {}
-        rows = [row.to(self.ranks.device) for row in build_rows(batch, self._plan(batch), self.data_rank)]
+        plan = self._plan(batch)
+        rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         with torch.set_grad_enabled(backward):
             self._run(rows, self._loss_task, backward=backward)
+        return plan
 
     def _sums(self) -> Sums:
         return sum((Sums.of_row(*judged) for judged in self._judged.values()), Sums())
@@ -295,12 +297,12 @@ class Engine:
             return cast(Tensor, scaled)
         logprobs, entropy = from_row(output, task) if task.as_row else output
         if self._scores is not None:
-            self._scores[key] = row.align(logprobs, self._asked(row)).float().cpu()
+            self._scores[key] = row.align(logprobs, self._asked(row)).float()
             return logprobs.new_zeros(())
         asked = self._asked(row)
         aligned = row.align(logprobs, asked)
         if self._kept is not None:
-            self._kept[key] = aligned.detach().float().cpu()
+            self._kept[key] = aligned.detach().float()
         terms = self.loss(
             TokenView(
                 logprobs_T=aligned,
@@ -393,8 +395,11 @@ class Engine:
         return self._gathered(plan, scores)
 
     def _gathered(self, plan: RowPlan, values: Mapping[int, Tensor]) -> list[Tensor]:
-        """Values per token of this rank's rows, and of the others', in the order of the batch's samples."""
-        mine = [values[key] for key in sorted(values)] if self.is_leader else None
+        """Values per token of this rank's rows, and of the others', in the order of the batch's samples.
+
+        Only here is the device waited for: between rows it would stand still.
+        """
+        mine = [values[key].cpu() for key in sorted(values)] if self.is_leader else None
         by_rank: dict[int, list[Tensor]] = {}
         for rank, found in enumerate(self.ranks.gather(mine)):
             if found is not None:
