@@ -14,8 +14,16 @@ import torch
 from torch import Tensor
 
 from forge.models import gpu_attention
-from forge.models.gpu_attention import Extents, Tuning, decode_attend, gather_kv, prefill_attend, write_kv
-from forge.models.paged import PagedLayout
+from forge.models.gpu_attention import (
+    Extents,
+    Tuning,
+    decode_attend,
+    decode_shares,
+    gather_kv,
+    prefill_attend,
+    write_kv,
+)
+from forge.models.paged import PagedLayout, find_shares
 
 ON_GPU = torch.cuda.is_available()
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -27,11 +35,15 @@ only_on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="only a real GPU has t
 
 LENGTHS = (0, 1, 15, 16, 17, 511, 512, 513, 1023, 1024, 1025, 2500)
 SCALE = 0.13
+CHUNK = Tuning().chunk
 BOUND = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # on values of size 1
 
 
 class Cache:
-    """Sequences of given lengths in shuffled pages. All memory that belongs to no key is NaN."""
+    """Sequences of given lengths in shuffled pages. All memory that belongs to no key is NaN.
+
+    `taken` says how many of its first pages each sequence has from the one before it.
+    """
 
     def __init__(
         self,
@@ -42,6 +54,7 @@ class Cache:
         dtype: torch.dtype = torch.float32,
         width: int = 0,
         seed: int = 0,
+        taken: tuple[int, ...] = (),
     ) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.lengths = lengths
@@ -55,12 +68,15 @@ class Cache:
         self.values: list[Tensor] = []
         used = 0
         for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            pages = order[used : used + count]
-            used += count
+            num_taken = taken[row] if taken else 0
+            pages = torch.cat([self.table[row - 1, :num_taken].long(), order[used : used + count - num_taken]])
+            used += count - num_taken
             self.table[row, :count] = pages.int()
             places = torch.arange(length)
             for cache, store in ((self.k, self.keys), (self.v, self.values)):
                 rows = torch.randn(length, num_kv_heads, head_dim, generator=self.random).to(dtype)
+                if num_taken:
+                    rows[: num_taken * 16] = store[-1][: num_taken * 16]
                 cache[pages[places // 16], :, places % 16] = rows
                 store.append(rows)
         self.k, self.v, self.table = self.k.to(DEVICE), self.v.to(DEVICE), self.table.to(DEVICE)
@@ -80,6 +96,24 @@ class Cache:
             scale=SCALE,
             out=out,
         )
+
+    def decode_tuned(self, q: Tensor, tuning: Tuning, shares: Tensor | None = None) -> Tensor:
+        out, pages = torch.empty_like(q), (self.context_lens, self.table, shares)
+        gpu_attention.attend_tuned(q, self.k, self.v, out, pages=pages, scale=SCALE, tuning=tuning)
+        return out
+
+    def shares(self, *, chunk: int, max_members: int) -> Tensor:
+        arrays = self.table.cpu().numpy(), self.context_lens.cpu().numpy()
+        return torch.from_numpy(find_shares(*arrays, chunk=chunk, max_members=max_members)).to(DEVICE)
+
+    def lose_the_taken_pages_of(self, shares: Tensor, *, chunk: int) -> None:
+        """From here on only the first sequence of an item says where the shared keys are: the others would read NaN."""
+        for first, num_members, num_chunks in shares[1 : 1 + int(shares[0, 0]), :3].tolist():
+            self.table[first + 1 : first + num_members, : num_chunks * chunk // 16] = self.nan_page()
+
+    def nan_page(self) -> int:
+        """A page that nobody has."""
+        return int(self.k.isnan().flatten(1).all(1).nonzero()[0])
 
 
 def attend_plainly(q: Tensor, keys: Tensor, values: Tensor, num_seen: int) -> Tensor:
@@ -131,7 +165,7 @@ def test_queries_and_results_may_have_strides() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_under_any_table(dtype: torch.dtype) -> None:
-    lengths = (0, 3, 1024, 1025, 2500)
+    lengths = (0, 3, CHUNK, CHUNK + 1, 4 * CHUNK + 76)
     cache = Cache(lengths, dtype=dtype)
     q = cache.queries(len(lengths), 2)
     together = cache.decode(q)
@@ -143,7 +177,7 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_under_any_table(dtype
     for row, length in enumerate(lengths):
         alone = slice(row, row + 1)
         assert torch.equal(cache.decode(q, alone), together[alone])
-        narrow = cache.table[alone, : max(1, -(-length // 16))]  # up to 1024 keys: one chunk, one kernel
+        narrow = cache.table[alone, : max(1, -(-length // 16))]
         lens = cache.context_lens[alone]
         result = decode_attend(q[alone], cache.k, cache.v, context_lens_S=lens, table_SP=narrow, scale=SCALE)
         assert torch.equal(result, together[alone])
@@ -153,15 +187,61 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_under_any_table(dtype
 def test_bits_do_not_depend_on_who_computes_a_chunk(programs: int) -> None:
     cache = Cache((130, 400, 64), dtype=HALF)
     q = cache.queries(3, 2)
-    results = []
-    for number in (1, programs):
-        out = torch.empty_like(q)
-        tuning = Tuning(block=32, chunk=64, programs=number)
-        pages = (cache.context_lens, cache.table)
-        gpu_attention.attend_tuned(q, cache.k, cache.v, out, pages=pages, scale=SCALE, tuning=tuning)
-        results.append(out)
+    results = [cache.decode_tuned(q, Tuning(block=32, chunk=64, programs=number)) for number in (1, programs)]
     assert torch.equal(*results)
     check(results[0], expected_decode(cache, q))
+
+
+# Groups of 2 to 9 with one, two and three chunks of 64 in common, some with pages beyond; between them sequences
+# without a neighbour to share with, and one without keys. The first of most groups ends with a shared chunk.
+GROUPS = ((2, 4), (3, 8), (4, 5), (5, 12), (6, 4), (7, 9), (8, 8), (9, 4))
+GROUP_LENGTHS = (40, 0, *(16 * pages + (7 * row) % 50 for size, pages in GROUPS for row in range(size)), 200)
+GROUP_TAKEN = (0, 0, *(pages * (row > 0) for size, pages in GROUPS for row in range(size)), 0)
+
+
+@pytest.mark.parametrize("programs", [1, 1000])
+@pytest.mark.parametrize(("dtype", "group", "head_dim"), [(torch.float32, 2, 64), (HALF, 2, 128), (HALF, 3, 80)])
+def test_keys_read_once_for_a_group_give_the_same_bits(
+    dtype: torch.dtype, group: int, head_dim: int, programs: int
+) -> None:
+    cache = Cache(GROUP_LENGTHS, taken=GROUP_TAKEN, num_kv_heads=1, dtype=dtype, head_dim=head_dim)
+    q = cache.queries(len(GROUP_LENGTHS), group)
+    tuning = Tuning(block=32, chunk=64, programs=programs)
+    apart = cache.decode_tuned(q, tuning)
+    check(apart, expected_decode(cache, q))
+    shares = cache.shares(chunk=64, max_members=16 // group)
+    assert (shares[0, :2].tolist(), int((shares[1:, 3] > 0).sum())) == ([9 if group == 2 else 12, 3], 44)
+    cache.lose_the_taken_pages_of(shares, chunk=64)
+    assert torch.equal(cache.decode_tuned(q, tuning, shares), apart)
+
+
+def test_shared_chunks_that_find_no_room_are_read_by_each() -> None:
+    cache = Cache((250, 230), taken=(0, 12), num_kv_heads=1)
+    q = cache.queries(2, 2)
+    shares = cache.shares(chunk=64, max_members=8)
+    assert shares[:, 3].tolist() == [0, 3, 3]
+    tuning = Tuning(chunk=64, programs=1, part_bytes=2 * 4 * q.numel())
+    apart = cache.decode_tuned(q, tuning)
+    cache.table[1, :8] = cache.nan_page()
+    assert torch.equal(cache.decode_tuned(q, tuning, shares), apart)
+    cache.table[1, 8] = cache.nan_page()
+    assert cache.decode_tuned(q, tuning, shares)[1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_sequences_that_the_host_finds_alike_share(dtype: torch.dtype) -> None:
+    both = 2 * CHUNK
+    cache = Cache((both + 88, both + 2, both, 100), taken=(0, both // 16, both // 16, 0), dtype=dtype)
+    q = cache.queries(4, 4)
+    arrays = cache.table.cpu().numpy(), cache.context_lens.cpu().numpy()
+    shares = torch.from_numpy(decode_shares(*arrays, num_heads=8, num_kv_heads=2)).to(DEVICE)
+    assert shares[:2].tolist() == [[1, 2, 0, 0], [0, 3, 2, 2]]
+    apart = cache.decode(q)
+    cache.lose_the_taken_pages_of(shares, chunk=CHUNK)
+    out = torch.empty_like(q)
+    lens, table = cache.context_lens, cache.table
+    decode_attend(q, cache.k, cache.v, context_lens_S=lens, table_SP=table, scale=SCALE, out=out, shares=shares)
+    assert torch.equal(out, apart)
 
 
 def test_scores_far_apart_do_not_overflow() -> None:
@@ -269,6 +349,41 @@ def test_a_graph_replays_with_other_lengths_and_padding(width: int) -> None:
     check(result[1], attend_plainly(q[1], cache.keys[1], cache.values[1], 17))
     check(result[2], attend_plainly(q[2], cache.keys[2], cache.values[2], 255))
     assert torch.equal(cache.decode(q), result)
+
+
+@only_on_gpu
+@pytest.mark.parametrize("num_kv_heads", [2, 256])  # with chunks split up, and with a program for each sequence
+def test_a_graph_replays_with_other_groups(num_kv_heads: int) -> None:
+    both = 2 * CHUNK
+    lengths, taken = (both + 188, both + 88, both + 18, both + 8, 900), (0, both // 16, both // 16, 4, 0)
+    cache = Cache(lengths, taken=taken, dtype=HALF, num_kv_heads=num_kv_heads)
+    q = cache.queries(5, 2)
+    apart = cache.decode(q)
+    shares = torch.zeros(6, 4, dtype=torch.int32, device=DEVICE)
+
+    def step() -> Tensor:
+        lens, table = cache.context_lens, cache.table
+        return decode_attend(q, cache.k, cache.v, context_lens_S=lens, table_SP=table, scale=SCALE, shares=shares)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    graph.replay()
+    assert torch.equal(result, apart)
+    shares.copy_(cache.shares(chunk=CHUNK, max_members=8))
+    assert shares[:3].tolist() == [[1, 2, 0, 0], [0, 3, 2, 2], [0, 0, 0, 2]]
+    table = cache.table.clone()
+    cache.lose_the_taken_pages_of(shares, chunk=CHUNK)
+    graph.replay()
+    assert torch.equal(result, apart)
+    cache.table.copy_(table)
+    cache.context_lens[1:] = 0  # padding: what the last step said of these sequences is still in the buffer
+    shares[0] = 0
+    shares[1, 3] = 0
+    graph.replay()
+    assert torch.equal(result[0], apart[0])
+    assert not result[1:].any()
 
 
 @only_on_gpu

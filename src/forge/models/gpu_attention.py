@@ -16,18 +16,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import e, log2
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forge.errors import ModelError
-from forge.models.paged import PAGE_TOKENS, PagedLayout
+from forge.models.paged import PAGE_TOKENS, PagedLayout, find_shares
 
 _LOG2_E: Final = log2(e)
 _HALF: Final = (torch.bfloat16, torch.float16)
 _COMBINE_STAGES: Final = 4
+_CHUNK: Final = 256
+_ROWS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +45,22 @@ class Tuning:
         chunk: keys whose softmax is summed up before it is merged with that of the keys before; a multiple of block.
         num_warps, num_stages: what Triton means by them.
         programs: as many as fill the GPU. A launch with fewer pairs of sequence and key head shares out their chunks.
+        merge_stages: how many parts of shared chunks are on their way at once when a sequence takes them up.
+        part_bytes: the most that parts may take on their way from one program to another. What finds no room is not
+            shared out, nor shared.
     """
 
     block: int = 32
-    chunk: int = 1024
-    num_warps: int = 4
+    chunk: int = _CHUNK
+    num_warps: int = 2
     num_stages: int = 3
     programs: int = 1024
+    merge_stages: int = 2
+    part_bytes: int = 128 << 20
 
 
 _TUNING: Final = Tuning()
-_TUNING_FLOAT32: Final = Tuning(num_stages=2)
+_TUNING_FLOAT32: Final = Tuning(num_warps=4, num_stages=2)
 
 
 @dataclass(frozen=True)
@@ -130,22 +138,40 @@ def decode_attend(
     table_SP: Tensor,
     scale: float,
     out: Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """One query row for each sequence, which sees the first `context_lens_S` (int32) keys of its pages: [S, H, D].
 
     The table (int32) has room for every sequence's keys; what it holds beyond them is not read. A sequence without keys
     (padding of a CUDA graph) gets zeros. The bits of a sequence do not depend on what else is in the batch, on the
-    table's width or on where its pages lie. Where there are few sequences, several programs share the chunks of one;
-    the parts take about 4 * S * H * D * (keys that the table has room for) / 1024 bytes while it runs.
+    table's width, on where its pages lie or on `shares`. Where there are few sequences, several programs share the
+    chunks of one. Parts of results take up to 128 MiB while it runs, and no more than about 4 * S * H * D * (keys that
+    the table has room for) / 256 bytes.
+
+    `shares` is what `decode_shares` found in the same table and lengths, on the GPU: keys that neighbours have in
+    common are then read once for all of them. Rows that belong to sequences without keys may hold anything, so a CUDA
+    graph may read a buffer of which only the beginning is overwritten.
     """
     tuning = _TUNING_FLOAT32 if k_cache.dtype == torch.float32 else _TUNING
     _check(q_SHD, k_cache, v_cache, name="q_SHD")
     if table_SP.shape[1] > 1 and table_SP.stride(1) != 1:
         raise _refusal("table_SP", table_SP, "contiguous in the last dimension", "call contiguous() on it, once")
+    if shares is not None:
+        _check_shares(shares, num_sequences=len(q_SHD))
     out = torch.empty_like(q_SHD, memory_format=torch.contiguous_format) if out is None else out
     if len(q_SHD):
-        attend_tuned(q_SHD, k_cache, v_cache, out, pages=(context_lens_S, table_SP), scale=scale, tuning=tuning)
+        pages = (context_lens_S, table_SP, shares)
+        attend_tuned(q_SHD, k_cache, v_cache, out, pages=pages, scale=scale, tuning=tuning)
     return out
+
+
+def decode_shares(table_SP: np.ndarray, context_lens_S: np.ndarray, *, num_heads: int, num_kv_heads: int) -> np.ndarray:
+    """`find_shares` with the chunks of `decode_attend`, and as many members of an item as it takes at once: [S + 1, 4].
+
+    It is computed on the host, of the same rows and lengths that the step gets, and is the same for all its layers.
+    """
+    group = num_heads // num_kv_heads
+    return find_shares(table_SP, context_lens_S, chunk=_CHUNK, max_members=_rows_of(group) // group)
 
 
 def attend_tuned(
@@ -154,57 +180,70 @@ def attend_tuned(
     v_cache: Tensor,
     out: Tensor,
     *,
-    pages: tuple[Tensor, Tensor],
+    pages: tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor | None],
     scale: float,
     tuning: Tuning,
 ) -> None:
-    """`decode_attend` with another tuning, for measuring. `pages` is (context_lens_S, table_SP)."""
-    from forge.models.gpu_program import attend_decode
+    """`decode_attend` with another tuning, for measuring. `pages` is (context_lens_S, table_SP, shares or nothing)."""
+    from forge.models.gpu_program import attend_decode, attend_shared
 
-    context_lens, table = pages
-    num_sequences, num_heads, head_dim = q.shape
-    num_kv_heads = k_cache.shape[1]
-    group = num_heads // num_kv_heads
+    context_lens, table, shares = (*pages, None)[:3]
+    num_sequences, num_kv_heads, head_dim = len(q), k_cache.shape[1], q.shape[2]
     num_chunks = max(1, -(-table.shape[1] * PAGE_TOKENS // tuning.chunk))
     num_pairs = num_sequences * num_kv_heads
-    num_splits = min(num_chunks, max(1, -(-tuning.programs // num_pairs)))
-    is_solo = num_splits == 1
-    parts, tops, totals = (out, out, out) if is_solo else _scratch(q, num_chunks)
-    dims = max(16, power_of_two(head_dim))
+    num_splits, num_chunks = share_out(num_pairs, num_chunks, chunk_bytes=4 * q.numel(), tuning=tuning)
+    is_solo, is_shared = num_splits == 1, shares is not None and num_sequences > 1
+    parts = (out, out, out) if is_solo and not is_shared else _scratch(q, num_chunks)
+    seen = (context_lens, shares if is_shared else context_lens)
+    strides: tuple[int, ...] = (*q.stride()[:2], *k_cache.stride()[:3], table.stride(0))
+    options = _options(q, k_cache, tuning)
     with device_of(q):
+        if is_shared:
+            most = num_sequences // 2 * num_kv_heads * num_chunks
+            sizes = (*strides, num_kv_heads, num_chunks, head_dim)
+            attend_shared[(min(most, tuning.programs),)](
+                q, k_cache, v_cache, table, *seen, *parts, scale * _LOG2_E, *sizes, **options
+            )
+        options |= {"SOLO": is_solo, "SHARED": is_shared, "STAGES": tuning.merge_stages}
+        sizes = (*strides, *out.stride()[:2], num_kv_heads, num_chunks, num_splits, head_dim)
         attend_decode[(num_pairs, num_splits)](
-            q,
-            k_cache,
-            v_cache,
-            table,
-            context_lens,
-            out,
-            parts,
-            tops,
-            totals,
-            scale * _LOG2_E,
-            *q.stride()[:2],
-            *k_cache.stride()[:3],
-            table.stride(0),
-            *out.stride()[:2],
-            num_kv_heads,
-            num_chunks,
-            num_splits,
-            head_dim,
-            GROUP=group,
-            ROWS=max(16, power_of_two(group)),
-            DIMS=dims,
-            PAGE=PAGE_TOKENS,
-            BLOCK=tuning.block,
-            CHUNK=tuning.chunk,
-            SOLO=is_solo,
-            WHOLE=dims == head_dim,
-            num_warps=tuning.num_warps,
-            num_stages=tuning.num_stages,
-            enable_fp_fusion=False,
+            q, k_cache, v_cache, table, *seen, out, *parts, scale * _LOG2_E, *sizes, **options
         )
         if not is_solo:
-            _combine(context_lens, (parts, tops, totals), out, chunk=tuning.chunk)
+            _combine(seen, parts, out, chunk=tuning.chunk, is_shared=is_shared)
+
+
+def share_out(num_pairs: int, num_chunks: int, *, chunk_bytes: int, tuning: Tuning) -> tuple[int, int]:
+    """How many programs compute the chunks of a pair, and of how many of its chunks the parts have room.
+
+    There are several programs only if all parts have room: nothing else puts them together.
+    """
+    num_splits = min(num_chunks, max(1, -(-tuning.programs // num_pairs)))
+    room = max(1, tuning.part_bytes // chunk_bytes)
+    return (num_splits if room >= num_chunks else 1), min(room, num_chunks)
+
+
+def _options(q: Tensor, k_cache: Tensor, tuning: Tuning) -> dict[str, Any]:
+    """What both programs are compiled with. If it were not the same for both, a shared chunk might have other bits."""
+    head_dim = q.shape[2]
+    group, dims = q.shape[1] // k_cache.shape[1], max(16, power_of_two(head_dim))
+    return {
+        "GROUP": group,
+        "ROWS": _rows_of(group),
+        "DIMS": dims,
+        "PAGE": PAGE_TOKENS,
+        "BLOCK": tuning.block,
+        "CHUNK": tuning.chunk,
+        "WHOLE": dims == head_dim,
+        "num_warps": tuning.num_warps,
+        "num_stages": tuning.num_stages,
+        "enable_fp_fusion": False,
+    }
+
+
+def _rows_of(group: int) -> int:
+    """The rows of a product. Not more where more could be shared: the order of a row's sums hangs on their number."""
+    return max(_ROWS, power_of_two(group))
 
 
 def _scratch(q: Tensor, num_chunks: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,12 +254,19 @@ def _scratch(q: Tensor, num_chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     return parts, tops, totals
 
 
-def _combine(context_lens: Tensor, scratch: tuple[Tensor, Tensor, Tensor], out: Tensor, *, chunk: int) -> None:
+def _combine(
+    seen: tuple[Tensor, Tensor],
+    scratch: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    *,
+    chunk: int,
+    is_shared: bool,
+) -> None:
     from forge.models.gpu_program import combine
 
     num_sequences, num_heads, num_chunks, head_dim = scratch[0].shape
     combine[(num_sequences * num_heads,)](
-        context_lens,
+        *seen,
         *scratch,
         out,
         *out.stride()[:2],
@@ -229,6 +275,7 @@ def _combine(context_lens: Tensor, scratch: tuple[Tensor, Tensor, Tensor], out: 
         head_dim,
         DIMS=power_of_two(head_dim),
         CHUNK=chunk,
+        SHARED=is_shared,
         STAGES=_COMBINE_STAGES,
         num_warps=1,
         enable_fp_fusion=False,
@@ -325,6 +372,12 @@ def _check(rows: Tensor, k_cache: Tensor, v_cache: Tensor, *, name: str) -> None
         raise _refusal(name, rows, rule, "make the cache for this model's key heads")
     if rows.dtype != k_cache.dtype:
         raise _refusal(name, rows, f"of the cache's dtype, {k_cache.dtype}", "convert one to the other's dtype")
+
+
+def _check_shares(shares: Tensor, *, num_sequences: int) -> None:
+    if shares.dtype != torch.int32 or shares.shape != (num_sequences + 1, 4) or not shares.is_contiguous():
+        rule = f"int32 [{num_sequences + 1}, 4], contiguous: a row more than sequences"
+        raise _refusal("shares", shares, rule, "give what decode_shares finds in the table and lengths of this step")
 
 
 def _refusal(name: str, tensor: Tensor, rule: str, repair: str) -> ModelError:

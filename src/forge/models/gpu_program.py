@@ -143,12 +143,96 @@ def _attend_chunk(
 
 
 @triton.jit
+def _num_shared(shares, sequence, length, num_chunks_max, CHUNK: tl.constexpr):
+    """How many of a sequence's first chunks `attend_shared` computes; of those only that the sequence has in full."""
+    told = tl.load(shares + (1 + sequence) * 4 + 3)
+    return tl.minimum(tl.minimum(told, num_chunks_max), length // CHUNK)
+
+
+@triton.jit
+def attend_shared(
+    q,
+    k_cache,
+    v_cache,
+    table,
+    context_lens,
+    shares,
+    parts,
+    part_tops,
+    part_totals,
+    scale,
+    q_row,
+    q_head,
+    cache_page,
+    cache_head,
+    cache_row,
+    table_row,
+    num_kv_heads,
+    num_chunks_max,
+    head_dim,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Chunks that neighbouring sequences have in common, one key head at a time, each read once for all of them.
+
+    The rows are the GROUP query heads of every member, one member after the other. The parts go where `attend_decode`
+    or `combine` takes them up. How much work there is only the GPU's memory says: the programs go through it together.
+    """
+    num_chunks = tl.minimum(tl.load(shares + 1), num_chunks_max)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    for work in range(tl.program_id(0), tl.load(shares) * num_kv_heads * num_chunks, tl.num_programs(0)):
+        chunk = work % num_chunks
+        pair = work // num_chunks
+        kv_head = pair % num_kv_heads
+        item = shares + (1 + pair // num_kv_heads) * 4
+        first = tl.load(item).to(tl.int64)
+        num_rows = tl.load(item + 1) * GROUP
+        is_shared = chunk < tl.load(item + 2)
+        sequences = first + rows // GROUP
+        heads = kv_head * GROUP + rows % GROUP
+        kept = rows < tl.where(is_shared, num_rows, 0)
+        inside = kept[:, None] & (dims[None, :] < head_dim)
+        place = sequences[:, None] * q_row + heads[:, None] * q_head + dims[None, :]
+        query = tl.load(q + place, mask=inside, other=0.0)
+        begin = chunk * CHUNK
+        end = tl.where(is_shared, tl.minimum(begin + CHUNK, tl.load(context_lens + first)), begin)
+        top, total, part = _attend_chunk(
+            query,
+            k_cache + kv_head.to(tl.int64) * cache_head,
+            v_cache + kv_head.to(tl.int64) * cache_head,
+            table + first * table_row,
+            begin,
+            end,
+            scale,
+            cache_page,
+            cache_row,
+            head_dim,
+            ROWS,
+            DIMS,
+            PAGE,
+            BLOCK,
+            WHOLE,
+        )
+        target = (sequences * (num_kv_heads * GROUP) + heads) * num_chunks_max + chunk
+        tl.store(part_tops + target, top, mask=kept)
+        tl.store(part_totals + target, total, mask=kept)
+        tl.store(parts + target[:, None] * head_dim + dims[None, :], part, mask=inside)
+
+
+@triton.jit
 def attend_decode(
     q,
     k_cache,
     v_cache,
     table,
     context_lens,
+    shares,
     out,
     parts,
     part_tops,
@@ -173,12 +257,15 @@ def attend_decode(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     SOLO: tl.constexpr,
+    SHARED: tl.constexpr,
+    STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """One sequence, one key head with its GROUP query heads, and every num_splits-th chunk of the context.
 
     SOLO: this program has all chunks and merges them itself. Otherwise each chunk's part is left for `combine`, which
-    merges them in the same order; only a sequence of one chunk is finished here.
+    merges them in the same order; only a sequence of one chunk is finished here. SHARED: the first chunks may have been
+    computed by `attend_shared`.
     """
     pair = tl.program_id(0)
     split = tl.program_id(1)
@@ -186,8 +273,12 @@ def attend_decode(
     kv_head = pair % num_kv_heads
     length = tl.load(context_lens + sequence)
     num_chunks = (length + CHUNK - 1) // CHUNK
-    if split >= tl.maximum(num_chunks, 1):
+    num_shared = 0
+    if SHARED:
+        num_shared = _num_shared(shares, sequence, length, num_chunks_max, CHUNK)
+    if split >= tl.maximum(num_chunks - num_shared, 1):
         return
+    is_left = (num_chunks > 1) | (num_shared > 0)
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
     heads = kv_head * GROUP + rows
@@ -199,7 +290,16 @@ def attend_decode(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIMS), tl.float32)
-    for chunk in range(split, num_chunks, num_splits):
+    places = (sequence * (num_kv_heads * GROUP) + heads) * num_chunks_max
+    if SOLO and SHARED:
+        mine = rows < GROUP
+        for chunk in tl.range(0, num_shared, num_stages=STAGES):
+            place = places + chunk
+            part_top = tl.load(part_tops + place, mask=mine, other=0.0)
+            part_total = tl.load(part_totals + place, mask=mine, other=0.0)
+            part = tl.load(parts + place[:, None] * head_dim + dims[None, :], mask=inside, other=0.0)
+            top, total, acc = _merge(top, total, acc, part_top, part_total, part)
+    for chunk in range(num_shared + split, num_chunks, num_splits):
         begin = chunk * CHUNK
         end = tl.minimum(begin + CHUNK, length)
         part_top, part_total, part = _attend_chunk(
@@ -221,14 +321,14 @@ def attend_decode(
         )
         top, total, acc = _merge(top, total, acc, part_top, part_total, part)
         if not SOLO:
-            place = (sequence * (num_kv_heads * GROUP) + heads) * num_chunks_max + chunk
-            kept = rows < tl.where(num_chunks > 1, GROUP, 0)
+            place = places + chunk
+            kept = rows < tl.where(is_left, GROUP, 0)
             tl.store(part_tops + place, part_top, mask=kept)
             tl.store(part_totals + place, part_total, mask=kept)
             tl.store(parts + place[:, None] * head_dim + dims[None, :], part, mask=kept[:, None] & inside)
     if not SOLO:
-        inside = (rows < tl.where(num_chunks > 1, 0, GROUP))[:, None] & inside
-    result = acc * tl.div_rn(1.0, tl.where(length > 0, total, 1.0))[:, None]
+        inside = (rows < tl.where(is_left, 0, GROUP))[:, None] & inside
+    result = acc * tl.div_rn(1.0, tl.where(total > 0, total, 1.0))[:, None]
     where = out + sequence * out_row + heads[:, None] * out_head + dims[None, :]
     tl.store(where, result.to(out.dtype.element_ty), mask=inside)
 
@@ -236,6 +336,7 @@ def attend_decode(
 @triton.jit
 def combine(
     context_lens,
+    shares,
     parts,
     part_tops,
     part_totals,
@@ -247,15 +348,19 @@ def combine(
     head_dim,
     DIMS: tl.constexpr,
     CHUNK: tl.constexpr,
+    SHARED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One query head of one sequence that has several chunks: their parts, merged from first to last."""
+    """One query head of one sequence that has several chunks, or a shared one: the parts, merged from first to last."""
     pair = tl.program_id(0)
     sequence = (pair // num_heads).to(tl.int64)
     head = pair % num_heads
     length = tl.load(context_lens + sequence)
     num_chunks = (length + CHUNK - 1) // CHUNK
-    if num_chunks <= 1:
+    num_shared = 0
+    if SHARED:
+        num_shared = _num_shared(shares, sequence, length, num_chunks_max, CHUNK)
+    if (num_chunks <= 1) & (num_shared == 0):
         return
     dims = tl.arange(0, DIMS)
     one = tl.arange(0, 1)

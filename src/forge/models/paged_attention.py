@@ -86,7 +86,12 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], row:
     gpu_attention.write_kv(k, v, layout.slots, *caches)
     if row.is_decode:
         return gpu_attention.decode_attend(
-            q, *caches, context_lens_S=layout.context_lens, table_SP=layout.table, scale=scale
+            q,
+            *caches,
+            context_lens_S=layout.context_lens,
+            table_SP=layout.table,
+            scale=scale,
+            shares=layout.shares,
         )
     assert row.extents is not None
     return gpu_attention.prefill_attend(q, *caches, layout=layout, extents=row.extents, scale=scale)
