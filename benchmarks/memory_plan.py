@@ -1,10 +1,11 @@
 """How far is the memory that `forge plan` predicts from what a GPU shows?
 
-Trainers take steps and an engine generates, each setting in a process of its own, on models of the shapes of Qwen3 with
-random weights. Beside each prediction stands what was measured: the bytes of tensors that stay (weights, states), the
-most that tensors took (torch's allocated), the most that torch held (reserved), and what the process took of the GPU.
+Trainers take steps and an engine generates on models of the shapes of Qwen3 with random weights, one setting after the
+other in one process for each shape. Beside each prediction stands what was measured: the bytes of tensors that stay
+(weights, states), the most that tensors took (torch's allocated), the most that torch held (reserved), and what the
+process took of the GPU, as the driver tells. The last is right only while nobody else uses the GPU.
 
-    python benchmarks/memory_plan.py                          # all settings, on the GPU; about 6 minutes
+    python benchmarks/memory_plan.py                          # all settings, on the GPU; about 3 minutes
     python benchmarks/memory_plan.py --shapes qwen3_0_6b --minutes 3 --json memory_plan.json
     python benchmarks/memory_plan.py --quick                  # without a GPU: what can be counted on a CPU
 
@@ -16,10 +17,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +39,10 @@ from harness.report import table
 
 GOAL = 0.1
 """How far a predicted peak may be from the measured one."""
-CHILD_S = 240.0
+SETTING_S = 120.0
+"""How long a child may be silent before it is ended."""
+LEFT_BYTES = 256 << 20
+"""What a setting may leave behind; a child that holds more makes room for another, so that measurements stay apart."""
 COMMON = ("model.", "distributed.shard", "record.", "training.max_seq_len", "generator.sampling")
 """What all settings have alike, and lines need not repeat."""
 
@@ -87,10 +94,11 @@ def settings_for(shape: str, *, quick: bool) -> list[Setting]:
         (pure, "training.microbatch_tokens=1536", "training.optimizer_dtype=bfloat16"),
         (mixed, "training.microbatch_tokens=8192", "training.activation_offload=true"),
     ]
+    compiled = [(mixed, f"training.microbatch_tokens={tokens}", "training.compile=true") for tokens in (8192, 17408)]
     generators = [("generator.kv_cache_gb=8",), ("generator.kv_cache_gb=8", "generator.max_batch=256")]
-    return [Setting("trainer", (*rows, *variant)) for variant in variants] + [
-        Setting("generator", (*rows, *variant)) for variant in generators
-    ]
+    parts = [*(("trainer", each) for each in variants), *(("generator", each) for each in generators)]
+    parts += [("trainer", each) for each in compiled]  # last: they take longest
+    return [Setting(part, (*rows, *variant)) for part, variant in parts]
 
 
 # ---- What is predicted ---------------------------------------------------------------------------------------------
@@ -176,27 +184,26 @@ def open_engine(setting: Setting, card: Card | None) -> tuple[Any, Any]:
 def measure_trainer(setting: Setting, card: Card) -> dict[str, int]:
     import torch
 
+    before = torch.cuda.memory_allocated()
     engine, batch = open_engine(setting, card)
-    torch.cuda.synchronize()
-    lasting = torch.cuda.memory_allocated()
-    engine.train_step(batch)
-    torch.cuda.reset_peak_memory_stats()
-    engine.train_step(batch)
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    found = {
-        "lasting": lasting,
-        "peak allocated": torch.cuda.max_memory_allocated(),
-        "peak reserved": torch.cuda.max_memory_reserved(),
-        "process": total - free,
-    }
-    engine.close()
-    return found
+    try:
+        torch.cuda.synchronize()
+        lasting = torch.cuda.memory_allocated() - before
+        engine.train_step(batch)
+        torch.cuda.reset_peak_memory_stats()
+        engine.train_step(batch)
+        torch.cuda.synchronize()
+        return {
+            "lasting": lasting,
+            "peak allocated": torch.cuda.max_memory_allocated(),
+            "peak reserved": torch.cuda.max_memory_reserved(),
+            "process": used_now(),
+        }
+    finally:
+        engine.close()
 
 
 async def measure_generator(setting: Setting, card: Card) -> dict[str, int]:
-    import torch
-
     from forge.config import GeneratorConfig, Sampling
     from forge.generator.engine import Request
     from forge.generator.native.engine import NativeEngine
@@ -207,14 +214,15 @@ async def measure_generator(setting: Setting, card: Card) -> dict[str, int]:
     section = run.generator.model_copy(update={"max_seq_len": run.generator_seq_len, "with_gpus": True})
     engine = NativeEngine(GeneratorConfig.of(run.facts, section), model=ResolvedModel(run.facts, None, run.name))
     await engine.start()
-    weights = sum(parameter.nbytes for parameter in engine.thread.batching.runner.parameters.values())
-    prompt = tuple(range(1, 1 + run.generator_seq_len - run.completion_tokens))
-    chosen = Sampling(max_tokens=32, ignore_eos=True)
-    asked = [Request(str(number), (number + 1, *prompt[1:]), chosen) for number in range(section.max_batch)]
-    await asyncio.gather(*(engine.generate(request) for request in asked))
-    free, total = torch.cuda.mem_get_info()
-    await engine.close()
-    return {"weights": weights, "process": total - free}
+    try:
+        weights = sum(parameter.nbytes for parameter in engine.thread.batching.runner.parameters.values())
+        prompt = tuple(range(1, 1 + run.generator_seq_len - run.completion_tokens))
+        chosen = Sampling(max_tokens=32, ignore_eos=True)
+        asked = [Request(str(number), (number + 1, *prompt[1:]), chosen) for number in range(section.max_batch)]
+        await asyncio.gather(*(engine.generate(request) for request in asked))
+        return {"weights": weights, "process": used_now()}
+    finally:
+        await engine.close()
 
 
 def count_on_cpu(setting: Setting) -> dict[str, int]:
@@ -266,40 +274,113 @@ def measure(setting: Setting, card: Card | None) -> dict[str, int]:
     return asyncio.run(measure_generator(setting, card))
 
 
-# ---- The comparison ------------------------------------------------------------------------------------------------
+def clear(card: Card | None) -> int:
+    """Forget the last setting, and give back what it held; what is left all the same, in bytes."""
+    import torch
+
+    torch._dynamo.reset()
+    gc.collect()
+    if card is None:
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return int(torch.cuda.memory_allocated())
 
 
-def run_child(setting: Setting, *, on_gpu: bool) -> dict[str, int] | str:
-    """What a child measured, or the last line of what it said when it failed."""
-    command = [sys.executable, __file__, "--child", json.dumps(asdict(setting))]
-    if not on_gpu:
-        command.append("--quick")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"took longer than {CHILD_S:.0f} s"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("MEASURED ")]
-    if done.returncode or not lines:
-        return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    measured: dict[str, int] = json.loads(lines[-1].removeprefix("MEASURED "))
-    return measured
+def measure_all(settings: list[Setting], card: Card | None) -> Iterator[dict[str, Any]]:
+    """What each setting took, or that there was not memory enough. Ends early where a setting left too much behind."""
+    import torch
+
+    for setting in settings:
+        began, why, found = time.monotonic(), "", None
+        try:
+            found = measure(setting, card)
+        except torch.OutOfMemoryError:
+            why = "out of memory"
+        yield {"found": found, "why": why, "seconds": round(time.monotonic() - began, 1)}
+        if clear(card) > LEFT_BYTES:
+            return
 
 
 def used_now() -> int:
-    """What is in use on the first GPU before a child starts."""
+    """What is in use on the first GPU, by all processes, as the driver tells."""
     command = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return int(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout) * 2**20
 
 
-def compare(setting: Setting, shape: str, card: Card | None) -> list[Line] | str:
-    before = used_now() if card is not None else 0
-    measured = run_child(setting, on_gpu=card is not None)
-    if isinstance(measured, str):
-        return measured
+# ---- The comparison ------------------------------------------------------------------------------------------------
+
+
+async def run_child(settings: list[Setting], *, on_gpu: bool, end: float) -> AsyncIterator[dict[str, Any]]:
+    """The answers of one child, in order; it may end before it has answered for all."""
+    command = [sys.executable, __file__, "--child", json.dumps([asdict(setting) for setting in settings])]
+    if not on_gpu:
+        command.append("--quick")
+    with tempfile.TemporaryFile() as errors:
+        child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=errors)
+        assert child.stdout is not None
+        try:
+            for _ in settings:
+                limit_s = min(SETTING_S, max(1.0, end - time.monotonic()))
+                answer = await asyncio.wait_for(_next_answer(child.stdout), limit_s)
+                if answer is None:
+                    break
+                yield answer
+            else:
+                return
+        except TimeoutError:
+            yield {"found": None, "why": f"was silent for {limit_s:.0f} s", "seconds": limit_s}
+            return
+        finally:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
+        if child.returncode:
+            errors.seek(0)
+            said = errors.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
+            why = f"its process ended with {child.returncode}: {' / '.join(line.strip() for line in said[-4:])}"
+            yield {"found": None, "why": why, "seconds": 0.0}
+
+
+async def _next_answer(stdout: asyncio.StreamReader) -> dict[str, Any] | None:
+    while line := await stdout.readline():
+        if line.startswith(b"MEASURED "):
+            answer: dict[str, Any] = json.loads(line.removeprefix(b"MEASURED "))
+            return answer
+    return None
+
+
+async def compare(shape: str, settings: list[Setting], card: Card | None, *, end: float) -> list[Line]:
+    """The lines of one shape, from as many children as it takes."""
+    lines: list[Line] = []
+    while settings and time.monotonic() < end:
+        before = used_now() if card is not None else 0
+        num_answers = 0
+        async for answer in run_child(settings, on_gpu=card is not None, end=end):
+            setting = settings[num_answers]
+            num_answers += 1
+            lines += _told(shape, setting, answer, card, before=before)
+        settings = settings[max(1, num_answers) :]
+    for setting in settings:
+        print(f"left out, because the time is over: {shape}, {setting.label}")
+    return lines
+
+
+def _told(shape: str, setting: Setting, answer: Mapping[str, Any], card: Card | None, *, before: int) -> list[Line]:
+    """An answer as lines, and said."""
+    measured: dict[str, int] | None = answer["found"]
+    if measured is None:
+        print(f"FAILED: {shape}, {setting.label}: {answer['why']}", flush=True)
+        return []
     if "process" in measured:
         measured["process"] -= before
     predicted = predictions(setting, card)
-    return [Line(shape, setting.label, what, predicted[what], measured[what]) for what in predicted if what in measured]
+    found = [
+        Line(shape, setting.label, what, predicted[what], measured[what]) for what in predicted if what in measured
+    ]
+    said = ", ".join(f"{line.what} {line.ratio:.3f}" for line in found)
+    print(f"{shape}, {setting.label}: predicted / measured: {said} ({answer['seconds']} s)", flush=True)
+    return found
 
 
 def show(lines: list[Line]) -> str:
@@ -334,25 +415,16 @@ def main() -> int:
     args = parser.parse_args()
     card = None if args.quick else find_card()
     if args.child:
-        given = json.loads(args.child)
-        print("MEASURED", json.dumps(measure(Setting(given["part"], tuple(given["words"])), card)), flush=True)
+        settings = [Setting(given["part"], tuple(given["words"])) for given in json.loads(args.child)]
+        for answer in measure_all(settings, card):
+            print("MEASURED", json.dumps(answer), flush=True)
         return 0
     if card is None and not args.quick:
         print("There is no GPU here: nothing was measured. --quick counts what can be counted on a CPU.")
         return 0
     end, lines = time.monotonic() + 60 * args.minutes, list[Line]()
     for shape in ["tiny"] if args.quick else args.shapes:
-        for setting in settings_for(shape, quick=args.quick):
-            if time.monotonic() > end:
-                print(f"left out, because the time is over: {shape}, {setting.label}")
-                continue
-            found = compare(setting, shape, card)
-            if isinstance(found, str):
-                print(f"FAILED: {shape}, {setting.label}: {found}", flush=True)
-                continue
-            lines += found
-            said = ", ".join(f"{line.what} {line.ratio:.3f}" for line in found)
-            print(f"{shape}, {setting.label}: predicted / measured: {said}", flush=True)
+        lines += asyncio.run(compare(shape, settings_for(shape, quick=args.quick), card, end=end))
     print(f"\n{show(lines)}\n")
     worst, near = judge(lines)
     if card is not None:

@@ -156,7 +156,8 @@ class GenerationConfig(ConfigModel):
         gt=0,
         description="Memory for keys and values, in GiB. Null: on the CPU what max_batch completions of full length "
         "need, at most a quarter of the free memory; on a GPU four times that, at most 80% of what is free; on a GPU "
-        "that a trainer uses too, once that, at most gpu_memory_share of it.",
+        "that a trainer uses too, once that, at most gpu_memory_share of it; with placement `turns` and `shared`, at "
+        "most what the trainer leaves between its steps.",
     )
     gpu_memory_share: float | None = Field(
         default=None,
@@ -164,8 +165,9 @@ class GenerationConfig(ConfigModel):
         le=1,
         description="The part of a GPU's memory that an engine may take: with `native` the cache for keys and values, "
         "with `vllm` everything that it holds (its gpu_memory_utilization). Null where it has the GPU to itself: 0.8. "
-        "Null beside a trainer: 0.5 with placement `turns`, and 0.35 with `beside` and `shared`, for all replicas "
-        "together.",
+        "Null on a trainer's GPU: 0.35 with placement `beside`, and 0.5 with `turns` and vLLM, for all "
+        "replicas together; none with `turns` and `shared` and the embedded engine, whose cache is away while the "
+        "trainer works.",
     )
     prefix_sharing: bool = Field(
         default=True, description="Whether requests that begin alike share what was computed for the beginning."

@@ -19,10 +19,11 @@ from forge.config.training import CheckpointConfig, DistributedConfig, TrainingC
 
 Placement = Literal["apart", "beside", "turns", "shared"]
 
-GPU_SHARES: Final[Mapping[str, float]] = {"beside": 0.35, "turns": 0.5, "shared": 0.35}
+GPU_SHARES: Final[Mapping[str, float]] = {"beside": 0.35, "turns": 0.5}
 """Which part of a GPU the generators may take where a trainer uses the same one. The rest is for its weights, gradients
 and optimizer, and for activations, which come to their peak only in the first step, when the cache is there already. In
-`turns` nobody generates at that moment."""
+`turns` nobody generates at that moment: what holds there is for vLLM alone. The embedded engine has no share in `turns`
+and `shared`: its cache is away while the trainer works, and has all that the trainer does not hold at rest."""
 
 
 class RolloutConfig(ConfigModel):
@@ -147,9 +148,16 @@ class GRPOConfig(ForgeConfig):
     def gpu_memory_share(self) -> float | None:
         """The part of a GPU's memory that each generator may take: as said, or what the placement leaves to it.
 
-        None where a generator has a GPU of its own, and nothing was said: then it may take what it finds.
+        None where a generator has a GPU of its own, or gives its cache back whenever the trainer works, and nothing was
+        said: then it may take what it finds.
         """
-        share = GPU_SHARES.get(self.placement)
+        share = None if self.gives_way else GPU_SHARES.get(self.placement)
         if self.generator.gpu_memory_share is not None or share is None:
             return self.generator.gpu_memory_share
         return share / self.generators.num_replicas
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether the generators' cache is chosen to fill what a trainer at rest leaves of a GPU, and is given back
+        while it works."""
+        return self.placement in ("turns", "shared") and self.generator.engine == "native"

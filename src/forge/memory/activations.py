@@ -32,6 +32,7 @@ class Setting:
         on_gpu: whether norms are one kernel there.
         tensor: ranks that split heads and widths; `splits_rows` whether they split the tokens between layers too.
         several_documents: whether a row has several documents, which the path `documents` puts together again.
+        is_compiled: whether layers are compiled, which computes the gate's function again in the backward pass.
     """
 
     item: int
@@ -40,16 +41,19 @@ class Setting:
     tensor: int = 1
     splits_rows: bool = False
     several_documents: bool = True
+    is_compiled: bool = False
 
     @classmethod
-    def of(cls, compute: str, *, on_gpu: bool, tensor: int = 1, splits_rows: bool = False) -> Setting:
+    def of(
+        cls, compute: str, *, on_gpu: bool, tensor: int = 1, splits_rows: bool = False, is_compiled: bool = False
+    ) -> Setting:
         """The setting of a precision on a device."""
         item = {"float32": 4, "bfloat16": 2, "float64": 8}[compute]
         if on_gpu:
             path: AttentionPath = "kernel" if item == 2 else "documents"
         else:
             path = "rows" if compute == "float32" else "documents"
-        return cls(item, path, on_gpu, tensor, splits_rows and tensor > 1)
+        return cls(item, path, on_gpu, tensor, splits_rows and tensor > 1, is_compiled=is_compiled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +147,11 @@ def _attention_bytes(sizes: Sizes, setting: Setting, row: Row) -> int:
 def _feed_forward_bytes(sizes: Sizes, setting: Setting) -> int:
     """For one token: the middle's two factors, the gate after its function, and the product of both.
 
-    Our kernel for rows keeps no gate after its function. A mixture keeps this for each chosen expert, with the tokens
-    as they were sent there and what came back, and the choice itself.
+    Our kernel for rows keeps no gate after its function, and neither do compiled dense layers. A mixture keeps this
+    for each chosen expert, with the tokens as they were sent there and what came back, and the choice itself.
     """
-    item, num_kept = setting.item, 3 if setting.attention == "rows" else 4
+    keeps_gate = setting.attention != "rows" and not (setting.is_compiled and not sizes.num_experts)
+    item, num_kept = setting.item, 4 if keeps_gate else 3
     if not sizes.num_experts:
         return num_kept * item * sizes.inner // setting.tensor
     chosen = sizes.num_chosen

@@ -8,7 +8,7 @@ from forge.memory.card import Card, host_memory
 from forge.memory.constants import HOST_GPU_PROCESS, HOST_PROCESS
 from forge.memory.generator import GeneratorJob, asleep_host_bytes, asleep_parts, awake_parts
 from forge.memory.model_size import Holding, holdings
-from forge.memory.records import DevicePlan, MemoryPlan, Moment, Part, Phase, owned
+from forge.memory.records import DevicePlan, MemoryPlan, Moment, Part, owned
 from forge.memory.run import PlannedRun
 from forge.memory.trainer import (
     MASTER_BYTES,
@@ -74,6 +74,7 @@ def generator_job(run: PlannedRun, card: Card | None, *, occupied: int = 0) -> G
         return None
     on_gpu = run.generator_on_gpu
     return GeneratorJob(
+        facts=run.facts,
         sizes=run.sizes,
         config=run.generator,
         max_seq_len=run.generator_seq_len,
@@ -83,6 +84,8 @@ def generator_job(run: PlannedRun, card: Card | None, *, occupied: int = 0) -> G
         share=run.share,
         occupied=occupied,
         is_guest=run.placement == "shared",
+        takes_turns=run.takes_turns,
+        num_alike=run.num_generators if run.placement != "apart" else 1,
         kept_item=MASTER_BYTES[run.distributed.precision] if run.distributed is not None else None,
     )
 
@@ -121,19 +124,14 @@ def _together(run: PlannedRun, job: TrainerJob, card: Card | None) -> tuple[Mome
     guest = generator_job(run, card, occupied=sum(part.num_bytes for part in resting))
     assert guest is not None
     awake = _repeated(run, awake_parts(guest))
-    asleep = _repeated(run, asleep_parts(guest))
-    while_training = asleep if run.placement == "turns" else awake
-    moments = [_joined("generating", "decoding", (*resting, *awake))]
+    while_training = _repeated(run, asleep_parts(guest)) if run.takes_turns else awake
+    moments = [make_moment("generating", "decoding", (*resting, *awake))]
     for moment in training_moments(job):
-        own = owned((part for part in moment.parts if part.name != "allocator slack"), "trainer")
-        moments.append(_joined("training", moment.name, (*own, *while_training)))
+        beside = make_moment("training", moment.name, while_training).parts
+        moments.append(Moment("training", moment.name, (*owned(moment.parts, "trainer"), *beside)))
     if run.num_versions:
-        moments.append(_joined("syncing", "publishing and fetching", (*resting, *awake)))
+        moments.append(make_moment("syncing", "publishing and fetching", (*resting, *awake)))
     return tuple(moments)
-
-
-def _joined(phase: Phase, name: str, parts: tuple[Part, ...]) -> Moment:
-    return make_moment(phase, name, parts)
 
 
 def _repeated(run: PlannedRun, parts: tuple[Part, ...]) -> tuple[Part, ...]:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge.config import GenerationConfig
-from forge.generator.native.cache_size import CacheNeed, pages_on_cpu, pages_on_gpu
-from forge.memory.activations import Setting, forward_bytes
-from forge.memory.constants import (
-    CUDA_CONTEXT,
-    GIB,
-    GRAPH_BYTES,
-    GRAPH_SIZES,
-    GRAPH_STEP,
-    PAGE_TOKENS,
-    PREFILL_CPU,
-    PREFILL_GPU,
-    VLLM_ASLEEP,
-    VLLM_OVERHEAD,
-    VLLM_SHARE,
+from forge.config import GenerationConfig, ModelConfig
+from forge.generator.native.cache_size import (
+    CacheNeed,
+    StepWork,
+    graph_sizes,
+    pages_in_turns,
+    pages_on_cpu,
+    pages_on_gpu,
+    step_work,
 )
+from forge.memory.constants import CUDA_CONTEXT, GIB, PAGE_TOKENS, VLLM_ASLEEP, VLLM_OVERHEAD, VLLM_SHARE
 from forge.memory.model_size import ITEM_BYTES, Sizes
 from forge.memory.records import Part
 
@@ -29,6 +24,7 @@ class GeneratorJob:
     """What a generator is asked to do.
 
     Attributes:
+        facts, sizes: the model's.
         max_seq_len: the longest sequence, decided.
         tensor: GPUs over which it is split.
         share: the part of a GPU that it may take; None where it has one to itself.
@@ -36,8 +32,11 @@ class GeneratorJob:
         occupied: what others hold on that device when the cache is made.
         is_guest: whether it is in a trainer's process. It computes with the trainer's own weights then, if these are
             kept in its precision, `kept_item` bytes each, and else with a copy.
+        takes_turns: whether it gives its cache back while a trainer works on the same GPU.
+        num_alike: generators that divide the device.
     """
 
+    facts: ModelConfig
     sizes: Sizes
     config: GenerationConfig
     max_seq_len: int
@@ -48,6 +47,12 @@ class GeneratorJob:
     occupied: int = 0
     is_guest: bool = False
     kept_item: int | None = None
+    takes_turns: bool = False
+    num_alike: int = 1
+
+    @property
+    def work(self) -> StepWork:
+        return step_work(self.facts, self.config, item=self.item, on_gpu=self.on_gpu)
 
     @property
     def item(self) -> int:
@@ -65,10 +70,15 @@ def awake_parts(job: GeneratorJob) -> tuple[Part, ...]:
 
 
 def asleep_parts(job: GeneratorJob) -> tuple[Part, ...]:
-    """What it still holds on the GPU while it sleeps."""
+    """What it still holds on the GPU while the trainer works.
+
+    The embedded engine keeps its recorded steps. In a trainer's process it also keeps its copy of the weights; in one
+    of its own these go to the host.
+    """
     if job.config.engine == "vllm":
         return (Part("vLLM asleep", VLLM_ASLEEP, "context and recorded steps"),)
-    return (Part("CUDA context", CUDA_CONTEXT, "of the process"),)
+    kept = {"weights", "rotary tables", "CUDA graphs"} if job.is_guest else {"CUDA context", "CUDA graphs"}
+    return tuple(part for part in _native_parts(job) if part.name in kept)
 
 
 def asleep_host_bytes(job: GeneratorJob) -> int:
@@ -104,7 +114,10 @@ def _native_cache(job: GeneratorJob, held: int) -> Part:
         num_pages, why = int(job.config.kv_cache_gb * GIB) // need.page_bytes, "generator.kv_cache_gb"
     else:
         free = max(0, job.capacity - job.occupied - held)
-        if job.on_gpu:
+        if job.on_gpu and job.takes_turns and job.share is None:
+            own = max(0, job.capacity - job.occupied) // job.num_alike - held
+            num_pages = pages_in_turns(need, free_bytes=own, work=job.work)
+        elif job.on_gpu:
             num_pages = pages_on_gpu(need, free_bytes=free, total_bytes=job.capacity, share=job.share)
         else:
             num_pages = pages_on_cpu(need, free_bytes=free)
@@ -115,25 +128,12 @@ def _native_cache(job: GeneratorJob, held: int) -> Part:
 
 def _working_parts(job: GeneratorJob) -> tuple[Part, ...]:
     """What a step needs besides weights and cache."""
-    batch, vocab = job.config.max_batch, job.sizes.vocab
-    chunk = job.config.prefill_chunk_tokens or (PREFILL_GPU if job.on_gpu else PREFILL_CPU)
-    setting = Setting.of("bfloat16" if job.item == 2 else "float32", on_gpu=job.on_gpu)
-    parts = [
-        Part("prefill", forward_bytes(job.sizes, setting, max(chunk, batch)), f"{chunk:,} tokens", is_passing=True),
-        Part("sampler", batch * vocab * 16, f"{batch} rows of {vocab:,} logits", is_passing=True),
-    ]
-    if job.on_gpu and job.config.cuda_graphs and not job.sizes.num_experts:
-        sizes = graph_sizes(batch)
-        logits = sum(sizes) * vocab * 4 + batch * vocab * job.item
-        why = f"{len(sizes)} recorded steps with their logits"
-        parts.append(Part("CUDA graphs", logits + len(sizes) * GRAPH_BYTES, why))
-    return tuple(parts)
-
-
-def graph_sizes(max_batch: int) -> tuple[int, ...]:
-    """For how many sequences decode steps are recorded."""
-    small = {size for size in GRAPH_SIZES if size < max_batch}
-    return tuple(sorted(small | set(range(GRAPH_SIZES[-1], max_batch, GRAPH_STEP)) | {max_batch}))
+    work, batch = job.work, job.config.max_batch
+    return (
+        Part("prefill", work.prefill, "the longest row of a prefill, one layer", is_passing=True),
+        Part("sampler", work.sampler, f"{batch} rows of {job.sizes.vocab:,} logits", is_passing=True),
+        Part("CUDA graphs", work.graphs, f"{len(graph_sizes(batch))} recorded steps with their logits"),
+    )
 
 
 def _vllm_parts(job: GeneratorJob) -> tuple[Part, ...]:

@@ -89,6 +89,14 @@ class PlannedRun:
         return together * (prompt + completion) / (prompt + together * completion)
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether generators give their cache back while the trainer works.
+
+        In `shared` on a GPU they do so too, though they are not asleep: nothing is under way while a batch is learned.
+        """
+        return self.placement == "turns" or (self.placement == "shared" and self.generator_on_gpu)
+
+    @property
     def uses_gpus(self) -> bool:
         return self.trainer_on_gpu or self.generator_on_gpu or self.reference_on_gpu
 
@@ -167,8 +175,6 @@ def _read_grpo(config: GRPOConfig, base: PlannedRun, card: Card | None, notes: l
         notes.append("the reference model is planned with the policy's architecture")
     if config.rewards.judge is not None or config.rewards.reward_model is not None:
         notes.append("judges and reward models are not planned: they need GPUs, or host memory, of their own")
-    if training.compile:
-        notes.append("activations are those without torch.compile, which keeps fewer")
     return replace(
         base,
         training=training,
@@ -201,8 +207,6 @@ def _read_sft(config: SFTConfig, base: PlannedRun, card: Card | None, notes: lis
     layout = check_layout(
         config.distributed, base.facts, config.training, num_ranks=_num_ranks(config.distributed, card, on_gpu=on_gpu)
     )
-    if config.training.compile:
-        notes.append("activations are those without torch.compile, which keeps fewer")
     return replace(
         base,
         training=config.training,

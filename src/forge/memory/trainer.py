@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 from forge.config import DistributedConfig, TrainingConfig
 from forge.memory.activations import Row, Setting, backward_bytes, forward_bytes, kept_bytes, recomputed_bytes
-from forge.memory.constants import ALLOCATOR_SLACK, CUDA_CONTEXT, HEAD_CHUNK_CPU, HEAD_CHUNK_GPU, NCCL_BUFFERS
+from forge.memory.constants import (
+    ALLOCATOR_SLACK,
+    COMPILED_SLACK,
+    CUDA_CONTEXT,
+    HEAD_CHUNK_CPU,
+    HEAD_CHUNK_GPU,
+    NCCL_BUFFERS,
+)
 from forge.memory.model_size import Holding, Sizes
 from forge.memory.records import Moment, Part, Phase
 from forge.trainer.layout import Layout
@@ -55,6 +62,7 @@ class TrainerJob:
             on_gpu=self.on_gpu,
             tensor=self.layout.tensor,
             splits_rows=self.distributed.sequence_parallel or self.layout.expert > 1,
+            is_compiled=self.training.compile,
         )
 
     @property
@@ -114,7 +122,8 @@ def training_moments(job: TrainerJob) -> tuple[Moment, ...]:
         ("sum of the embedding's gradients", (*_gradients(job), *_embedding_sum(job))),
         ("optimizer", (*_gradients(job), *_optimizer(job))),
     ]
-    return tuple(make_moment("training", name, (*lasting, *parts)) for name, parts in moments)
+    share, idle = COMPILED_SLACK if job.training.compile else ALLOCATOR_SLACK, idle_bytes(job)
+    return tuple(make_moment("training", name, (*lasting, *parts), share=share, idle=idle) for name, parts in moments)
 
 
 def scoring_moment(job: TrainerJob) -> Moment:
@@ -134,11 +143,32 @@ def offloaded_bytes(job: TrainerJob) -> int:
     return _kept_bytes(job) if job.training.activation_offload else 0
 
 
-def make_moment(phase: Phase, name: str, parts: tuple[Part, ...]) -> Moment:
-    """A moment, with the gaps that an allocator leaves around what comes and goes."""
+def make_moment(
+    phase: Phase, name: str, parts: tuple[Part, ...], *, share: float = ALLOCATOR_SLACK, idle: int = 0
+) -> Moment:
+    """A moment, with what an allocator holds besides: gaps around what comes and goes, and `idle` blocks."""
     passing = sum(part.num_bytes for part in parts if part.is_passing)
-    slack = Part("allocator slack", int(passing * ALLOCATOR_SLACK), f"{ALLOCATOR_SLACK:.0%} of what comes and goes")
+    why = f"{share:.1%} of what comes and goes" + (", and idle blocks of the embedding's size" if idle else "")
+    slack = Part("allocator slack", int(passing * share) + idle, why)
     return Moment(phase, name, tuple(part for part in (*parts, slack) if part.num_bytes > 0))
+
+
+def idle_bytes(job: TrainerJob) -> int:
+    """Blocks as large as the embedding that torch's allocator holds while nothing is in them.
+
+    A block that was freed serves smaller requests, never larger ones, and what activations leave is in pieces. So the
+    sum of the embedding's gradient, in float32, and that gradient itself keep blocks for themselves, which are idle
+    when activations are at their peak; so do the copies of an optimizer with narrow states, all but one, which finds
+    its place in what the sum left. Rows of few tokens have the same blocks as long ones: their gaps are relatively
+    larger.
+    """
+    holding, item = job.holding, job.setting.item
+    if not job.on_gpu or not (holding.has_embedding or holding.has_head):
+        return 0
+    weight = holding.gathered_embedding
+    sums = 4 * weight if job.uses_fsdp else 0
+    copies = sum(part.num_bytes for part in _optimizer(job))
+    return sums + item * weight + max(0, copies - 4 * weight // job.layout.shard)
 
 
 def _gradients(job: TrainerJob) -> tuple[Part, ...]:
@@ -146,7 +176,10 @@ def _gradients(job: TrainerJob) -> tuple[Part, ...]:
 
 
 def _gathered(job: TrainerJob) -> tuple[Part, ...]:
-    """Weights as the model computes with them, where they are kept in another form: wider, or in shards."""
+    """Weights as the model computes with them, where they are kept in another form: wider, or in shards.
+
+    On one data parallel rank all of them stay from the first row of a step to its last.
+    """
     if not job.uses_fsdp:
         return ()
     holding, item = job.holding, job.setting.item
@@ -234,8 +267,13 @@ def _head_sum(job: TrainerJob) -> tuple[Part, ...]:
 
 
 def _sum_bytes(job: TrainerJob, numbers: int) -> int:
-    """Gradients on their way from all ranks to the one that holds them: in float32, whole and as a shard."""
-    return 4 * numbers + 4 * numbers // job.layout.shard
+    """Gradients on their way from all ranks to the one that holds them: in float32, whole and as a shard.
+
+    One data parallel rank adds up the rows of a step where autograd leaves their gradients, which are the whole of it
+    already, and makes a second one of each only in the last row.
+    """
+    is_there = job.accumulates and job.layout.data_parallel == 1 and job.layout.expert == 1
+    return (0 if is_there else 4 * numbers) + 4 * numbers // job.layout.shard
 
 
 def _embedding_sum(job: TrainerJob) -> tuple[Part, ...]:

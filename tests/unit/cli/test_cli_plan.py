@@ -37,9 +37,9 @@ trainer, fullest while training (output layer), in GiB
   activations                  1.40  1,024 tokens, 28 layers, checkpointing none
   output layer                 0.29  logits of 1,024 tokens
   output layer's gradient      0.87  summed in float32
-  allocator slack              0.18  5% of what comes and goes
-  peak                        13.27
-  free                        10.37  of 23.64
+  allocator slack              0.96  2.5% of what comes and goes, and idle blocks of the embedding's size
+  peak                        14.04
+  free                         9.60  of 23.64
 """
 SMOLLM2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -178,7 +178,7 @@ def test_every_configuration_in_apps_can_be_planned(
     monkeypatch.chdir(tmp_path)
     without_gpus(monkeypatch)
     words = [str(path)]
-    if path.name == "gsm8k_smollm2.yaml":
+    if "smollm2" in path.name:
         folder = Path("models/smollm2-135m")
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(SMOLLM2))

@@ -80,7 +80,7 @@ def test_a_shared_policy_has_one_copy_of_the_weights_and_publishes_none() -> Non
     assert "generator/weights" not in parts
     assert "trainer/published weights" not in parts
     assert "generator/CUDA context" not in parts
-    assert parts["generator/KV cache"] == pytest.approx(8 * GIB, rel=0.01)  # it is there while the trainer works
+    assert "generator/KV cache" not in parts  # it is given back while the trainer works
 
 
 def test_shards_divide_what_is_kept_and_not_what_is_gathered() -> None:

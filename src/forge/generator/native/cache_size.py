@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from forge.config import GenerationConfig, ModelConfig
+
 CPU_SHARE: Final = 0.25
 """Of a machine's free memory: others compute there too."""
 
@@ -14,6 +16,20 @@ FREE_SHARE: Final = 0.8
 
 ROOM_TO_KEEP: Final = 4
 """With a GPU to itself an engine takes so many times what it needs: what was computed for a prompt stays longer."""
+
+TURNS_SHARE: Final = 0.92
+"""Of what is left while a trainer rests: gaps between the tensors that stay, and what a driver takes unasked, need the
+rest."""
+
+GRAPH_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+GRAPH_STEP: Final = 64
+GRAPH_BYTES: Final = 12 << 20
+"""For how many sequences decode steps are recorded, and what the driver keeps for one besides the memory of its
+tensors."""
+
+PREFILL_GPU: Final = 8192
+PREFILL_CPU: Final = 512
+"""Tokens of prompts that a step reads where nothing is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +64,78 @@ def pages_on_gpu(need: CacheNeed, *, free_bytes: int, total_bytes: int, share: f
     if share is None:
         return min(need.wanted * ROOM_TO_KEEP, room // need.page_bytes)
     return min(need.wanted, min(room, int(total_bytes * share)) // need.page_bytes)
+
+
+def pages_in_turns(need: CacheNeed, *, free_bytes: int, expected_bytes: int = 0, work: StepWork) -> int:
+    """The pages of a cache on a GPU whose trainer works only while the cache is given back; fewer than `need.least` if
+    there is no room.
+
+    What is wanted, at most what is left beside all that stays: the trainer's weights and optimizer's states, which
+    exist from its start, the engine's own weights, `expected_bytes` that others will still take and keep (published
+    versions), and what a step of generation takes. Gradients and activations are gone when the cache is there.
+
+    `free_bytes` is what is free when the trainer and the engine's weights are there and the cache is not.
+    """
+    room = max(0, free_bytes - expected_bytes - work.num_bytes)
+    return min(need.wanted, int(room * TURNS_SHARE) // need.page_bytes)
+
+
+# ---- What a step takes ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What steps of generation take besides weights and cache, in bytes.
+
+    Attributes:
+        prefill: the tensors of one layer that are alive at once, for the longest row of a prefill.
+        sampler: logits, scaled logits and probabilities of all sequences.
+        graphs: recorded decode steps with their logits; 0 where none are recorded.
+    """
+
+    prefill: int
+    sampler: int
+    graphs: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.prefill + self.sampler + self.graphs
+
+
+def step_work(model: ModelConfig, config: GenerationConfig, *, item: int, on_gpu: bool) -> StepWork:
+    """What steps of a model with complete facts take, which computes with numbers of `item` bytes."""
+    batch, vocab = config.max_batch, model.vocab_size or 0
+    chunk = config.prefill_chunk_tokens or (PREFILL_GPU if on_gpu else PREFILL_CPU)
+    return StepWork(
+        prefill=item * _widest(model) * max(chunk, batch),
+        sampler=batch * vocab * 16,
+        graphs=_graph_bytes(batch, vocab, item=item) if records_steps(model, config, on_gpu=on_gpu) else 0,
+    )
+
+
+def records_steps(model: ModelConfig, config: GenerationConfig, *, on_gpu: bool) -> bool:
+    """Whether decode steps are recorded. A mixture's are not: its experts differ from step to step."""
+    return on_gpu and config.cuda_graphs and model.num_experts is None
+
+
+def graph_sizes(max_batch: int) -> tuple[int, ...]:
+    """For how many sequences decode steps are recorded."""
+    small = {size for size in GRAPH_SIZES if size < max_batch}
+    return tuple(sorted(small | set(range(GRAPH_SIZES[-1], max_batch, GRAPH_STEP)) | {max_batch}))
+
+
+def _widest(model: ModelConfig) -> int:
+    """The numbers of a token that are alive at once in a layer: in its feed-forward part, or in attention."""
+    hidden, heads = model.hidden_size or 0, model.num_heads or 1
+    head_dim = model.head_dim or hidden // heads
+    if model.num_experts is None:
+        inner = model.intermediate_size or 0
+    else:
+        inner = (model.num_experts_per_token or 1) * (model.expert_intermediate_size or 0)
+    attention = 2 * heads * head_dim + 4 * (model.num_kv_heads or 1) * head_dim
+    return max(3 * inner, attention) + 3 * hidden
+
+
+def _graph_bytes(batch: int, vocab: int, *, item: int) -> int:
+    sizes = graph_sizes(batch)
+    return sum(sizes) * vocab * 4 + batch * vocab * item + len(sizes) * GRAPH_BYTES
