@@ -7,13 +7,16 @@ import logging
 import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
 from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
+from forge.generator.native.guest import GuestConfig
 from forge.loops.colocated import SharedPolicy
+from forge.memory.model_size import Sizes
+from forge.memory.trainer import MASTER_BYTES
 from forge.rollout.reward_actor import RewardActor
 from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
 from forge.service.handle import Service
@@ -30,6 +33,10 @@ _log = logging.getLogger("forge.grpo")
 
 NEVER_REPLACED: Mapping[str, Any] = {"max_restarts": 0, "heartbeat_timeout_s": 120.0}
 """Options of what holds the state of training: another process in its place would not have it."""
+
+
+NUM_VERSIONS: Final = 2
+"""Versions of the weights that the store has memory for, as `forge.memory` plans it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,18 @@ async def _start_policy(
 def generator_config(config: GRPOConfig, model: ModelConfig) -> GeneratorConfig:
     """What a generator is made from, with the part of a GPU that the placement leaves to it."""
     section = config.generator.model_copy(update={"gpu_memory_share": config.gpu_memory_share})
-    return GeneratorConfig.of(model, section)
+    made = GeneratorConfig.of(model, section)
+    if not config.gives_way:
+        return made
+    expected = 0 if config.placement == "shared" else _published_bytes(config, made)
+    fields = {name: getattr(made, name) for name in GeneratorConfig.model_fields}
+    return GuestConfig(**fields, expected_bytes=expected, num_guests=config.generators.num_replicas)
+
+
+def _published_bytes(config: GRPOConfig, generator: GeneratorConfig) -> int:
+    """What published weights take of the trainer's GPU, in the two versions that are there at most."""
+    item = 2 if published_dtype(generator) == "bfloat16" else MASTER_BYTES[config.distributed.precision]
+    return NUM_VERSIONS * item * Sizes.of(generator.model).total
 
 
 def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.config import GeneratorConfig, Sampling, TrainerConfig
 from forge.generator.actor import Generator, Messages
 from forge.generator.engine import EngineStats, GenerationEngine
+from forge.observe import span
 from forge.runtime.endpoints import endpoint
 from forge.trainer.actor import Trainer
 from forge.types import Batch, Completion, StepResult
@@ -53,7 +55,8 @@ class SharedPolicy(Trainer):
 
     Where both compute in the same precision there is nothing to copy: `publish_weights` only gives the weights their
     version. Otherwise it converts them, inside the device's memory. A step of training holds generation up for as long
-    as it takes; completions under way go on afterwards.
+    as it takes; completions under way go on afterwards. On a GPU, if there are none, the memory of the engine's cache
+    is the trainer's for that long.
     """
 
     def __init__(self, config: TrainerConfig, loss: Loss | None, generator: GeneratorConfig) -> None:
@@ -74,8 +77,19 @@ class SharedPolicy(Trainer):
     @endpoint
     async def train_step(self, batch: Batch, keep_logprobs: bool = False) -> StepResult:
         """One optimizer step, between two steps of generation."""
-        async with self._native.changing(self._native.version):
+        async with self._native.changing(self._native.version), self._cache_lent():
             return await super().train_step(batch, keep_logprobs)
+
+    @contextlib.asynccontextmanager
+    async def _cache_lent(self) -> AsyncIterator[None]:
+        """Free the engine's cache for a block, on a GPU, unless completions under way need it."""
+        is_lent = self._native.is_on_gpu and await self._do(self._native.lend_cache)
+        try:
+            yield
+        finally:
+            if is_lent:
+                with span("take the cache again"):
+                    await self._do(self._native.reclaim_cache)
 
     @endpoint
     async def load(self, resume: str = "must") -> dict[str, Any] | None:

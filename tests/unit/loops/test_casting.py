@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from episodes import make_completion
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped, SyncError
 from forge.generator.engine import UpdateReport
+from forge.generator.native.guest import GuestConfig
 from forge.loops.casting import (
     Cast,
     PolicyHandle,
@@ -119,8 +121,10 @@ def test_a_service_that_does_not_end_in_order_cuts_nobody_short() -> None:
     [
         ("apart", {}, None),
         ("beside", {}, 0.35),
-        ("turns", {}, 0.5),
-        ("shared", {}, 0.35),
+        ("turns", {}, None),
+        ("turns", {"generator": {"engine": "vllm"}}, 0.5),
+        ("turns", {"generator": {"gpu_memory_share": 0.3}}, 0.3),
+        ("shared", {}, None),
         ("beside", {"generators": {"num_replicas": 2}}, 0.175),
         ("beside", {"generator": {"gpu_memory_share": 0.2}, "generators": {"num_replicas": 2}}, 0.2),
         ("apart", {"generator": {"gpu_memory_share": 0.9}}, 0.9),
@@ -133,6 +137,38 @@ def test_a_generator_leaves_the_rest_of_a_gpu_to_the_trainer(
     made = generator_config(chosen, ModelConfig(name="policy"))
     assert made.gpu_memory_share == (None if share is None else pytest.approx(share))
     assert made.model.name == "policy"
+
+
+QWEN3_1_7B = {"family": "qwen3", "hidden_size": 2048, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8}
+QWEN3_1_7B |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "tie_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "gigabytes", "num_guests"),
+    [
+        ({"placement": "shared"}, 0, 1),
+        ({"placement": "turns"}, 6.88, 1),
+        ({"placement": "turns", "generators": {"num_replicas": 3}}, 6.88, 3),
+        ({"placement": "turns", "generator": {"precision": "float32"}}, 13.77, 1),
+        ({"placement": "turns", "generator": {"engine": "vllm"}}, None, None),
+        ({"placement": "beside"}, None, None),
+        ({"placement": "apart"}, None, None),
+    ],
+)
+def test_a_guest_leaves_room_for_what_is_still_to_come(
+    keys: dict[str, Any], gigabytes: float | None, num_guests: int | None
+) -> None:
+    """In turns two published versions of the weights will be on the GPU; in one process nothing is published."""
+    keys = {**keys, "generator": {"with_gpus": True, **keys.get("generator", {})}}
+    made = generator_config(GRPOConfig.model_validate(keys), ModelConfig.model_validate(QWEN3_1_7B))
+    if gigabytes is None:
+        assert type(made) is GeneratorConfig
+        return
+    assert isinstance(made, GuestConfig)
+    assert made.expected_bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
+    assert made.num_guests == num_guests
+    assert GeneratorConfig.model_validate(made.model_dump(exclude={"expected_bytes", "num_guests"}))
+    assert pickle.loads(pickle.dumps(made)) == made
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from forge.errors import ModelError, OptionError
 from forge.generator.engine import EngineStats, Request, UpdateReport
 from forge.generator.limits import OpenCompletions, context_limit
 from forge.generator.native.batching import Batching
+from forge.generator.native.sampler import Sampler
 from forge.generator.native.sequences import ScoreJob, Ticket
 from forge.generator.native.thread import Change, EngineThread, Send
 from forge.runtime.control import post
@@ -256,6 +257,29 @@ class NativeEngine:
                 self.thread.is_asleep = False
 
         await asyncio.wrap_future(self.thread.ask(rise))
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it computes on a GPU."""
+        return self.thread.serving().runner.on_gpu
+
+    def lend_cache(self) -> bool:
+        """Free the cache's memory inside a block of `changing`, for whoever computes there, and tell whether it was.
+
+        It is not where completions are under way: they need what the cache holds. What was remembered of prompts is
+        forgotten. Until `reclaim_cache`, which belongs into the same block, nothing can be generated.
+        """
+        batching = self.thread.serving()
+        if self.thread.is_asleep or not batching.scheduler.is_idle:
+            return False
+        batching.scheduler.pool.forget()
+        batching.sampler = Sampler(batching.sampler.vocab_size, batching.runner.device)  # its buffers only grow
+        batching.runner.give_back_cache()
+        return True
+
+    def reclaim_cache(self) -> None:
+        """Take again what `lend_cache` freed. `OutOfDeviceMemory` if others have it."""
+        self.thread.serving().runner.allocate()
 
     def stats(self) -> EngineStats:
         """See `GenerationEngine.stats`."""
