@@ -14,7 +14,7 @@ from forge.errors import NonFiniteError
 from forge.generator.engine import EngineStats
 from forge.generator.native.pages import PagePool
 from forge.generator.native.randomness import completion_seed, fresh_seed
-from forge.generator.native.runner import ModelRunner
+from forge.generator.native.runner import LastDraw, ModelRunner
 from forge.generator.native.sampler import Drawn, Sampler, SampleRow
 from forge.generator.native.schedule import Piece, Scheduler
 from forge.generator.native.sequences import Running, ScoreJob, Ticket
@@ -38,11 +38,43 @@ class _Counts:
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     num_steps: int = 0
+    num_ahead: int = 0
     num_score_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    """A step that the device computes, or has computed, and whose tokens are still to be taken in.
+
+    Attributes:
+        sequences: who draws a token; drawn: those tokens.
+        version: the weights that draw them.
+        pieces: what is computed of each, where it was launched ahead and is still to be noted as computed.
+    """
+
+    sequences: Sequence[Running]
+    drawn: Drawn
+    version: int
+    pieces: Sequence[Piece] = ()
+
+    @property
+    def is_of_use(self) -> bool:
+        return any(sequence.slot >= 0 for sequence in self.sequences)
 
 
 class Batching:
     """The state of the engine, used by its thread alone.
+
+    Where it *looks ahead*, a decode step is launched before the tokens of the one before are taken in, so that a GPU
+    has work while the host takes them in and plans. The input of that step is on the device, and the places in the
+    cache and the random numbers depend only on how many tokens there are. That is done only where the step is sure to
+    be every completion's next token, whatever the tokens before turn out to be (`Scheduler.plan_ahead`), and where
+    nothing but a temperature shapes what is drawn. Every completion is then what it is without: a token that was drawn
+    for one that had ended is thrown away. Two things differ, both while a completion that has ended takes part in one
+    step more. Whoever waits for its place begins one step later. And on a GPU the step is computed for more rows, so
+    that the last bits are those of a larger batch if that makes its padded size another.
+
+    Whoever does anything but the next `step`, or looks at more than `stats`, calls `settle` first.
 
     Args:
         config: what the generator was configured with.
@@ -52,6 +84,10 @@ class Batching:
         shared: weights of a trainer in this process.
         send: tells those who wait; it is given what has come up since the last `flush`.
     """
+
+    looks_ahead: bool | None = None
+    """Whether it looks ahead; None: where decode steps are recorded. Without that the host launches a step operation by
+    operation, and on a CPU it computes it."""
 
     def __init__(
         self,
@@ -73,6 +109,8 @@ class Batching:
             max_pages=self.runner.max_pages,
         )
         self.counts = _Counts()
+        self._ahead: _Launched | None = None
+        self._newest: Drawn | None = None  # of the step that was launched ahead last, even if nobody wants its tokens
         self._tokenizer = tokenizer
         self._model_stops = () if tokenizer is None else tokenizer.stop_token_ids
         self._send, self._messages = send, list[Message]()
@@ -164,7 +202,8 @@ class Batching:
         return len(completions)
 
     def fail_all(self, error: BaseException) -> None:
-        """End everything with an error."""
+        """End everything with an error; a step that was launched ahead is forgotten."""
+        self._ahead = None
         for sequence in list(self.scheduler.sequences()):
             self.scheduler.end(sequence)
             if sequence.ticket is not None:
@@ -200,26 +239,72 @@ class Batching:
     # ---- Steps --------------------------------------------------------------------------------------------------
 
     def step(self, version: int, *, admit: bool = True) -> None:
-        """Compute the next pieces and draw from them."""
+        """Compute the next pieces, draw from them and take the tokens in. The step after may be launched by then."""
+        launched, self._ahead = self._ahead, None
+        launched = launched or self._launch(version, admit=admit)
+        if launched is None:
+            return
+        looks_ahead = self.runner.has_recorded_steps if self.looks_ahead is None else self.looks_ahead
+        try:
+            if looks_ahead:
+                self._ahead = self._launch_ahead(launched, version, admit=admit)
+        finally:
+            self._take_in(launched)
+        if self._ahead is not None and not self._ahead.is_of_use:
+            self._ahead = None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step is under way whose tokens have not been taken in."""
+        return self._ahead is not None
+
+    def settle(self) -> None:
+        """Take in the tokens of a step that was launched ahead, if there is one: nothing is under way then.
+
+        The device has also done with a step that was forgotten: weights and cache may be changed or freed.
+        """
+        launched, self._ahead = self._ahead, None
+        newest, self._newest = self._newest, None
+        if launched is not None:
+            self._take_in(launched)
+        elif newest is not None:
+            newest.wait()
+
+    def _launch(self, version: int, *, admit: bool) -> _Launched | None:
+        """The next step; None if its tokens have been taken in, for it was more than everybody's next token."""
         pieces = self.scheduler.plan(admit=admit)
         if not pieces:
-            return
+            return None
         self.counts.num_steps += 1
-        if self.runner.on_gpu:
-            decodes: list[Piece] = []
-            others: list[Piece] = []
-            for piece in pieces:
-                is_decode = piece.end - piece.start == 1 and piece.draws
-                (decodes if is_decode else others).append(piece)
-            if others:
-                self._compute(others, version)
-            if decodes:
-                logits = self.runner.decode_logits(decodes, self.scheduler.table)
-                self._draw(decodes, logits, version)
-        elif all(piece.end - piece.start == 1 and piece.draws for piece in pieces):
-            self._draw(pieces, self.runner.decode_logits(pieces, self.scheduler.table), version)
-        else:
+        decodes: list[Piece] = []
+        others: list[Piece] = []
+        for piece in pieces:
+            is_decode = piece.end - piece.start == 1 and piece.draws
+            (decodes if is_decode else others).append(piece)
+        if not others:
+            return self._draw(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version)
+        if not self.runner.on_gpu:
             self._compute(pieces, version)
+            return None
+        self._compute(others, version)
+        decodes = [piece for piece in decodes if piece.sequence.slot >= 0]  # another of its request may have failed
+        if decodes:
+            self._take_in(self._draw(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version))
+        return None
+
+    def _launch_ahead(self, launched: _Launched, version: int, *, admit: bool) -> _Launched | None:
+        """The step after one whose tokens are not known yet, if it can be launched."""
+        pieces = [] if self.sampler.is_shaping else self.scheduler.plan_ahead(launched.sequences, admit=admit)
+        if not pieces:
+            return None
+        # One of these may turn out to have ended. What is then written to its page does no harm: whoever gets the page
+        # next writes to it in a later launch, behind this one on the same stream, and only full pages are shared.
+        place_of = {sequence: place for place, sequence in enumerate(launched.sequences)}
+        sequences = [piece.sequence for piece in pieces]
+        last = LastDraw(launched.drawn.token_ids, [place_of[sequence] for sequence in sequences])
+        logits = self.runner.decode_logits(pieces, self.scheduler.table, last=last)
+        self._newest = self.sampler.draw(logits, _rows(sequences), num_ahead=1)
+        return _Launched(sequences, self._newest, version, pieces)
 
     def _compute(self, pieces: list[Piece], version: int) -> None:
         """All pieces in one row: logits where a token is drawn, logprobs where tokens are scored."""
@@ -244,7 +329,7 @@ class Batching:
             self._scored(piece, hidden[place : place + size])
             place += size
         if drawing:
-            self._draw(drawing, self.runner.logits(hidden[: len(drawing)]), version)
+            self._take_in(self._draw(drawing, self.runner.logits(hidden[: len(drawing)]), version))
 
     def _scored(self, piece: Piece, hidden: Tensor) -> None:
         sequence = piece.sequence
@@ -259,7 +344,7 @@ class Batching:
             self.scheduler.end(sequence)
             job.tell(found)
 
-    def _draw(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> None:
+    def _draw(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> _Launched:
         """Draw the next token of every piece, and the first one of the siblings that begin here."""
         sequences: list[Running] = []
         index: list[int] = []
@@ -275,23 +360,30 @@ class Batching:
         self.runner.copy_pages(copies)
         if len(index) > len(pieces):
             logits = logits[torch.tensor(index, device=logits.device)]
-        drawn = self.sampler.draw(logits, [sequence.row for sequence in sequences if sequence.row is not None])
-        self._take_tokens(sequences, drawn, version)
+        return _Launched(sequences, self.sampler.draw(logits, _rows(sequences)), version)
 
-    def _take_tokens(self, sequences: Sequence[Running], drawn: Drawn, version: int) -> None:
-        broken: tuple[int, ...] = ()
+    def _take_in(self, launched: _Launched) -> None:
+        """Wait for the tokens of a step, and take in those of completions that have not ended since its launch."""
+        sequences, drawn = launched.sequences, launched.drawn
+        if launched.pieces:
+            self.counts.num_steps += 1
+            self.counts.num_ahead += 1
+            for piece in launched.pieces:
+                if piece.sequence.slot >= 0:
+                    self.scheduler.computed(piece)
+        skipped = [place for place, sequence in enumerate(sequences) if sequence.slot < 0]
         try:
-            found = drawn.fetch()
+            found = drawn.fetch(skip=skipped)
         except NonFiniteError as error:
             broken = cast("tuple[int, ...]", error.value)
-            found = drawn.fetch(skip=broken)
+            found = drawn.fetch(skip=(*skipped, *broken))
             for place in broken:
                 self._fail(sequences[place], error)
-        for place, (sequence, token, logprob, full) in enumerate(zip(sequences, *found, strict=True)):
-            if place in broken or not sequence.is_wanted:
+        for sequence, token, logprob, full in zip(sequences, *found, strict=True):
+            if sequence.slot < 0 or not sequence.is_wanted:
                 continue
             self.counts.num_tokens += 1
-            reason = sequence.add_token(token, logprob, full, version)
+            reason = sequence.add_token(token, logprob, full, launched.version)
             if reason is not None:
                 self._finish(sequence, reason)
             elif sequence.ticket is not None and sequence.ticket.tell_delta is not None:
@@ -338,11 +430,16 @@ class Batching:
             is_asleep=is_asleep,
             more={
                 "num_steps": counts.num_steps,
+                "num_ahead": counts.num_ahead,
                 "num_score_tokens": counts.num_score_tokens,
                 "num_pages": scheduler.pool.num_pages,
                 "device": str(self.runner.device),
             },
         )
+
+
+def _rows(sequences: Sequence[Running]) -> list[SampleRow]:
+    return [sequence.row for sequence in sequences if sequence.row is not None]
 
 
 def is_fatal(error: Exception) -> bool:

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from forge.config import GeneratorConfig
 from forge.errors import ConfigError, WeightMismatch
-from forge.generator.native.cache_size import CacheNeed, pages_on_cpu, pages_on_gpu
+from forge.generator.native.cache_size import CacheNeed, pages_in_turns, pages_on_cpu, pages_on_gpu, step_work
+from forge.generator.native.guest import GuestConfig
 from forge.generator.native.pages import PAGE
+from forge.generator.native.residence import Caches, choose_residence
 from forge.generator.native.schedule import Piece
+from forge.generator.native.transfer import put
 from forge.losses.head import chunked_logprobs
 from forge.models.cpu_step import CpuSteps
-from forge.models.gpu_attention import Extents
+from forge.models.gpu_attention import Extents, decode_shares
 from forge.models.inference import build_for_inference, cache_shapes, page_bytes, paged_layers, parameters_once
 from forge.models.linear import rows_linear
 from forge.models.locate import ResolvedModel
@@ -39,6 +42,14 @@ class StepRows:
 
     token_ids: Tensor
     row: PagedRow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LastDraw:
+    """The tokens of a decode step that only the device knows: int64 [R], and the place of each piece's among them."""
+
+    token_ids: Tensor
+    places: Sequence[int]
 
 
 class ModelRunner:
@@ -67,17 +78,18 @@ class ModelRunner:
         self.model = build_for_inference(
             model.facts, max_seq_len=max_seq_len, dtype=self.dtype, device=self.device, shared=shared
         )
+        self.parameters = parameters_once(self.model)
+        self._residence = choose_residence(self.device, {} if self.is_shared else self.parameters)
         if shared is None and model.folder is not None:
             load_hf([self.model], model.folder, model.facts)
         elif shared is None:
             draw_weights([self.model], num_layers=model.facts.num_layers or 1, seed=0)
-        self.parameters = parameters_once(self.model)
-        self._on_host: dict[str, Tensor] = {}
         self._cpu_steps = None if self.on_gpu else CpuSteps(self.model)
         self.max_pages = -(-max_seq_len // PAGE)
         self.num_pages = self._choose_num_pages()
-        self._caches: list[tuple[Tensor, Tensor]] = []
+        self._caches: Caches = []
         self._graphs: DecodeGraphs | None = None
+        self._resting: DecodeGraphs | None = None
         self.allocate()
 
     # ---- Memory -------------------------------------------------------------------------------------------------
@@ -97,8 +109,7 @@ class ModelRunner:
         if self.config.kv_cache_gb is not None:
             num = int(self._checked_gb(self.config.kv_cache_gb) * _GIB) // each
         elif self.on_gpu:
-            free, total = torch.cuda.mem_get_info(self.device)
-            num = pages_on_gpu(need, free_bytes=free, total_bytes=total, share=self.config.gpu_memory_share)
+            num = self._pages_on_gpu(need)
         else:
             num = pages_on_cpu(need, free_bytes=_free_memory())
         if num < least:
@@ -111,6 +122,16 @@ class ModelRunner:
                 repair="raise generator.kv_cache_gb, or lower generator.max_seq_len",
             )
         return num
+
+    def _pages_on_gpu(self, need: CacheNeed) -> int:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        config, share = self.config, self.config.gpu_memory_share
+        if not isinstance(config, GuestConfig) or share is not None:
+            return pages_on_gpu(need, free_bytes=free, total_bytes=total, share=share)
+        each = max(0, free - config.expected_bytes) // config.num_guests
+        work = step_work(self.facts, config, item=self.dtype.itemsize, on_gpu=True)
+        return pages_in_turns(need, free_bytes=each, work=work)
 
     def _checked_gb(self, asked: float) -> float:
         free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else _free_memory()) / _GIB
@@ -125,37 +146,45 @@ class ModelRunner:
         return asked
 
     def allocate(self) -> None:
-        """Take the memory of the cache; on a GPU, also record the decode steps."""
-        keys, values = cache_shapes(self.facts, num_pages=self.num_pages, on_gpu=self.on_gpu)
-        make = {"dtype": self._cache_dtype, "device": self.device}
-        for layer in paged_layers(self.model):
-            layer.k_cache, layer.v_cache = torch.empty(keys, **make), torch.empty(values, **make)
-            self._caches.append((layer.k_cache, layer.v_cache))
-        if self.on_gpu and self.config.cuda_graphs and self.facts.num_experts is None:
+        """Take the memory of the cache; on a GPU, also record the decode steps, unless those from before are good."""
+        shapes = cache_shapes(self.facts, num_pages=self.num_pages, on_gpu=self.on_gpu)
+        layers = paged_layers(self.model)
+        self._caches = self._residence.take_cache(shapes, num_layers=len(layers), dtype=self._cache_dtype)
+        for layer, caches in zip(layers, self._caches, strict=True):
+            layer.k_cache, layer.v_cache = caches
+        self._graphs, self._resting = self._resting, None
+        if self._graphs is None and self.on_gpu and self.config.cuda_graphs and self.facts.num_experts is None:
             self._graphs = DecodeGraphs(self, max_batch=self.config.max_batch)
 
-    def give_back(self) -> None:
-        """Free the cache, and keep the weights in host memory: in pinned pages, which stay for the next time."""
+    def give_back_cache(self) -> None:
+        """Free the cache; `allocate` takes it again, empty. Nothing can be computed between.
+
+        Recorded steps stay where the cache comes back to its addresses. They are out of reach meanwhile.
+        """
+        if self._graphs is not None and self._residence.keeps_addresses:
+            self._resting = self._graphs
         self._graphs = None
         if self._cpu_steps is not None:
             self._cpu_steps.forget()
-        self._caches.clear()
+        self._caches = []
         for layer in paged_layers(self.model):
             layer.k_cache = layer.v_cache = None
-        if self.on_gpu and not self.is_shared:
-            for name, parameter in self.parameters.items():
-                if name not in self._on_host:
-                    self._on_host[name] = torch.empty_like(parameter.data, device="cpu", pin_memory=True)
-                parameter.data = self._on_host[name].copy_(parameter.data, non_blocking=True)
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        self._residence.drop_cache()
+
+    def give_back(self) -> None:
+        """Free the cache, and keep the weights in host memory, where `load` reaches them too."""
+        self.give_back_cache()
+        if self.on_gpu:
+            self._residence.send_weights()
 
     def take_back(self) -> None:
-        """As before `give_back`; the cache is empty."""
-        if self.on_gpu and not self.is_shared:
-            for parameter in self.parameters.values():
-                parameter.data = parameter.data.to(self.device, non_blocking=True)
-        self.allocate()
+        """As before `give_back`; the cache is empty. If there is too little memory, all stays as it was."""
+        self._residence.fetch_weights()
+        try:
+            self.allocate()
+        except BaseException:
+            self.give_back()
+            raise
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
@@ -178,8 +207,7 @@ class ModelRunner:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite the weights in place with tensors that were checked."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(tensors[name])
+        torch._foreach_copy_(list(self.parameters.values()), [tensors[name] for name in self.parameters])
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
@@ -200,14 +228,44 @@ class ModelRunner:
         rows = self._rows(pieces, table, index)
         return self._forward(rows)
 
+    @property
+    def has_recorded_steps(self) -> bool:
+        """Whether decode steps are replayed: then nothing in them waits for the host, nor the host for them."""
+        return self._graphs is not None
+
     @torch.inference_mode()
-    def decode_logits(self, pieces: Sequence[Piece], table: np.ndarray) -> Tensor:
-        """Compute pieces of one token each; the logits [S, V], float32, in a buffer that the next step overwrites."""
+    def decode_logits(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastDraw | None = None) -> Tensor:
+        """Compute pieces of one token each; the logits [S, V], float32, in a buffer that the next step overwrites.
+
+        With `last` the tokens are those of the last draw, which need not have reached the host.
+        """
         if self._graphs is not None and len(pieces) <= self._graphs.max_batch:
-            return self._graphs.run(pieces, table)
-        rows = self._rows(pieces, table, range(len(pieces)))
+            return self._graphs.run(pieces, table, last=last)
+        rows = self._decode_rows(pieces, table, last)
         found = None if self._cpu_steps is None else self._cpu_steps.logits(rows.token_ids[0], rows.row)
         return self.logits(self._forward(rows)) if found is None else found
+
+    def _decode_rows(self, pieces: Sequence[Piece], table: np.ndarray, last: LastDraw | None) -> StepRows:
+        positions, slots, pages = _places(pieces, table)
+        starts = np.arange(len(pieces) + 1, dtype=np.int32)
+        arrays: tuple[np.ndarray, ...] = (starts, (positions + 1).astype(np.int32), pages, slots)
+        if self.on_gpu:
+            arrays = (*arrays, self._shares(positions, pages))
+        row = PagedRow(
+            positions=put(positions, self.device).unsqueeze(0),
+            index=put(np.arange(len(pieces)), self.device),
+            layout=PagedLayout(*(put(array, self.device) for array in arrays)),
+            is_decode=True,
+        )
+        token_ids = put(_tokens(pieces, last), self.device)
+        if last is not None:
+            token_ids = last.token_ids.index_select(0, token_ids)
+        return StepRows(token_ids.unsqueeze(0), row)
+
+    def _shares(self, positions: np.ndarray, pages: np.ndarray) -> np.ndarray:
+        """Which neighbours in a decode step begin with the same pages, for a GPU to read them once."""
+        num_heads, num_kv_heads = self.facts.num_heads or 1, self.facts.num_kv_heads or 1
+        return decode_shares(pages, positions + 1, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor) -> Tensor:
@@ -286,6 +344,7 @@ class DecodeGraphs:
         self._slots = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
         self._contexts = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._table = torch.zeros(max_batch, runner.max_pages, dtype=torch.int32, device=device)
+        self._shares = torch.zeros(max_batch + 1, 4, dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._record()
 
@@ -305,34 +364,52 @@ class DecodeGraphs:
 
     def _step(self, size: int) -> Tensor:
         starts = torch.arange(size + 1, dtype=torch.int32, device=self._runner.device)
-        layout = PagedLayout(starts, self._contexts[:size], self._table[:size], self._slots[:size])
+        whose = self._contexts[:size], self._table[:size], self._slots[:size]
+        layout = PagedLayout(starts, *whose, shares=self._shares[: size + 1])
         index = torch.arange(size, device=self._runner.device)
         row = PagedRow(self._positions[:, :size], index, layout, is_decode=True)
         return self._runner.logits(self._runner._forward(StepRows(self._token_ids[:, :size], row)))
 
-    def run(self, pieces: Sequence[Piece], table: np.ndarray) -> Tensor:
-        """The logits [S, V] of pieces of one token each."""
-        count = len(pieces)
+    def run(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastDraw | None = None) -> Tensor:
+        """The logits [S, V] of pieces of one token each.
+
+        Nothing here waits for the device: a step may be launched while the one before is computed. The buffers are
+        written in the stream's order, when that one has been.
+        """
+        count, device = len(pieces), self._runner.device
         size = next(size for size in self._sizes if size >= count)
-        positions = np.array([piece.start for piece in pieces], dtype=np.int64)
-        rows = table[[piece.sequence.slot for piece in pieces]]
-        slots = rows[np.arange(count), positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+        positions, slots, pages = _places(pieces, table)
         numbers = np.zeros((4, size), dtype=np.int64)
-        numbers[0, :count] = [piece.sequence.ids[piece.start] for piece in pieces]
+        numbers[0, :count] = _tokens(pieces, last)
         numbers[1, :count] = positions
         numbers[2] = -1
         numbers[2, :count] = slots
         numbers[3, :count] = positions + 1
-        on_device = self._runner._put(numbers)
-        self._token_ids[0, :size].copy_(on_device[0])
+        on_device = put(numbers, device)
+        token_ids = on_device[0] if last is None else last.token_ids.index_select(0, on_device[0])
+        self._token_ids[0, :size].copy_(token_ids)
         self._positions[0, :size].copy_(on_device[1])
         self._slots[:size].copy_(on_device[2])
         self._contexts[:size].copy_(on_device[3])
-        width = -(-int(positions.max() + 1) // PAGE)
-        self._table[:count, :width].copy_(self._runner._put(rows[:, :width]))
+        self._table[:count, : pages.shape[1]].copy_(put(pages, device))
+        self._shares[: count + 1].copy_(put(self._runner._shares(positions, pages), device))
         graph, logits = self._graphs[size]
         graph.replay()
         return logits[:count]
+
+
+def _places(pieces: Sequence[Piece], table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For pieces of one token each: positions and slots, int64 [S], and the pages of their sequences, int32 [S, W]."""
+    positions = np.array([piece.start for piece in pieces], dtype=np.int64)
+    pages = table[[piece.sequence.slot for piece in pieces]][:, : int(positions.max()) // PAGE + 1]
+    slots = pages[np.arange(len(pieces)), positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+    return positions, slots, pages
+
+
+def _tokens(pieces: Sequence[Piece], last: LastDraw | None) -> np.ndarray:
+    """The tokens of pieces of one token each; or where they are among those of the last draw. Int64 [S]."""
+    found = last.places if last is not None else [piece.sequence.ids[piece.start] for piece in pieces]
+    return np.array(found, dtype=np.int64)
 
 
 def _device(with_gpus: bool | None) -> torch.device:

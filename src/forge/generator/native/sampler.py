@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +28,7 @@ from forge.config import Sampling
 from forge.errors import ModelError, NonFiniteError
 from forge.generator.native.randomness import uniforms
 from forge.generator.native.shaping import Shaping, Tally, is_shaped, must_go_on
+from forge.generator.native.transfer import Arrival, put
 from forge.models.cpu_pick import BLOCK, alone, picked
 
 _BLOCK: Final = BLOCK
@@ -57,7 +58,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """One token for each row, on the device.
+    """One token for each row, on the device, and on its way to the host.
 
     Attributes:
         token_ids: int64 [S], each below V whatever the logits were.
@@ -70,15 +71,24 @@ class Drawn:
     token_ids: Tensor
     logprobs: Tensor
     full_logprobs: Tensor
+    _arrival: Arrival = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        packed = torch.stack([self.token_ids.double(), self.logprobs.double(), self.full_logprobs.double()])
+        object.__setattr__(self, "_arrival", Arrival(packed))
+
+    def wait(self) -> None:
+        """Wait for the device to have drawn these: what was launched before is done too."""
+        self._arrival.wait()
 
     def fetch(self, *, skip: Collection[int] = ()) -> tuple[list[int], list[float], list[float]]:
-        """Tokens, logprobs and full logprobs on the host, with one copy: the one wait for the device in a step.
+        """Tokens, logprobs and full logprobs on the host: the one wait for the device in a step.
 
+        It is a wait for this draw alone, and not for what was launched after it.
         Raises `NonFiniteError` if a row's logits were NaN or infinite, or no token was allowed; its `value` is the
         tuple of such rows. Whoever wants the others' tokens all the same asks again with `skip=error.value`.
         """
-        packed = torch.stack([self.token_ids.double(), self.logprobs.double(), self.full_logprobs.double()])
-        found = packed.cpu().numpy()
+        found = self._arrival.wait()
         rows = np.flatnonzero(~np.isfinite(found[1:]).all(axis=0)).tolist()
         broken = tuple(row for row in rows if row not in skip)
         tokens, logprobs, full = found.tolist()
@@ -138,23 +148,32 @@ class Sampler:
         self._probs = _Space(width, self._device)  # what is beyond the vocabulary stays 0
         self._scaled, self._shaped, self._shaped_probs = (_Space(vocab_size, self._device) for _ in range(3))
 
+    @property
+    def is_shaping(self) -> bool:
+        """Whether anything but a temperature shaped the last draw. Of rows that were plain, none is shaped later."""
+        return self._plan.shaping is not None
+
     @torch.no_grad()
-    def draw(self, logits_SV: Tensor, rows: Sequence[SampleRow]) -> Drawn:
+    def draw(self, logits_SV: Tensor, rows: Sequence[SampleRow], *, num_ahead: int = 0) -> Drawn:
         """One token for each row of the logits, float32 [S, V], which stay as they are.
 
         Nothing is waited for on a GPU, where only one small copy goes in. Rows whose logits are not finite give no
         error here but in `Drawn.fetch`.
+
+        `num_ahead` tokens of each row have been drawn that are not among its `token_ids` yet. That is only for rows
+        that nothing shapes (`is_shaping`): the shaped must know their tokens.
         """
         self._check(logits_SV, rows)
         if not self._plan.is_for(rows):
             self._plan = self._planned(rows)
+        assert num_ahead == 0 or not self.is_shaping
         if logits_SV.is_cpu and logits_SV.numel() <= _FEW_LOGITS:
             with alone():
-                return self._drawn(logits_SV, self._plan)
-        return self._drawn(logits_SV, self._plan)
+                return self._drawn(logits_SV, self._plan, num_ahead)
+        return self._drawn(logits_SV, self._plan, num_ahead)
 
-    def _drawn(self, logits_SV: Tensor, plan: _Plan) -> Drawn:
-        uniforms_S = self._copy_in(plan)
+    def _drawn(self, logits_SV: Tensor, plan: _Plan, num_ahead: int) -> Drawn:
+        uniforms_S = self._copy_in(plan, num_ahead)
         scaled_SV, probs_SW = self._softmaxes(logits_SV, plan)
         lse_S = _logsumexp(scaled_SV, probs_SW)
         best_S = None if plan.is_greedy_S is None else _argmax(scaled_SV)
@@ -199,22 +218,23 @@ class Sampler:
         return _Plan(
             rows=tuple(rows),
             seeds=np.array([row.seed for row in rows], dtype=np.uint64),
-            scale_S1=None if set(scales) <= {1.0} else torch.tensor(scales, device=device)[:, None],
-            is_greedy_S=torch.tensor(greedy, device=device) if any(greedy) else None,
+            scale_S1=None if set(scales) <= {1.0} else put(np.array(scales, dtype=np.float32), device)[:, None],
+            is_greedy_S=put(np.array(greedy), device) if any(greedy) else None,
             is_all_greedy=all(greedy),
             shaping=Shaping([rows[place] for place in shaped], shaped, self._tally) if shaped else None,
             going_on=tuple(row for row in rows if must_go_on(row)),
         )
 
-    def _copy_in(self, plan: _Plan) -> Tensor:
+    def _copy_in(self, plan: _Plan, num_ahead: int) -> Tensor:
         """The uniform numbers [S], and into the tally the tokens drawn since; as one copy to the device."""
         places, pairs = self._tally.fresh()
         if plan.is_all_greedy and not places:
             return torch.empty(0, dtype=torch.float64, device=self._device)
         num_rows = len(plan.rows)
         steps = np.fromiter((len(row.token_ids) for row in plan.rows), dtype=np.uint64, count=num_rows)
+        steps += np.uint64(num_ahead)
         words = np.concatenate([uniforms(plan.seeds, steps).view(np.int64), np.array(places + pairs, dtype=np.int64)])
-        copied = torch.from_numpy(words).to(self._device, non_blocking=True)
+        copied = put(words, self._device)
         self._tally.add(copied[num_rows : num_rows + len(places)], copied[num_rows + len(places) :])
         return copied[:num_rows].view(torch.float64)
 

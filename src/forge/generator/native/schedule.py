@@ -95,6 +95,33 @@ class Scheduler:
             pieces.append(Piece(beginning, beginning.num_computed, beginning.num_computed + num))
         return [piece for piece in pieces if piece.sequence.slot >= 0]
 
+    def plan_ahead(self, drawing: Sequence[Running], *, admit: bool = True) -> list[Piece]:
+        """The next step while `drawing` draw a token each that nobody knows yet: the place of that token is known.
+
+        Empty unless the step is sure to be everybody's next token and nothing else: all that is under way draws, nobody
+        waits who could begin, and there are pages without taking them from anybody. Those that reach their full length
+        with the token that they draw are left out; whether another ends with it cannot be known.
+        """
+        if self.urgent or sum(sequence.slot >= 0 for sequence in drawing) != len(self.running):
+            return []
+        pieces = [
+            Piece(sequence, len(sequence.ids), len(sequence.ids) + 1)
+            for sequence in self.running
+            if len(sequence.ids) + 1 < sequence.max_len
+        ]
+        growing = [piece for piece in pieces if piece.end > len(piece.sequence.pages) * PAGE]
+        if len(growing) > self.pool.num_free or self._could_begin(self._next(admit)):
+            return []
+        for piece in growing:
+            self._grow(piece.sequence, piece.end)
+        return pieces
+
+    def _could_begin(self, sequence: Running | None) -> bool:
+        if sequence is None or not self._has_room(sequence):
+            return False
+        self._let_go(sequence)
+        return True
+
     def _begin_urgent(self) -> None:
         """Give the next urgent sequence the place kept for one: before the oldest, so that it is the last to yield."""
         if self.urgent and not any(sequence.is_urgent for sequence in self.running):
@@ -126,15 +153,7 @@ class Scheduler:
 
     def _admit(self, sequence: Running) -> bool:
         """Begin a sequence if there is a place for it and all its siblings, and memory for what is known of it."""
-        if self.num_reserved + 1 + len(sequence.siblings) > self.max_batch:
-            return False
-        if sequence.score is None and sequence.is_pure:
-            prefix = self.pool.find(sequence.ids, most=len(sequence.ids) - 1)
-            sequence.pages, sequence.mark = prefix.pages, prefix.mark
-        spare = 1 if self.running else 0
-        if -(-len(sequence.ids) // PAGE) - len(sequence.pages) + spare > self.pool.num_free:
-            self.pool.release(sequence.pages)
-            sequence.pages, sequence.mark = [], ROOT
+        if not self._has_room(sequence):
             return False
         shared = len(sequence.pages)
         sequence.num_sealed, sequence.num_computed = shared, shared * PAGE
@@ -145,10 +164,27 @@ class Scheduler:
         self._place(sequence)
         return True
 
-    def _place(self, sequence: Running) -> None:
+    def _has_room(self, sequence: Running) -> bool:
+        """Whether it can begin; if so, it holds the pages of its beginning that are computed already."""
+        if self.num_reserved + 1 + len(sequence.siblings) > self.max_batch:
+            return False
+        if sequence.score is None and sequence.is_pure:
+            prefix = self.pool.find(sequence.ids, most=len(sequence.ids) - 1)
+            sequence.pages, sequence.mark = prefix.pages, prefix.mark
+        spare = 1 if self.running else 0
+        if -(-len(sequence.ids) // PAGE) - len(sequence.pages) + spare > self.pool.num_free:
+            self._let_go(sequence)
+            return False
+        return True
+
+    def _let_go(self, sequence: Running) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages, sequence.mark = [], ROOT
+
+    def _place(self, sequence: Running, *, at: int | None = None) -> None:
         sequence.slot = self._slots.pop()
         self.table[sequence.slot, : len(sequence.pages)] = sequence.pages
-        self.running.append(sequence)
+        self.running.insert(len(self.running) if at is None else at, sequence)
 
     def computed(self, piece: Piece) -> None:
         """A piece has been computed: its full pages can be shared from now on."""
@@ -165,11 +201,13 @@ class Scheduler:
     def fork(self, sequence: Running) -> list[tuple[int, int]]:
         """Let the siblings of a sequence begin where it is. Which pages must be copied to which: those not yet full.
 
+        They are put next to it: a GPU reads what neighbours have in common once for all of them.
         Siblings for which there is no page wait, and are then read as any other.
         """
         copies: list[tuple[int, int]] = []
         siblings, sequence.siblings = sequence.siblings, []
         num_full, rest = divmod(sequence.num_computed, PAGE)
+        beside = self.running.index(sequence) + 1
         for number, sibling in enumerate(siblings):
             try:
                 own = self.pool.take(1) if rest else []
@@ -187,7 +225,7 @@ class Scheduler:
             sibling.is_pure, sibling.began = sequence.is_pure, sequence.began
             sibling.num_shared = sequence.num_computed
             self.num_shared_tokens += sequence.num_computed
-            self._place(sibling)
+            self._place(sibling, at=beside + number)
         return copies
 
     def end(self, sequence: Running) -> None:

@@ -1,17 +1,19 @@
 """The thread on which the embedded engine works.
 
 It takes turns: commands that came in (requests, cancellations), then a change of weights if one is due, then one step
-of the model. Whoever waits is told on their own event loop.
+of the model. Whoever waits is told on their own event loop. The engine may have launched the step after that one
+already: it is settled before anything else than that step is done.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -172,6 +174,7 @@ class EngineThread:
         while True:
             self._take_commands(batching)
             if self._is_closing:
+                self._settle(batching)
                 batching.abort_all()
                 self._die(RuntimeError("the engine was closed"))
                 return
@@ -181,8 +184,19 @@ class EngineThread:
             batching.flush()
 
     def _step(self, batching: Batching) -> None:
-        try:
+        with self._failing(batching):
             batching.step(self.version, admit=not self._is_draining(batching))
+
+    def _settle(self, batching: Batching) -> None:
+        """Have no step under way, and tell what came of it: what is done next may take long."""
+        with self._failing(batching):
+            batching.settle()
+        batching.flush()
+
+    @contextlib.contextmanager
+    def _failing(self, batching: Batching) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -194,6 +208,10 @@ class EngineThread:
         with self._wake:
             while not (self._commands or self._is_closing or self.changes or self._has_work(batching)):
                 self._wake.wait()
+            if not self._commands:
+                return
+        self._settle(batching)
+        with self._wake:
             commands, self._commands = self._commands, deque()
         for command in commands:
             command()
@@ -204,6 +222,10 @@ class EngineThread:
     def _change_weights(self, batching: Batching) -> None:
         with self._wake:
             if not self.changes or self._is_draining(batching):
+                return
+        self._settle(batching)
+        with self._wake:
+            if not self.changes or self._is_draining(batching):  # it was withdrawn
                 return
             change = self.changes.popleft()
         began = time.perf_counter()

@@ -1,0 +1,44 @@
+"""Numbers on their way between host and device, without a wait for anything but themselves.
+
+With ordinary memory the host waits in a copy until the device has done all that was launched before it. With pinned
+memory it does not: the copy takes its turn on the stream. torch keeps pinned memory for whoever asks next, but hands it
+out again only when the copies from and to it are done. So it can be let go of as soon as a copy has been launched, and
+is never overwritten too early.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+def put(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The numbers on a device. On a CPU they stay where they are; on a GPU the array may be changed at once."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class Arrival:
+    """A tensor on its way to the host, from the moment at which this is made.
+
+    What is launched afterwards is not waited for.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._on_host, self._event = tensor, None
+        if tensor.is_cuda:
+            self._on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._on_host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> NDArray[Any]:
+        """What has arrived; it may be asked for again."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: NDArray[Any] = self._on_host.numpy()
+        return found
