@@ -138,6 +138,8 @@ def _attention_bytes(sizes: Sizes, setting: Setting, row: Row) -> int:
     if setting.attention == "documents":  # keys and values are repeated for each query head
         attended = item * 4 * queries + 4 * heads
         output = item * queries if setting.several_documents or row.is_shared else 0
+    elif setting.attention == "kernel":  # only keys and values are repeated
+        attended, output = item * 2 * keys, item * 2 * queries + 4 * heads
     else:
         attended = item * (2 * queries + 2 * keys) + 4 * heads
         output = item * queries if row.is_shared else 0
@@ -166,7 +168,7 @@ def _kept_selectively(sizes: Sizes, setting: Setting, row: Row) -> int:
     queries, keys = sizes.queries // tensor, sizes.keys // tensor
     inner = sizes.num_chosen * sizes.inner // tensor
     products = queries + keys + inner + sizes.num_chosen * sizes.hidden
-    attention = (item * queries + 4 * sizes.num_heads // tensor) * row.attended
+    attention = (item * queries + 4 * sizes.num_heads // tensor) * _num_asking(setting, row)
     return item * (_between(sizes, setting) + products) * row.tokens + attention
 
 
@@ -175,4 +177,9 @@ def _still_there(sizes: Sizes, setting: Setting, row: Row) -> int:
     item, tensor = setting.item, setting.tensor
     inner = sizes.num_chosen * sizes.inner // tensor
     per_token = (sizes.queries + sizes.keys) // tensor + inner + _between(sizes, setting)
-    return item * per_token * row.tokens + item * sizes.queries // tensor * row.attended
+    return item * per_token * row.tokens + item * sizes.queries // tensor * _num_asking(setting, row)
+
+
+def _num_asking(setting: Setting, row: Row) -> int:
+    """The tokens that have a query: one kernel repeats keys and values of shared beginnings, and nothing else."""
+    return row.tokens if setting.attention == "kernel" else row.attended

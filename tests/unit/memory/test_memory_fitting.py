@@ -98,7 +98,7 @@ def test_too_few_gpus_are_a_shortage_too() -> None:
     with pytest.raises(ConfigError) as refused:
         check_memory(config, card=card)
     assert refused.value.value == 2
-    assert "placement=turns rollout.staleness=0" in str(refused.value.repair)
+    assert "placement=shared rollout.staleness=0" in str(refused.value.repair)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_what_does() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,13 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     own, composed = blocks("python")
     (tmp_path / "my_rewards.py").write_text(f"{composed}\n\n{own}")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    sys.modules.pop("my_rewards", None)
+    yield
+    sys.modules.pop("my_rewards", None)
 
 
 def test_the_table_has_every_reward_with_its_arguments() -> None:
