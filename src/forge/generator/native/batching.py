@@ -14,10 +14,11 @@ from forge.errors import NonFiniteError
 from forge.generator.engine import EngineStats
 from forge.generator.native.pages import PagePool
 from forge.generator.native.randomness import completion_seed, fresh_seed
-from forge.generator.native.runner import LastDraw, ModelRunner
+from forge.generator.native.runner import ModelRunner
 from forge.generator.native.sampler import Drawn, Sampler, SampleRow
 from forge.generator.native.schedule import Piece, Scheduler
 from forge.generator.native.sequences import Running, ScoreJob, Ticket
+from forge.generator.native.step_rows import LastDraw
 from forge.generator.text import TextTracker
 from forge.models.locate import ResolvedModel
 from forge.types import FinishReason

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,10 +12,12 @@ from torch import Tensor
 from forge.config import GeneratorConfig
 from forge.errors import ConfigError, WeightMismatch
 from forge.generator.native.cache_size import CacheNeed, pages_in_turns, pages_on_cpu, pages_on_gpu, step_work
+from forge.generator.native.decode_graphs import DecodeGraphs
 from forge.generator.native.guest import GuestConfig
 from forge.generator.native.pages import PAGE
 from forge.generator.native.residence import Caches, choose_residence
 from forge.generator.native.schedule import Piece
+from forge.generator.native.step_rows import LastDraw, StepRows, places_of, tokens_of
 from forge.generator.native.transfer import put
 from forge.losses.head import chunked_logprobs
 from forge.models.cpu_step import CpuSteps
@@ -32,24 +33,6 @@ from forge.models.weights import load_hf
 _log = logging.getLogger("forge.generator")
 
 _GIB = 1 << 30
-_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-_GRAPH_STEP = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepRows:
-    """What one step is about, on the device: tokens int64 [1, T], and the row that tells the layers the rest."""
-
-    token_ids: Tensor
-    row: PagedRow
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LastDraw:
-    """The tokens of a decode step that only the device knows: int64 [R], and the place of each piece's among them."""
-
-    token_ids: Tensor
-    places: Sequence[int]
 
 
 class ModelRunner:
@@ -226,7 +209,7 @@ class ModelRunner:
     def hidden(self, pieces: Sequence[Piece], table: np.ndarray, index: Sequence[int]) -> Tensor:
         """Compute pieces, one after the other in a row; the hidden states [R, D] of the tokens at `index`."""
         rows = self._rows(pieces, table, index)
-        return self._forward(rows)
+        return self.forward(rows)
 
     @property
     def has_recorded_steps(self) -> bool:
@@ -243,26 +226,26 @@ class ModelRunner:
             return self._graphs.run(pieces, table, last=last)
         rows = self._decode_rows(pieces, table, last)
         found = None if self._cpu_steps is None else self._cpu_steps.logits(rows.token_ids[0], rows.row)
-        return self.logits(self._forward(rows)) if found is None else found
+        return self.logits(self.forward(rows)) if found is None else found
 
     def _decode_rows(self, pieces: Sequence[Piece], table: np.ndarray, last: LastDraw | None) -> StepRows:
-        positions, slots, pages = _places(pieces, table)
+        positions, slots, pages = places_of(pieces, table)
         starts = np.arange(len(pieces) + 1, dtype=np.int32)
         arrays: tuple[np.ndarray, ...] = (starts, (positions + 1).astype(np.int32), pages, slots)
         if self.on_gpu:
-            arrays = (*arrays, self._shares(positions, pages))
+            arrays = (*arrays, self.shares(positions, pages))
         row = PagedRow(
             positions=put(positions, self.device).unsqueeze(0),
             index=put(np.arange(len(pieces)), self.device),
             layout=PagedLayout(*(put(array, self.device) for array in arrays)),
             is_decode=True,
         )
-        token_ids = put(_tokens(pieces, last), self.device)
+        token_ids = put(tokens_of(pieces, last), self.device)
         if last is not None:
             token_ids = last.token_ids.index_select(0, token_ids)
         return StepRows(token_ids.unsqueeze(0), row)
 
-    def _shares(self, positions: np.ndarray, pages: np.ndarray) -> np.ndarray:
+    def shares(self, positions: np.ndarray, pages: np.ndarray) -> np.ndarray:
         """Which neighbours in a decode step begin with the same pages, for a GPU to read them once."""
         num_heads, num_kv_heads = self.facts.num_heads or 1, self.facts.num_kv_heads or 1
         return decode_shares(pages, positions + 1, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -286,7 +269,8 @@ class ModelRunner:
         values: list[float] = found.tolist()
         return values
 
-    def _forward(self, rows: StepRows) -> Tensor:
+    def forward(self, rows: StepRows) -> Tensor:
+        """The hidden states that a step's row asks for."""
         found = None if self._cpu_steps is None else self._cpu_steps.hidden(rows.token_ids[0], rows.row)
         if found is not None:
             return found
@@ -324,92 +308,6 @@ class ModelRunner:
     def _put(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor.to(self.device, non_blocking=True) if self.on_gpu else tensor
-
-
-class DecodeGraphs:
-    """Decode steps on a GPU, recorded once for several numbers of sequences and replayed.
-
-    A step is padded up to the next recorded size with sequences that have no context and write nowhere. So the shapes
-    of the products, and with them a token's last bits, depend on how many sequences there are.
-    """
-
-    def __init__(self, runner: ModelRunner, *, max_batch: int) -> None:
-        self.max_batch = max_batch
-        self._runner = runner
-        sizes = {size for size in _GRAPH_SIZES if size < max_batch}
-        self._sizes = sorted(sizes | set(range(_GRAPH_SIZES[-1], max_batch, _GRAPH_STEP)) | {max_batch})
-        device = runner.device
-        self._token_ids = torch.zeros(1, max_batch, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(1, max_batch, dtype=torch.int64, device=device)
-        self._slots = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
-        self._contexts = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self._table = torch.zeros(max_batch, runner.max_pages, dtype=torch.int32, device=device)
-        self._shares = torch.zeros(max_batch + 1, 4, dtype=torch.int32, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._record()
-
-    @torch.inference_mode()
-    def _record(self) -> None:
-        stream = torch.cuda.Stream(self._runner.device)
-        pool = None
-        for size in reversed(self._sizes):
-            with torch.cuda.stream(stream):
-                self._step(size)
-            torch.cuda.synchronize(self._runner.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                logits = self._step(size)
-            pool = pool or graph.pool()
-            self._graphs[size] = (graph, logits)
-
-    def _step(self, size: int) -> Tensor:
-        starts = torch.arange(size + 1, dtype=torch.int32, device=self._runner.device)
-        whose = self._contexts[:size], self._table[:size], self._slots[:size]
-        layout = PagedLayout(starts, *whose, shares=self._shares[: size + 1])
-        index = torch.arange(size, device=self._runner.device)
-        row = PagedRow(self._positions[:, :size], index, layout, is_decode=True)
-        return self._runner.logits(self._runner._forward(StepRows(self._token_ids[:, :size], row)))
-
-    def run(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastDraw | None = None) -> Tensor:
-        """The logits [S, V] of pieces of one token each.
-
-        Nothing here waits for the device: a step may be launched while the one before is computed. The buffers are
-        written in the stream's order, when that one has been.
-        """
-        count, device = len(pieces), self._runner.device
-        size = next(size for size in self._sizes if size >= count)
-        positions, slots, pages = _places(pieces, table)
-        numbers = np.zeros((4, size), dtype=np.int64)
-        numbers[0, :count] = _tokens(pieces, last)
-        numbers[1, :count] = positions
-        numbers[2] = -1
-        numbers[2, :count] = slots
-        numbers[3, :count] = positions + 1
-        on_device = put(numbers, device)
-        token_ids = on_device[0] if last is None else last.token_ids.index_select(0, on_device[0])
-        self._token_ids[0, :size].copy_(token_ids)
-        self._positions[0, :size].copy_(on_device[1])
-        self._slots[:size].copy_(on_device[2])
-        self._contexts[:size].copy_(on_device[3])
-        self._table[:count, : pages.shape[1]].copy_(put(pages, device))
-        self._shares[: count + 1].copy_(put(self._runner._shares(positions, pages), device))
-        graph, logits = self._graphs[size]
-        graph.replay()
-        return logits[:count]
-
-
-def _places(pieces: Sequence[Piece], table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For pieces of one token each: positions and slots, int64 [S], and the pages of their sequences, int32 [S, W]."""
-    positions = np.array([piece.start for piece in pieces], dtype=np.int64)
-    pages = table[[piece.sequence.slot for piece in pieces]][:, : int(positions.max()) // PAGE + 1]
-    slots = pages[np.arange(len(pieces)), positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
-    return positions, slots, pages
-
-
-def _tokens(pieces: Sequence[Piece], last: LastDraw | None) -> np.ndarray:
-    """The tokens of pieces of one token each; or where they are among those of the last draw. Int64 [S]."""
-    found = last.places if last is not None else [piece.sequence.ids[piece.start] for piece in pieces]
-    return np.array(found, dtype=np.int64)
 
 
 def _device(with_gpus: bool | None) -> torch.device:

@@ -14,8 +14,8 @@ import generator_models as models
 from forge.config import Sampling, UpdateMode
 from forge.generator.engine import Request
 from forge.generator.native.batching import Batching
+from forge.generator.native.decode_graphs import DecodeGraphs
 from forge.generator.native.pages import PAGE
-from forge.generator.native.runner import DecodeGraphs
 from forge.generator.native.sequences import Ticket
 from forge.models.inference import page_bytes
 from forge.models.tiny import VOCAB_SIZE

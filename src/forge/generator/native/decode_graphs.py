@@ -1,0 +1,91 @@
+"""Decode steps of a GPU, recorded once and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forge.generator.native.cache_size import graph_sizes
+from forge.generator.native.schedule import Piece
+from forge.generator.native.step_rows import LastDraw, StepRows, places_of, tokens_of
+from forge.generator.native.transfer import put
+from forge.models.paged import PagedLayout
+from forge.models.paged_attention import PagedRow
+
+if TYPE_CHECKING:
+    from forge.generator.native.runner import ModelRunner
+
+
+class DecodeGraphs:
+    """Decode steps on a GPU, recorded once for several numbers of sequences and replayed.
+
+    A step is padded up to the next recorded size with sequences that have no context and write nowhere. So the shapes
+    of the products, and with them a token's last bits, depend on how many sequences there are.
+    """
+
+    def __init__(self, runner: ModelRunner, *, max_batch: int) -> None:
+        self.max_batch = max_batch
+        self._runner = runner
+        self._sizes = graph_sizes(max_batch)
+        device = runner.device
+        self._token_ids = torch.zeros(1, max_batch, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(1, max_batch, dtype=torch.int64, device=device)
+        self._slots = torch.full((max_batch,), -1, dtype=torch.int64, device=device)
+        self._contexts = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._table = torch.zeros(max_batch, runner.max_pages, dtype=torch.int32, device=device)
+        self._shares = torch.zeros(max_batch + 1, 4, dtype=torch.int32, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._record()
+
+    @torch.inference_mode()
+    def _record(self) -> None:
+        stream = torch.cuda.Stream(self._runner.device)
+        pool = None
+        for size in reversed(self._sizes):
+            with torch.cuda.stream(stream):
+                self._step(size)
+            torch.cuda.synchronize(self._runner.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                logits = self._step(size)
+            pool = pool or graph.pool()
+            self._graphs[size] = (graph, logits)
+
+    def _step(self, size: int) -> Tensor:
+        starts = torch.arange(size + 1, dtype=torch.int32, device=self._runner.device)
+        whose = self._contexts[:size], self._table[:size], self._slots[:size]
+        layout = PagedLayout(starts, *whose, shares=self._shares[: size + 1])
+        index = torch.arange(size, device=self._runner.device)
+        row = PagedRow(self._positions[:, :size], index, layout, is_decode=True)
+        return self._runner.logits(self._runner.forward(StepRows(self._token_ids[:, :size], row)))
+
+    def run(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastDraw | None = None) -> Tensor:
+        """The logits [S, V] of pieces of one token each.
+
+        Nothing here waits for the device: a step may be launched while the one before is computed. The buffers are
+        written in the stream's order, when that one has been.
+        """
+        count, device = len(pieces), self._runner.device
+        size = next(size for size in self._sizes if size >= count)
+        positions, slots, pages = places_of(pieces, table)
+        numbers = np.zeros((4, size), dtype=np.int64)
+        numbers[0, :count] = tokens_of(pieces, last)
+        numbers[1, :count] = positions
+        numbers[2] = -1
+        numbers[2, :count] = slots
+        numbers[3, :count] = positions + 1
+        on_device = put(numbers, device)
+        token_ids = on_device[0] if last is None else last.token_ids.index_select(0, on_device[0])
+        self._token_ids[0, :size].copy_(token_ids)
+        self._positions[0, :size].copy_(on_device[1])
+        self._slots[:size].copy_(on_device[2])
+        self._contexts[:size].copy_(on_device[3])
+        self._table[:count, : pages.shape[1]].copy_(put(pages, device))
+        self._shares[: count + 1].copy_(put(self._runner.shares(positions, pages), device))
+        graph, logits = self._graphs[size]
+        graph.replay()
+        return logits[:count]
