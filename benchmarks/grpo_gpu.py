@@ -179,7 +179,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("mixed", "pure", "float32"), help="of all sides; default: mixed")
     parser.add_argument("--microbatch-tokens", type=int, help="ours; default: 17408")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), help="ours; default: none")
-    parser.add_argument("--vllm-memory", type=float, help="the part of the GPU that vLLM may take; default: 0.45")
+    parser.add_argument("--vllm-memory", type=float, help="the part of the GPU that vLLM may take; default: 0.5")
     parser.add_argument("--rows", type=int, help="TRL's, at once; default: by probing")
     parser.add_argument("--no-probe", dest="probe", action="store_false", help="take TRL's settings as they are given")
     parser.add_argument("--liger", action="store_true", help="let TRL also try Liger's layers")

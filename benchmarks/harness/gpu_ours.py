@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.gpu_plan import Plan, do_and_end, model_folder, prompts_file, say
+from harness.gpu_plan import Plan, do_and_end, facts_of, model_folder, prompts_file, say
 
 SIDES: Mapping[str, tuple[str, ...]] = {
     "native-shared": ("placement=shared",),
@@ -58,6 +58,7 @@ def settings_of(plan: Plan, folder: Path, side: str) -> list[str]:
         f"training.max_seq_len={plan.seq_len}",
         f"training.microbatch_tokens={max(plan.microbatch_tokens, plan.seq_len)}",
         f"training.activation_checkpointing={plan.checkpointing}",
+        f"training.compile={str(is_cuda).lower()}",
         f"training.learning_rate={plan.learning_rate}",
         "training.schedule=constant",
         "training.warmup_steps=0",
@@ -75,7 +76,16 @@ def settings_of(plan: Plan, folder: Path, side: str) -> list[str]:
         settings.append("generator.kv_cache_gb=0.5")
     elif side == "vllm-turns":
         settings.append(f"generator.gpu_memory_share={plan.vllm_memory}")
+    elif is_cuda and side in ("native-shared", "native-turns"):
+        settings.append(f"generator.kv_cache_gb={cache_gib(plan)}")
     return [*settings, *plan.settings]
+
+
+def cache_gib(plan: Plan) -> int:
+    """What the keys and values of a step's samples take, each prompt once: the embedded engine would take more."""
+    facts = facts_of(plan.shape)
+    tokens = plan.num_prompts * plan.prompt_tokens + plan.num_samples * (plan.max_tokens + 16)
+    return -(-2 * 2 * tokens * facts.num_layers * facts.num_kv_heads * facts.head_dim // 2**30)
 
 
 def mismatch(batch: Any, logprobs: Any) -> dict[str, float]:

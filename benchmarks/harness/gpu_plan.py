@@ -66,7 +66,7 @@ class Plan:
     rows: int = 8
     gradient_checkpointing: bool = True
     liger: bool = False
-    vllm_memory: float = 0.45
+    vllm_memory: float = 0.5
     learning_rate: float = 1e-6
     seed: int = 0
     settings: tuple[str, ...] = ()
