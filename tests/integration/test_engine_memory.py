@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,10 +19,13 @@ from torch import Tensor
 from engine_ranks import Ranks, gradients_of, made_batch, opened, ranks_of, whole_weights
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.errors import ConfigError, DataError, NonFiniteError
-from forge.losses import ClippedPolicy, CrossEntropy, Loss, LossTerms, TokenView
+from forge.losses import ClippedPolicy, CrossEntropy, Loss
 from forge.models.weights import named_parameters
 from forge.observe import num_parameters
 from forge.types import Batch, StepResult
+
+if TYPE_CHECKING:
+    from forge.trainer.engine import Engine
 
 VOCAB = 64
 MODEL = ModelConfig(
@@ -169,16 +173,32 @@ def test_two_ranks_learn_the_same(trained: Any, option: str) -> None:
 # Rows of one step on one rank, whose gradients are added up before anything is reduced.
 
 
-class Breaking(ClippedPolicy):
-    """A loss that fails at the second row of a step, once."""
+class Broken(Exception):
+    """What a pass is made to fail with."""
 
-    rows: ClassVar[list[TokenView]] = []
 
-    def __call__(self, view: TokenView) -> LossTerms:
-        self.rows.append(view)
-        if len(self.rows) == 2:
-            raise ArithmeticError("the second row")
-        return super().__call__(view)
+@contextmanager
+def broken_once(engine: Engine, where: str) -> Iterator[None]:
+    """Let the second row of the block fail: in a layer's forward pass, in its backward pass, or in the loss."""
+    rows: list[Any] = []
+
+    def count(*_: Any) -> None:
+        rows.append(None)
+        if len(rows) == 2:
+            raise Broken
+
+    layer = engine.parts[0].layers["1"]
+    if where == "forward":
+        handle = layer.feed_forward.register_forward_pre_hook(count)
+    elif where == "backward":
+        handle = layer.attention_norm.register_forward_hook(
+            lambda module, inputs, output: output.register_hook(count) and None
+        )
+    else:
+        handle = engine.parts[0].lm_head.register_forward_hook(count)
+    with pytest.raises(Broken):
+        yield
+    handle.remove()
 
 
 class _NotAlone:
@@ -193,29 +213,47 @@ class _NotAlone:
         return getattr(self._dims, name)
 
 
-def run_rows() -> tuple[dict[str, Tensor], ...]:
+def learned(engine: Engine) -> tuple[dict[str, Tensor], list[Tensor]]:
+    for seed in range(3):
+        engine.train_step(batch_of(seed))
+    return whole_weights(engine), engine.forward_logprobs(batch_of(9))
+
+
+def run_rows() -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
     config = config_of({"microbatch_tokens": 16}, {"precision": "bfloat16"})
+    found: dict[str, tuple[dict[str, Tensor], list[Tensor]]] = {}
+    with opened(config, loss=ClippedPolicy()) as engine:
+        found["reduced once"] = learned(engine)
+    with opened(config, loss=ClippedPolicy()) as engine:
+        engine.assembled = replace(engine.assembled, dims=_NotAlone(engine.assembled.dims))
+        found["each reduced"] = learned(engine)
+    for where in ("forward", "backward", "output"):
+        with opened(config, loss=ClippedPolicy()) as engine:
+            kept = whole_weights(engine)
+            with broken_once(engine, where):
+                engine.train_step(batch_of(5))
+            after = whole_weights(engine)
+            assert all(torch.equal(kept[name], weight) for name, weight in after.items())
+            assert {weight.dtype for weight in after.values()} == {torch.float32}, "what is kept, not what computes"
+            found[f"after a failed {where} pass"] = learned(engine)
+    with opened(config, loss=ClippedPolicy()) as engine:
+        with broken_once(engine, "forward"):
+            engine.forward_logprobs(batch_of(5))
+        assert {weight.dtype for weight in whole_weights(engine).values()} == {torch.float32}
+        found["after failed scoring"] = learned(engine)
+    return found
 
-    def weights(*, loss: Loss, each_reduced: bool = False) -> dict[str, Tensor]:
-        with opened(config, loss=loss) as engine:
-            if each_reduced:
-                engine.assembled = replace(engine.assembled, dims=_NotAlone(engine.assembled.dims))
-            if isinstance(loss, Breaking):
-                with pytest.raises(ArithmeticError):
-                    engine.train_step(batch_of(seed=5))
-            for seed in range(3):
-                engine.train_step(batch_of(seed))
-            return whole_weights(engine)
 
-    once = weights(loss=ClippedPolicy())
-    return once, weights(loss=ClippedPolicy(), each_reduced=True), weights(loss=Breaking())
-
-
-def test_rows_that_are_reduced_once_are_as_if_each_were(ranks: Ranks, tmp_path: Any) -> None:
-    once, each, after_failure = ranks.run(run_rows, 1, scratch=tmp_path)[0]
-    for name, weight in once.items():
-        assert torch.equal(weight, each[name]), name
-        assert torch.equal(weight, after_failure[name]), f"{name}: something of the failed step was left"
+def test_rows_that_are_reduced_once_are_as_if_each_were_and_failed_passes_leave_nothing(
+    ranks: Ranks, tmp_path: Any
+) -> None:
+    found = ranks.run(run_rows, 1, scratch=tmp_path)[0]
+    weights, logprobs = found.pop("reduced once")
+    assert len(found) == 5
+    for what, (others, scores) in found.items():
+        for name, weight in weights.items():
+            assert torch.equal(weight, others[name]), f"{what}: {name}"
+        assert torch.equal(torch.cat(logprobs), torch.cat(scores)), what
 
 
 # torch.compile.

@@ -73,17 +73,23 @@ class Assembled:
                 module.set_requires_gradient_sync(not is_more, recurse=False)
                 module.set_reshard_after_backward(not is_more, recurse=False)
 
-    def drop_gradients(self) -> None:
-        """Forget what backward passes have left when a step is given up: nothing of it may reach the next one."""
+    def give_up(self) -> None:
+        """After a pass that failed, be as before it: weights as they are kept, no gradients, and FSDP at rest.
+
+        An error leaves FSDP in the middle of its pass. Layers would keep their gathered weights, which whoever reads or
+        loads weights next would take for the real ones; and after a failed backward pass later ones would end without
+        the sums of their gradients, so that nothing would be learned any more, without a word.
+        """
         self.expect_more(False)
+        for part in self.parts:
+            if isinstance(part, FSDPModule) and part._get_fsdp_state()._is_root:  # it has computed before
+                part.reset_iter_state()
         for module in self._sharded():
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 for each in group.fsdp_params:
                     each.unsharded_accumulated_grad = None
                     if hasattr(each, "_unsharded_param"):
                         each._unsharded_param.grad = None
-            if self._is_alone:
-                module.reshard()
 
     def _sharded(self) -> list[Any]:
         return [module for part in self.parts for module in part.modules() if isinstance(module, FSDPModule)]

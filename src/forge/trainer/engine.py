@@ -153,8 +153,7 @@ class Engine:
         try:
             plan = self._pass(batch, backward=True)
         except BaseException:
-            self.assembled.drop_gradients()  # half a gradient must not reach the next step
-            self.optimizer.zero_grad()
+            self.optimizer.zero_grad()  # half a gradient must not reach the next step
             raise
         norm_ahead = gradient_norm(self._parameters.values(), self.assembled.dims)  # before anything is waited for
         totals = self._reduce(self._sums())
@@ -225,6 +224,9 @@ class Engine:
                 for num_left, row in zip(reversed(range(len(rows))), rows, strict=True):
                     self.assembled.expect_more(backward and num_left > 0)
                     self._through_model(row, task_of(row), backward=backward)
+        except BaseException:
+            self.assembled.give_up()
+            raise
         finally:
             self.book.clear()
             self._rows.clear()
