@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import generator_models as models
+from forge.generator.native import runner
 from forge.generator.native.engine import NativeEngine
+from forge.generator.native.residence import FixedResidence
+from forge.runtime.device_memory import OutOfDeviceMemory, Purpose
 from generator_bench import LIMIT_S, last_of, native_engine, request, until
 from generator_models import FIRST, prompt
+from stand_in_driver import STEP, HostMemory, StandIn
 
 
-def with_engine(body: Callable[[NativeEngine], Coroutine[Any, Any, None]]) -> None:
+def with_engine(body: Callable[[NativeEngine], Coroutine[Any, Any, None]], **fields: Any) -> None:
     async def limited() -> None:
         torch.set_num_threads(1)
-        engine = native_engine(models.config(FIRST), FIRST)
+        engine = native_engine(models.config(FIRST, **fields), FIRST)
         async with asyncio.timeout(LIMIT_S):
             await engine.start()
             try:
@@ -79,3 +85,42 @@ def test_an_engine_that_sleeps_has_nothing_to_lend() -> None:
         assert await answer(engine) == models.greedy(prompt(40), 12)
 
     with_engine(body)
+
+
+def test_an_engine_whose_cache_does_not_come_back_sleeps_until_there_is_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = StandIn(tmp_path, capacity=64 * STEP)
+
+    def choose(device: torch.device, parameters: Mapping[str, Any]) -> FixedResidence:
+        def make(size: int, purpose: Purpose) -> HostMemory:
+            return HostMemory(gpu.driver(), size, purpose=purpose)
+
+        return FixedResidence(device, parameters, make=make)
+
+    monkeypatch.setattr(runner, "choose_residence", choose)
+
+    async def body(engine: NativeEngine) -> None:
+        expected = models.greedy(prompt(40), 12)
+        heal: list[Callable[[], Coroutine[Any, Any, None]]] = [engine.wake, lambda: lend_and_reclaim(engine)]
+        for mend in heal:
+            used = gpu.used
+            with pytest.raises(OutOfDeviceMemory):
+                await lend_and_reclaim(engine, meanwhile=lambda: gpu.resize(0))
+            assert engine.stats().is_asleep
+            waiting = asyncio.ensure_future(answer(engine))
+            gpu.resize(64 * STEP)
+            await mend()
+            assert not engine.stats().is_asleep
+            assert await waiting == expected
+            assert gpu.used == used
+
+    with_engine(body, kv_cache_gb=0.01)
+
+
+async def lend_and_reclaim(engine: NativeEngine, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """As a step of training does."""
+    async with engine.changing(engine.version):
+        assert engine.lend_cache()
+        meanwhile()
+        engine.reclaim_cache()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forge.config import GeneratorConfig, Sampling, TrainerConfig
 from forge.generator.actor import Generator, Messages
 from forge.generator.engine import EngineStats, GenerationEngine
 from forge.observe import span
+from forge.runtime.device_memory import DeviceMemoryError
 from forge.runtime.endpoints import endpoint
 from forge.trainer.actor import Trainer
 from forge.types import Batch, Completion, StepResult
@@ -18,6 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge.losses import Loss
+
+
+_log = logging.getLogger("forge.grpo")
+
+T = TypeVar("T")
 
 
 class _Sharing(Generator):
@@ -77,19 +85,46 @@ class SharedPolicy(Trainer):
     @endpoint
     async def train_step(self, batch: Batch, keep_logprobs: bool = False) -> StepResult:
         """One optimizer step, between two steps of generation."""
-        async with self._native.changing(self._native.version), self._cache_lent():
-            return await super().train_step(batch, keep_logprobs)
+        return await self._between_steps(partial(super().train_step, batch, keep_logprobs))
 
-    @contextlib.asynccontextmanager
-    async def _cache_lent(self) -> AsyncIterator[None]:
-        """Free the engine's cache for a block, on a GPU, unless completions under way need it."""
+    @endpoint(retry=True)
+    async def forward_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor] | None:
+        """See `Trainer.forward_logprobs`; between two steps of generation."""
+        return await self._between_steps(partial(super().forward_logprobs, batch, temperature))
+
+    async def _between_steps(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Hold generation up for some work of the trainer, with the memory of the engine's cache.
+
+        Whoever cancels it waits until the work has ended: the thread that does it cannot be stopped.
+        """
+        async with self._native.changing(self._native.version):
+            done = asyncio.ensure_future(self._with_cache_lent(work))
+            try:
+                return await asyncio.shield(done)
+            except asyncio.CancelledError:
+                await asyncio.wait([done])
+                raise
+
+    async def _with_cache_lent(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do something while the engine's cache is free for it: on a GPU, unless completions under way need it."""
         is_lent = self._native.is_on_gpu and await self._do(self._native.lend_cache)
         try:
-            yield
-        finally:
+            result = await work()
+        except BaseException:
             if is_lent:
-                with span("take the cache again"):
-                    await self._do(self._native.reclaim_cache)
+                await self._try_to_reclaim()
+            raise
+        if is_lent:
+            with span("take the cache again"):
+                await self._do(self._native.reclaim_cache)
+        return result
+
+    async def _try_to_reclaim(self) -> None:
+        """After work that failed: what it failed with is to be told, not that its memory is not free yet."""
+        try:
+            await self._do(self._native.reclaim_cache)
+        except DeviceMemoryError as error:
+            _log.warning("after a failed step the generator sleeps until the next one: %s", error)
 
     @endpoint
     async def load(self, resume: str = "must") -> dict[str, Any] | None:

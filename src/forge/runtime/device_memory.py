@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -184,11 +185,15 @@ class CudaDriver:
                 undo.pop_all()
         return handle.value
 
-    def unmap(self, address: int, num_bytes: int, handle: int) -> None:
-        """Take the memory behind a range away, when nothing that runs uses it any more."""
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Take the memory behind a range away, when nothing that runs uses it any more; `release` frees it."""
         with self._current():
             self._call("cuCtxSynchronize")
             self._call("cuMemUnmap", address, num_bytes)
+
+    def release(self, handle: int) -> None:
+        """Free memory that is behind no range."""
+        with self._current():
             self._call("cuMemRelease", handle)
 
 
@@ -225,17 +230,18 @@ class _Range:
 
     def empty(self) -> None:
         if self.handle is not None:
+            self.driver.unmap(self.address, self.num_bytes)  # if that is refused, the memory is still there
             handle, self.handle = self.handle, None
-            self.driver.unmap(self.address, self.num_bytes, handle)
+            self.driver.release(handle)
 
     def close(self) -> None:
         if not self.is_closed:
-            self.is_closed = True
             self.empty()
+            self.is_closed = True
             self.driver.free(self.address, self.num_bytes)
 
 
-_dropped: Final[list[_Range]] = []
+_dropped: Final[deque[_Range]] = deque()
 
 
 def release_dropped() -> None:
@@ -243,8 +249,12 @@ def release_dropped() -> None:
 
     Python may find them at any moment, also while a graph is recorded, when the driver must not be asked to wait.
     """
-    while _dropped:
-        _dropped.pop().close()
+    while True:
+        try:
+            dropped = _dropped.pop()
+        except IndexError:  # there is none left, or another thread was faster
+            return
+        dropped.close()
 
 
 class DeviceMemory:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from forge.config import GeneratorConfig
 from forge.loops.colocated import SharedPolicy, can_share
+from forge.runtime.device_memory import OutOfDeviceMemory
 
 
 @pytest.mark.parametrize(
@@ -39,26 +42,49 @@ def test_one_parameter_of_another_precision_is_enough() -> None:
 class Lending(SharedPolicy):
     """The policy without its engine: what it asks of one is noted."""
 
-    def __init__(self, *, is_on_gpu: bool, is_idle: bool) -> None:
+    def __init__(self, *, is_on_gpu: bool = True, is_idle: bool = True, reclaim_error: Exception | None = None) -> None:
         self.asked: list[str] = []
+        self.has_begun = asyncio.Event()
+        self._reclaim_error = reclaim_error
         self._engine_asked = SimpleNamespace(
+            version=0,
             is_on_gpu=is_on_gpu,
+            changing=self._changing,
             lend_cache=lambda: self.asked.append("lend") or is_idle,
-            reclaim_cache=lambda: self.asked.append("reclaim"),
+            reclaim_cache=self._reclaim,
         )
 
     @property
     def _native(self) -> Any:
         return self._engine_asked
 
+    @contextlib.asynccontextmanager
+    async def _changing(self, version: int) -> AsyncIterator[None]:
+        self.asked.append("hold")
+        try:
+            yield
+        finally:
+            self.asked.append("let go")
+
+    def _reclaim(self) -> None:
+        self.asked.append("reclaim")
+        if self._reclaim_error is not None:
+            raise self._reclaim_error
+
     async def _do(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    async def work(self, error: Exception | None = None) -> None:
-        async with self._cache_lent():
+    async def work(self, error: Exception | None = None, until: asyncio.Event | None = None) -> str:
+        async def step() -> str:
             self.asked.append("work")
+            self.has_begun.set()
+            if until is not None:
+                await until.wait()
             if error is not None:
                 raise error
+            return "done"
+
+        return await self._between_steps(step)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +97,38 @@ class Lending(SharedPolicy):
 )
 def test_a_trainer_has_the_memory_of_the_cache(is_on_gpu: bool, is_idle: bool, expected: list[str]) -> None:
     policy = Lending(is_on_gpu=is_on_gpu, is_idle=is_idle)
-    asyncio.run(policy.work())
-    assert policy.asked == expected
+    assert asyncio.run(policy.work()) == "done"
+    assert policy.asked == ["hold", *expected, "let go"]
 
 
-def test_the_cache_comes_back_after_a_step_that_failed() -> None:
-    policy = Lending(is_on_gpu=True, is_idle=True)
-    with pytest.raises(ArithmeticError):
+TOO_LITTLE = OutOfDeviceMemory("no room", path="generator.kv_cache_gb", value="1 GiB", rule="less", repair="lower it")
+
+
+@pytest.mark.parametrize("reclaim_error", [None, TOO_LITTLE])
+def test_the_cache_comes_back_after_a_step_that_failed_and_its_error_is_told(reclaim_error: Exception | None) -> None:
+    policy = Lending(reclaim_error=reclaim_error)
+    with pytest.raises(ArithmeticError, match="no number"):
         asyncio.run(policy.work(ArithmeticError("no number")))
-    assert policy.asked == ["lend", "work", "reclaim"]
+    assert policy.asked == ["hold", "lend", "work", "reclaim", "let go"]
+
+
+def test_a_cache_that_does_not_come_back_after_a_step_is_told() -> None:
+    with pytest.raises(OutOfDeviceMemory):
+        asyncio.run(Lending(reclaim_error=TOO_LITTLE).work())
+
+
+def test_whoever_cancels_a_step_waits_until_its_cache_is_back() -> None:
+    async def body() -> None:
+        policy, until = Lending(), asyncio.Event()
+        step = asyncio.ensure_future(policy.work(until=until))
+        await policy.has_begun.wait()
+        step.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert policy.asked == ["hold", "lend", "work"], "generation is still held"
+        until.set()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert policy.asked == ["hold", "lend", "work", "reclaim", "let go"]
+
+    asyncio.run(body())

@@ -132,6 +132,22 @@ def test_what_fails_half_way_leaves_nothing_behind(gpu: StandIn, name: str) -> N
     assert is_there(memory.address)
 
 
+@pytest.mark.parametrize("name", ["cuCtxSynchronize", "cuMemUnmap"])
+def test_memory_that_a_driver_keeps_is_still_known(gpu: StandIn, name: str) -> None:
+    memory = HostMemory(gpu.driver(), STEP, purpose=PURPOSE)
+    memory.take()
+    for refused in (memory.give_back, memory.close):
+        gpu.fail(name, 1)
+        with pytest.raises(DeviceMemoryError, match=f"refused {name}"):
+            refused()
+        gpu.fail("", 0)
+        assert (memory.is_held, gpu.used) == (True, STEP)
+    memory.give_back()
+    assert (memory.is_held, gpu.used) == (False, 0)
+    memory.take()
+    assert gpu.used == STEP
+
+
 def test_an_error_without_a_name_is_told_by_its_number(gpu: StandIn) -> None:
     gpu.fail("cuMemAddressReserve", 4711)
     with pytest.raises(DeviceMemoryError, match="an error without a name") as caught:

@@ -58,6 +58,7 @@ class NativeEngine:
         self._completions = OpenCompletions(config)
         self._weights: Any = None
         self._updating = asyncio.Lock()
+        self._is_lent = False
 
     # ---- Life ---------------------------------------------------------------------------------------------------
 
@@ -254,7 +255,7 @@ class NativeEngine:
         def rise(batching: Batching) -> None:
             if self.thread.is_asleep:
                 batching.runner.take_back()
-                self.thread.is_asleep = False
+                self.thread.is_asleep = self._is_lent = False
 
         await asyncio.wrap_future(self.thread.ask(rise))
 
@@ -267,19 +268,27 @@ class NativeEngine:
         """Free the cache's memory inside a block of `changing`, for whoever computes there, and tell whether it was.
 
         It is not where completions are under way: they need what the cache holds. What was remembered of prompts is
-        forgotten. Until `reclaim_cache`, which belongs into the same block, nothing can be generated.
+        forgotten. Until `reclaim_cache` the engine is asleep, but for its weights, which stay.
         """
         batching = self.thread.serving()
+        if self._is_lent:
+            return True
         if self.thread.is_asleep or not batching.scheduler.is_idle:
             return False
+        self.thread.is_asleep = self._is_lent = True
         batching.scheduler.pool.forget()
         batching.sampler = Sampler(batching.sampler.vocab_size, batching.runner.device)  # its buffers only grow
         batching.runner.give_back_cache()
         return True
 
     def reclaim_cache(self) -> None:
-        """Take again what `lend_cache` freed. `OutOfDeviceMemory` if others have it."""
-        self.thread.serving().runner.allocate()
+        """Take again what `lend_cache` freed. With `OutOfDeviceMemory`, if others have it, the engine stays asleep.
+
+        It can then be tried again, as `wake` also does.
+        """
+        if self._is_lent:
+            self.thread.serving().runner.allocate()
+            self.thread.is_asleep = self._is_lent = False
 
     def stats(self) -> EngineStats:
         """See `GenerationEngine.stats`."""

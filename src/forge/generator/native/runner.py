@@ -162,8 +162,8 @@ class ModelRunner:
 
     def take_back(self) -> None:
         """As before `give_back`; the cache is empty. If there is too little memory, all stays as it was."""
-        self._residence.fetch_weights()
         try:
+            self._residence.fetch_weights()
             self.allocate()
         except BaseException:
             self.give_back()
