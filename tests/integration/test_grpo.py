@@ -107,7 +107,8 @@ def test_one_process_may_keep_more_digits_than_it_generates_with(tmp_path: Path)
         tmp_path / "mixed",
         *("placement=shared", "distributed.precision=bfloat16", "generator.precision=bfloat16"),
         *("training.max_steps=3", "model.head_precision=float32"),
-        *("algorithm.loss.proximal=trainer", "rollout.iterations=2"),  # the process also scores between two steps of generation
+        # It also scores between two steps of generation.
+        *("algorithm.loss.proximal=trainer", "rollout.iterations=2"),
     )
     train(chosen)
     assert max(figures(chosen, "train/mismatch_max")) < 0.05, "every step generates with the weights of the last one"
