@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
@@ -15,6 +15,7 @@ from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
 from forge.generator.native.guest import GuestConfig
 from forge.loops.colocated import SharedPolicy
+from forge.memory.constants import PUBLISHED_VERSIONS
 from forge.memory.model_size import Sizes
 from forge.memory.trainer import MASTER_BYTES
 from forge.rollout.reward_actor import RewardActor
@@ -33,10 +34,6 @@ _log = logging.getLogger("forge.grpo")
 
 NEVER_REPLACED: Mapping[str, Any] = {"max_restarts": 0, "heartbeat_timeout_s": 120.0}
 """Options of what holds the state of training: another process in its place would not have it."""
-
-
-NUM_VERSIONS: Final = 2
-"""Versions of the weights that the store has memory for, as `forge.memory` plans it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ def generator_config(config: GRPOConfig, model: ModelConfig) -> GeneratorConfig:
 def _published_bytes(config: GRPOConfig, generator: GeneratorConfig) -> int:
     """What published weights take of the trainer's GPU, in the two versions that are there at most."""
     item = 2 if published_dtype(generator) == "bfloat16" else MASTER_BYTES[config.distributed.precision]
-    return NUM_VERSIONS * item * Sizes.of(generator.model).total
+    return PUBLISHED_VERSIONS * item * Sizes.of(generator.model).total
 
 
 def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
