@@ -197,7 +197,7 @@ def prompts_file(folder: Path, plan: Plan) -> Path:
 
 
 def write_model(folder: Path, plan: Plan) -> None:
-    """A Hugging Face folder: weights drawn on the device, the tiny model's tokenizer."""
+    """Write a Hugging Face folder: random weights, and the tiny model's tokenizer with a word for every token id."""
     import torch
     from safetensors.torch import save_file
 
@@ -206,6 +206,7 @@ def write_model(folder: Path, plan: Plan) -> None:
 
     facts = facts_of(plan.shape)
     make_tiny(folder, num_layers=1)
+    widen_tokenizer(folder / "tokenizer.json", facts.vocab_size)
     dtype = plan.file_dtype
     write_hf_config(facts, folder, dtype=dtype, special_ids=SPECIAL_IDS)
     generator = torch.Generator(plan.device).manual_seed(plan.seed)
@@ -218,6 +219,25 @@ def write_model(folder: Path, plan: Plan) -> None:
 
     weights = {name: draw(name, shape) for name, shape in tensor_shapes(facts)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def widen_tokenizer(path: Path, vocab_size: int) -> None:
+    """Give every id of the model's vocabulary a word of letters, which text is never encoded to.
+
+    Random weights sample ids that a small tokenizer does not have. vLLM's incremental detokenizer keeps such ids and
+    decodes all of them again at the next token, which a real model never makes it do.
+    """
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    vocab.update(
+        {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    )  # or they would move to the end
+    taken = set(vocab.values())
+    for index in range(vocab_size):
+        if index not in taken:
+            letters = (index // 26**place % 26 for place in range(4))
+            vocab["q" + "".join(chr(ord("a") + letter) for letter in letters)] = index
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def _write_prompts(path: Path, model: Path, plan: Plan) -> None:

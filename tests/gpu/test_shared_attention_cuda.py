@@ -8,6 +8,7 @@ from torch import Tensor
 
 from forge.models.attention import DocumentAttention
 from forge.models.copies import copied, sum_copies
+from forge.models.flash_attention import Situation, choose_kernel, load_kernel
 from forge.models.rows import Documents, RowTask, Sharing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
@@ -37,23 +38,33 @@ def row(*, num_padding: int = NUM_PADDING) -> RowTask:
     return RowTask(documents, nothing[None], nothing, nothing, sharing=sharing)
 
 
-def outcome(task: RowTask, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> list[Tensor]:
+def kernels() -> list[str]:
+    """Those that can run here."""
+    if not torch.cuda.is_available():
+        return ["torch"]
+    best = choose_kernel("auto", Situation.of(torch.device("cuda"), saves_selectively=False))
+    return sorted({"torch", best})
+
+
+def outcome(task: RowTask, tensors: tuple[Tensor, ...], dtype: torch.dtype, *, kernel: str = "torch") -> list[Tensor]:
     """What attention gives, and the gradients of queries, keys and values."""
     *inputs, gradient = (tensor.to(dtype) for tensor in tensors)
     inputs = [tensor.detach().requires_grad_() for tensor in inputs]
     attention = DocumentAttention(DocumentAttention.Config())
+    attention.kernel = load_kernel(kernel)  # type: ignore[arg-type]
     out = attention(*inputs, attention_masks=attention.book.enter(task))
     out.backward(gradient)
     return [out.detach(), *(tensor.grad for tensor in inputs)]
 
 
-def test_one_kernel_over_shared_rows_is_whole_documents() -> None:
+@pytest.mark.parametrize("kernel", kernels())
+def test_one_kernel_over_shared_rows_is_whole_documents(kernel: str) -> None:
     task = row()
     num_places = len(task.sharing.own)  # type: ignore[union-attr]
     maker = torch.Generator("cuda").manual_seed(0)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     tensors = tuple(torch.randn(1, num_places, each, WIDTH, generator=maker, device="cuda") for each in heads)
-    half = outcome(task, tensors, torch.bfloat16)
+    half = outcome(task, tensors, torch.bfloat16, kernel=kernel)
     wide = outcome(task, tensors, torch.float32)  # each document by itself, whole
     for found, wanted in zip(half, wide, strict=True):
         assert found.shape == wanted.shape

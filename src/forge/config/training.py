@@ -85,6 +85,11 @@ class TrainingConfig(ConfigModel):
     activation_offload: bool = Field(
         default=False, description="Whether what the backward pass needs waits in the host's memory."
     )
+    attention: Literal["auto", "torch", "flash_attn_4"] = Field(
+        default="auto",
+        description="The attention kernel on a GPU in half precision. `auto`: FlashAttention 4 where it is installed "
+        "and the GPU is a Hopper or a Blackwell, else torch's. A CPU has its own.",
+    )
     compile: bool = Field(default=False, description="Whether each layer is compiled with torch.compile.")
 
     @model_validator(mode="after")

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.varlen import varlen_attn
 from torchtitan.protocols.module import Module
 
 from forge.models import cpu_attention, cpu_attention_backward
 from forge.models.copies import copied
 from forge.models.cpu_attention_backward import SharedLayout
+from forge.models.flash_attention import Kernel, torch_kernel
 from forge.models.rows import Documents, RowBook, Sharing
 from forge.runtime.row_floor import is_rowwise
 
@@ -26,10 +26,10 @@ from forge.runtime.row_floor import is_rowwise
 class DocumentAttention(Module):  # type: ignore[misc]
     """Causal attention in which a token sees its own document only.
 
-    On CUDA in half precision one kernel takes the whole row. On a CPU in float32 one takes it too, and what a token
-    gets has the same bits in any row and in a generator's steps (`forge.models.cpu_attention`). Elsewhere each document
-    is attended to by itself. In all of them work grows with the squares of the documents' lengths and not with that of
-    the row's.
+    On CUDA in half precision one kernel takes the whole row (`forge.models.flash_attention`; `kernel` says which). On a
+    CPU in float32 one takes it too, and what a token gets has the same bits in any row and in a generator's steps
+    (`forge.models.cpu_attention`). Elsewhere each document is attended to by itself. In all of them work grows with the
+    squares of the documents' lengths and not with that of the row's.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -39,6 +39,7 @@ class DocumentAttention(Module):  # type: ignore[misc]
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.book = RowBook()
+        self.kernel: Kernel = torch_kernel
 
     @torch.compiler.disable
     def forward(
@@ -58,13 +59,16 @@ class DocumentAttention(Module):  # type: ignore[misc]
             layout = _layout(row.documents.lengths, _prefixes(row.sharing))
             out: Tensor = _ByRow.apply(q_BLNH[0], k_BLNH[0], v_BLNH[0], layout, factor)
             return out.unsqueeze(0)
+        documents = row.documents
         if row.sharing is None:
-            return _attend(q_BLNH, k_BLNH, v_BLNH, row.documents, scale)
+            if _has_kernel(q_BLNH):
+                return self.kernel(q_BLNH[0], k_BLNH[0], v_BLNH[0], documents, documents, scale).unsqueeze(0)
+            return _by_document(q_BLNH, k_BLNH, v_BLNH, documents, scale)
         k_BENH, v_BENH = (copied(each[0], row.sharing).unsqueeze(0) for each in (k_BLNH, v_BLNH))
         if _has_kernel(q_BLNH):
-            return _by_one_kernel(q_BLNH, k_BENH, v_BENH, row.documents, scale, queries=row.sharing.queries)
+            return self.kernel(q_BLNH[0], k_BENH[0], v_BENH[0], row.sharing.queries, documents, scale).unsqueeze(0)
         q_BENH = copied(q_BLNH[0], row.sharing).unsqueeze(0)
-        return _by_document(q_BENH, k_BENH, v_BENH, row.documents, scale).index_select(1, row.sharing.own)
+        return _by_document(q_BENH, k_BENH, v_BENH, documents, scale).index_select(1, row.sharing.own)
 
 
 def _goes_by_row(q_BLNH: Tensor) -> bool:
@@ -80,34 +84,8 @@ def _prefixes(sharing: Sharing | None) -> tuple[int, ...]:
     return () if sharing is None else sharing.prefixes
 
 
-def _attend(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, documents: Documents, scale: float | None) -> Tensor:
-    """Of whole documents, by whatever suits device and precision."""
-    attend = _by_one_kernel if _has_kernel(q_BLNH) else _by_document
-    return attend(q_BLNH, k_BLNH, v_BLNH, documents, scale)
-
-
 def _has_kernel(q: Tensor) -> bool:
     return bool(q.is_cuda and q.dtype in (torch.bfloat16, torch.float16))
-
-
-def _by_one_kernel(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None, *, queries: Documents | None = None
-) -> Tensor:
-    """`queries` are the last tokens of each document, where only those ask: they see all before them all the same."""
-    queries = documents if queries is None else queries
-    out = varlen_attn(
-        q[0],
-        k[0],
-        v[0],
-        queries.offsets,
-        documents.offsets,
-        queries.longest,
-        documents.longest,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return out.unsqueeze(0)
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:

@@ -18,6 +18,8 @@ from forge.config import TrainerConfig
 from forge.errors import ConfigError, DataError, NonFiniteError
 from forge.losses import CrossEntropy, Loss, TokenView
 from forge.losses.head import check_temperature
+from forge.models.attention import DocumentAttention
+from forge.models.flash_attention import Situation, choose_kernel, load_kernel
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.random_weights import draw_weights
 from forge.models.rows import RowBook, RowTask
@@ -93,6 +95,7 @@ class Engine:
             part.use(self.book, head)
             part.train(not config.frozen)
             part.requires_grad_(not config.frozen)
+        self._choose_attention()
         self.load_weights(self.model.folder)
         self._parameters = self._named_once()
         self.optimizer = None if config.frozen else Optimizer(self._parameters, config.training)
@@ -103,6 +106,17 @@ class Engine:
         self._judged: dict[int, tuple[Row, Tensor, Mapping[str, Tensor]]] = {}
         self._scores: dict[int, Tensor] | None = None
         self._kept: dict[int, Tensor] | None = None
+
+    def _choose_attention(self) -> None:
+        training = self.config.training
+        selective = training.activation_checkpointing == "selective"
+        situation = Situation.of(self.ranks.device, saves_selectively=selective)
+        self.attention = choose_kernel(training.attention, situation)
+        kernel = load_kernel(self.attention)
+        for part in self.parts:
+            for module in part.modules():
+                if isinstance(module, DocumentAttention):
+                    module.kernel = kernel
 
     @property
     def parts(self) -> list[Any]:
@@ -418,6 +432,7 @@ class Engine:
             "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES") if self.ranks.device.type == "cuda" else None,
             "device_name": torch.cuda.get_device_name() if self.ranks.device.type == "cuda" else "cpu",
             "compute_dtype": str(Precision.of(self.config.distributed.precision).compute).removeprefix("torch."),
+            "attention": self.attention if self.ranks.device.type == "cuda" else "cpu",
             "num_parameters": num_parameters(self.model.facts),  # of all stages of a pipeline
             "model": self.model.name,
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.ranks.device.type == "cuda" else None,

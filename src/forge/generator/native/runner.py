@@ -218,7 +218,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode_logits(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastDraw | None = None) -> Tensor:
-        """Compute pieces of one token each; the logits [S, V], float32, in a buffer that the next step overwrites.
+        """Compute pieces of one token each; what `logits` returns for them, in a buffer that the next step overwrites.
 
         With `last` the tokens are those of the last draw, which need not have reached the host.
         """
@@ -252,10 +252,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """The logits [R, V], float32; with `model.head_precision: float32` also summed and never rounded to less."""
+        """The logits [R, V]: on a CPU float32, on a GPU in the precision of the weights, which the sampler widens.
+
+        With `model.head_precision: float32` they are summed in float32 and never rounded to less.
+        """
         weight = self.model.lm_head.weight
         if not self._has_wide_head:
-            return rows_linear(hidden_RD, weight).float()
+            logits = rows_linear(hidden_RD, weight)
+            return logits if self.on_gpu else logits.float()
         if self.on_gpu:
             return torch.mm(hidden_RD, weight.t(), out_dtype=torch.float32)
         return rows_linear(hidden_RD.float(), weight.float())

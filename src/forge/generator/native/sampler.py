@@ -5,9 +5,10 @@ with *one* uniform number by inverting the distribution function in the order of
 the completion's seed and on the token's place in it (`forge.generator.native.randomness`), so that a seed draws the
 same tokens from the same logits whatever else is in the batch.
 
-On a CPU every bit of a row's result is a function of that row. On a GPU the sums of a row may be split in another way
-for another number of rows: logprobs can then differ in their last digits, and so, rarely, can a token whose uniform
-number lies within such a rounding error of the boundary to the next one.
+On a CPU every bit of a row's result is a function of that row, and on a GPU too where nothing but a temperature shapes
+the distribution (`forge.generator.native.gpu_sampling`). With penalties, truncation or greedy rows, a GPU may split the
+sums of a row in another way for another number of rows: logprobs can then differ in their last digits, and so, rarely,
+can a token whose uniform number lies within such a rounding error of the boundary to the next one.
 
 Shapes: S rows, V the vocabulary, N blocks of `_BLOCK` tokens each.
 """
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from forge.config import Sampling
 from forge.errors import ModelError, NonFiniteError
+from forge.generator.native import gpu_sampling
 from forge.generator.native.randomness import uniforms
 from forge.generator.native.shaping import Shaping, Tally, is_shaped, must_go_on
 from forge.generator.native.transfer import Arrival, put
@@ -124,6 +126,11 @@ class _Plan:
     shaping: Shaping | None
     going_on: tuple[SampleRow, ...]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether every row samples from a softmax that only a temperature shapes."""
+        return self.shaping is None and self.is_greedy_S is None
+
     def is_for(self, rows: Sequence[SampleRow]) -> bool:
         return (
             len(rows) == len(self.rows)
@@ -155,7 +162,7 @@ class Sampler:
 
     @torch.no_grad()
     def draw(self, logits_SV: Tensor, rows: Sequence[SampleRow], *, num_ahead: int = 0) -> Drawn:
-        """One token for each row of the logits, float32 [S, V], which stay as they are.
+        """One token for each row of the logits, float32 or, on a GPU, bfloat16 [S, V], which stay as they are.
 
         Nothing is waited for on a GPU, where only one small copy goes in. Rows whose logits are not finite give no
         error here but in `Drawn.fetch`.
@@ -174,6 +181,10 @@ class Sampler:
 
     def _drawn(self, logits_SV: Tensor, plan: _Plan, num_ahead: int) -> Drawn:
         uniforms_S = self._copy_in(plan, num_ahead)
+        if plan.is_plain and gpu_sampling.takes(logits_SV):
+            sampled, logprobs = gpu_sampling.sample(logits_SV, uniforms_S, scale_S1=plan.scale_S1)
+            return Drawn(sampled, logprobs, logprobs)
+        logits_SV = logits_SV.float()
         scaled_SV, probs_SW = self._softmaxes(logits_SV, plan)
         lse_S = _logsumexp(scaled_SV, probs_SW)
         best_S = None if plan.is_greedy_S is None else _argmax(scaled_SV)
@@ -199,7 +210,8 @@ class Sampler:
 
     def _check(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
         wanted = (len(rows), self.vocab_size)
-        if tuple(logits.shape) != wanted or logits.dtype != torch.float32:
+        dtypes = (torch.float32, torch.bfloat16) if logits.is_cuda else (torch.float32,)
+        if tuple(logits.shape) != wanted or logits.dtype not in dtypes:
             raise ModelError(
                 "these are not the logits of the rows that tokens are to be drawn for",
                 path="logits_SV",
