@@ -183,6 +183,47 @@ def test_a_sequence_has_the_same_bits_alone_in_a_batch_and_under_any_table(dtype
         assert torch.equal(result, together[alone])
 
 
+def narrowed(cache: Cache) -> None:
+    """Make the cache one of 8 bits. What it is expected to hold is what 8 bits can."""
+    for name in ("k", "v"):
+        setattr(cache, name, getattr(cache, name).to(torch.float8_e4m3fn))
+    for rows in (cache.keys, cache.values):
+        rows[:] = [each.to(torch.float8_e4m3fn).to(each.dtype) for each in rows]
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_decode_and_prefill_read_keys_and_values_of_eight_bits(head_dim: int) -> None:
+    lengths = (1, 17, 511, 1025)
+    cache = Cache(lengths, head_dim=head_dim, dtype=HALF, taken=(0, 0, 1, 16))
+    q = cache.queries(len(lengths), 2)
+    narrowed(cache)
+    expected = expected_decode(cache, q)
+    check(cache.decode(q), expected)
+    shares = cache.shares(chunk=64, max_members=4)
+    assert int(shares[0, 0]) == 1
+    shared = cache.decode_tuned(q, Tuning(block=32, chunk=64), shares)
+    assert torch.equal(shared, cache.decode_tuned(q, Tuning(block=32, chunk=64)))
+    starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=DEVICE)
+    nowhere = torch.full((len(lengths),), -1, device=DEVICE)
+    layout = PagedLayout(starts, cache.context_lens, cache.table, nowhere)
+    extents = Extents.of((1,) * len(lengths), lengths, device=DEVICE)
+    check(prefill_attend(q, cache.k, cache.v, layout=layout, extents=extents, scale=SCALE), expected)
+
+
+@only_on_gpu
+def test_keys_and_values_are_rounded_to_eight_bits_when_they_are_written() -> None:
+    k, v = (torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(n)).to(DEVICE, HALF) for n in (0, 1))
+    k[0, 0, 0], v[4, 1, 63] = 1000.0, -1000.0  # beyond what 8 bits hold
+    caches = [torch.zeros(2, 2, 16, 64, device=DEVICE, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    slots = torch.tensor([3, 17, -1, 16, 0], device=DEVICE)
+    write_kv(k, v, slots, *caches)
+    for rows, cache in zip((k, v), caches, strict=True):
+        wanted = rows.float().clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        for token, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                assert torch.equal(cache[slot // 16, :, slot % 16].float(), wanted[token])
+
+
 @pytest.mark.parametrize("programs", [1, 5, 12, 1000])
 def test_bits_do_not_depend_on_who_computes_a_chunk(programs: int) -> None:
     cache = Cache((130, 400, 64), dtype=HALF)
@@ -293,7 +334,7 @@ def layout_of(cache: Cache, query_lens: tuple[int, ...]) -> tuple[PagedLayout, E
 def test_gathered_pages_are_the_contexts_end_to_end(head_dim: int) -> None:
     cache = Cache((17, 0, 1, 100, 16), num_kv_heads=3, head_dim=head_dim, dtype=HALF)
     layout, extents = layout_of(cache, (1, 0, 1, 1, 1))
-    k, v = gather_kv(cache.k, cache.v, layout=layout, extents=extents)
+    k, v = gather_kv(cache.k, cache.v, layout=layout, extents=extents, dtype=HALF)
     assert torch.equal(k.cpu(), torch.cat(cache.keys))
     assert torch.equal(v.cpu(), torch.cat(cache.values))
 

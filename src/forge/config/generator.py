@@ -159,6 +159,12 @@ class GenerationConfig(ConfigModel):
         "that a trainer uses too, once that, at most gpu_memory_share of it; with placement `turns` and `shared`, at "
         "most what the trainer leaves between its steps.",
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        default="auto",
+        description="The precision of cached keys and values. `auto`: that of the model. `fp8` (e4m3, on GPUs of compute "
+        "capability 8.9 and newer): half the memory, and faster with long contexts, but logprobs are further from the "
+        "trainer's.",
+    )
     gpu_memory_share: float | None = Field(
         default=None,
         gt=0,

@@ -19,7 +19,7 @@ _log = logging.getLogger("forge.generator")
 T = TypeVar("T")
 Version = int | Literal["latest"]
 
-_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
+_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "fp8": 1.0}
 
 
 class Sync:
@@ -206,6 +206,8 @@ class Sync:
         return (await self._engine.score([token_ids]))[0] if first is None else await first(token_ids)
 
     def _precision(self) -> str:
+        if self._config.kv_cache_dtype != "auto":
+            return self._config.kv_cache_dtype
         if self._config.precision is not None:
             return self._config.precision
         import torch

@@ -94,7 +94,7 @@ def page_bytes(sizes: Sizes, item: int) -> int:
 def cache_need(job: GeneratorJob) -> CacheNeed:
     """What the cache is for, as `forge.generator.native.runner` counts it."""
     pages = -(-job.max_seq_len // PAGE_TOKENS)
-    item = job.item if job.on_gpu else 4
+    item = 1 if job.config.kv_cache_dtype == "fp8" else job.item if job.on_gpu else 4
     return CacheNeed(page_bytes(job.sizes, item), pages + 1, pages + 1 + pages * job.config.max_batch)
 
 

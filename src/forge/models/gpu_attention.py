@@ -28,6 +28,8 @@ from forge.models.paged import PAGE_TOKENS, PagedLayout, find_shares
 
 _LOG2_E: Final = log2(e)
 _HALF: Final = (torch.bfloat16, torch.float16)
+NARROW: Final = (torch.float8_e4m3fn,)
+"""Precisions of a cache that is narrower than queries. What is read from it is computed with in float16."""
 _COMBINE_STAGES: Final = 4
 _CHUNK: Final = 256
 _ROWS: Final = 16
@@ -235,6 +237,7 @@ def _options(q: Tensor, k_cache: Tensor, tuning: Tuning) -> dict[str, Any]:
         "BLOCK": tuning.block,
         "CHUNK": tuning.chunk,
         "WHOLE": dims == head_dim,
+        "NARROW": k_cache.dtype in NARROW,
         "num_warps": tuning.num_warps,
         "num_stages": tuning.num_stages,
         "enable_fp_fusion": False,
@@ -293,7 +296,7 @@ def prefill_attend(
     _check(q_THD, k_cache, v_cache, name="q_THD")
     if not extents.num_keys:
         return torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    k, v = gather_kv(k_cache, v_cache, layout=layout, extents=extents)
+    k, v = gather_kv(k_cache, v_cache, layout=layout, extents=extents, dtype=q_THD.dtype)
     if not q_THD.is_cuda or q_THD.dtype not in _HALF:
         return _by_sequence(q_THD, k, v, extents, scale)
     from torch.nn.attention.varlen import varlen_attn
@@ -313,12 +316,15 @@ def prefill_attend(
     return result
 
 
-def gather_kv(k_cache: Tensor, v_cache: Tensor, *, layout: PagedLayout, extents: Extents) -> tuple[Tensor, Tensor]:
+def gather_kv(
+    k_cache: Tensor, v_cache: Tensor, *, layout: PagedLayout, extents: Extents, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """The keys and values of all sequences, end to end: two of [sum of context_lens, Hkv, D]."""
     from forge.models.gpu_program import gather_kv as program
 
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
-    k, v = (cache.new_empty(extents.num_keys, num_kv_heads, head_dim) for cache in (k_cache, v_cache))
+    shape = (extents.num_keys, num_kv_heads, head_dim)
+    k, v = (cache.new_empty(shape, dtype=dtype) for cache in (k_cache, v_cache))
     if not extents.num_keys:
         return k, v
     num_pages = -(-extents.max_context // PAGE_TOKENS)
@@ -370,7 +376,7 @@ def _check(rows: Tensor, k_cache: Tensor, v_cache: Tensor, *, name: str) -> None
     if rows.shape[1] % num_kv_heads or (rows.shape[1] != num_kv_heads and not is_query):
         rule = f"{num_kv_heads} heads, as the cache has" + (", or a multiple" if is_query else "")
         raise _refusal(name, rows, rule, "make the cache for this model's key heads")
-    if rows.dtype != k_cache.dtype:
+    if rows.dtype != k_cache.dtype and not (k_cache.dtype in NARROW and rows.dtype in _HALF):
         raise _refusal(name, rows, f"of the cache's dtype, {k_cache.dtype}", "convert one to the other's dtype")
 
 

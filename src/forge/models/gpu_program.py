@@ -36,8 +36,8 @@ def write_kv(
     place = (slot // PAGE) * cache_page + (slot % PAGE) * cache_row + heads * cache_head + dims
     key = tl.load(k + token * k_token + heads * k_head + dims, mask=inside)
     value = tl.load(v + token * v_token + heads * v_head + dims, mask=inside)
-    tl.store(k_cache + place, key, mask=inside)
-    tl.store(v_cache + place, value, mask=inside)
+    tl.store(k_cache + place, key.to(k_cache.dtype.element_ty), mask=inside)
+    tl.store(v_cache + place, value.to(v_cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -72,8 +72,10 @@ def gather_kv(
     inside = (index * PAGE + rows < length) & (dims < head_dim)
     place = page * cache_page + head * cache_head + rows * cache_row + dims
     target = (first + rows) * out_token + head * head_dim + dims
-    tl.store(k_out + target, tl.load(k_cache + place, mask=inside), mask=inside)
-    tl.store(v_out + target, tl.load(v_cache + place, mask=inside), mask=inside)
+    key = tl.load(k_cache + place, mask=inside)
+    value = tl.load(v_cache + place, mask=inside)
+    tl.store(k_out + target, key.to(k_out.dtype.element_ty), mask=inside)
+    tl.store(v_out + target, value.to(v_out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -131,6 +133,9 @@ def _attend_chunk(
             inside = inside & (dims[None, :] < head_dim)
         key = tl.load(k_head + place, mask=inside, other=0.0)
         value = tl.load(v_head + place, mask=inside, other=0.0)
+        if key.dtype != query.dtype:  # 8-bit keys and values, which a query's precision holds exactly
+            key = key.to(query.dtype)
+            value = value.to(query.dtype)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
@@ -177,6 +182,7 @@ def attend_shared(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     WHOLE: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """Chunks that neighbouring sequences have in common, one key head at a time, each read once for all of them.
 
@@ -200,6 +206,8 @@ def attend_shared(
         inside = kept[:, None] & (dims[None, :] < head_dim)
         place = sequences[:, None] * q_row + heads[:, None] * q_head + dims[None, :]
         query = tl.load(q + place, mask=inside, other=0.0)
+        if NARROW:
+            query = query.to(tl.float16)
         begin = chunk * CHUNK
         end = tl.where(is_shared, tl.minimum(begin + CHUNK, tl.load(context_lens + first)), begin)
         top, total, part = _attend_chunk(
@@ -260,6 +268,7 @@ def attend_decode(
     SHARED: tl.constexpr,
     STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
+    NARROW: tl.constexpr,
 ):
     """One sequence, one key head with its GROUP query heads, and every num_splits-th chunk of the context.
 
@@ -284,6 +293,8 @@ def attend_decode(
     heads = kv_head * GROUP + rows
     inside = (rows[:, None] < GROUP) & (dims[None, :] < head_dim)
     query = tl.load(q + sequence * q_row + heads[:, None] * q_head + dims[None, :], mask=inside, other=0.0)
+    if NARROW:
+        query = query.to(tl.float16)
     k_head = k_cache + kv_head.to(tl.int64) * cache_head
     v_head = v_cache + kv_head.to(tl.int64) * cache_head
     pages = table + sequence * table_row

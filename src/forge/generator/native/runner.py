@@ -56,6 +56,7 @@ class ModelRunner:
         self.config, self.facts, self.max_seq_len = config, model.facts, max_seq_len
         self.device = _device(config.with_gpus)
         self.dtype = _dtype(config.precision, self.device)
+        self._check_cache_dtype()
         self._has_wide_head = model.facts.head_precision == "float32" and self.dtype != torch.float32
         self.is_shared = shared is not None
         self.model = build_for_inference(
@@ -83,7 +84,24 @@ class ModelRunner:
 
     @property
     def _cache_dtype(self) -> torch.dtype:
+        if self.config.kv_cache_dtype == "fp8":
+            return torch.float8_e4m3fn
         return self.dtype if self.on_gpu else torch.float32
+
+    def _check_cache_dtype(self) -> None:
+        if self.config.kv_cache_dtype == "auto":
+            return
+        capability = torch.cuda.get_device_capability(self.device) if self.on_gpu else None
+        if capability is None or capability < (8, 9) or self.dtype == torch.float32:
+            found = "a CPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+            raise ConfigError(
+                "keys and values cannot be cached in 8 bits here",
+                path="generator.kv_cache_dtype",
+                value=self.config.kv_cache_dtype,
+                rule="a GPU of compute capability 8.9 or newer, and generator.precision bfloat16; "
+                f"this is {found} in {str(self.dtype).removeprefix('torch.')}",
+                repair="set generator.kv_cache_dtype=auto",
+            )
 
     def _choose_num_pages(self) -> int:
         each = page_bytes(self.facts, item_bytes=self._cache_dtype.itemsize)
@@ -203,7 +221,8 @@ class ModelRunner:
             sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
             for caches in self._caches:
                 for cache in caches:
-                    cache[targets] = cache[sources]
+                    plain = cache.view(torch.uint8)  # not every precision can be indexed
+                    plain[targets] = plain[sources]
 
     @torch.inference_mode()
     def hidden(self, pieces: Sequence[Piece], table: np.ndarray, index: Sequence[int]) -> Tensor:

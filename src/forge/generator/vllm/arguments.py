@@ -95,6 +95,8 @@ def make_plan(
         arguments["enforce_eager"] = not config.cuda_graphs
         arguments["enable_sleep_mode"] = True
         arguments["gpu_memory_utilization"] = config.gpu_memory_share or 0.8
+    if config.kv_cache_dtype != "auto":
+        arguments["kv_cache_dtype"] = config.kv_cache_dtype
     if config.model.head_precision == "float32" and precision != "float32":
         given["hf_overrides"] = _with_wide_head(given.get("hf_overrides") or {})
     size = _cache_bytes(config, facts, max_seq_len, precision=precision, device=device)
