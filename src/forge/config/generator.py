@@ -161,9 +161,9 @@ class GenerationConfig(ConfigModel):
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default="auto",
-        description="The precision of cached keys and values. `auto`: that of the model. `fp8` (e4m3, on GPUs of compute "
-        "capability 8.9 and newer): half the memory, and faster with long contexts, but logprobs are further from the "
-        "trainer's.",
+        description="The precision of cached keys and values. `auto`: that of the model. `fp8` (e4m3, on GPUs of "
+        "compute capability 8.9 and newer): half the memory, and faster with long contexts, but logprobs are further "
+        "from the trainer's.",
     )
     gpu_memory_share: float | None = Field(
         default=None,
