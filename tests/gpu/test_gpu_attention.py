@@ -452,6 +452,6 @@ def test_pages_more_than_two_to_the_31_elements_away() -> None:
     result = decode_attend(q, k_cache, v_cache, context_lens_S=lens, table_SP=table, scale=SCALE)
     check(result, expected_decode(small, q))
     layout = PagedLayout(torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), lens, table, slots[-1:])
-    k, v = gather_kv(k_cache, v_cache, layout=layout, extents=Extents.of([1], [100], device=DEVICE))
+    k, v = gather_kv(k_cache, v_cache, layout=layout, extents=Extents.of([1], [100], device=DEVICE), dtype=HALF)
     assert torch.equal(k.cpu(), small.keys[0])
     assert torch.equal(v.cpu(), small.values[0])
