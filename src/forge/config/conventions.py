@@ -43,9 +43,9 @@ _RECOMPUTED: Values = {"proximal": "trainer"}
 _DUAL_CLIP: Values = {"dual_clip": 3.0}
 _DUAL: Values = {"loss": _DUAL_CLIP}
 _OTHERS: Values = {"advantage": {"baseline": "leave_one_out", "scale": "others_std"}}
-_OVER_TOKENS: Values = {"whiten_over": "tokens", "epsilon": 1e-8}
-_WITH_FLOOR: Values = {"advantage": {**_OVER_TOKENS, "std_ddof": 0, "epsilon_place": "floor"}}
-_WITH_VARIANCE: Values = {**_OVER_TOKENS, "std_ddof": 1, "epsilon_place": "variance"}
+_OVER_TOKENS: Values = {"std_ddof": 1, "whiten_over": "tokens"}
+_WITH_FLOOR: Values = {"advantage": {"std_ddof": 0, "epsilon": 1e-8, "epsilon_place": "floor"}}
+_WITH_VARIANCE: Values = {"epsilon": 1e-8, "epsilon_place": "variance"}
 _REINFORCE_PP = ("reinforce_pp", "reinforce_pp_baseline")
 _CLAMPED: Values = {"kl": {"clamp": 10.0}}
 
@@ -63,7 +63,7 @@ CONVENTIONS: Mapping[str, tuple[Values, Mapping[str, Values]]] = {
         {},
     ),
     "verl": (
-        {"advantage": {"std_ddof": 1, "epsilon": 1e-6}, "loss": {**_RECOMPUTED, "count_masked": True}},
+        {"advantage": {**_OVER_TOKENS, "epsilon": 1e-6}, "loss": {**_RECOMPUTED, "count_masked": True}},
         {
             **dict.fromkeys(["grpo", "dapo", "dr_grpo"], _DUAL),
             "cispo": {"loss": {"clip_high": 0.2}},
@@ -74,7 +74,7 @@ CONVENTIONS: Mapping[str, tuple[Values, Mapping[str, Values]]] = {
     ),
     "openrlhf": (
         {
-            "advantage": {"std_ddof": 1, "epsilon": 1e-9},
+            "advantage": {**_OVER_TOKENS, "epsilon": 1e-9},
             "loss": _RECOMPUTED,
             "kl": {"credit": "return_to_go"},
         },
@@ -86,7 +86,7 @@ CONVENTIONS: Mapping[str, tuple[Values, Mapping[str, Values]]] = {
     ),
     "nemo": (
         {
-            "advantage": {"std_ddof": 1, "epsilon": 1e-6},
+            "advantage": {**_OVER_TOKENS, "epsilon": 1e-6},
             "loss": _RECOMPUTED,
             "kl": {"credit": "token", "score_gradient": True},
         },

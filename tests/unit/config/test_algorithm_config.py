@@ -171,6 +171,14 @@ def test_what_a_convention_sets_for_a_preset(convention: Any, preset: Any, wante
     assert found == wanted
 
 
+def test_a_file_that_an_older_version_wrote_still_loads() -> None:
+    """It has every value of its time written out, as 0.1.0 did: RLOO of `openrlhf` was whitened."""
+    old = {"preset": "rloo", "convention": "openrlhf", "advantage": {"whiten": True, "std_ddof": 0, "epsilon": 1e-9}}
+    config = AlgorithmConfig.model_validate({**old, "kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}})
+    assert (config.advantage.whiten, config.advantage.std_ddof, config.advantage.epsilon) == (True, 0, 1e-9)
+    assert config.advantage.whiten_over == "tokens"
+
+
 @pytest.mark.parametrize(
     ("convention", "clamps"),
     [
