@@ -305,8 +305,10 @@ class Episode:
         prompt: the task.
         completion: what was sampled, with the sampler's logprobs and the weights that made each token.
         score: what it earned.
-        advantage: how much better it was than its baseline; known when its group is whole.
+        advantage: how much better it was than its baseline; known when its group is whole. Where tokens have
+            advantages of their own, their mean.
         ref_logprobs: the reference model's logprobs of the T tokens; None without a reference.
+        token_advantages: the advantage of each of the T tokens; None where `advantage` is that of all of them.
     """
 
     prompt: Prompt
@@ -314,6 +316,7 @@ class Episode:
     score: Score
     advantage: float = 0.0
     ref_logprobs: tuple[float, ...] | None = None
+    token_advantages: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

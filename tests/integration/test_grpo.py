@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -142,6 +143,30 @@ def test_a_reference_holds_the_policy_and_batches_may_be_learned_from_twice(tmp_
         assert len(episode["ref_logprobs"]) == len(episode["token_ids"])
         if episode["step"] == 1:
             assert episode["ref_logprobs"] == pytest.approx(episode["logprobs"], abs=1e-6)
+
+
+def test_the_divergence_in_the_reward_may_be_charged_to_single_tokens(tmp_path: Path) -> None:
+    """As OpenRLHF does for RLOO: after the baseline, each token pays for itself and all later ones."""
+    chosen = config(
+        tmp_path / "charged",
+        *("algorithm.preset=rloo", "algorithm.convention=openrlhf", "algorithm.kl.coefficient=0.5"),
+        *("training.max_steps=3", "placement=shared"),
+    )
+    train(chosen)
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for episode in episodes(chosen):
+        groups.setdefault(episode["group"], []).append(episode)
+    charges = []
+    for group in groups.values():
+        rewards = [episode["reward"] for episode in group]
+        for episode in group:
+            others = (sum(rewards) - episode["reward"]) / (len(rewards) - 1)
+            costs = [one - other for one, other in zip(episode["logprobs"], episode["ref_logprobs"], strict=True)]
+            to_go = [sum(costs[place:]) for place in range(len(costs))]
+            charges.append(0.5 * sum(to_go) / len(to_go))
+            assert episode["advantage"] == pytest.approx(episode["reward"] - others - charges[-1], abs=1e-5)
+            assert episode["parts"]["kl"] == pytest.approx(-sum(costs), abs=1e-5)
+    assert max(map(abs, charges)) > 1e-4, "after the first step the policy has left its reference"
 
 
 def test_rewards_whose_processes_die_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, broken_rule
 from forge.config.conventions import beneath
+from forge.config.rules import Limit
 
 Preset = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
@@ -36,9 +37,21 @@ class AdvantageConfig(ConfigModel):
     std_ddof: Literal[0, 1] = Field(
         default=1, description="What is taken from n in the standard deviation: 1 for the sample's, 0 for the set's."
     )
-    epsilon: float = Field(default=1e-4, gt=0, description="Added to the standard deviation.")
+    epsilon: float = Field(
+        default=1e-4, gt=0, description="What keeps a small deviation from dividing: see `epsilon_place`."
+    )
+    epsilon_place: Literal["std", "variance", "floor"] = Field(
+        default="std",
+        description="`std`: epsilon is added to the standard deviation. `variance`: it is added to the variance. "
+        "`floor`: it is the smallest variance.",
+    )
     whiten: bool = Field(
         default=False, description="Whether the batch's advantages are moved and scaled to mean 0 and deviation 1."
+    )
+    whiten_over: Literal["completions", "tokens"] = Field(
+        default="completions",
+        description="What counts once in the mean and deviation of `whiten`: a completion, or a token that counts in "
+        "the loss.",
     )
     clip: float | None = Field(default=None, gt=0, description="Largest advantage that counts; null for no limit.")
 
@@ -51,12 +64,28 @@ class KLConfig(ConfigModel):
     )
     estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="How the divergence is estimated.")
     place: Literal["loss", "reward"] = Field(
-        default="loss", description="Whether it is added to the loss, or taken from each completion's reward."
+        default="loss", description="Whether it is added to the loss, or taken from the reward, as `credit` says."
+    )
+    credit: Literal["completion", "return_to_go", "token"] = Field(
+        default="completion",
+        description="What `place: reward` takes it from. `completion`: the sum over a completion, from its reward, "
+        "before the baseline. `return_to_go`: after the baseline, from each token's advantage the sum over that token "
+        "and all later ones. `token`: after the baseline, from each token's advantage its own.",
+    )
+    clamp: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest size of a token's estimate; beyond it there is no gradient. null for no limit.",
     )
     weighted: bool = Field(
         default=False,
         description="Whether the policy's ratio weighs it in the loss, gradient included, so that its gradient is "
         "right for tokens of older weights, too.",
+    )
+    score_gradient: bool = Field(
+        default=False,
+        description="Whether the gradient in the loss includes the estimate times that of the logprob, since the "
+        "policy itself samples the tokens. The value stays as it is; `weighted` includes the term by itself.",
     )
 
 
@@ -65,14 +94,22 @@ class CorrectionConfig(ConfigModel):
 
     kind: Literal["none", "truncate", "mask"] = Field(
         default="none",
-        description="`truncate`: the ratio trainer / sampler weighs the loss, at most `high` (TIS). `mask`: it weighs "
-        "the loss, and what has a ratio outside [low, high] does not count (MIS, IcePop).",
+        description="`truncate`: the ratio trainer / sampler, cut to [low, high], weighs the loss (TIS). `mask`: it "
+        "weighs the loss, and what has a ratio outside [low, high] does not count (MIS, IcePop).",
     )
     level: Literal["token", "sequence"] = Field(
         default="token", description="Whether the ratio is a token's, or that of a whole completion."
     )
-    low: float = Field(default=0.0, ge=0, description="Smallest ratio that `mask` lets pass.")
-    high: float = Field(default=2.0, gt=0, description="Largest ratio: what `truncate` cuts to and `mask` lets pass.")
+    low: float = Field(
+        default=0.0,
+        ge=0,
+        description="Smallest ratio: `truncate` raises smaller ones to it, `mask` leaves them out.",
+    )
+    high: Limit = Field(
+        default=2.0,
+        gt=0,
+        description="Largest ratio: `truncate` cuts larger ones to it, `mask` leaves them out. `inf` for no limit.",
+    )
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -90,7 +127,7 @@ class PolicyLossConfig(ConfigModel):
         "clipped ratio, without gradient, weighs the logprob. `reinforce`: advantage times logprob.",
     )
     clip_low: float = Field(default=0.2, ge=0, le=1, description="How far below 1 a ratio may count; 1 for no limit.")
-    clip_high: float = Field(default=0.2, ge=0, description="How far above 1 a ratio may count.")
+    clip_high: Limit = Field(default=0.2, ge=0, description="How far above 1 a ratio may count; `inf` for no limit.")
     dual_clip: float | None = Field(
         default=None,
         gt=1,
@@ -102,6 +139,11 @@ class PolicyLossConfig(ConfigModel):
     )
     length: int | None = Field(
         default=None, ge=1, description="Length of `average: constant`; null for generator.sampling.max_tokens."
+    )
+    count_masked: bool = Field(
+        default=False,
+        description="Whether `average: sequence_mean` divides by all completions, also those of which no token counts "
+        "(rollout.mask_truncated).",
     )
     proximal: Literal["sampler", "trainer"] = Field(
         default="sampler",
@@ -139,6 +181,19 @@ class AlgorithmConfig(ConfigModel):
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="From rewards to advantages.")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="From advantages to a loss.")
     kl: KLConfig = Field(default_factory=KLConfig, description="What holds the policy to the reference model.")
+
+    @property
+    def charges_tokens(self) -> bool:
+        """Whether the divergence is taken from the advantages of single tokens."""
+        return self.kl.coefficient > 0 and self.kl.place == "reward" and self.kl.credit != "completion"
+
+    @model_validator(mode="after")
+    def _check_whitening(self) -> Self:
+        if self.charges_tokens and self.advantage.whiten and self.advantage.whiten_over == "completions":
+            rule = f"`tokens` with kl.credit `{self.kl.credit}`, which gives each token its own advantage"
+            repair = "set algorithm.advantage.whiten_over: tokens, or algorithm.kl.credit: completion"
+            raise broken_rule(rule, repair=repair, key="advantage.whiten_over")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -10,7 +10,7 @@ docs/concepts/algorithms.md says where each value comes from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -40,41 +40,72 @@ PRESETS: Mapping[str, Values] = {
 }
 
 _RECOMPUTED: Values = {"proximal": "trainer"}
-_DUAL: Values = {"loss": {"dual_clip": 3.0}}
+_DUAL_CLIP: Values = {"dual_clip": 3.0}
+_DUAL: Values = {"loss": _DUAL_CLIP}
 _OTHERS: Values = {"advantage": {"baseline": "leave_one_out", "scale": "others_std"}}
-_OVER_THE_BATCH: Values = {"advantage": {"std_ddof": 0}}
+_OVER_TOKENS: Values = {"std_ddof": 1, "whiten_over": "tokens"}
+_WITH_FLOOR: Values = {"advantage": {"std_ddof": 0, "epsilon": 1e-8, "epsilon_place": "floor"}}
+_WITH_VARIANCE: Values = {"epsilon": 1e-8, "epsilon_place": "variance"}
+_REINFORCE_PP = ("reinforce_pp", "reinforce_pp_baseline")
+_CLAMPED: Values = {"kl": {"clamp": 10.0}}
 
 CONVENTIONS: Mapping[str, tuple[Values, Mapping[str, Values]]] = {
     "trl": (
         {
             "advantage": {"std_ddof": 1, "epsilon": 1e-4},
-            "loss": {**_RECOMPUTED, "correction": {"kind": "mask", "level": "sequence", "low": 0.0, "high": 3.0}},
+            "loss": {
+                **_RECOMPUTED,
+                "count_masked": True,
+                "correction": {"kind": "mask", "level": "sequence", "low": 0.0, "high": 3.0},
+            },
             "kl": {"weighted": True},
         },
         {},
     ),
     "verl": (
-        {"advantage": {"std_ddof": 1, "epsilon": 1e-6}, "loss": _RECOMPUTED},
+        {"advantage": {**_OVER_TOKENS, "epsilon": 1e-6}, "loss": {**_RECOMPUTED, "count_masked": True}},
         {
-            **dict.fromkeys(["grpo", "dapo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline"], _DUAL),
+            **dict.fromkeys(["grpo", "dapo", "dr_grpo"], _DUAL),
             "cispo": {"loss": {"clip_high": 0.2}},
-            "rloo": {"loss": {"kind": "clip", "dual_clip": 3.0}},
+            "rloo": {"loss": {"kind": "clip", **_DUAL_CLIP}},
+            "reinforce_pp": {"advantage": _WITH_VARIANCE, **_DUAL, "kl": {"credit": "return_to_go"}},
+            "reinforce_pp_baseline": {"advantage": _WITH_VARIANCE, **_DUAL},
         },
     ),
     "openrlhf": (
-        {"advantage": {"std_ddof": 1, "epsilon": 1e-9}, "loss": _RECOMPUTED},
+        {
+            "advantage": {**_OVER_TOKENS, "epsilon": 1e-9},
+            "loss": _RECOMPUTED,
+            "kl": {"credit": "return_to_go"},
+        },
         {
             "dr_grpo": {"loss": {"average": "token_mean"}},
-            "rloo": {"advantage": {"whiten": True, "std_ddof": 0}, "loss": {"kind": "clip"}},
-            **dict.fromkeys(["reinforce_pp", "reinforce_pp_baseline"], _OVER_THE_BATCH),
+            "rloo": {"loss": {"kind": "clip"}},
+            **dict.fromkeys(_REINFORCE_PP, _WITH_FLOOR),
         },
     ),
     "nemo": (
-        {"advantage": {"std_ddof": 1, "epsilon": 1e-6}, "loss": _RECOMPUTED},
-        dict.fromkeys(["grpo", "dapo", "gspo", "cispo"], _OTHERS),
+        {
+            "advantage": {**_OVER_TOKENS, "epsilon": 1e-6},
+            "loss": _RECOMPUTED,
+            "kl": {"credit": "token", "score_gradient": True},
+        },
+        {
+            **dict.fromkeys(["grpo", "dapo", "gspo"], _OTHERS),
+            "cispo": {**_OTHERS, "loss": {"clip_high": 5.0}},
+            "rloo": {"kl": {"estimator": "k3", "place": "loss"}},
+            **dict.fromkeys(_REINFORCE_PP, _WITH_FLOOR),
+        },
     ),
 }
 """For each convention, what it sets in any case, and what it sets for a preset."""
+
+ESTIMATORS: Mapping[str, Mapping[str, Values]] = {
+    "verl": {"k3": _CLAMPED},
+    "openrlhf": dict.fromkeys(["k1", "k2", "k3"], _CLAMPED),
+    "nemo": dict.fromkeys(["k1", "k2", "k3"], _CLAMPED),
+}
+"""For each convention, what it sets for an estimate of the divergence."""
 
 
 def beneath(own: Values) -> dict[str, Any]:
@@ -87,8 +118,21 @@ def beneath(own: Values) -> dict[str, Any]:
     if layers and isinstance(convention, str) and convention in CONVENTIONS:
         always, particular = CONVENTIONS[convention]
         layers += [always, particular.get(preset, {})]
+        layers.append(ESTIMATORS.get(convention, {}).get(_estimator([*layers, own]), {}))
+    return _laid([*layers, own])
+
+
+def _estimator(layers: Sequence[Values]) -> str:
+    """Which estimate of the divergence comes out of the layers; `k3` is the schema's own."""
+    kl = _laid(layers).get("kl")
+    given = kl.model_dump() if isinstance(kl, BaseModel) else kl
+    return str(given.get("estimator", "k3")) if isinstance(given, Mapping) else "k3"
+
+
+def _laid(layers: Sequence[Values]) -> dict[str, Any]:
+    """All layers as one, each over those before it."""
     merged: dict[str, Any] = {}
-    for layer in [*layers, own]:
+    for layer in layers:
         merged = _merged(merged, layer)
     return merged
 

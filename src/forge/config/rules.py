@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, PlainSerializer
 
 from forge.config.base import broken_rule
 
@@ -34,6 +34,23 @@ def _literal(kind: type[str] | type[Path]) -> Callable[[str | Path], str | Path]
 
     return check
 
+
+def _infinity(value: object) -> object:
+    return float("inf") if isinstance(value, str) and value.strip().lower() in ("inf", "+inf", "infinity") else value
+
+
+def _written(value: float) -> float | str:
+    """JSON has no infinity."""
+    return "inf" if value == float("inf") else value
+
+
+Limit = Annotated[
+    float,
+    AllowInfNan(True),
+    BeforeValidator(_infinity),
+    PlainSerializer(_written, return_type=float | str, when_used="json"),
+]
+"""An upper bound: a number, or `inf` (also `.inf`) for no limit. Give the field a `gt` or `ge`, which refuses NaN."""
 
 Name = Annotated[
     str,

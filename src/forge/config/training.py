@@ -49,7 +49,7 @@ class TrainingConfig(ConfigModel):
     warmup_steps: int | None = Field(
         default=None, ge=0, description="Steps over which the rate rises from 0; null to use warmup_ratio."
     )
-    warmup_ratio: float = Field(default=0.03, ge=0, lt=1, description="The warm-up as a part of all steps.")
+    warmup_ratio: float = Field(default=0.03, ge=0, lt=1, description="The warm-up as a part of all steps, rounded up.")
     decay_ratio: float = Field(
         default=0.2, gt=0, le=1, description="For `wsd`: the last part of all steps, over which the rate falls."
     )

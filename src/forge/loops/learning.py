@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from forge.loops.casting import Cast
 from forge.loops.planning import Plan
-from forge.rollout.advantage import advantages
+from forge.rollout.credit import assign_advantages
 from forge.rollout.samples import make_batch, with_field
 from forge.types import Batch, Group, StepResult
 
@@ -20,10 +20,11 @@ class Learner:
 
     async def learn(self, groups: Sequence[Group]) -> tuple[list[Group], StepResult]:
         """Take the optimizer's steps on one batch. Returns the groups with their advantages, and what happened."""
-        judged = self._judged(groups)
+        mask_truncated = self._plan.rollout.mask_truncated
+        with_advantages = assign_advantages(groups, self._plan.config.algorithm, mask_truncated=mask_truncated)
         batch = make_batch(
-            judged,
-            mask_truncated=self._plan.rollout.mask_truncated,
+            with_advantages,
+            mask_truncated=mask_truncated,
             with_reference="ref_logprobs" in self._plan.loss.fields,
         )
         await self._cast.policy.rest()
@@ -31,19 +32,7 @@ class Learner:
         if self._plan.config.placement == "turns":  # else generators would wake to a device that is full
             await self._cast.trainer.give_back()
         await self._cast.policy.rise()
-        return judged, result
-
-    def _judged(self, groups: Sequence[Group]) -> list[Group]:
-        found = advantages([group.rewards for group in groups], self._plan.config.algorithm.advantage)
-        return [
-            replace(
-                group,
-                episodes=tuple(
-                    replace(episode, advantage=value) for episode, value in zip(group.episodes, values, strict=True)
-                ),
-            )
-            for group, values in zip(groups, found, strict=True)
-        ]
+        return with_advantages, result
 
     async def _steps_on(self, batch: Batch) -> StepResult:
         """All steps on one batch. What the first one saw is what is reported."""

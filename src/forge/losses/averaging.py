@@ -31,12 +31,17 @@ def token_weights(tokens: TokenView, average: Average) -> Tensor:
     return torch.where(tokens.counted_T, tokens.weights_T / sums, 0.0)
 
 
-def divisor(batch: Batch, average: Average, *, length: int | None = None) -> float:
-    """What the sum over the whole batch is divided by."""
+def divisor(batch: Batch, average: Average, *, length: int | None = None, count_masked: bool = False) -> float:
+    """Return what the sum over the whole batch is divided by.
+
+    `sequence_mean` divides by the samples of which a token counts; with `count_masked` by all samples, as long as
+    anything counts at all. `constant` always divides by all samples.
+    """
     if average == "token_mean":
         return batch.total_weight
-    if average == "sequence_mean":  # a sample of which nothing counts is not there
-        return float(sum(bool((sample.loss_weights != 0).any()) for sample in batch.samples()))
+    if average == "sequence_mean":
+        num_counted = sum(bool((sample.loss_weights != 0).any()) for sample in batch.samples())
+        return float(len(batch) if count_masked and num_counted else num_counted)
     assert length is not None
     return float(len(batch) * length)
 

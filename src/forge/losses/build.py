@@ -25,7 +25,9 @@ def make_loss(
     where there is no bonus for it: cheap on a CPU, not on a GPU.
     """
     kl, loss = config.kl, config.loss
-    penalty = KLPenalty(kl.coefficient, kl.estimator, weighted=kl.weighted)
+    penalty = KLPenalty(
+        kl.coefficient, kl.estimator, weighted=kl.weighted, clamp=kl.clamp, score_gradient=kl.score_gradient
+    )
     return PolicyLoss(
         kind=loss.kind,
         clip_low=loss.clip_low,
@@ -33,6 +35,7 @@ def make_loss(
         dual_clip=loss.dual_clip,
         average=loss.average,
         length=_length(config, max_tokens) if loss.average == "constant" else None,
+        count_masked=loss.count_masked,
         proximal=loss.proximal,
         iterations=iterations,
         correction=Correction(**loss.correction.model_dump()),

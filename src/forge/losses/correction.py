@@ -5,7 +5,7 @@ tokens were drawn with p_sampler, and what is learned from is p_trainer. With w 
 
 | kind | what the loss of a token is multiplied by | known as |
 |---|---|---|
-| `truncate` | min(w, high) | truncated importance sampling, TIS |
+| `truncate` | w, at least `low` and at most `high` | truncated importance sampling, TIS |
 | `mask` | w where low <= w <= high, else 0 | masked importance sampling, MIS; IcePop |
 
 At the level `sequence`, w is the product over the tokens of a sample that count, and the same for all of them. What is
@@ -40,8 +40,9 @@ class Correction:
     Attributes:
         kind: `none`, `truncate` or `mask`; with `none` the ratio is only reported.
         level: whether the ratio is a token's or that of a whole sample.
-        low: the smallest ratio that `mask` lets pass.
-        high: what `truncate` cuts to, and the largest ratio that `mask` lets pass.
+        low: the smallest ratio: what `truncate` raises smaller ones to, and the smallest that `mask` lets pass.
+        high: the largest ratio: what `truncate` cuts larger ones to, and the largest that `mask` lets pass; infinity
+            for no limit.
     """
 
     kind: CorrectionKind = "none"
@@ -72,8 +73,7 @@ class Correction:
         """Which ratios the correction acts on: bool [T]."""
         if self.kind == "none":
             return torch.zeros_like(ratio, dtype=torch.bool)
-        outside = ratio > self.high
-        return outside | (ratio < self.low) if self.kind == "mask" else outside
+        return (ratio > self.high) | (ratio < self.low)
 
     def weights(self, ratio: Tensor, *, already_weighed: bool = False) -> Tensor:
         """What the loss of each token is multiplied by.
@@ -84,7 +84,7 @@ class Correction:
         kept = torch.ones_like(ratio) if already_weighed else ratio
         if self.kind == "mask":
             return torch.where(self.is_outside(ratio), 0.0, kept)
-        return kept.clamp(max=self.high) if self.kind == "truncate" else torch.ones_like(ratio)
+        return kept.clamp(self.low, self.high) if self.kind == "truncate" else torch.ones_like(ratio)
 
 
 def ratio_metrics(tokens: TokenView, ratio: Tensor, *, name: str) -> dict[str, Tensor]:

@@ -18,13 +18,7 @@ from forge.losses.averaging import Average, check_average, divisor, token_weight
 from forge.losses.base import LossTerms, TokenView
 from forge.losses.correction import Correction, mismatch_metrics, ratio_metrics
 from forge.losses.kl import KLPenalty, check_coefficient, estimate_kl
-from forge.losses.surrogates import (
-    clipped_surrogate,
-    plain_logprobs,
-    ratio_of,
-    sequence_log_ratio,
-    weighted_logprobs,
-)
+from forge.losses.surrogates import clipped_surrogate, plain_logprobs, sequence_log_ratio, weighted_logprobs
 from forge.types import Batch
 
 ADVANTAGES, OLD_LOGPROBS, REF_LOGPROBS = "advantages", "old_logprobs", "ref_logprobs"
@@ -56,6 +50,7 @@ class PolicyLoss:
         dual_clip: for `clip` and `gspo`, the loss of a negative advantage is at most so many times its size.
         average: how tokens become one number; see `forge.losses.averaging`.
         length: the fixed length of `average="constant"`.
+        count_masked: whether `average="sequence_mean"` divides by all samples, also those of which no token counts.
         proximal: whose logprobs the ratio is taken against. For `trainer` with one iteration these are the policy's
             own of the moment, and the ratio is 1 with the gradient of the logprob. `reinforce` has no ratio.
         iterations: how many optimizer steps a batch is used for.
@@ -75,6 +70,7 @@ class PolicyLoss:
     dual_clip: float | None = None
     average: Average = "token_mean"
     length: int | None = None
+    count_masked: bool = False
     proximal: Proximal = "sampler"
     iterations: int = 1
     correction: Correction = field(default_factory=Correction)
@@ -132,7 +128,7 @@ class PolicyLoss:
         return self.proximal == "trainer" and self.iterations > 1 and self.kind != "reinforce"
 
     def normalizer(self, batch: Batch) -> float:
-        return divisor(batch, self.average, length=self.length)
+        return divisor(batch, self.average, length=self.length, count_masked=self.count_masked)
 
     def __call__(self, tokens: TokenView) -> LossTerms:
         logprobs = tokens.counted(tokens.logprobs_T)
@@ -152,9 +148,9 @@ class PolicyLoss:
             loss = loss * self.correction.weights(sampler_ratio, already_weighed=self._has_sampler_ratio)
 
         if self.kl is not None:
-            divergence = estimate_kl(logprobs, tokens.value(REF_LOGPROBS), self.kl.estimator)
-            metrics["kl"] = tokens.sum(divergence.detach())
-            loss = loss + self.kl.coefficient * (divergence * ratio_of(log_ratio) if self.kl.weighted else divergence)
+            reference = tokens.value(REF_LOGPROBS)
+            metrics["kl"] = tokens.sum(estimate_kl(logprobs.detach(), reference, self.kl.estimator))
+            loss = loss + self.kl.coefficient * self.kl.of_tokens(logprobs, reference, log_ratio=log_ratio)
         metrics["entropy"] = tokens.sum((-logprobs if tokens.entropy_T is None else tokens.entropy_T).detach())
         if self.entropy_coefficient > 0:
             loss = loss - self.entropy_coefficient * _entropy(tokens)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from forge.errors import DataError
-from forge.rewards.numbers import last_number, only_number, read_number
+from forge.rewards.numbers import last_number, only_number, plain_numbers, read_number
 from forge.rewards.regions import boxed, marked, needed_answer, region
 from forge.types import Completion, Prompt
 
@@ -118,6 +118,7 @@ def math(
     text = region(completion.text, within=within)
     if text is None or not text.strip():
         return 0.0
+    text = plain_numbers(text)
     answer = boxed(text)
     if answer is not None:
         found = _parse(f"\\boxed{{{answer}}}")

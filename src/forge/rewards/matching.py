@@ -18,6 +18,7 @@ Ignored = Literal["case", "space", "punctuation", "accents", "articles"]
 """A difference between two texts that does not count."""
 
 _LONGEST_COMPARED = 20_000
+_GAP = "[\u00a0\u2007\u2009\u202f'’]"
 _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "MYANMAR")
 
 
@@ -123,7 +124,8 @@ def contains(
 def has_words(text: str, phrase: str, *, ignore_case: bool = True) -> bool:
     """Whether the phrase stands in the text as words of its own.
 
-    A word ends where no letter or digit follows. A number also is no part of another one (2.5, 1,200, -2, 1/2, 2%).
+    A word ends where no letter or digit follows. A number also is not part of another one (2.5, 1,200, -2, minus 2,
+    1/2, 2%, and 1'200 or 1 200 with an apostrophe or a space that does not break). A plain space separates numbers.
     Scripts that do not put spaces between words have no such borders.
     """
     words = unicodedata.normalize("NFC", phrase).split()
@@ -133,9 +135,9 @@ def has_words(text: str, phrase: str, *, ignore_case: bool = True) -> bool:
     before = "" if not _is_word(first) else r"(?<!\w)"
     after = "" if not _is_word(last) else r"(?!\w)"
     if first.isdecimal():
-        before += r"(?<![0-9][,:])(?<![-−./])"
+        before += rf"(?<![0-9][,:])(?<![-−./])(?<![0-9]{_GAP})(?<!\bminus\s)(?<!\bnegative\s)"
     if last.isdecimal():
-        after += r"(?![.,:/][0-9])(?!\s?%)"
+        after += rf"(?![.,:/][0-9])(?!\s?%)(?!{_GAP}[0-9])"
     pattern = before + r"\s+".join(re.escape(word) for word in words) + after
     return re.search(pattern, unicodedata.normalize("NFC", text), re.IGNORECASE if ignore_case else 0) is not None
 

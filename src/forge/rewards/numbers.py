@@ -1,9 +1,13 @@
 r"""Numbers in text, read exactly: every value is a fraction, and what cannot be read for sure is not read at all.
 
-Read are integers, decimals, thousands (1,234.50), signs (also the Unicode minus), fractions (1/2, 1 1/2, ½,
-\frac{1}{2}), scientific notation (2e3, 2 \times 10^{3}), powers (2^10), currencies and units around them, percentages,
-`hundred` to `trillion`, and digits of every script. Part of something larger (a date, a time of day, 1.2.3, an operand
-of 3+4, 2x, 2\pi, \sqrt{2}) is no number: it is never taken for one of its parts.
+Read are integers, decimals, thousands (1,234.50, and with spaces or apostrophes 1 234 567, 1'234), signs (also the
+Unicode minus, and the words in `minus 7` and `negative 7`), fractions (1/2, 1 1/2, ½, \frac{1}{2}), scientific
+notation (2e3, 2 \times 10^{3}), powers (2^10), currencies and units around them, percentages, `hundred` to `trillion`,
+and digits of every script. Part of something larger (a date, a time of day, 1.2.3, an operand of 3+4 or `3 plus 4`, ±3,
+2x, 2\pi, \sqrt{2}) is not a number: it is never taken for one of its parts.
+
+Spaces group digits only where every group after the first has exactly three, so that `3 4 5` are three numbers. Digits
+that look like a group and do not fit (1 000 00) are not read.
 
 Reading takes time in proportion to the text, and no number of more than a few hundred digits is ever made.
 """
@@ -35,12 +39,26 @@ _NOT_UNITS = frozenset(_SCALES) | {
 _LETTER_UNITS = frozenset("mgshlLdCFNJWV")
 _VARIABLES = frozenset("xyzabnk_")
 
-_SPACES = re.compile(r"[\u00a0\u2007\u2009\u202f]|\\[;: ]|~")
-_SIGNS = {ord(one): other for one, other in zip("−﹣－–‒⁄∕％＄", "-----//%$", strict=True)}
+_SPACES = re.compile(
+    r"[\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]|\\[;: ]|~|(?<=[0-9])\{\s?\}(?=[0-9])"
+    r"|\\(?:(?:thin|med|thick|en|nobreak)?space|enskip|quad)(?![A-Za-z])\s?|\\hspace\*?\{[^{}]{0,20}\}"
+)
+_DOUBLE_BRACES = re.compile(r"\{\s?\{([^{}]{0,100})\}\s?\}")
+_SIGNS = {ord(one): other for one, other in zip("−﹣－–‒⁄∕％＄，．٬٫’‘ʼ", "-----//%$,.,.'''", strict=True)}
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _WRAPPERS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|operatorname)\s{0,9}\{")
 
 _GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_SPACED = re.compile(
+    r"[1-9][0-9]{0,2}(?:(?P<gap>[ '])[0-9]{3})(?:(?P=gap)[0-9]{3}){0,131}(?:\.[0-9]+)?"
+    r"(?![0-9]|[.,'][0-9]|[ ][0-9](?![0-9]{0,8}\s?/\s?[0-9]))"
+)
+_GAP = "[ \u00a0\u2007\u2009\u202f\u200b'’]"
+_ANY_GROUPED = re.compile(
+    rf"(?<![0-9A-Za-z.,^_])(?<![0-9]{_GAP})[1-9][0-9]{{0,2}}(?:(?P<gap>{_GAP})[0-9]{{3}})(?:(?P=gap)[0-9]{{3}}){{0,131}}"
+    rf"(?![0-9]|{_GAP}[0-9])"
+)
+_ZEROS_APART = re.compile(rf"(?<=[0-9]),?{_GAP}{{1,2}}(?=0[0-9])")
 _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+")
 _START = re.compile(
     r"(?P<frac>(?:(?<![0-9A-Za-z)}\]%.])-\s?)?\\frac)|(?P<other>\\sqrt|√)"
@@ -68,6 +86,19 @@ _PART_WORD = re.compile(
 _SPOILED = re.compile(r"\s?\\(?:pi|sqrt|frac|ln|log|sin|cos|tan|alpha|beta|theta|lambda|pm)(?![A-Za-z])|\s?[π√]|:[0-9]")
 _OPERATOR_BEFORE = re.compile(
     r"(?:[0-9)}\]%][ \t]{0,3}(?:[-+*×·÷/^]|\\times|\\cdot|\\div)[ \t]{0,3}|[0-9]\sx\s|[0-9]:|[A-Za-z][-+*/])\Z"
+)
+_DIGITS_BEFORE = re.compile(r"[0-9][ ']\Z")
+_GAP_BEFORE = re.compile(r"[0-9][\s'`´{}.,]{1,3}\Z")
+_WORD_BEFORE = re.compile(
+    r"(?:(?P<operand>[0-9)}\]%][\s$*_,;.]{1,4}(?:plus|minus|times|over|(?:divided|multiplied)\sby)\s{1,2}"
+    r"|(?:±|∓|\\pm|\\mp)\s?|\b(?:plus|positive)[\s/-]{1,3}(?:or[\s/-]{1,3})?(?:minus|negative)\s{1,2}"
+    r"|\bnon-?negative\s{1,2})|(?P<minus>\bminus\s{1,2})|(?P<negative>\bnegative\s{1,2}))\Z",
+    re.IGNORECASE,
+)
+_BEFORE_A_SIGN = re.compile(
+    r"(?:\A|[\n=≈:(\[*_$\"“>]|\b(?:is|are|was|be|equals?|to|of|at|than|and|or|so|thus|hence|get|gives?|yields?|"
+    r"becomes|about|approximately|roughly|exactly))\s{0,2}\Z",
+    re.IGNORECASE,
 )
 _OPERAND_BEFORE = re.compile(r"[0-9)}\]][ \t]{0,3}\Z")
 _OPERATOR_AFTER = re.compile(r"\s?(?:[*×·÷/+^]|\\times|\\cdot|\\div)\s?[0-9(]|\s?-\s?[(]")
@@ -119,6 +150,18 @@ def only_number(text: str, *, percent_as_fraction: bool = False) -> Fraction | N
     return _value(tokens[0], percent_as_fraction=percent_as_fraction)
 
 
+def plain_numbers(text: str) -> str:
+    """Return a text with grouped digits joined and sign words as signs, for readers that know neither.
+
+    1 000 000 becomes 1000000, `minus 7` and `negative 7` become -7, and the rest stays as it is. Digits that start with
+    0 after others (1, 000) are joined as well: they are never a number of their own.
+    """
+    text = _ANY_GROUPED.sub(lambda found: re.sub(_GAP, "", found[0]), text)
+    text = _ZEROS_APART.sub("", text)
+    text = re.sub(r"\bplus[\s/-]{1,3}(?:or[\s/-]{1,3})?minus\b", r"\\pm", text, flags=re.IGNORECASE)
+    return re.sub(r"(?<!-)\b(?:minus|negative)\s{1,2}(?=[$0-9.\\])", "-", text, flags=re.IGNORECASE)
+
+
 def _tokens(text: str) -> Iterator[_Token]:
     """Whatever looks like a number in a cleaned text, in order."""
     position = 0
@@ -140,20 +183,25 @@ def _cleaned(text: str) -> str:
         replaced: dict[int, str] = {}
         for character in set(text):
             if not character.isascii():
-                if (digit := unicodedata.decimal(character, None)) is not None:
+                if unicodedata.category(character) == "Cf":
+                    replaced[ord(character)] = ""  # marks without a width, such as U+200B
+                elif (digit := unicodedata.decimal(character, None)) is not None:
                     replaced[ord(character)] = str(digit)
                 elif "⁄" in (written := unicodedata.normalize("NFKC", character)) and len(written) > 1:
                     replaced[ord(character)] = f" {written.replace('⁄', '/')}"
         text = text.translate(_SIGNS | replaced)
     text = text.replace("{,}", ",")
     if "\\" in text:
-        text = text.replace("\\!", "").replace("\\$", "$").replace("\\%", "%")
+        text = text.replace("\\!", "").replace("\\$", "$").replace("\\%", "%").replace("{\\,}", "\\,")
         text = re.sub(r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))", ",", text).replace("\\,", " ")
         text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
         text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])", "", text)
         text = re.sub(r"\^\s?(?:\{\s?)?\\circ(?:\s?\})?|\\degree(?![A-Za-z])", "°", text)
         text = _WRAPPERS.sub("{", text)
-    return _SPACES.sub(" ", text)
+    text = _SPACES.sub(" ", text)
+    for _ in range(3):
+        text = _DOUBLE_BRACES.sub(r"{\1}", text)
+    return text
 
 
 def _bare(text: str) -> str:
@@ -165,6 +213,7 @@ def _bare(text: str) -> str:
     text = re.split(r"=|≈|\\approx|:(?=\s)", text)[-1].lstrip("} ").strip()
     while text.startswith("{") and text.endswith("}"):
         text = text[1:-1].strip()
+    text = re.sub(r"\A(?:minus|negative)\s{1,2}(?=[$€£¥₹0-9.\\])", "-", text, flags=re.IGNORECASE)
     return re.sub(r"\A([-+])\s+(?=[$0-9.\\])", r"\1", text)
 
 
@@ -188,9 +237,7 @@ def _token(text: str, found: re.Match[str]) -> _Token:
         value, end = _fraction(text, found.end() - len("\\frac"))
         negative = found["frac"].startswith("-")
         return _finished(text, found, value=-value if negative and value is not None else value, end=end)
-    run = found["run"].rstrip(".,")
-    end = found.end() - (len(found["run"]) - len(run))
-    value = _decimal(run)
+    value, end = _digits(text, found)
     value, end = _with_exponent(text, value, end)
     value, end = _with_fraction(text, value, end)
     if value is not None and (found["sign"] == "-") != (found["inner"] == "-"):
@@ -209,12 +256,30 @@ def _finished(text: str, found: re.Match[str], *, value: Fraction | None, end: i
         end = percent.end()
     if not percent and _is_spoiled(text, end):
         value = None
-    before = text[max(0, found.start() - 16) : found.start()]
+    before = _before(text, found)
     if _OPERATOR_BEFORE.search(before) or _OPERATOR_AFTER.match(text, end):
         value = None
     if found["sign"] and _OPERAND_BEFORE.search(before):
         value = None
-    return _Token(value, end, percent is not None)
+    return _Token(_with_sign_word(value, before, found), end, percent is not None)
+
+
+def _before(text: str, found: re.Match[str]) -> str:
+    """Return the last characters before a match, enough for every rule about them."""
+    return text[max(0, found.start() - 40) : found.start()]
+
+
+def _with_sign_word(value: Fraction | None, before: str, found: re.Match[str]) -> Fraction | None:
+    """Apply `minus` and `negative` before a number; None where the number is an operand, or has a sign as well."""
+    word = _WORD_BEFORE.search(before)
+    if word is None or value is None:
+        return value
+    has_sign = bool(found["sign"] or found["inner"] or (found["frac"] or "").startswith("-"))
+    if word["operand"] is not None or has_sign:
+        return None
+    if word["minus"] is not None and not _BEFORE_A_SIGN.search(before[: word.start()]):
+        return None
+    return -value
 
 
 def _is_spoiled(text: str, end: int) -> bool:
@@ -224,6 +289,26 @@ def _is_spoiled(text: str, end: int) -> bool:
     letters = re.match(r"[A-Za-z_]*", text[end : end + 40])
     word = letters[0] if letters else ""
     return (len(word) == 1 and word not in _LETTER_UNITS) or (0 < len(word) < 4 and set(word) <= _VARIABLES)
+
+
+def _digits(text: str, found: re.Match[str]) -> tuple[Fraction | None, int]:
+    """Return the value of the digits at a match, with their points and separators, and where they end."""
+    start, before = found.start("run"), _before(text, found)
+    run = found["run"].rstrip(".,")
+    end = start + len(run)
+    follows_digits = _DIGITS_BEFORE.search(before) is not None
+    if not follows_digits and not _is_mixed(text, end) and (spaced := _SPACED.match(text, start)):
+        return _decimal(spaced[0].replace(spaced["gap"], "")), spaced.end()
+    is_part = re.match(r"'[0-9]", text[end : end + 2]) is not None or (follows_digits and before.endswith("'"))
+    if re.match(r"0[0-9]", run) and _GAP_BEFORE.search(before):
+        is_part = True
+    return (None if is_part else _decimal(run)), end
+
+
+def _is_mixed(text: str, end: int) -> bool:
+    """Whether a proper fraction follows digits that end here, as in 5 100/200."""
+    mixed = _MIXED.match(text, end)
+    return mixed is not None and text[end].isspace() and 0 < int(mixed[1]) < int(mixed[2])
 
 
 def _decimal(run: str) -> Fraction | None:
@@ -268,10 +353,8 @@ def _with_fraction(text: str, value: Fraction | None, end: int) -> tuple[Fractio
     """Applies 1/2, 1 1/2 and 1\\frac{1}{2}."""
     whole = value is not None and value.denominator == 1
     if whole and value is not None:
-        if mixed := _MIXED.match(text, end):
-            top, bottom = int(mixed[1]), int(mixed[2])
-            if text[end].isspace() and 0 < top < bottom:
-                return value + Fraction(top, bottom), mixed.end()
+        if _is_mixed(text, end) and (mixed := _MIXED.match(text, end)):
+            return value + Fraction(int(mixed[1]), int(mixed[2])), mixed.end()
         if text.startswith("\\frac", end) or text.startswith(" \\frac", end):
             part, after = _fraction(text, text.index("\\frac", end))
             proper = part is not None and 0 < part < 1
@@ -282,6 +365,8 @@ def _with_fraction(text: str, value: Fraction | None, end: int) -> tuple[Fractio
     digits = over[1].rstrip(".,")
     after = over.end() - (len(over[1]) - len(digits))
     bottom_value = _decimal(digits)
+    if grouped := _SPACED.match(text, over.start(1)):
+        bottom_value, after = _decimal(grouped[0].replace(grouped["gap"], "")), grouped.end()
     if value is None or not bottom_value or re.match(r"\s?/\s?[0-9]", text[after : after + 4]):
         return None, after
     return value / bottom_value, after

@@ -5,6 +5,9 @@
 1. *baseline*: what the reward is compared with. 2. *scale*: what the difference is divided by. 3. *whiten*: whether the
 results of the batch are moved and scaled to mean 0 and deviation 1. 4. *clip*.
 
+`token_advantages` gives one number for each token instead: between 2 and 3 it takes a cost of each token, the
+divergence from the reference, from that token's advantage (`charged`).
+
 It is finite whatever the rewards are. Where there is nothing to compare with or to scale by, nothing is made up:
 
 | case | result |
@@ -22,7 +25,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from forge.config.algorithm import AdvantageConfig
 from forge.errors import ConfigError, DataError
@@ -30,27 +34,77 @@ from forge.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from forge.losses.kl import Estimator
 
+T = TypeVar("T")
+Credit = Literal["return_to_go", "token"]
+
 _LARGEST_LOG_R = 60.0
 
 
-def advantages(rewards: Sequence[Sequence[float]], config: AdvantageConfig) -> list[list[float]]:
-    """The advantages of all completions of a batch, group by group, in the order of the rewards."""
-    _check_rewards(rewards)
-    every = [reward for group in rewards for reward in group]
-    batch = (_mean(every), _std(every, config.std_ddof))
-    found = [_of_group(group, config, batch=batch) for group in rewards]
+def advantages(
+    rewards: Sequence[Sequence[float]],
+    config: AdvantageConfig,
+    *,
+    num_tokens: Sequence[Sequence[int]] | None = None,
+) -> list[list[float]]:
+    """Return the advantages of all completions of a batch, group by group, in the order of the rewards.
+
+    `num_tokens` says how many tokens of each completion count in the loss: `whiten_over: tokens` needs it.
+    """
+    found = _compared(rewards, config)
     if config.whiten:
-        found = _whitened(found, config)
-    if config.clip is not None:
-        found = [[min(max(value, -config.clip), config.clip) for value in group] for group in found]
-    return found
+        counts = num_tokens if config.whiten_over == "tokens" else [[1] * len(group) for group in found]
+        if counts is None:
+            raise DataError(
+                "whitening over tokens needs the number of tokens of each completion",
+                path="num_tokens",
+                value=None,
+                rule="one number for each reward with `whiten_over: tokens`",
+                repair="give the number of tokens that count in the loss",
+            )
+        flat = _whitened(_flat(found), config, counts=_flat(counts))
+        found = _grouped(flat, like=found)
+    return [[_clipped(value, config.clip) for value in group] for group in found]
 
 
-def completion_kl(logprobs: Sequence[float], ref_logprobs: Sequence[float], estimator: Estimator) -> float:
-    """The divergence of a completion from the reference, added up over its tokens: what is taken from its reward.
+def token_advantages(
+    rewards: Sequence[Sequence[float]],
+    config: AdvantageConfig,
+    *,
+    costs: Sequence[Sequence[Sequence[float]]],
+    credit: Credit,
+    is_counted: Sequence[Sequence[bool]],
+) -> list[list[list[float]]]:
+    """Return the advantages of all tokens of a batch, by group and completion.
+
+    `costs` has what each token costs, in units of reward; `credit` says whom it is taken from. `is_counted` says of
+    which completions the tokens count in the loss, and so in `whiten`, which here is over tokens.
+    """
+    _check_costs(costs)
+    compared = [value for group in _compared(rewards, config) for value in group]
+    tokens = [charged(value, cost, credit) for value, cost in zip(compared, _flat(costs), strict=True)]
+    if config.whiten:
+        counts = [int(counted) for each, counted in zip(tokens, _flat(is_counted), strict=True) for _ in each]
+        whitened = iter(_whitened([value for each in tokens for value in each], config, counts=counts))
+        tokens = [[next(whitened) for _ in each] for each in tokens]
+    return _grouped([[_clipped(value, config.clip) for value in each] for each in tokens], like=rewards)
+
+
+def charged(advantage: float, costs_T: Sequence[float], credit: Credit) -> list[float]:
+    """Return the advantage of each of T tokens after costs: each pays its own (`token`), or also those of all later
+    tokens (`return_to_go`)."""
+    if credit == "token":
+        return [advantage - cost for cost in costs_T]
+    to_go = list(accumulate(reversed(costs_T)))
+    return [advantage - cost for cost in reversed(to_go)]
+
+
+def token_kl(
+    logprobs: Sequence[float], ref_logprobs: Sequence[float], estimator: Estimator, *, clamp: float | None = None
+) -> list[float]:
+    """Return the divergence from the reference of each token of a completion.
 
     The estimates are those of `forge.losses.kl`; in `k3`, a reference that holds a token e^60 times as likely counts as
-    that.
+    that. With `clamp`, an estimate is at most that large, and at least its negative.
     """
     if len(logprobs) != len(ref_logprobs):
         raise DataError(
@@ -62,10 +116,19 @@ def completion_kl(logprobs: Sequence[float], ref_logprobs: Sequence[float], esti
         )
     log_rs = [reference - own for own, reference in zip(logprobs, ref_logprobs, strict=True)]
     if estimator == "k1":
-        return -math.fsum(log_rs)
-    if estimator == "k2":
-        return math.fsum(log_r * log_r for log_r in log_rs) / 2
-    return math.fsum(math.expm1(min(log_r, _LARGEST_LOG_R)) - log_r for log_r in log_rs)
+        found = [-log_r for log_r in log_rs]
+    elif estimator == "k2":
+        found = [log_r * log_r / 2 for log_r in log_rs]
+    else:
+        found = [math.expm1(min(log_r, _LARGEST_LOG_R)) - log_r for log_r in log_rs]
+    return [_clipped(value, clamp) for value in found]
+
+
+def completion_kl(
+    logprobs: Sequence[float], ref_logprobs: Sequence[float], estimator: Estimator, *, clamp: float | None = None
+) -> float:
+    """Return the divergence of a completion from the reference, added up over its tokens."""
+    return math.fsum(token_kl(logprobs, ref_logprobs, estimator, clamp=clamp))
 
 
 def gae(
@@ -97,6 +160,14 @@ def gae(
     return estimates, [estimate + value for estimate, value in zip(estimates, values_T, strict=True)]
 
 
+def _compared(rewards: Sequence[Sequence[float]], config: AdvantageConfig) -> list[list[float]]:
+    """Baseline and scale for all groups."""
+    _check_rewards(rewards)
+    every = _flat(rewards)
+    batch = (_mean(every), _std(every, config.std_ddof))
+    return [_of_group(group, config, batch=batch) for group in rewards]
+
+
 def _of_group(group: Sequence[float], config: AdvantageConfig, *, batch: tuple[float, float]) -> list[float]:
     """Baseline and scale; `batch` is the mean and the deviation of all rewards."""
     baselines = {
@@ -112,7 +183,7 @@ def _of_group(group: Sequence[float], config: AdvantageConfig, *, batch: tuple[f
         "none": lambda: [0.0] * len(group),
     }[config.scale]()
     return [
-        (reward - baseline) / (scale + config.epsilon) if scale > 0 else reward - baseline
+        (reward - baseline) / _divisor(scale, config)
         for reward, baseline, scale in zip(group, baselines, scales, strict=True)
     ]
 
@@ -122,11 +193,40 @@ def _others(group: Sequence[float]) -> list[list[float]]:
     return [[*group[:index], *group[index + 1 :]] or [reward] for index, reward in enumerate(group)]
 
 
-def _whitened(found: list[list[float]], config: AdvantageConfig) -> list[list[float]]:
-    batch = [value for group in found for value in group]
-    mean, std = _mean(batch), _std(batch, config.std_ddof)
-    scale = std + config.epsilon if std > 0 else 1.0
-    return [[(value - mean) / scale for value in group] for group in found]
+def _whitened(values: Sequence[float], config: AdvantageConfig, *, counts: Sequence[int]) -> list[float]:
+    """Move and scale values to mean 0 and deviation 1; each counts as often in the two as `counts` says."""
+    known = [value for value, count in zip(values, counts, strict=True) if count]
+    if not known or min(known) == max(known):
+        return [value - known[0] if known else value for value in values]
+    total = sum(counts)
+    mean = math.fsum(value * count for value, count in zip(values, counts, strict=True)) / total
+    squares = math.fsum((value - mean) * (value - mean) * count for value, count in zip(values, counts, strict=True))
+    scale = _divisor(math.sqrt(squares / (total - config.std_ddof)), config)
+    return [(value - mean) / scale for value in values]
+
+
+def _divisor(std: float, config: AdvantageConfig) -> float:
+    """What a difference is divided by; 1 where the deviation is 0."""
+    if std <= 0:
+        return 1.0
+    if config.epsilon_place == "std":
+        return std + config.epsilon
+    variance = std * std
+    return math.sqrt(variance + config.epsilon if config.epsilon_place == "variance" else max(variance, config.epsilon))
+
+
+def _clipped(value: float, limit: float | None) -> float:
+    return value if limit is None else min(max(value, -limit), limit)
+
+
+def _flat(groups: Sequence[Sequence[T]]) -> list[T]:
+    return [value for group in groups for value in group]
+
+
+def _grouped(values: Sequence[T], *, like: Sequence[Sequence[object]]) -> list[list[T]]:
+    """Values in a row, put into groups of the same sizes as others."""
+    each = iter(values)
+    return [[next(each) for _ in group] for group in like]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -161,6 +261,19 @@ def _check_rewards(rewards: Sequence[Sequence[float]]) -> None:
                     value=reward,
                     rule="finite",
                     repair="mend the reward function; a reward that cannot tell gives 0",
+                )
+
+
+def _check_costs(costs: Sequence[Sequence[Sequence[float]]]) -> None:
+    for number, group in enumerate(costs):
+        for index, tokens in enumerate(group):
+            if not all(map(math.isfinite, tokens)):
+                raise DataError(
+                    "the divergence of a token from the reference is not a finite number",
+                    path=f"costs[{number}][{index}]",
+                    value=next(cost for cost in tokens if not math.isfinite(cost)),
+                    rule="finite",
+                    repair="set algorithm.kl.clamp, or check that the reference has the same vocabulary",
                 )
 
 

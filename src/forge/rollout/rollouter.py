@@ -133,14 +133,17 @@ class Rollouter:
         return [tuple(found[len(completion.prompt_ids) :].tolist()) for completion, found in pairs]
 
     def _punished(self, episode: Episode) -> Episode:
-        """With the divergence taken from the reward, where the algorithm says so."""
+        """Take the divergence from the reward where the algorithm says so; where single tokens are charged, only report
+        it here."""
         kl = self._algorithm.kl
         if kl.place != "reward" or episode.ref_logprobs is None:
             return episode
-        divergence = completion_kl(sampler_logprobs(episode.completion), episode.ref_logprobs, kl.estimator)
-        score = episode.score
-        parts = {**score.parts, "kl": -divergence}
-        return replace(episode, score=replace(score, reward=score.reward - kl.coefficient * divergence, parts=parts))
+        logprobs = sampler_logprobs(episode.completion)
+        divergence = completion_kl(logprobs, episode.ref_logprobs, kl.estimator, clamp=kl.clamp)
+        score = replace(episode.score, parts={**episode.score.parts, "kl": -divergence})
+        if kl.credit == "completion":
+            score = replace(score, reward=score.reward - kl.coefficient * divergence)
+        return replace(episode, score=score)
 
     # ---- What is being done ---------------------------------------------------------------------------------------
 

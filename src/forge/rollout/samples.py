@@ -58,14 +58,23 @@ def _sample(episode: Episode, number: int, *, mask_truncated: bool, with_referen
         field[start:] = torch.tensor(values, dtype=torch.float32)
         return field
 
-    fields = {"advantages": spread(episode.advantage), "old_logprobs": spread(sampler_logprobs(completion))}
+    own = episode.token_advantages
+    fields = {
+        "advantages": spread(episode.advantage if own is None else own),
+        "old_logprobs": spread(sampler_logprobs(completion)),
+    }
     if with_reference:
         assert episode.ref_logprobs is not None
         fields["ref_logprobs"] = spread(episode.ref_logprobs)
     weights = plain.loss_weights
-    if mask_truncated and completion.finish_reason == "length":
+    if is_masked(episode, mask_truncated=mask_truncated):
         weights = torch.zeros_like(weights)
     return replace(plain, loss_weights=weights, fields=fields)
+
+
+def is_masked(episode: Episode, *, mask_truncated: bool) -> bool:
+    """Whether a completion counts for nothing because it was cut off by length."""
+    return mask_truncated and episode.completion.finish_reason == "length"
 
 
 def with_field(batch: Batch, name: str, values: Sequence[Tensor]) -> Batch:

@@ -42,7 +42,7 @@ def _num_warmup_steps(config: TrainingConfig, *, total_steps: int) -> int:
             repair="set training.max_steps, or give data that makes at least one step",
         )
     if config.warmup_steps is None:
-        return round(config.warmup_ratio * total_steps)
+        return math.ceil(total_steps * config.warmup_ratio)
     if config.warmup_steps > total_steps:
         raise ConfigError(
             "The warm-up is longer than the whole training, so the learning rate would never be reached.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, get_args
 
 import pytest
@@ -133,6 +134,82 @@ def test_conventions_by_what_they_are_known_for(convention: Any, epsilon: float)
     assert config.advantage.scale == ("others_std" if convention == "nemo" else "group_std")
 
 
+@pytest.mark.parametrize(
+    ("convention", "preset", "wanted"),
+    [
+        ("trl", "grpo", {"loss": {"count_masked": True}, "kl": {"clamp": None, "credit": "completion"}}),
+        ("verl", "grpo", {"loss": {"count_masked": True}, "kl": {"credit": "completion"}}),
+        ("verl", "reinforce_pp", {"kl": {"credit": "return_to_go"}}),
+        ("verl", "reinforce_pp_baseline", {"kl": {"credit": "completion"}}),
+        ("openrlhf", "rloo", {"advantage": {"whiten": False}, "loss": {"kind": "clip", "count_masked": False}}),
+        ("openrlhf", "grpo", {"kl": {"credit": "return_to_go"}}),
+        ("nemo", "grpo", {"kl": {"score_gradient": True, "weighted": False, "credit": "token"}}),
+        ("nemo", "rloo", {"kl": {"place": "loss", "estimator": "k3"}}),
+        ("nemo", "cispo", {"loss": {"clip_low": 1.0, "clip_high": 5.0}}),
+        *[
+            (
+                convention,
+                preset,
+                {
+                    "advantage": {
+                        "whiten": True,
+                        "whiten_over": "tokens",
+                        "std_ddof": ddof,
+                        "epsilon": 1e-8,
+                        "epsilon_place": place,
+                    }
+                },
+            )
+            for convention, ddof, place in [("verl", 1, "variance"), ("openrlhf", 0, "floor"), ("nemo", 0, "floor")]
+            for preset in ("reinforce_pp", "reinforce_pp_baseline")
+        ],
+    ],
+)
+def test_what_a_convention_sets_for_a_preset(convention: Any, preset: Any, wanted: dict[str, Any]) -> None:
+    config = loaded(f"convention={convention}", f"preset={preset}").model_dump()
+    found = {section: {key: config[section][key] for key in keys} for section, keys in wanted.items()}
+    assert found == wanted
+
+
+def test_a_file_that_an_older_version_wrote_still_loads() -> None:
+    """It has every value of its time written out, as 0.1.0 did: RLOO of `openrlhf` was whitened."""
+    old = {"preset": "rloo", "convention": "openrlhf", "advantage": {"whiten": True, "std_ddof": 0, "epsilon": 1e-9}}
+    config = AlgorithmConfig.model_validate({**old, "kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"}})
+    assert (config.advantage.whiten, config.advantage.std_ddof, config.advantage.epsilon) == (True, 0, 1e-9)
+    assert config.advantage.whiten_over == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("convention", "clamps"),
+    [
+        ("trl", [None, None, None]),
+        ("verl", [None, None, 10.0]),
+        ("openrlhf", [10.0, 10.0, 10.0]),
+        ("nemo", [10.0, 10.0, 10.0]),
+    ],
+)
+def test_which_estimates_a_convention_clamps(convention: Any, clamps: list[float | None]) -> None:
+    """`verl` clamps k3 alone; the user's estimator decides, wherever it was written."""
+    given = [loaded(f"convention={convention}", f"kl.estimator={name}").kl.clamp for name in ("k1", "k2", "k3")]
+    objects = [AlgorithmConfig(convention=convention, kl=KLConfig(estimator=name)) for name in ("k1", "k2", "k3")]
+    assert given == [each.kl.clamp for each in objects] == clamps
+    assert loaded(f"convention={convention}", "kl.clamp=5").kl.clamp == 5
+    assert loaded(f"convention={convention}", "kl.clamp=null").kl.clamp is None
+    assert AlgorithmConfig().kl.clamp is None
+
+
+@pytest.mark.parametrize("word", ["inf", ".inf", "Infinity", "+inf"])
+def test_an_upper_bound_may_be_infinite(word: str, tmp_path: Any) -> None:
+    written = ("loss.proximal=trainer", "loss.correction.kind=truncate", f"loss.correction.high={word}")
+    config = loaded(*written, f"loss.clip_high={word}")
+    assert (config.loss.correction.high, config.loss.clip_high) == (float("inf"), float("inf"))
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(Root(algorithm=config)), encoding="utf-8")
+    assert load(Root, files=[file]).algorithm == config
+    text = json.dumps(config.model_dump(mode="json"), allow_nan=False)
+    assert AlgorithmConfig.model_validate_json(text) == config
+
+
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +224,17 @@ def test_conventions_by_what_they_are_known_for(convention: Any, epsilon: float)
             ["mask"],
         ),
         (["loss.correction.low=3"], "loss.correction.low", ["which is 2", "lower it"]),
+        (["loss.correction.high=.nan"], "loss.correction.high", ["greater than 0", "`inf` for no limit"]),
+        (["loss.clip_high=.nan"], "loss.clip_high", ["equal to 0", "`inf` for no limit"]),
+        (["loss.correction.high=-inf"], "loss.correction.high", ["-inf"]),
+        (["loss.correction.high=many"], "loss.correction.high", ["many"]),
+        (["loss.correction.low=.inf"], "loss.correction.low", ["finite"]),
+        (["kl.clamp=0"], "kl.clamp", ["0"]),
+        (
+            ["preset=reinforce_pp", "kl.coefficient=0.1", "kl.credit=token"],
+            "advantage.whiten_over",
+            ["`tokens` with kl.credit `token`", "whiten_over: tokens"],
+        ),
         (["loss.length=5"], "loss.length", ["`token_mean`", "average: constant"]),
         (["loss.clip_low=1.5"], "loss.clip_low", ["1.5"]),
         (["loss.dual_clip=1"], "loss.dual_clip", ["1"]),
@@ -172,6 +260,9 @@ def test_a_broken_rule_is_named_with_its_repair(overrides: list[str], path: str,
         ["preset=rloo", "loss.correction.kind=truncate"],
         ["loss.correction.kind=mask", "loss.correction.low=0.5"],
         ["preset=dr_grpo", "loss.length=5"],
+        ["preset=reinforce_pp", "kl.credit=token"],
+        ["preset=reinforce_pp", "kl.coefficient=0.1", "kl.credit=token", "advantage.whiten_over=tokens"],
+        ["preset=rloo", "kl.coefficient=0.1", "kl.credit=return_to_go"],
     ],
 )
 def test_what_is_allowed(overrides: list[str]) -> None:

@@ -151,6 +151,7 @@ SMOOTH: list[Loss] = [
     PolicyLoss(kind="gspo", average="sequence_mean", clip_low=0.05, clip_high=0.05, kl=KLPenalty(0.1, weighted=True)),
     PolicyLoss(kind="reinforce", proximal="trainer", iterations=3),
     PolicyLoss(proximal="trainer", iterations=2, correction=Correction(kind="truncate", level="sequence", high=1.05)),
+    PolicyLoss(average="sequence_mean", count_masked=True, kl=KLPenalty(0.5, "k2", clamp=0.01)),
 ]
 """Losses whose gradient is the derivative of their value."""
 
@@ -159,6 +160,8 @@ WEIGHED: list[Loss] = [
     PolicyLoss(kind="reinforce", correction=Correction(kind="truncate", high=1.1)),
     PolicyLoss(kind="gspo", proximal="trainer", correction=Correction(kind="mask", level="sequence", high=1.2)),
     PolicyLoss(proximal="trainer", average="sequence_mean", correction=Correction(kind="mask", low=0.9, high=1.1)),
+    PolicyLoss(proximal="trainer", correction=Correction(kind="truncate", low=0.9, high=math.inf)),
+    PolicyLoss(kl=KLPenalty(0.5, "k3", clamp=0.02, score_gradient=True)),
 ]
 """Losses with weights that depend on the logprobs and have no gradient."""
 

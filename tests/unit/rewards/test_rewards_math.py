@@ -9,6 +9,7 @@ from scored_texts import asked, said
 
 from forge.errors import DataError
 from forge.rewards import answer_in_tags, math
+from forge.rewards.numbers import plain_numbers
 
 
 @pytest.mark.parametrize(
@@ -33,10 +34,42 @@ from forge.rewards import answer_in_tags, math
         ("18", "", 0),
         ("18", "<think>18", 0),
         ("18", "<think>17</think> \\boxed{18}", 1),
+        ("0", "\\boxed{1 000 000}", 0),
+        ("0", "It is 1\u202f000\u202f000", 0),
+        ("0", "It is 1, 000", 0),
+        ("0", "\\boxed{1 000 00}", 0),
+        ("1000000", "\\boxed{1 000 000}", 1),
+        ("1000000", "It is 1\u202f000\u202f000", 1),
+        ("1 000 000", "\\boxed{1000000}", 1),
+        ("250", "It is 1'250.", 0),
+        ("7", "The answer is minus 7", 0),
+        ("-7", "The answer is minus 7", 1),
+        ("-7", "\\boxed{negative 7}", 1),
+        ("7", "It is 10 minus 7", 0),
+        ("3", "\\boxed{10 minus 7}", 1),
+        ("3", "\\boxed{\\frac{{6}}{{2}}}", 1),
     ],
 )
 def test_what_is_the_same_is_right(answer: str, text: str, score: int) -> None:
     assert math(asked(answer), said(text)) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("1 000 000", "1000000"),
+        ("x = 1\u202f234,5", "x = 1234,5"),
+        ("3 4 5", "3 4 5"),
+        ("1 000 2 000", "1000 2000"),
+        ("1.05 and 1, 05", "1.05 and 105"),
+        ("x_1 000", "x_1000"),
+        ("is minus 7, or plus or minus 8", "is -7, or \\pm 8"),
+        ("a minus b", "a minus b"),
+        ("minus minus 7", "minus -7"),
+    ],
+)
+def test_numbers_in_plain_form(text: str, plain: str) -> None:
+    assert plain_numbers(text) == plain
 
 
 def test_options() -> None:

@@ -29,6 +29,17 @@ WHOLE = {
     "30 m/s": "30", "5th": "5", "18kg": "18", "18 €": None, "1.5 million": "1500000", "2 hundred": "200",
     "1{,}234": "1234", "1,\\!234": "1234", "1\\,234": "1234", "1,234,567.89": "1234567.89",
     "50%": "50", "50\\%": "50", "50 percent": "50", "\\text{Answer: }18": "18",
+    "1 000 000": "1000000", "1\u202f000\u202f000": "1000000", "1\u00a0000": "1000",
+    "1\u2009234\u2009567.89": "1234567.89",
+    "1\u2007000": "1000", "1\u2005000": "1000", "1\u200b000": "1000", "1'000'000": "1000000", "1’250": "1250",
+    "1\\ 000": "1000", "1~000": "1000", "1\\,000\\,000": "1000000", "1{\\,}000": "1000", "1{ }000": "1000",
+    "1\\thinspace000": "1000", "1\\hspace{1mm}250": "1250", "1٬000": "1000", "1，000": "1000", "1．5": "3/2",
+    "-1 000": "-1000", "$1 000": "1000", "100 000 km": "100000", "1 000%": "1000", "1 000 1/2": "2001/2",
+    "1 000/3": "1000/3", "3/1 000": "3/1000", "5 100/200": "11/2",
+    "negative 7": "-7", "minus 7": "-7", "Minus 7": "-7", "x = negative 7": "-7", "**minus 7**": "-7", "minus $5": "-5",
+    "negative 1 000 000": "-1000000", "minus \\frac{1}{2}": "-1/2", "negative 7 degrees": "-7",
+    "\\frac{{6}}{{2}}": "3", "\\frac{{{6}}}{2}": "3", "\\frac{ {6} }{ {2} }": "3", "-\\frac{{6}}{{4}}": "-3/2",
+    "1\\frac{{1}}{{2}}": "3/2", "{{18}}": "18", "\\frac{1}{\\text{2}}": "1/2",
     "5\\text{ million}": "5000000", "5 hundred thousand": "500000", "１８": "18", "١٨": "18",
 }  # fmt: skip
 
@@ -41,6 +52,11 @@ NOT_WHOLE = [
     "1,23,456", "1,2", "1.234,5", "0,500", "9^999999", "0^{-1}", "1e999999999", "1e-999999999", "2^{x}", "1" * 401,
     "0." + "1" * 401, "10^" + "9" * 50, "18 " + "word " * 7, "x" * 500, "NaN", "inf", "1_000", "0x12",
     "1e5e5", "18 = x",
+    "1 000 00", "1 0000", "1  000", "1\n000", "0 000", "00 000", "3 4 5", "1234 567", "1 000,50", "1,000 000",
+    "1 000,000",
+    "1.000 000", "1 000 2 000", "1, 000", "2024 05 06", "5'11", "1'00", "1 000 - 500",
+    "10 minus 7", "x minus 7", "ten minus 7", "the total minus 7", "minus -7", "negative -7", "plus or minus 7", "±7",
+    "non-negative 7", "minus", "negative", "minus minus 7", "\\frac{{x}}{{2}}", "\\frac{{6}}{{0}}", "\\frac{{6}{2}}",
 ]  # fmt: skip
 
 LAST = {
@@ -58,6 +74,21 @@ LAST = {
     "18 or 2x": None,
     "18 or 2\\pi": None, "5 \\sqrt{2}": None, "5 \\frac{x}{2}": None, "is 1e999999999": None,
     "18 or " + "1" * 500: None,
+    "It is 1 000 000": "1000000", "It is 1\u202f000\u202f000.": "1000000", "5, 1 000": "1000",
+    "costs $1 000, he said": "1000",
+    "3 4 5": "5", "10 200 3000": "3000", "13 = 01101": "1101", "agent 007": "7",
+    "It is 1 000 00": None, "1 0000 is it": None, "It is 1  000": None, "so 1, 000": None, "1 000, 000": None,
+    "1,000 000": None, "is 0 000": None, "1000 000": None, "x1 000": None, "10^{3} 000": None,
+    "1'00": None, "is 5'11": None,
+    "on 2024 05 06": None, "1 000,50": None, "3/1 250 of it": "3/1250",
+    "The answer is minus 7.": "-7", "It is negative 7": "-7", "equal to minus 7": "-7", "so\nminus 7": "-7",
+    "so minus 1 000": "-1000", "it fell to minus 7 degrees": "-7", "= minus 7": "-7", "(minus 7)": "-7",
+    "It is 10 minus 7": None, "10 dollars minus 7": None, "x minus 7": None, "ten minus 7": None, "10, minus 7": None,
+    "$10$ minus 7": None, "(3) minus 7": None, "10% minus 7": None, "the total minus 7": None, "is -minus 7": None,
+    "plus or minus 7": None, "plus/minus 7": None, "it is ±7": None, "it is \\pm 7": None,
+    "positive or negative 7": None,
+    "a nonnegative 7": None, "minus -7": None, "3 plus 4": None, "3 times 4": None, "18 over 20": None,
+    "12 divided by 4": None, "12 multiplied by 4": None, "10 minus 7 is 3": "3", "minus 7 or minus 8": "-8",
 }  # fmt: skip
 
 
@@ -86,7 +117,13 @@ def test_the_last_number_of_a_text(text: str) -> None:
         ("17 \\boxed{18} 19", "auto", "18"),
         ("\\boxed{17} then \\boxed{18}", "auto", "18"),
         ("\\boxed{\\boxed{18}}", "auto", "18"),
-        ("\\boxed{\\frac{1}{\\text{2}}} 5", "auto", None),
+        ("\\boxed{\\frac{1}{\\text{2}}} 5", "auto", "1/2"),
+        ("\\boxed{\\frac{1}{\\sqrt{2}}} 5", "auto", None),
+        ("0 \\boxed{1 000 00} 0", "auto", None),
+        ("\\boxed{\\frac{{6}}{{2}}}", "auto", "3"),
+        ("\\boxed{{1 000 000}}", "auto", "1000000"),
+        ("\\boxed{\\text{negative } 7}", "auto", None),
+        ("#### minus 7", "marker", "-7"),
         ("\\boxed{x+1} so 18", "auto", None),
         ("18 \\boxed{18", "auto", None),
         ("18 \\boxed{}", "auto", None),
@@ -137,6 +174,19 @@ def test_where_the_number_stands(text: str, take: str, value: str | None) -> Non
         ("18", "<think>18</think>19", {"within": "think"}, 1),
         ("18", "", {}, 0),
         ("18", "1e999999999", {}, 0),
+        *[
+            ("0", text, {}, 0)
+            for text in ("1 000 000", "1\u202f000\u202f000", "\\boxed{1 000}", "is 1, 000", "#### 1 000")
+        ],
+        *[("1000000", text, {}, 1) for text in ("1 000 000", "It is 1\u00a0000\u00a0000.", "\\boxed{1\\,000\\,000}")],
+        ("1 000 000", "1000000", {}, 1),
+        ("minus 7", "-7", {}, 1),
+        ("7", "minus 7", {}, 0),
+        ("7", "The answer is negative 7.", {}, 0),
+        ("-7", "The answer is negative 7.", {}, 1),
+        ("-7", "The answer is 10 minus 7.", {}, 0),
+        ("250", "It costs 1 250.", {}, 0),
+        ("3", "\\boxed{\\frac{{6}}{{2}}}", {}, 1),
     ],
 )
 def test_the_reward(answer: str, text: str, args: dict[str, object], score: int) -> None:
@@ -171,10 +221,50 @@ def test_every_decimal_is_read_back(digits: int, places: int, grouped: bool) -> 
     assert read_number(text.replace("-", "−")) == value
 
 
+GAPS = [" ", "\u00a0", "\u2007", "\u2009", "\u202f", "\u2005", "'", "’", "\\ ", "~", "\\,", "{,}", "{\\,}"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1000, 10**18), st.sampled_from(GAPS), st.sampled_from(["", "-", "minus ", "negative "]))
+def test_every_grouped_number_is_read_back_and_is_none_of_its_parts(value: int, gap: str, sign: str) -> None:
+    text = sign + f"{value:,}".replace(",", gap)
+    signed = -value if sign else value
+    assert read_number(text) == signed
+    assert last_number(f"It is {text}.") == signed
+    assert find_number(f"so \\boxed{{{text}}} is 5") == signed
+    for part in f"{value:,}".split(","):
+        assert number(asked(part), said(f"It is {text}.")) == float(int(part) == signed)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(st.text(alphabet="0123456789", min_size=1, max_size=5), min_size=2, max_size=5),
+    st.sampled_from([" ", "\u202f", "'", "  ", ", ", "\n"]),
+)
+def test_digits_in_pieces_are_one_number_or_separate_ones_or_none(pieces: list[str], gap: str) -> None:
+    """Whatever the pieces are: groups that fit are one number; otherwise the last piece, if it can stand alone."""
+    text = gap.join(pieces)
+    fits = pieces[0][0] != "0" and len(pieces[0]) <= 3 and all(len(piece) == 3 for piece in pieces[1:])
+    stands_alone = gap != "'" and not (len(pieces[-1]) > 1 and pieces[-1].startswith("0"))
+    if fits and gap in (" ", "\u202f", "'"):
+        assert last_number(f"It is {text}") == int("".join(pieces))
+    else:
+        assert last_number(f"It is {text}") == (int(pieces[-1]) if stands_alone else None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(["minus", "Minus", "plus", "times", "over"]))
+def test_a_word_between_two_numbers_is_an_operator(left: int, right: int, word: str) -> None:
+    text = f"{left} {word} {right}"
+    assert read_number(text) is None
+    assert last_number(f"The answer is {text}") is None
+    assert number(asked(str(-right)), said(f"\\boxed{{{text}}}")) == 0.0
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(-999, 999), st.integers(1, 999))
 def test_every_fraction_is_read_back(top: int, bottom: int) -> None:
-    for text in (f"{top}/{bottom}", f"\\frac{{{top}}}{{{bottom}}}"):
+    for text in (f"{top}/{bottom}", f"\\frac{{{top}}}{{{bottom}}}", f"\\frac{{{{{top}}}}}{{{{{bottom}}}}}"):
         assert read_number(text) == Fraction(top, bottom)
         assert last_number(f"hence {text}") == Fraction(top, bottom)
 
@@ -207,6 +297,12 @@ HUGE = {
     "commas": "1," * 500_000,
     "spaces": "1" + " " * 1_000_000,
     "marks": "#### " * 200_000,
+    "groups": "100 " * 250_000,
+    "zeros": "1 000 00 " * 100_000,
+    "apostrophes": "1'" * 500_000,
+    "braces": "{{" * 500_000,
+    "minuses": "minus " * 150_000,
+    "gaps": "1\\hspace{" * 100_000,
 }
 
 

@@ -169,6 +169,29 @@ def test_the_divergence_is_taken_from_rewards_where_it_is_asked_for() -> None:
     run(body())
 
 
+@pytest.mark.parametrize("credit", ["return_to_go", "token"])
+def test_where_tokens_are_charged_the_divergence_is_only_reported(credit: Any) -> None:
+    async def body() -> None:
+        algorithm = AlgorithmConfig(kl=KLConfig(coefficient=0.5, estimator="k1", place="reward", credit=credit))
+        policy = Scripted(make_completion(), make_completion())
+        group = await rollouter(policy, reference=Constant(-1.0), algorithm=algorithm).roll_out(0)
+        assert group.rewards == (3.0, 3.0)
+        assert group.episodes[0].score.parts == pytest.approx({"length": 3.0, "kl": -1.2})
+
+    run(body())
+
+
+def test_the_divergence_in_the_reward_is_clamped_token_by_token() -> None:
+    async def body() -> None:
+        kl = KLConfig(coefficient=0.5, estimator="k1", place="reward", clamp=0.35)
+        policy = Scripted(make_completion(), make_completion())
+        group = await rollouter(policy, reference=Constant(-1.0), algorithm=AlgorithmConfig(kl=kl)).roll_out(0)
+        # 0.5, 0.4 and 0.3 count as 0.35, 0.35 and 0.3
+        assert group.rewards == pytest.approx((3.0 - 0.5, 3.0 - 0.5))
+
+    run(body())
+
+
 def test_a_reward_that_raises_ends_the_rollout_and_leaves_nothing_waiting() -> None:
     async def body() -> None:
         rewards, reference = ByLength(), Constant(0.0, hangs=True)

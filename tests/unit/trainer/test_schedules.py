@@ -57,9 +57,30 @@ def test_a_wsd_decay_that_would_reach_into_the_warm_up_begins_after_it() -> None
 
 
 def test_the_warm_up_can_be_a_part_of_all_steps_and_the_number_of_steps_wins() -> None:
-    assert factors(100, until=7, schedule="constant", warmup_ratio=0.07)[-1] == 1.0
-    assert factors(100, until=7, schedule="constant", warmup_ratio=0.07)[-2] == pytest.approx(6 / 7)
+    assert factors(100, until=9, schedule="constant", warmup_ratio=0.09)[-1] == 1.0
+    assert factors(100, until=9, schedule="constant", warmup_ratio=0.09)[-2] == pytest.approx(8 / 9)
     assert factors(100, until=1, schedule="constant", warmup_ratio=0.5, warmup_steps=2) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "ratio", "warmup"),
+    [
+        (10, 0.03, 1),
+        (34, 0.03, 2),
+        (1, 0.03, 1),
+        (100, 0.03, 3),
+        (100, 0.07, 8),
+        (100, 0.0, 0),
+        (101, 0.1, 11),
+        (3, 0.34, 2),
+        (7, 0.99, 7),
+        (1000, 0.0004, 1),
+    ],
+)
+def test_a_part_of_all_steps_is_rounded_up_as_in_transformers(total_steps: int, ratio: float, warmup: int) -> None:
+    """The numbers are those of transformers 5.19.0, `TrainingArguments.get_warmup_steps`; 100 x 0.07 is above 7."""
+    found = factors(total_steps, schedule="constant", warmup_ratio=ratio)
+    assert found == pytest.approx([min(1.0, (step + 1) / max(warmup, 1)) for step in range(total_steps)])
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
