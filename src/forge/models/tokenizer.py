@@ -298,7 +298,7 @@ def _read_template(path: Path) -> str:
             "The chat template cannot be read.",
             path=str(path),
             rule=f"a text file in UTF-8: {error}",
-            repair="correct data.chat_template, or remove it to use the tokenizer's own",
+            repair="correct data.chat_template or generator.chat_template, or remove it to use the tokenizer's own",
         ) from None
     ChatTemplate(text, str(path)).check()
     return text
