@@ -44,7 +44,11 @@ def read_policy(
             rule="one folder with the model's files, or --config FILE, or overrides that name the model",
             repair=f"{command} models/qwen3-0.6b, or {command} model.preset=tiny for a model of random weights",
         )
-    chosen = {"model.path": model_folder(folders[0]) if folders else None, "generator.engine": arguments.engine, **given}
+    chosen = {
+        "model.path": model_folder(folders[0]) if folders else None,
+        "generator.engine": arguments.engine,
+        **given,
+    }
     options = [f"{key}={_written(value)}" for key, value in chosen.items() if value is not None]
     return load(PolicyConfig, files=arguments.config, overrides=[*options, *overrides])
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import shlex
 import logging
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Long texts: how much text a number of tokens can stand for, and tokens of long texts without holding the interpreter."""
+"""Long texts: how much text a token stands for at most, and tokens of long texts without holding the interpreter."""
 
 from __future__ import annotations
 

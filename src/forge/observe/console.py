@@ -10,8 +10,8 @@ from typing import TextIO
 from forge.observe.displays import Display, EpisodePanel, StepBar
 from forge.observe.lines import plain_line, train_line, validation_line
 from forge.observe.rl_lines import episode_line, evaluation_line
-from forge.observe.streams import discard_output
 from forge.observe.sink import EVALUATION_REWARD, REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, Value, closed_error
+from forge.observe.streams import discard_output
 
 _log = logging.getLogger("forge.observe")
 

@@ -48,8 +48,8 @@ class WandbSink:
                 path="metrics.wandb",
                 value=True,
                 rule="a login (`wandb login`, or WANDB_API_KEY), and a server that answers",
-                repair="log in; or set WANDB_MODE=offline, which keeps everything in the run's folder for `wandb sync`; "
-                "or set metrics.wandb=false",
+                repair="log in; or set WANDB_MODE=offline, which keeps everything in the run's folder for "
+                "`wandb sync`; or set metrics.wandb=false",
             ) from None
         self._closed = False
 

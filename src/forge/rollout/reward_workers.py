@@ -1,8 +1,8 @@
 """The processes of one replica that run reward functions, seen from its event loop.
 
 A call waits for a free worker, not a thread; an answer, a death and the end of a process are events of the loop. A call
-that takes too long gets its worker killed, with its process group, and another worker is started at once. A worker is two
-processes (`reward_worker_main`): a guard, which is our child, and its child, which runs the functions.
+that takes too long gets its worker killed, with its process group, and another worker is started at once. A worker is
+two processes (`reward_worker_main`): a guard, which is our child, and its child, which runs the functions.
 """
 
 from __future__ import annotations

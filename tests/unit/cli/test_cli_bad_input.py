@@ -143,7 +143,6 @@ def closed_pipe() -> int:
 @pytest.mark.parametrize(
     ("words", "code"),
     [(("rewards",), 1), (("config", "presets"), 1), (("run", "prints.py"), 1), (("run", "prints_little.py"), 1)],
-
 )
 def test_a_pipe_that_nothing_reads(words: tuple[str, ...], code: int) -> None:
     Path("prints.py").write_text("for number in range(100000): print(number)")

@@ -124,7 +124,7 @@ def test_a_change_that_takes_more_gpus_says_so_and_advice_is_given_once(capsys: 
 
 def refusal_of(path: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        check_memory(load(GRPOConfig, files=[path]), card=Card(24 * 10**9))
+        check_memory(load(GRPOConfig, files=[path]), card=Card(24 * GIB))
     return caught.value
 
 

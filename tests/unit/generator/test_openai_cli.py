@@ -83,9 +83,7 @@ def test_a_folder_may_have_any_name() -> None:
     assert configure("models/😀 a: b", "--port", "0").model.path == "models/😀 a: b"
 
 
-def test_of_a_runs_folder_the_model_that_it_wrote_is_served(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_runs_folder_the_model_that_it_wrote_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, written = tmp_path / "my run", tmp_path / "my run" / "checkpoints" / "hf"
     written.mkdir(parents=True)
     with pytest.raises(ConfigError, match="has not written a model") as caught:
