@@ -55,7 +55,9 @@ def characters_per_token(tokenizer: Any) -> int | None:
     described = json.loads(tokenizer.to_str())
     shrink = _shrink(described["normalizer"])
     parts = _parts(described["pre_tokenizer"], "pretokenizers")
-    if shrink is None or not _knows_all(described["model"], parts) or not all(map(_drops_nothing, parts)):
+    if shrink is None or not all(map(_drops_nothing, parts)):
+        return None
+    if not _knows_all(described["model"], is_byte_level=any(part["type"] == "ByteLevel" for part in parts)):
         return None
     if any(token["lstrip"] or token["rstrip"] for token in described["added_tokens"]):
         return None
@@ -90,8 +92,19 @@ def _drops_nothing(step: Mapping[str, Any]) -> bool:
     return step["type"] in _KEEPS_ALL or (step["type"] == "Split" and step["behavior"] != "Removed")
 
 
-def _knows_all(model: Mapping[str, Any], pre_tokenizers: list[Mapping[str, Any]]) -> bool:
+def _knows_all(model: Mapping[str, Any], *, is_byte_level: bool) -> bool:
     """Whether every character has tokens of its own: those of its bytes, if no others."""
-    if model["type"] != "BPE":
+    if model["type"] != "BPE" or not (is_byte_level or model.get("byte_fallback")):
         return False
-    return bool(model.get("byte_fallback")) or any(step["type"] == "ByteLevel" for step in pre_tokenizers)
+    return all((_LETTERS[byte] if is_byte_level else f"<0x{byte:02X}>") in model["vocab"] for byte in _UTF8_BYTES)
+
+
+def _byte_letters() -> dict[int, str]:
+    """The letters that byte-level tokenizers write bytes with: themselves where they can be seen, else from U+0100."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {byte: chr(byte) for byte in seen} | {byte: chr(0x100 + place) for place, byte in enumerate(others)}
+
+
+_LETTERS: Final = _byte_letters()
+_UTF8_BYTES: Final = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from forge.models.long_text import LONG_TEXT, TextTooLong, characters_per_token, encode_long
+from forge.models.long_text import _LETTERS, LONG_TEXT, TextTooLong, characters_per_token, encode_long
 from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
 
@@ -61,6 +61,18 @@ def greedy(made: Tokenizer) -> Tokenizer:
     return made
 
 
+def bytes_missing() -> Tokenizer:
+    made = Tokenizer(models.BPE({"a": 0}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return made
+
+
+def test_the_letters_of_bytes_are_those_of_tokenizers() -> None:
+    assert sorted(_LETTERS.values()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    ((word, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("é\n\x00😀~ ")
+    assert word == "".join(_LETTERS[byte] for byte in "é\n\x00😀~ ".encode())
+
+
 @pytest.mark.parametrize(
     ("made", "text"),
     [
@@ -70,8 +82,9 @@ def greedy(made: Tokenizer) -> Tokenizer:
         (greedy(byte_level()), "<|user|>" + " " * 5000),
         (Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")), "x" * 5000),
         (Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>", fuse_unk=True)), "x" * 5000),
+        (bytes_missing(), "x" * 5000),
     ],
-    ids=["strips", "replaces", "drops", "takes spaces", "wordpiece", "fuses"],
+    ids=["strips", "replaces", "drops", "takes spaces", "wordpiece", "fuses", "lacks bytes"],
 )
 def test_no_bound_where_a_token_may_stand_for_any_text(made: Tokenizer, text: str) -> None:
     assert len(made.encode(text).ids) <= 1
