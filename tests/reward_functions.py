@@ -86,6 +86,16 @@ def waits_once(prompt: Prompt, completion: Completion, *, folder: str) -> float:
         time.sleep(60)
 
 
+def signals_parent(prompt: Prompt, completion: Completion, *, name: str) -> float:
+    """Sends its parent a signal, and answers with the parent's number if it lives to do so."""
+    parent = os.getppid()
+    os.kill(parent, signal.Signals[name])
+    if name == "SIGSTOP":
+        return float(parent)
+    while True:
+        time.sleep(60)
+
+
 def meets(prompt: Prompt, completion: Completion, *, fifo: str) -> float:
     """Ends only when it runs twice at the same time, as a reader and as a writer."""
     with open(fifo, completion.text):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import shlex
 import sys
 
 from forge.config import GRPOConfig, from_command_line
@@ -37,14 +39,16 @@ def main() -> None:
 
 def summary(result: GRPOResult) -> str:
     """How the run ended, in a few lines."""
-    lines = [f"Done after {result.step} steps: mean reward {result.reward:.3f}"]
+    how, nothing = ("Stopped", "no step was taken") if result.is_stopped else ("Done", "nothing was left to do")
+    reward = nothing if math.isnan(result.reward) else f"mean reward {result.reward:.3f}"
+    lines = [f"{how} after {result.step} steps: {reward}"]
     first, last = result.first_evaluation, result.evaluation
     if first is not None and last is not None:
         lines.append(f"held-out: {first.solved:.1%} -> {last.solved:.1%} of {last.num_prompts} prompts solved")
     if result.report is not None:
         lines.append(f"report: {result.report}")
     if result.export is not None:
-        lines.append(f"model: {result.export} (try: forge chat {result.export})")
+        lines.append(f"model: {result.export} (try: forge chat {shlex.quote(str(result.export))})")
     return "\n".join(lines)
 
 

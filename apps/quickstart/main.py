@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import shlex
 import shutil
 import sys
 import time
@@ -91,7 +92,7 @@ def told(result: GRPOResult, *, seconds: float) -> bool:
     print(f"Held-out accuracy: {first.solved:.1%} -> {last.solved:.1%} on {last.num_prompts} questions never seen")
     print(f"{result.step} steps; {seconds:.0f} s in all")
     print(f"Report: {result.report}")
-    print(f"Model:  {result.export}   (try: forge chat {result.export})")
+    print(f"Model:  {result.export}   (try: forge chat {shlex.quote(str(result.export))})")
     if first.solved <= START_AT_MOST and last.solved >= END_AT_LEAST:
         return True
     goal = f"from at most {START_AT_MOST:.0%} to at least {END_AT_LEAST:.0%}"

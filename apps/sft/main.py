@@ -15,7 +15,7 @@ import os
 import sys
 
 from forge.config import SFTConfig, from_command_line
-from forge.errors import INPUT_ERRORS, NonFiniteError
+from forge.errors import INPUT_ERRORS, LaunchError, NonFiniteError, PlacementError
 from forge.loops.sft import run_sft
 
 
@@ -25,10 +25,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     try:
         result = asyncio.run(run_sft(config))
-    except (*INPUT_ERRORS, NonFiniteError) as error:
+    except (*INPUT_ERRORS, NonFiniteError, PlacementError, LaunchError) as error:
         if is_first:
             print(error, file=sys.stderr)
-        sys.exit(1 if isinstance(error, NonFiniteError) else 2)
+        sys.exit(2 if isinstance(error, INPUT_ERRORS) else 1)
     except KeyboardInterrupt:
         sys.exit(130)  # where it stopped was said
     if is_first:

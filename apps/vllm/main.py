@@ -11,16 +11,16 @@ import sys
 
 from forge.cli.chat import chat
 from forge.config import PolicyConfig, from_command_line
-from forge.errors import INPUT_ERRORS
+from forge.errors import INPUT_ERRORS, ForgeError
 
 
 def main() -> None:
     config = from_command_line(PolicyConfig)
     try:
         sys.exit(chat(config))
-    except INPUT_ERRORS as error:
+    except ForgeError as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, INPUT_ERRORS) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -18,7 +18,7 @@ import torch
 import forge
 import generator_models as models
 from forge.config import UpdateMode
-from forge.errors import EngineDead, OptionError, Overloaded, StoreError, WeightMismatch
+from forge.errors import ConfigError, EngineDead, OptionError, Overloaded, StoreError, WeightMismatch
 from forge.types import VersionSpan
 from generator_bench import MAX_BATCH, MAX_QUEUE, Bench, all_begun, covered, last_of, request, until
 from generator_models import FIRST, SECOND, prompt
@@ -290,14 +290,15 @@ def test_a_cancelled_request_makes_room_and_others_go_on(bench: Bench) -> None:
 def test_the_queue_is_bounded(bench: Bench) -> None:
     async def body() -> None:
         limit = MAX_BATCH + MAX_QUEUE
-        with pytest.raises(Overloaded, match=f"at most {limit}") as raised:
-            await bench.generate(prompt(5), n=limit + 1)
-        assert raised.value.path == "generator.max_queue"
+        with pytest.raises(ConfigError, match=f"at most {limit}") as raised:
+            await bench.generate(prompt(5), n=limit + 1)  # it never fits: waiting would not help
+        assert (raised.value.path, raised.value.value) == ("sampling.n", limit + 1)
         assert "raise generator.max_queue" in (raised.value.repair or "")
         open_ones = [bench.started(prompt(5 + place), max_tokens=6) for place in range(limit)]
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded):
+        with pytest.raises(Overloaded, match=f"at most {limit}") as full:
             await bench.generate(prompt(5))
+        assert full.value.path == "generator.max_queue"
         with pytest.raises(Overloaded):
             await anext(bench.engine.stream(request(prompt(5))))
         found = await asyncio.gather(*open_ones)

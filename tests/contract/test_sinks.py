@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,6 +229,27 @@ def test_a_new_run_in_an_old_place_starts_empty(kind: str, tmp_path: Path) -> No
             sink.write(step, {"figure": worth})
         sink.close()
     assert place.read() == [(0, "figure", 2.0), (2, "figure", 2.0)]
+
+
+def test_weights_and_biases_without_a_login_is_a_configuration_to_correct(tmp_path: Path) -> None:
+    """In a process of its own: wandb looks for a login in the environment and the home directory."""
+    code = "import sys; from forge.observe import WandbSink; WandbSink(sys.argv[1])"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "WANDB_BASE_URL": "http://127.0.0.1:1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    *_, error = ended.stderr.partition("forge.errors.ConfigError: ")
+    assert error.startswith("Weights & Biases cannot be used: "), ended.stderr
+    for words in ("path:   metrics.wandb", "`wandb login`", "WANDB_MODE=offline", "metrics.wandb=false"):
+        assert words in error
+    assert "The above exception" not in ended.stderr, "the errors of wandb itself are not shown"
 
 
 def test_weights_and_biases_knows_a_run_that_goes_on(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from forge.config.rewards import RewardConfig
+from forge.config.rewards import RewardConfig, RewardsConfig
+from forge.rollout.reward_actor import RewardActor
 from forge.rollout.reward_workers import RewardFailed, RewardWorkers, pack
 from forge.types import Completion, Prompt
 
@@ -125,6 +126,51 @@ def test_a_worker_that_dies_fails_one_call() -> None:
     run(
         [function("segfaults"), function("ends_process"), function("forks"), function("number_of")], body, num_workers=2
     )
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_a_function_that_kills_its_parent_fails_its_own_call_only(name: str) -> None:
+    async def body(workers: RewardWorkers) -> None:
+        first = psutil.Process(workers.pids[0])
+        assert await failure(workers, 0) == f"its process ended: signal {signal.Signals[name].value} ({name})"
+        assert psutil.wait_procs([first], timeout=60)[1] == []
+        assert await ask(workers, 1) == 2.5
+        assert (workers.num_killed, workers.num_lost) == (0, 2)
+
+    run([function("signals_parent", name=name), function("number_of")], body)
+
+
+def test_a_function_that_stops_its_parent_is_ended_with_it() -> None:
+    async def body(workers: RewardWorkers) -> None:
+        guard = psutil.Process(int(await ask(workers)))
+        assert guard.pid not in (os.getpid(), *workers.pids)
+        worker = psutil.Process(workers.pids[0])
+        await workers.close()
+        assert psutil.wait_procs([guard, worker], timeout=60)[1] == []
+
+    run([function("signals_parent", name="SIGSTOP")], body)
+
+
+def test_a_function_that_kills_its_parent_does_not_reach_the_service(drive: Any) -> None:
+    config = RewardsConfig(
+        functions=(
+            RewardConfig(kind="reward_functions:signals_parent", name="rogue", args={"name": "SIGKILL"}, timeout_s=100),
+            RewardConfig(kind="reward_functions:number_of", name="number", timeout_s=100),
+        ),
+        num_workers=2,
+    )
+
+    async def body() -> None:
+        rewards = await RewardActor.options(num_threads=1, max_restarts=0).as_service(config)
+        pids = (await rewards.get_metrics()).replicas[0].pids
+        for _ in range(3):
+            scores = await rewards.score.route(Prompt("p"), [completion("1"), completion("2")])
+            assert [score.reward for score in scores] == [1.0, 2.0]
+            assert [score.failures for score in scores] == [{"rogue": "its process ended: signal 9 (SIGKILL)"}] * 2
+        (replica,) = (await rewards.get_metrics()).replicas
+        assert (replica.pids, replica.restarts, replica.health) == (pids, 0, "healthy")
+
+    drive(body())
 
 
 def test_a_worker_that_somebody_kills_costs_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from forge.config import ModelConfig
@@ -87,6 +89,22 @@ def talk(client: openai.OpenAI) -> list[Any]:
     return [first.prompt_token_ids, choice.token_ids, chunks[-1].prompt_token_ids, second, messages]
 
 
+def send_too_much(client: openai.OpenAI, pid: int) -> None:
+    """Megabytes of text are refused, and what they took is given back."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    before = sum(process.memory_info().rss for process in processes)
+    text = "Hello, world 12 " * 600_000
+    for send in (
+        lambda: client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": text}]),
+        lambda: client.completions.create(model="tiny", prompt=text),
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            send()
+        assert caught.value.code == "context_length_exceeded"
+        assert re.search(r"'96000\d\d characters, at least 7384\d\d tokens'", str(caught.value))
+    assert sum(process.memory_info().rss for process in processes) - before < 300e6
+
+
 def cancel(client: openai.OpenAI) -> None:
     """Go away in mid-answer: the engine stops."""
 
@@ -136,7 +154,14 @@ def test_a_served_model(tmp_path: Path) -> None:
                 )
             with pytest.raises(openai.AuthenticationError):
                 client.with_options(api_key="guess").models.list()
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.completions.create(model="tiny", prompt="On", n=2000)
+            assert caught.value.param == "n"
+            long = client.completions.create(model="tiny", prompt="<|endoftext|>" * 2000, max_tokens=2)
+            assert long.usage is not None
+            assert long.usage.prompt_tokens == 2000, "a long text that fits"
             cancel(client)
+            send_too_much(client, running.pid)
         running.send_signal(signal.SIGTERM)
         assert running.wait(LIMIT_S) == 0, (tmp_path / "log").read_text()
 
@@ -149,7 +174,7 @@ def test_a_served_model(tmp_path: Path) -> None:
     assert tokenizer.decode(second_prompt) == tokenizer.decode(plain)
 
     exchanges = list(read_exchanges(record))
-    assert len(exchanges) == 3 + 4, "what the client did not wait for is not there"
+    assert len(exchanges) == 3 + 4 + 1, "what the client did not wait for is not there"
     chat = [exchanges[1], exchanges[2]]
     assert chat[1].continues == chat[0].id
     (sample,) = exchanges_to_samples(chat)

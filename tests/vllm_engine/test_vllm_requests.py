@@ -221,9 +221,9 @@ def test_cancelling_and_closing_end_the_work(engine, on_loop):
 
 def test_the_queue_is_bounded(engine, on_loop):
     async def body():
-        with pytest.raises(Overloaded) as caught:
+        with pytest.raises(ConfigError) as caught:
             await engine.generate(request(temperature=1.0, n=17))
-        assert "17 more" in caught.value.value
+        assert (caught.value.path, caught.value.value) == ("sampling.n", 17)
         assert "max_batch 8 and max_queue 8" in caught.value.rule
         full = asyncio.ensure_future(engine.generate(request(temperature=1.0, n=16)))
         await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +26,30 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted.
+
+    Output that is no longer read (`forge rewards | head`) ends a command quietly, with 1.
+    """
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        from forge.observe.streams import open_missing_streams
+
+        open_missing_streams()
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()  # what fails here would fail when Python ends, where nothing can catch it
+    except OSError as error:
+        if error.filename is None:
+            from forge.observe.streams import discard_output
+
+            discard_output()
+        if not isinstance(error, BrokenPipeError):
+            print(f"forge: {_os_error(error)}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parsed = make_parser().parse_args(arguments)
     try:
         return int(parsed.handler(parsed))
@@ -34,3 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _os_error(error: OSError) -> str:
+    """What the system refused, and of which file: of standard output where no file is named and a device is full."""
+    reason = error.strerror or str(error)
+    if error.filename is not None:
+        return f"{error.filename}: {reason}"
+    is_output = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+    return f"standard output: {reason}" if is_output else reason

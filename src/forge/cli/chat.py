@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
 from forge.cli.policy_words import add_policy_arguments, read_policy
@@ -64,13 +63,15 @@ def chat(config: PolicyConfig) -> int:
     """
     import asyncio
     import logging
-    import os
 
     from forge.cli.chat_terminal import converse
+    from forge.observe.streams import discard_output, open_missing_streams
+
+    open_missing_streams()
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         return asyncio.run(converse(config))
-    except BrokenPipeError:  # whoever read the answers has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the answers are no longer read
+        discard_output()
         return 1

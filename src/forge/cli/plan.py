@@ -62,7 +62,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     else:
         print(as_table(plan, limits=limits, changes=changes), end="")
     if not plan.fits:
-        raise refusal(plan, changes)
+        error = refusal(plan, changes)
+        error.repair = "one of the changes listed above" if changes else "use a smaller model, or more or larger GPUs"
+        raise error
     return 0
 
 
@@ -104,12 +106,16 @@ def _load(arguments: argparse.Namespace) -> ForgeConfig:
     files, overrides = split_words(arguments.words)
     files = [os.path.expanduser(file) for file in files]
     schemas: dict[str, type[ForgeConfig]] = {"grpo": GRPOConfig, "sft": SFTConfig, "policy": PolicyConfig}
-    chosen = arguments.kind or _told_by(_sections(files, overrides), schemas)
+    chosen = arguments.kind or kind_of(files, overrides)
     return load(schemas[chosen], files=files, overrides=overrides)
 
 
-def _told_by(sections: set[str], schemas: dict[str, type[ForgeConfig]]) -> str:
-    """The kind of configuration that knows most of these sections."""
+def kind_of(files: list[str], overrides: list[str]) -> str:
+    """Return the kind of configuration that knows most of the sections of files and overrides."""
+    from forge.config import GRPOConfig, PolicyConfig, SFTConfig
+
+    sections = _sections(files, overrides)
+    schemas: dict[str, type[ForgeConfig]] = {"grpo": GRPOConfig, "sft": SFTConfig, "policy": PolicyConfig}
     return min(_KINDS, key=lambda kind: len(sections - set(schemas[kind].model_fields)))
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.cli.config import AnyOrderParser
+from forge.errors import ConfigError
 
 if TYPE_CHECKING:
     from forge.config import PolicyConfig
@@ -31,7 +34,6 @@ def read_policy(
     Overrides win over options, and options over files.
     """
     from forge.config import PolicyConfig, load, split_words
-    from forge.errors import ConfigError
 
     folders, overrides = split_words(arguments.words)
     if len(folders) > 1 or not (folders or arguments.config or overrides):
@@ -42,9 +44,45 @@ def read_policy(
             rule="one folder with the model's files, or --config FILE, or overrides that name the model",
             repair=f"{command} models/qwen3-0.6b, or {command} model.preset=tiny for a model of random weights",
         )
-    chosen = {"model.path": folders[0] if folders else None, "generator.engine": arguments.engine, **given}
+    chosen = {
+        "model.path": model_folder(folders[0]) if folders else None,
+        "generator.engine": arguments.engine,
+        **given,
+    }
     options = [f"{key}={_written(value)}" for key, value in chosen.items() if value is not None]
     return load(PolicyConfig, files=arguments.config, overrides=[*options, *overrides])
+
+
+def model_folder(given: str) -> str:
+    """Return the folder of the model that is meant: of a run's folder, the model that the run wrote, which is printed.
+
+    A run without one raises. Any other folder is returned as it is, to be refused by the model's own rules.
+    """
+    folder = Path(given).expanduser()
+    if folder.suffix in (".yaml", ".yml") and folder.is_file():
+        raise ConfigError(
+            "a configuration was given in place of the model's folder",
+            path="MODEL_DIR",
+            value=given,
+            rule="a folder with the model's files, and a configuration behind --config",
+            repair=f"--config {shlex.quote(given)}",
+        )
+    if (folder / "config.json").is_file():
+        return given
+    candidates = [folder / "checkpoints" / "hf", folder / "hf"]
+    for place in candidates:
+        if (place / "config.json").is_file():
+            print(f"{given} is the folder of a run: using its model, {place}", file=sys.stderr)
+            return str(place)
+    if (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir():
+        raise ConfigError(
+            "this is the folder of a run, which has not written a model",
+            path="MODEL_DIR",
+            value=given,
+            rule=f"a model is in {candidates[0]} once the run has ended",
+            repair="let the run end (--resume continues one that was stopped), or name the folder of another model",
+        )
+    return given
 
 
 def _written(value: str | float) -> str:

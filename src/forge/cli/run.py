@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from forge.errors import INPUT_ERRORS, ConfigError, ForgeError
@@ -21,9 +23,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Run SCRIPT with --config and the overrides as its arguments. One controller process drives "
         "everything; with --nproc_per_node N the script itself is started N times, as torchrun does, for programs "
         "that are written so.",
-        epilog="example: forge run train.py --config train.yaml run.seed=7",
+        epilog="example: forge run train.py --config train.yaml run.seed=7; "
+        "to resume it: forge run train.py --config train.yaml --resume",
     )
     parser.add_argument("--nproc_per_node", "--nproc-per-node", metavar="N", type=int, help="start N ranks of SCRIPT")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="resume from the newest checkpoint; behind SCRIPT also --resume CHECKPOINT. Passed to SCRIPT",
+    )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file")
     parser.add_argument(
         "--config", metavar="FILE", action="append", default=[], help="a YAML file; may be given more than once"
@@ -43,6 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
             repair="check the path; it is relative to the working directory",
         )
     configs, words = _split(list(arguments.config), list(arguments.rest))
+    _check_script(script, [*configs, *words])
     for config in configs:
         if not Path(config).is_file():
             raise ConfigError(
@@ -53,6 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 repair="check the path; it is relative to the working directory",
             )
     passed = [part for config in configs for part in ("--config", config)] + words
+    passed += ["--resume"] if arguments.resume else []
     num_ranks = arguments.nproc_per_node
     if num_ranks is None:
         return _in_this_process(script, passed)
@@ -65,6 +75,36 @@ def _run(arguments: argparse.Namespace) -> int:
             repair="leave the flag out for a single controller",
         )
     return _as_ranks(script, passed, num_ranks)
+
+
+def _check_script(script: Path, words: Sequence[str]) -> None:
+    """Refuse a configuration in place of the script, and what Python cannot read."""
+    if script.suffix in (".yaml", ".yml"):
+        from forge.cli.plan import kind_of
+
+        kind = kind_of([str(script)], [])
+        app = f"apps/{'vllm' if kind == 'policy' else kind}/main.py"
+        command = ["forge", "run", app if Path(app).is_file() else "SCRIPT", "--config", str(script), *words]
+        raise ConfigError(
+            "a configuration was given in place of the script",
+            path="SCRIPT",
+            value=str(script),
+            rule="a Python file, and the configuration behind --config",
+            repair=shlex.join(command),
+        )
+    if script.suffix == ".pyc":
+        return
+    try:
+        compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        where = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ConfigError(
+            "the script cannot be read as Python",
+            path="SCRIPT",
+            value=str(script),
+            rule=f"valid Python: {error.msg if isinstance(error, SyntaxError) else error}{where}",
+            repair="correct the script, or check the path",
+        ) from None
 
 
 def _split(configs: list[str], words: list[str]) -> tuple[list[str], list[str]]:
@@ -97,6 +137,11 @@ def _in_this_process(script: Path, arguments: list[str]) -> int:
         if ended.code is None or isinstance(ended.code, int):
             return ended.code or 0
         print(ended.code, file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        raise  # the output is no longer read
+    except OSError as error:
+        traceback.print_exception(error)
         return 1
     except ForgeError as error:
         if isinstance(error, INPUT_ERRORS) and not hasattr(error, "remote_traceback"):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, OptionError, SyncError
 from forge.generator.engine import EngineStats, GenerationEngine, Request, UpdateReport
+from forge.generator.limits import most_open
+from forge.generator.long_texts import LongTexts, is_long
 from forge.generator.sync import Sync, Version
 from forge.observe import span
 from forge.runtime.endpoints import endpoint
@@ -69,6 +71,7 @@ class Generator(ForgeActor):
         self._engine = self._make_engine(world_size, devices)
         self._sync = Sync(self._engine, self.config)
         self._reader = self._make_reader()
+        self._long_texts = LongTexts()
         await self._engine.start()
         from forge.store import Weights
 
@@ -111,6 +114,7 @@ class Generator(ForgeActor):
     async def close(self) -> None:
         """End the engine in order. Completions under way end as aborted."""
         if self._is_front:
+            self._long_texts.close()
             await self._engine.close()
 
     # ---- Requests -----------------------------------------------------------------------------------------------
@@ -139,7 +143,7 @@ class Generator(ForgeActor):
         if not self._is_front:
             return []
         await self._catch_up()
-        request = self._request(prompt, messages, token_ids, sampling, n, template)
+        request = await self._request(prompt, messages, token_ids, sampling, n, template)
         with span("generate", num_prompt_tokens=len(request.prompt_ids), n=request.sampling.n):
             completions = await self._sync.watched(self._engine.generate(request))
             await self._sync.hold(part.version for completion in completions for part in completion.versions)
@@ -160,7 +164,7 @@ class Generator(ForgeActor):
         if not self._is_front:
             return
         await self._catch_up()
-        deltas = self._engine.stream(self._request(prompt, messages, token_ids, sampling, n, template))
+        deltas = self._engine.stream(await self._request(prompt, messages, token_ids, sampling, n, template))
         try:
             while True:
                 try:
@@ -172,7 +176,7 @@ class Generator(ForgeActor):
         finally:
             await deltas.aclose()  # type: ignore[attr-defined]
 
-    def _request(
+    async def _request(
         self,
         prompt: str | None,
         messages: Messages | None,
@@ -182,7 +186,12 @@ class Generator(ForgeActor):
         template: Mapping[str, Any] | None,
     ) -> Request:
         self._sync.check()
-        ids = self._reader.token_ids(prompt, messages=messages, token_ids=token_ids, template=template)
+        read: dict[str, Any] = {"messages": messages, "token_ids": token_ids, "template": template}
+        if is_long(prompt, messages):
+            ids = await self._long_texts.run(self._reader.token_ids, prompt, **read)
+            self._sync.check()
+        else:
+            ids = self._reader.token_ids(prompt, **read)
         chosen = self._reader.sampling(sampling, n)
         if self.config.engine == "native":
             _refuse_for_native(chosen)
@@ -267,7 +276,8 @@ class Generator(ForgeActor):
 
     @endpoint(retry=True, concurrent=True)
     async def card(self) -> dict[str, Any]:
-        """What is served: name, engine, max_seq_len, version, vocab_size, has_chat_template, folder, sampling."""
+        """What is served: name, engine, max_seq_len, max_open (completions under way or waiting), version, vocab_size,
+        has_chat_template, folder, sampling."""
         if not self._is_front:
             return {}
         from forge.generator.limits import context_limit
@@ -276,6 +286,7 @@ class Generator(ForgeActor):
             "name": self.model.name,
             "engine": self.config.engine,
             "max_seq_len": context_limit(self.config, self.model.facts),
+            "max_open": most_open(self.config),
             "version": self._engine.version,
             "vocab_size": self.model.facts.vocab_size,
             "has_chat_template": self._tokenizer is not None and self._tokenizer.has_chat_template,

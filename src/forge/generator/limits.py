@@ -28,6 +28,11 @@ def context_limit(config: GenerationConfig, model: ModelConfig) -> int:
     return config.max_seq_len
 
 
+def most_open(config: GenerationConfig) -> int:
+    """Return how many completions one generator may have under way or waiting."""
+    return config.max_batch + config.max_queue
+
+
 class OpenCompletions:
     """The completions that are under way or wait. An engine has one, on its event loop."""
 
@@ -37,8 +42,17 @@ class OpenCompletions:
 
     @contextmanager
     def opened(self, num: int) -> Iterator[None]:
-        """Count a request's completions while it is open; `Overloaded` where there would be too many."""
-        limit = self._config.max_batch + self._config.max_queue
+        """Count a request's completions while it is open; `Overloaded` where there would be too many at the moment,
+        `ConfigError` where there are too many at any time."""
+        limit = most_open(self._config)
+        if num > limit:
+            raise ConfigError(
+                "a request asks for more completions than the generator can ever have open",
+                path="sampling.n",
+                value=num,
+                rule=f"at most {limit}: max_batch {self._config.max_batch} and max_queue {self._config.max_queue}",
+                repair="ask for fewer, or raise generator.max_queue",
+            )
         if self.num + num > limit:
             raise Overloaded(
                 "the generator has as many completions waiting as it may",

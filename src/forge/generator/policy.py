@@ -24,15 +24,28 @@ async def start_policy(config: PolicyConfig) -> Service:
             rule="1, unless `engine: vllm`",
             repair="set generator.engine=vllm, or num_replicas instead",
         )
+    with_gpus = _wants_gpus(config.generator.with_gpus)
+    if with_gpus and config.launcher.kind == "local" and not _num_gpus():
+        raise ConfigError(
+            "the configuration asks for a GPU, and this machine has none",
+            path="generator.with_gpus",
+            value=True,
+            rule="true only where there is a GPU (nvidia-smi lists them, CUDA_VISIBLE_DEVICES hides them)",
+            repair="run it on a machine with a GPU; or set generator.with_gpus=false, for a model that a CPU can run",
+        )
     options = Generator.options(
         procs=config.tensor_parallel,
         num_replicas=config.num_replicas,
-        with_gpus=_wants_gpus(config.generator.with_gpus),
+        with_gpus=with_gpus,
     )
     return await options.as_service(GeneratorConfig.of(config.model, config.generator))
 
 
 def _wants_gpus(chosen: bool | None) -> bool:
+    return bool(_num_gpus()) if chosen is None else chosen
+
+
+def _num_gpus() -> int:
     from forge.runtime.placement import count_gpus, visible_gpus
 
-    return bool(visible_gpus(os.environ, count_gpus())) if chosen is None else chosen
+    return len(visible_gpus(os.environ, count_gpus()))

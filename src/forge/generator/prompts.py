@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from forge.config import GeneratorConfig, InvalidConfig, Sampling
 from forge.config.diagnosis import diagnose
 from forge.errors import PromptError
+from forge.models.long_text import TextTooLong
 
 if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer
@@ -65,11 +67,15 @@ class PromptReader:
         _check_type("template", template, Mapping, "a dict of arguments of the chat template, without messages")
         if token_ids is not None:
             found = tuple(token_ids)
-        elif prompt is not None:
-            found = tuple(self._needs_tokenizer("prompt").encode_beginning(prompt))
         else:
-            assert messages is not None
-            found = tuple(self._needs_tokenizer("messages").encode_prompt(messages, **dict(template or {})))
+            tokenizer, most = self._needs_tokenizer(names[0]), self._max_seq_len - 1
+            with length_checked(names[0], max_seq_len=self._max_seq_len):
+                if prompt is not None:
+                    found = tuple(tokenizer.encode_beginning(prompt, max_tokens=most))
+                else:
+                    assert messages is not None
+                    text = tokenizer.render_prompt(messages, **dict(template or {}))
+                    found = tuple(tokenizer.encode_rendered(text, max_tokens=most))
         self._check(found, names[0])
         return found
 
@@ -148,6 +154,8 @@ class PromptReader:
             raise PromptError(
                 "the prompt is empty", path=path, value=[], rule="at least one token", repair="give some text"
             )
+        if len(ids) + room > self._max_seq_len:
+            raise too_long(f"{len(ids)} tokens", path=path, max_seq_len=self._max_seq_len, room=room)
         for place, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
                 raise PromptError(
@@ -157,15 +165,27 @@ class PromptReader:
                     rule=f"a whole number from 0 to {self._vocab_size - 1}",
                     repair="use the tokenizer of this model",
                 )
-        if len(ids) + room > self._max_seq_len:
-            rule = f"at most {self._max_seq_len - room} tokens"
-            raise PromptError(
-                "the prompt is longer than the context",
-                path=path,
-                value=f"{len(ids)} tokens",
-                rule=rule + (": the context less one for the completion" if room else ", the context"),
-                repair="shorten it, or raise generator.max_seq_len as far as the model allows",
-            )
+
+
+@contextmanager
+def length_checked(path: str, *, max_seq_len: int) -> Iterator[None]:
+    """Raise `PromptError` for a text that turns out to be too long inside the block."""
+    try:
+        yield
+    except TextTooLong as error:
+        raise too_long(str(error), path=path, max_seq_len=max_seq_len) from None
+
+
+def too_long(value: str, *, path: str, max_seq_len: int, room: int = 1) -> PromptError:
+    """Return the error for a prompt that leaves no room for `room` more tokens."""
+    rule = f"at most {max_seq_len - room} tokens"
+    return PromptError(
+        "the prompt is longer than the context",
+        path=path,
+        value=value,
+        rule=rule + (": the context less one for the completion" if room else ", the context"),
+        repair="shorten it, or raise generator.max_seq_len as far as the model allows",
+    )
 
 
 def _check_type(path: str, value: object, wanted: type | tuple[type, ...], rule: str) -> None:

@@ -12,7 +12,7 @@ from forge.memory.devices import plan_memory
 from forge.memory.fitting import Change, propose
 from forge.memory.records import DevicePlan, MemoryPlan
 from forge.memory.run import read_run
-from forge.memory.text import gib, largest_parts, summary_lines
+from forge.memory.text import change_text, gib, largest_parts, summary_lines
 
 
 def check_memory(
@@ -63,7 +63,7 @@ def _is_far_over(device: DevicePlan) -> bool:
 
 def refusal(plan: MemoryPlan, changes: tuple[Change, ...]) -> ConfigError:
     """The error for a plan that does not fit."""
-    repair = " | ".join(" ".join(change.words) for change in changes)
+    repair = " | ".join(change_text(plan, change) for change in changes)
     repair = f"one of: {repair}" if changes else "use a smaller model, or more or larger GPUs"
     if not plan.has_enough_gpus and plan.card is not None:
         return ConfigError(

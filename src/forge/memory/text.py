@@ -80,10 +80,22 @@ def _verdict(plan: MemoryPlan, limits: Limits | None, changes: Sequence[Change])
             lines.append(f"Longest training.max_seq_len that fits, one sequence to a row: {limits.max_seq_len:,}")
     if changes:
         lines.append("What does fit, the cheapest first:")
-        lines += [f"  {' '.join(change.words)}" for change in changes]
+        lines += [f"  {' '.join(change.words)}{_more_gpus(plan, change, '  # {}')}" for change in changes]
     elif not plan.fits:
-        lines.append("No change that was tried makes it fit: use a smaller model, or more or larger GPUs.")
+        lines.append("No change that was tried makes it fit.")
     return lines
+
+
+def change_text(plan: MemoryPlan, change: Change) -> str:
+    """A change as the text of an error has it: its overrides, and how many GPUs it takes if that differs."""
+    return " ".join(change.words) + _more_gpus(plan, change, " ({})")
+
+
+def _more_gpus(plan: MemoryPlan, change: Change, form: str) -> str:
+    """How many GPUs a change takes, where that differs from the plan; a comment for a shell can be pasted with it."""
+    if change.plan.num_gpus == plan.num_gpus:
+        return ""
+    return form.format(f"on {change.plan.num_gpus} GPUs instead of {plan.num_gpus}")
 
 
 def as_json(plan: MemoryPlan, *, limits: Limits | None = None, changes: Sequence[Change] = ()) -> dict[str, Any]:
@@ -102,6 +114,7 @@ def as_json(plan: MemoryPlan, *, limits: Limits | None = None, changes: Sequence
         if limits is None
         else {"microbatch_tokens": limits.microbatch_tokens, "max_seq_len": limits.max_seq_len},
         "proposals": [list(change.words) for change in changes],
+        "proposals_num_gpus": [change.plan.num_gpus for change in changes],
         "notes": list(plan.notes),
     }
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -113,7 +114,7 @@ def _incomplete(folder: Path, rule: str, repo: str | None) -> ModelError:
 
 def _command(repo: str | None, folder: Path | str | None = None) -> str:
     usual = "models/" + str(repo).rpartition("/")[2].lower()
-    return f"forge download {repo} --output-dir {folder or usual}"
+    return f"forge download {repo} --output-dir {shlex.quote(str(folder or usual))}"
 
 
 def _repo(preset: str | None) -> str | None:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge.errors import DataError, ModelError
+from forge.errors import MISSING, DataError, ModelError
 from forge.models.chat import ChatTemplate, Message, Span
 from forge.models.hf_config import SpecialIds
+from forge.models.long_text import LONG_TEXT, TextTooLong, characters_per_token, encode_long
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -94,10 +95,13 @@ class ChatTokenizer:
         options = {"add_generation_prompt": add_generation_prompt, **options}
         return self._template(options).render(messages, **options)
 
-    def encode_rendered(self, text: str) -> list[int]:
-        """The tokens of text that has its own special tokens, as a rendered conversation does: nothing is added."""
-        ids: list[int] = self._plain.encode(_checked(text), add_special_tokens=False).ids
-        return ids
+    def encode_rendered(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """The tokens of text that has its own special tokens, as a rendered conversation does: nothing is added.
+
+        With `max_tokens`, a long text of more tokens raises `TextTooLong`: before it is tokenised where its length
+        alone says so, and without a list of its tokens otherwise. Other threads run while a long text is tokenised.
+        """
+        return self._encode(self._plain, text, add_special_tokens=False, max_tokens=max_tokens)
 
     def encode_text(self, text: str) -> list[int]:
         """The tokens of plain text, with what the tokenizer puts before it, such as BOS, and with EOS at its end."""
@@ -105,9 +109,13 @@ class ChatTokenizer:
         eos = self.eos_token_id
         return ids if ids and ids[-1] == eos else [*ids, eos]
 
-    def encode_beginning(self, text: str) -> list[int]:
-        """The tokens of a text that is to go on: with what the tokenizer puts before it, and no end."""
-        ids: list[int] = self._whole.encode(_checked(text), add_special_tokens=True).ids
+    def encode_beginning(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        """The tokens of a text that is to go on: with what the tokenizer puts before it, and no end.
+
+        `max_tokens` is as in `encode_rendered`.
+        """
+        most = None if max_tokens is None else max_tokens + 1  # an end that is taken away again
+        ids = self._encode(self._whole, text, add_special_tokens=True, max_tokens=most)
         if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id and not text.endswith(self._tokenizer.eos_token):
             ids.pop()
         return ids
@@ -177,6 +185,7 @@ class ChatTokenizer:
         """
         from tokenizers import Tokenizer
 
+        self._characters_per_token: object = MISSING
         text = self._tokenizer.backend_tokenizer.to_str()
         self._whole, self._plain = Tokenizer.from_str(text), Tokenizer.from_str(text)
         for each in (self._whole, self._plain):
@@ -189,6 +198,18 @@ class ChatTokenizer:
             end = self._template({}).end_of_turn()
             stops += [] if end is None else [self._tokenizer.convert_tokens_to_ids(end)]
         self._all_stops = tuple(dict.fromkeys(int(stop) for stop in stops))
+
+    def _encode(self, tokenizer: Any, text: str, *, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
+        if len(text) < LONG_TEXT:
+            ids: list[int] = tokenizer.encode(_checked(text), add_special_tokens=add_special_tokens).ids
+            return ids
+        if max_tokens is not None:
+            if self._characters_per_token is MISSING:
+                self._characters_per_token = characters_per_token(self._plain)
+            bound = self._characters_per_token
+            if isinstance(bound, int) and len(text) > bound * max_tokens:
+                raise TextTooLong(f"{len(text)} characters, at least {-(-len(text) // bound)} tokens")
+        return encode_long(tokenizer, _checked(text), add_special_tokens=add_special_tokens, max_tokens=max_tokens)
 
     def _template(self, options: dict[str, Any]) -> ChatTemplate:
         if not self.has_chat_template:
@@ -277,7 +298,7 @@ def _read_template(path: Path) -> str:
             "The chat template cannot be read.",
             path=str(path),
             rule=f"a text file in UTF-8: {error}",
-            repair="correct data.chat_template, or remove it to use the tokenizer's own",
+            repair="correct data.chat_template or generator.chat_template, or remove it to use the tokenizer's own",
         ) from None
     ChatTemplate(text, str(path)).check()
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from typing import TextIO
@@ -10,6 +11,9 @@ from forge.observe.displays import Display, EpisodePanel, StepBar
 from forge.observe.lines import plain_line, train_line, validation_line
 from forge.observe.rl_lines import episode_line, evaluation_line
 from forge.observe.sink import EVALUATION_REWARD, REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, Value, closed_error
+from forge.observe.streams import discard_output
+
+_log = logging.getLogger("forge.observe")
 
 
 class ConsoleSink:
@@ -20,7 +24,8 @@ class ConsoleSink:
     that is left when `total_steps` is given: a bar, which gives way to a panel with the first figures of rollouts. The
     bar is there when `progress` is true, or when that is None and both streams are terminals: a line on its way through
     a pipe and a bar on the terminal would run into each other. The panel needs a terminal in any case. `stream` takes
-    the place of both streams.
+    the place of both streams. Where a stream is closed, or is no longer read (`| head`), nothing more is printed, and
+    the run continues.
     """
 
     def __init__(
@@ -40,14 +45,24 @@ class ConsoleSink:
         self._stream = stream
         self._closed = False
         self._display: Display | None = None
+        self._is_muted = False
         if progress is None:
-            progress = all((stream or standard).isatty() for standard in (sys.stdout, sys.stderr))
+            streams = [stream or standard for standard in (sys.stdout, sys.stderr)]
+            progress = all(each is not None and each.isatty() for each in streams)
         if progress:
             self._display = StepBar(step=self._step, total_steps=total_steps, stream=stream)
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         if self._closed:
             raise closed_error(self)
+        if self._is_muted:
+            return
+        try:
+            self._show(step, values)
+        except OSError as error:
+            self._mute(error)
+
+    def _show(self, step: int, values: Mapping[str, Value]) -> None:
         if REWARD_MEAN in values:
             self._show_episode()
         if self._display is not None and (REWARD_MEAN in values or TRAIN_LOSS in values):
@@ -57,8 +72,15 @@ class ConsoleSink:
 
     def close(self) -> None:
         self._closed = True
-        if self._display is not None:
+        if self._display is not None and not self._is_muted:
             self._display.close()
+
+    def _mute(self, error: OSError) -> None:
+        """Print no more: a run does not end because its output cannot be written."""
+        self._is_muted = True
+        if self._stream is None:
+            discard_output(sys.stdout.fileno())
+        _log.warning("metrics are no longer printed: standard output: %s; the run continues", error.strerror or error)
 
     def _lines(self, step: int, values: Mapping[str, Value]) -> list[str]:
         is_due = step % self._log_interval == 0 or step == self._total_steps

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
-from forge.errors import DataError
+from forge.errors import ConfigError, DataError
 from forge.observe.sink import Sink, Value
 
 if TYPE_CHECKING:
@@ -138,6 +138,15 @@ def make_sinks(
             from forge.observe.wandb import WandbSink
 
             sinks["wandb"] = WandbSink(place, project=config.wandb_project, run_name=run_name, resume_step=resume_step)
+    except OSError as error:
+        MetricsLog(sinks).close()
+        raise ConfigError(
+            f"the metrics cannot be written: {error.strerror or error}",
+            path="run.output_dir",
+            value=str(place),
+            rule="a folder in which this run may create files",
+            repair="choose another run.output_dir",
+        ) from None
     except BaseException:
         MetricsLog(sinks).close()
         raise

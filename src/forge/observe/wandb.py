@@ -32,14 +32,25 @@ class WandbSink:
         wandb = _import_wandb()
         self.folder = Path(folder)
         (self.folder / "wandb").mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=project,
-            name=run_name,
-            id=_identity(self.folder / "wandb" / "run_id", keep=resume_step is not None),
-            dir=os.fspath(self.folder),
-            resume="allow",
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        identity = _identity(self.folder / "wandb" / "run_id", keep=resume_step is not None)
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=run_name,
+                id=identity,
+                dir=os.fspath(self.folder),
+                resume="allow",
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"Weights & Biases cannot be used: {' '.join(str(error).split())}",
+                path="metrics.wandb",
+                value=True,
+                rule="a login (`wandb login`, or WANDB_API_KEY), and a server that answers",
+                repair="log in; or set WANDB_MODE=offline, which keeps everything in the run's folder for "
+                "`wandb sync`; or set metrics.wandb=false",
+            ) from None
         self._closed = False
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:

@@ -1,7 +1,12 @@
-"""The process that runs reward functions: `python -m forge.rollout.reward_worker_main DESCRIPTOR PARENT`.
+"""The process that runs reward functions: `python -m forge.rollout.reward_worker_main DESCRIPTOR`.
 
 It is started once and serves one call after the other. Anything that a reward function does ends at most this process:
-the parent kills it when a call takes too long, and starts another. It ends when its parent does.
+the reward actor ends it when a call takes too long, and starts another.
+
+What is started forks at once. The child runs the functions; its parent, the guard, does nothing but wait, so that a
+function that signals its parent (`os.kill(os.getppid(), ...)`) does not reach the reward actor. The guard ends the
+child when standard input closes, which the reward actor does to end a worker and the kernel does when the actor dies.
+The child ends when the guard does.
 """
 
 from __future__ import annotations
@@ -9,13 +14,15 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import resource
+import select
 import signal
 import socket
 import struct
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from forge.runtime.sandbox.confine import PR_SET_PDEATHSIG, prctl
 
@@ -26,14 +33,37 @@ _MOST_CHARACTERS = 2000
 
 
 def main() -> None:
-    """Get ready, say so, and serve."""
-    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    """Fork: wait in the parent, run the functions in the child."""
+    descriptor, guard = int(sys.argv[1]), os.getpid()
+    child = os.fork()
+    if child:
+        os.close(descriptor)
+        _guard(child)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before it could be told
+    if os.getppid() != guard:  # it died before the line above
         return
     os.set_inheritable(descriptor, False)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # what rewards print goes where errors go
-    line = socket.socket(fileno=descriptor)
+    _serve(socket.socket(fileno=descriptor))
+
+
+def _guard(child: int) -> NoReturn:
+    """Wait until the child ends or standard input closes; end the child then, and exit as it exited."""
+    select.select([0, os.pidfd_open(child)], [], [])
+    os.kill(child, signal.SIGKILL)  # without effect on one that has ended, and is not reaped yet
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def _serve(line: socket.socket) -> None:
+    """Import the functions, answer with the process id, and answer calls until the other end closes."""
     asked: list[tuple[str, dict[str, Any]]] = pickle.loads(_receive(line))
     try:
         from forge.rewards import find
@@ -42,8 +72,8 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001 - whatever a user's module does on import, the parent says it
         _send(line, (False, explain(error)))
         return
-    _send(line, (True, 0.0))
     process = os.getpid()
+    _send(line, (True, float(process)))
     while message := _receive(line):
         answer = _answer(functions, message)
         if os.getpid() != process:  # a reward forked and came back twice

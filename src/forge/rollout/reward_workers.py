@@ -1,7 +1,8 @@
 """The processes of one replica that run reward functions, seen from its event loop.
 
 A call waits for a free worker, not a thread; an answer, a death and the end of a process are events of the loop. A call
-that takes too long gets its worker killed, with its process group, and another worker is started at once.
+that takes too long gets its worker killed, with its process group, and another worker is started at once. A worker is
+two processes (`reward_worker_main`): a guard, which is our child, and its child, which runs the functions.
 """
 
 from __future__ import annotations
@@ -151,18 +152,19 @@ class _Slot:
 
 
 class _Worker:
-    """One process and the line to it."""
+    """One process that runs functions, its guard, and the line to it.
 
-    def __init__(self, process: subprocess.Popen[bytes], alive: set[_Worker]) -> None:
-        self._process, self._alive = process, alive
+    Attributes:
+        pid: the process that runs the functions; until it is ready, its guard.
+    """
+
+    def __init__(self, guard: subprocess.Popen[bytes], alive: set[_Worker]) -> None:
+        self._guard, self._alive = guard, alive
+        self.pid = guard.pid
         alive.add(self)
         self._reader: asyncio.StreamReader
         self._writer: asyncio.StreamWriter
         self._ending: asyncio.Task[str] | None = None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def is_gone(self) -> bool:
@@ -173,13 +175,13 @@ class _Worker:
         """Start a process and wait until it has imported its functions. Until it is gone, it is one of `alive`."""
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "forge.rollout.reward_worker_main", str(theirs.fileno()), str(os.getpid())]
+            command = [sys.executable, "-m", "forge.rollout.reward_worker_main", str(theirs.fileno())]
             # Its imports come from where this process's come from, whoever changed sys.path since it began.
             path = os.pathsep.join(place for place in sys.path if place)
             worker = cls(
                 subprocess.Popen(  # noqa: ASYNC220 - it returns as soon as the process exists
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,  # it ends with us: the pipe closes
                     env={**os.environ, **dict.fromkeys(_ONE_THREAD, "1"), "PYTHONPATH": path},
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
@@ -188,7 +190,7 @@ class _Worker:
             )
         try:
             worker._reader, worker._writer = await asyncio.open_unix_connection(sock=ours, limit=2**20)
-            await worker.ask(asked, timeout_s=START_TIMEOUT_S)
+            worker.pid = int(await worker.ask(asked, timeout_s=START_TIMEOUT_S))
         except _Late:
             raise RewardFailed(f"its process was not ready within {START_TIMEOUT_S:g} s") from None
         except _Died as death:
@@ -226,19 +228,24 @@ class _Worker:
         return self._ending
 
     async def _end(self) -> str:
-        loop = asyncio.get_running_loop()
-        watch = os.pidfd_open(self._process.pid)
+        loop, guard = asyncio.get_running_loop(), self._guard.pid
+        watch = os.pidfd_open(guard)
         over = asyncio.Event()
         loop.add_reader(watch, over.set)
-        # Not reaped yet, its number is still its own: the group is that of this process and no other.
-        os.killpg(self._process.pid, signal.SIGKILL)
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        # A guard that is still starting is not waited for, and one that a function stopped goes on.
+        os.kill(guard, signal.SIGKILL if self.pid == guard else signal.SIGCONT)
         try:
             await over.wait()
         finally:
             loop.remove_reader(watch)
             os.close(watch)
+        # What the function started, and the function itself where it killed the guard. The guard is not reaped yet, so
+        # its number is still its own, and the group is that of this worker and no other.
+        os.killpg(guard, signal.SIGKILL)
         if hasattr(self, "_writer"):
             self._writer.close()
-        code = self._process.wait()
+        code = self._guard.wait()
         self._alive.discard(self)
         return f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"

@@ -21,12 +21,14 @@ _VOCAB_SIZE: Final = 0x110000
 class _Characters:
     """The fake's tokenizer, as far as `PromptReader` needs one."""
 
-    def encode_beginning(self, text: str) -> list[int]:
+    def encode_beginning(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         return list(map(ord, text))
 
-    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    encode_rendered = encode_beginning
+
+    def render_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return self.encode_beginning("".join(lines) + "assistant: ")
+        return "".join(lines) + "assistant: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ class FakeGenerator:
             "name": self._name,
             "engine": "fake",
             "max_seq_len": self._max_seq_len,
+            "max_open": 64,
             "version": self.version,
             "vocab_size": _VOCAB_SIZE,
             "has_chat_template": True,

@@ -10,7 +10,9 @@ import pytest
 
 from forge.cli import main
 from forge.config import GRPOConfig, load
+from forge.errors import ConfigError
 from forge.memory import Card
+from forge.memory.checking import check_memory
 from forge.memory.constants import GIB
 from forge.memory.fitting import changed_config
 
@@ -100,6 +102,30 @@ def test_what_does_not_fit_is_refused_with_words_to_paste(capsys: pytest.Capture
     code, out, _ = run(capsys, *words, *pasted, "--gpu-memory", "40GB")
     assert code == 0
     assert "It fits." in out
+
+
+def test_a_change_that_takes_more_gpus_says_so_and_advice_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(APPS / "grpo" / "qwen3_32b.yaml")
+    code, out, err = run(capsys, path, "--gpu-memory", "24GB")
+    assert code == 2
+    assert out.startswith("qwen3_32b")
+    assert "24 GPU(s) of" in out
+    advice = out.partition("the cheapest first:\n")[2].splitlines()[0]
+    assert "distributed.shard=64" in advice
+    assert advice.endswith("  # on 68 GPUs instead of 24"), "a comment, which a shell leaves out"
+    assert "repair: one of the changes listed above" in err
+    assert "distributed.shard" not in err
+    code, out, _ = run(capsys, path, "--gpu-memory", "24GB", "--json")
+    found = json.loads(out)
+    assert (found["num_gpus"], found["proposals_num_gpus"]) == (24, [68])
+    error = refusal_of(path)
+    assert str(error.repair).endswith("(on 68 GPUs instead of 24)"), "a run that is refused says it as well"
+
+
+def refusal_of(path: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        check_memory(load(GRPOConfig, files=[path]), card=Card(24 * GIB))
+    return caught.value
 
 
 def test_proposals_are_in_the_json_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,3 +81,18 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_a_folder_may_have_any_name() -> None:
     assert configure("models/😀 a: b", "--port", "0").model.path == "models/😀 a: b"
+
+
+def test_of_a_runs_folder_the_model_that_it_wrote_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, written = tmp_path / "my run", tmp_path / "my run" / "checkpoints" / "hf"
+    written.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="has not written a model") as caught:
+        configure(str(run))
+    assert (caught.value.path, caught.value.value) == ("MODEL_DIR", str(run))
+    assert str(written) in str(caught.value.rule)
+    (written / "config.json").write_text("{}")
+    for given in (run, run / "checkpoints"):
+        assert configure(str(given)).model.path == str(written)
+        assert capsys.readouterr().err == f"{given} is the folder of a run: using its model, {written}\n"
+    assert configure(str(written)).model.path == str(written)
+    assert capsys.readouterr().err == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import socket
 from collections.abc import Iterator
@@ -99,6 +100,12 @@ def test_bad_values_are_named(server: OpenAIServer, change: dict[str, Any], para
     [
         ({"messages": []}, "messages", "at least one"),
         ({"messages": ["Hi"]}, "messages[0]", "with a role"),
+        ({"messages": [{"role": "robot", "content": "Hi"}]}, "messages[0].role", "one of system, developer, user"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content", "is missing"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "at least one part"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages", "every message is empty"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "list of parts"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", '"text"'),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]", "function.name"),
@@ -126,6 +133,7 @@ def test_bad_conversations_are_named(server: OpenAIServer, change: dict[str, Any
         ({"prompt": []}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a"] * 33, "n": 2}, "prompt"),
         ({"echo": True}, "echo"),
         ({"logprobs": 2}, "logprobs"),
         ({"best_of": 3}, "best_of"),
@@ -134,6 +142,55 @@ def test_bad_conversations_are_named(server: OpenAIServer, change: dict[str, Any
 def test_bad_prompts_are_named(server: OpenAIServer, change: dict[str, Any], param: str) -> None:
     status, answer, _ = post(server, "/v1/completions", {**PLAIN, **change})
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_more_completions_than_can_ever_be_open_are_the_clients_fault(server: OpenAIServer) -> None:
+    """A client would repeat a request with the status 429 for ever."""
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", PLAIN)):
+        status, answer, _ = post(server, path, {**body, "n": 65})
+        assert (status, answer["error"]["param"], answer["error"]["code"]) == (400, "n", "invalid_value")
+        assert "at most 64" in answer["error"]["message"]
+        assert post(server, path, {**body, "n": 64, "max_tokens": 1})[0] == 200
+    assert post(server, "/v1/completions", {**PLAIN, "prompt": ["a"] * 32, "n": 2})[0] == 200
+    with serving(FakeGenerator([ConfigError("too many", path="sampling.n", value=99)])) as other:
+        status, answer, _ = post(other, "/v1/completions", PLAIN)
+    assert (status, answer["error"]["param"]) == (400, "n"), "as the service says it"
+
+
+def test_prompts_that_do_not_fit_are_not_sent(server: OpenAIServer) -> None:
+    policy = FakeGenerator(max_seq_len=8)
+    with serving(policy) as small:
+        for prompt in ([1] * 8, [[1], [1] * 8]):
+            status, answer, _ = post(small, "/v1/completions", {**PLAIN, "prompt": prompt})
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+            assert answer["error"]["param"] == "prompt"
+        assert policy.requests == []
+        assert post(small, "/v1/completions", {**PLAIN, "prompt": [65] * 7})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"HELLO\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 20_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: many\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\nmany\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nzzzz",
+    ],
+    ids=["no HTTP", "long header", "length", "chunks", "gzip"],
+)
+def test_what_is_not_http_gets_an_error_of_the_same_form(server: OpenAIServer, request_bytes: bytes) -> None:
+    with socket.create_connection((server.host, server.port), timeout=LIMIT_S) as line:
+        line.sendall(request_bytes)
+        answer = http.client.HTTPResponse(line)
+        answer.begin()
+        error = json.loads(answer.read())["error"]
+    assert (answer.status, answer.headers.get_content_type()) == (400, "application/json")
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
+    assert error["message"].startswith("The request is not valid HTTP: ")
 
 
 def test_bodies_that_are_no_request(server: OpenAIServer) -> None:

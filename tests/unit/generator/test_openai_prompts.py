@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
-from openai_serving import TokenService, client_of, serving
+from openai_serving import LIMIT_S, TokenService, client_of, serving
 
 from forge.generator.openai import read_exchanges
 from forge.generator.openai.prompts import ExactPrompts, PrefixIndex
+from forge.models.long_text import LONG_TEXT
 from forge.models.tiny import CHAT_TEMPLATE, make_tiny
 from forge.models.tokenizer import ChatTokenizer
 from forge.types import Completion
@@ -120,8 +125,44 @@ def test_an_answer_that_was_changed_is_tokenised_anew(tokenizer: ChatTokenizer) 
 class Prepending(ChatTokenizer):
     """As tokenizers do that put a space before every text."""
 
-    def encode_rendered(self, text: str) -> list[int]:
+    def encode_rendered(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         return super().encode_rendered(text if text.startswith("<|im_start|>user") else f" {text}")
+
+
+class Held(ChatTokenizer):
+    """Tokenises long texts only when it may."""
+
+    started, may_go_on = threading.Event(), threading.Event()
+
+    def encode_rendered(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        if len(text) > LONG_TEXT:
+            self.started.set()
+            assert self.may_go_on.wait(LIMIT_S)
+        return super().encode_rendered(text, max_tokens=max_tokens)
+
+
+def test_health_and_short_requests_are_answered_while_long_texts_are_tokenised(folder: Path) -> None:
+    tokenizer = Held.load(folder)
+    answer = [*tokenizer.encode_rendered("x"), tokenizer.eos_token_id]
+    policy = TokenService(tokenizer, [answer])
+    with serving(policy, tokenizer) as server, client_of(server) as client, ThreadPoolExecutor(20) as threads:
+
+        def ask(text: str) -> Any:
+            return client.chat.completions.create(model="tokens", messages=[{"role": "user", "content": text}])
+
+        long = [threads.submit(ask, "long " * 8000) for _ in range(20)]  # more than asyncio has threads
+        try:
+            assert Held.started.wait(LIMIT_S)
+            assert client.get(f"{server.url}/health", cast_to=object) == {"status": "ok", "weight_version": 3}
+            assert ask("short").choices[0].message.content == "x"
+            assert not any(future.done() for future in long)
+        finally:
+            Held.may_go_on.set()
+        for future in long:
+            error = future.exception(LIMIT_S)
+            assert isinstance(error, openai.BadRequestError)
+            assert (error.code, error.param) == ("context_length_exceeded", "messages")
+    assert len(policy.prompts) == 1, "what does not fit is sent nowhere"
 
 
 def test_tokens_that_cannot_be_joined_are_not(folder: Path) -> None:

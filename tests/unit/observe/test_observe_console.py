@@ -7,6 +7,8 @@ import io
 import math
 import os
 import re
+import subprocess
+import sys
 import termios
 
 import pytest
@@ -148,3 +150,32 @@ def test_a_pipe_gets_no_bar_unless_it_is_asked_for(capsys: pytest.CaptureFixture
         seen = capsys.readouterr()
         assert seen.out == "Step 1 | Loss: 1.00\n"
         assert ("1/2 [" in seen.err) == bool(progress)
+
+
+CONSOLE = """
+import logging, os, sys
+from forge.observe import ConsoleSink
+logging.basicConfig(format="%(message)s")
+sink = ConsoleSink(log_interval=1)
+for step in range(3):
+    sink.write(step, {"train/loss": 1.0})
+sink.close()
+print("the summary")
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_run_does_not_end_because_its_output_is_not_read(is_closed: bool) -> None:
+    """Neither with `>&-` nor with `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-c", CONSOLE]
+        if is_closed:
+            command = ["bash", "-c", 'exec "$@" >&-', "bash", *command]
+        ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    finally:
+        os.close(writing)
+    warning = "metrics are no longer printed: standard output: Broken pipe; the run continues\n"
+    assert (ended.returncode, ended.stderr) == (7, "" if is_closed else warning)

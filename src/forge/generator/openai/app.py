@@ -22,6 +22,7 @@ from forge.errors import ConfigError
 from forge.generator.openai.chat import complete_chat
 from forge.generator.openai.completions import complete_text
 from forge.generator.openai.errors import RequestError, refuse, request_error
+from forge.generator.openai.http_errors import JsonErrorRunner, is_malformed, malformed_request
 from forge.generator.openai.policy import Policy
 from forge.generator.openai.recorder import Recorder
 
@@ -79,13 +80,14 @@ async def serve_openai(
         )
         app = _make_app(policy, key=key, max_bytes=int(config.max_body_mb * 2**20))
         # A client that goes away cancels its handler, which cancels the request in the engine.
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=drain_s, access_log=None)
+        runner = JsonErrorRunner(app, handler_cancellation=True, shutdown_timeout=drain_s, access_log=None)
         await runner.setup()
         try:
             port = await _listen(runner, config)
             yield OpenAIServer(host=config.host, port=port, model_name=policy.name)
         finally:
             await runner.cleanup()
+            policy.close()
     finally:
         if recorder is not None:
             recorder.close()
@@ -165,7 +167,7 @@ async def _errors_told(request: web.Request, handler: Handler) -> web.StreamResp
     except ConnectionError:
         raise  # the client is gone: there is nobody to tell
     except Exception as cause:  # noqa: BLE001 - the client is told, and the log has it
-        error = request_error(cause)
+        error = malformed_request(str(cause)) if is_malformed(cause) else request_error(cause)
     return web.json_response(error.body, status=error.status, headers=error.headers)
 
 
@@ -201,8 +203,10 @@ async def _read_body(request: web.Request) -> Mapping[str, Any]:
         text = "The request must be of the type application/json."
         raise RequestError(text, status=415, code="unsupported_media_type")
     try:
-        body = json.loads(await request.read(), parse_constant=_no_constant)
-        json.dumps(body, ensure_ascii=False).encode()  # JSON can spell halves of characters, which are no text
+        raw = await request.read()
+        body = json.loads(raw, parse_constant=_no_constant)
+        if b"\\u" in raw:  # JSON can spell halves of characters, which are no text
+            json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):

@@ -27,6 +27,7 @@ async def complete_chat(
     """Answer a conversation, whole or piece by piece."""
     wish = read_wish(body, own=_OWN, engine=policy.engine, logprobs=read_flag(body, "logprobs"), header=conversation)
     messages, template = read_messages(body), read_template(body)
+    await policy.check_number(1, wish.n)
     ask = await policy.ask_chat(messages, template, wish=wish)
     reply = _Reply(policy, ask, reads_calls="tools" in template)
     if wish.stream:

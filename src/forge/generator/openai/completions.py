@@ -26,7 +26,8 @@ async def complete_text(
 ) -> web.StreamResponse:
     """Go on from one prompt or several, whole or piece by piece."""
     wish = read_wish(body, own=_OWN, engine=policy.engine, logprobs=_wants_logprobs(body), header=conversation)
-    prompts = _read_prompts(body.get("prompt"))
+    prompts = _read_prompts(body.get("prompt"), policy)
+    await policy.check_number(len(prompts), wish.n)
     reply = _Reply(policy, [policy.ask_text(prompt, wish=wish) for prompt in prompts], wish)
     if wish.stream:
         return await send_events(request, reply.chunks())
@@ -41,10 +42,13 @@ def _wants_logprobs(body: Mapping[str, Any]) -> bool:
     return wanted is not None
 
 
-def _read_prompts(prompt: Any) -> Sequence[str | list[int]]:
+def _read_prompts(prompt: Any, policy: Policy) -> Sequence[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
+        for ids in prompt if isinstance(prompt[0], list) else [prompt]:
+            if isinstance(ids, list) and ids and type(ids[0]) is int:
+                policy.check_length(len(ids), "prompt")
         if all(type(token) is int for token in prompt):
             return [prompt]
         if all(isinstance(text, str) for text in prompt):

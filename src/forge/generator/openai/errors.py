@@ -61,7 +61,8 @@ def request_error(error: BaseException) -> RequestError:
         return error
     if isinstance(error, INPUT_ERRORS):
         code = "context_length_exceeded" if isinstance(error, PromptError) and _is_length(error) else "invalid_value"
-        return RequestError(str(error), param=error.path, code=code)
+        param = None if error.path is None else error.path.removeprefix("sampling.")
+        return RequestError(str(error), param=param, code=code)
     if isinstance(error, Overloaded):
         return RequestError(str(error), status=429, kind="rate_limit_error", code="overloaded")
     if isinstance(error, EngineDead | ActorFailure | ServiceStopped | SyncError):

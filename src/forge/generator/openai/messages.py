@@ -9,6 +9,7 @@ from forge.generator.openai.errors import RequestError, refuse
 from forge.generator.openai.parameters import read_object
 from forge.generator.openai.tool_calls import parsed_arguments
 
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _TAKEN: Final = ("messages", "conversation", "conversations", "tools", "documents", "chat_template")
 
 
@@ -17,13 +18,21 @@ def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise refuse("messages", "must be a list with at least one message", code="missing_required_parameter")
-    return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    found = [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    if not any(message["content"] or message.get("tool_calls") for message in found):
+        raise refuse("messages", "must say something: every message is empty")
+    return found
 
 
 def _read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise refuse(where, "must be an object with a role")
+    if message["role"] not in _ROLES:
+        raise refuse(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
     found = {name: value for name, value in message.items() if value is not None}
+    if "content" not in found and not (found["role"] == "assistant" and found.get("tool_calls")):
+        rule = "is missing; only an assistant's message with tool_calls may be without"
+        raise refuse(f"{where}.content", rule, code="missing_required_parameter")
     if found["role"] == "developer":
         found["role"] = "system"
     found["content"] = _read_content(found.get("content"), f"{where}.content")
@@ -42,6 +51,8 @@ def _read_content(content: Any, where: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise refuse(where, "must be text, or a list of parts")
+    if not content:
+        raise refuse(where, "must have at least one part")
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):

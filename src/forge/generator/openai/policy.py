@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from forge.generator.long_texts import LongTexts, is_long
 from forge.generator.openai.errors import refuse
 from forge.generator.openai.parameters import Wish
 from forge.generator.openai.prompts import ChatPrompt, ExactPrompts
 from forge.generator.openai.recorder import Recorder
+from forge.generator.prompts import length_checked, too_long
 from forge.types import Completion, Delta
 
 if TYPE_CHECKING:
@@ -53,10 +55,32 @@ class Policy:
         self.service, self.name, self.card = service, name, card
         self._tokenizer, self._recorder = tokenizer, recorder
         self._prompts = None if tokenizer is None else ExactPrompts(tokenizer)
+        self._long_texts = LongTexts()
+
+    def close(self) -> None:
+        """End the thread for long texts."""
+        self._long_texts.close()
 
     @property
     def engine(self) -> str:
         return str(self.card["engine"])
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """The longest prompt: the context less one token for the completion."""
+        return int(self.card["max_seq_len"]) - 1
+
+    async def check_number(self, num_prompts: int, n: int) -> None:
+        """Refuse more completions than the generators can ever have open; what they have no room for now waits."""
+        most: int | None = self.card.get("max_open")
+        if most is None or num_prompts * n <= most:
+            return
+        if n > most:
+            raise refuse("n", f"must be at most {most}, generator.max_batch and generator.max_queue together")
+        most *= len(await self.service.stats.fanout())
+        if num_prompts * n > most:
+            rule = f"asks for {num_prompts} x {n} completions; the generators take at most {most} at a time"
+            raise refuse("prompt", rule)
 
     async def ask_chat(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, wish: Wish) -> Ask:
         """A conversation, as tokens where there is a tokenizer."""
@@ -64,9 +88,18 @@ class Policy:
         request = self._request(told, wish)
         if self._prompts is None:
             return Ask(told, wish, request)
-        chat = await asyncio.to_thread(self._prompts.encode, messages, template)
+        with length_checked("messages", max_seq_len=self.max_prompt_tokens + 1):
+            encode, most = self._prompts.encode, self.max_prompt_tokens
+            run = self._long_texts.run if is_long(None, messages) else asyncio.to_thread
+            chat: ChatPrompt = await run(encode, messages, template, max_tokens=most)
+        self.check_length(len(chat.token_ids), "messages")
         _check_tools(messages, template, chat.text)
         return Ask({"token_ids": chat.token_ids}, wish, request, chat)
+
+    def check_length(self, num_tokens: int, param: str) -> None:
+        """Refuse a prompt that does not fit, before it is sent anywhere."""
+        if num_tokens > self.max_prompt_tokens:
+            raise too_long(f"{num_tokens} tokens", path=param, max_seq_len=self.max_prompt_tokens + 1)
 
     def ask_text(self, prompt: str | Sequence[int], *, wish: Wish) -> Ask:
         """A prompt that is plain text, or tokens."""

@@ -80,8 +80,13 @@ class ExactPrompts:
         self._drawn: PrefixIndex[str, tuple[int, ...]] = PrefixIndex(max_entries=max_entries)
         self._said: PrefixIndex[str, str] = PrefixIndex(max_entries=max_entries)
 
-    def encode(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> ChatPrompt:
-        """The tokens after which the answer is to be drawn. `template` are keyword arguments of the chat template."""
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, max_tokens: int | None = None
+    ) -> ChatPrompt:
+        """The tokens after which the answer is to be drawn. `template` are keyword arguments of the chat template.
+
+        A long text of more than `max_tokens` raises `TextTooLong`.
+        """
         text = self.tokenizer.render_prompt(messages, **template)
         restored = [self._as_drawn(message) for message in messages]
         if restored != list(messages):
@@ -90,7 +95,7 @@ class ExactPrompts:
             # Only the turns with calls may differ: what comes after them must be as the template has it.
             if found is not None and text.endswith(exact[len(found[0]) :]):
                 text = exact
-        return self._encode_text(text)
+        return self._encode_text(text, max_tokens)
 
     def remember(self, prompt: ChatPrompt, completion: Completion, *, message: Mapping[str, Any]) -> None:
         """Keep what was drawn after a prompt; `message` is what the client was given for it."""
@@ -106,11 +111,11 @@ class ExactPrompts:
         text = None if key is None else self._said.get(key)
         return message if text is None else {"role": "assistant", "content": text}
 
-    def _encode_text(self, text: str) -> ChatPrompt:
-        plain = tuple(self.tokenizer.encode_rendered(text))
+    def _encode_text(self, text: str, max_tokens: int | None) -> ChatPrompt:
         found = self._drawn.find(text)
         if found is None:
-            return ChatPrompt(text, plain)
+            return ChatPrompt(text, tuple(self.tokenizer.encode_rendered(text, max_tokens=max_tokens)))
+        plain = tuple(self.tokenizer.encode_rendered(text))  # it may have more tokens than what was drawn
         known, kept = found
         exact = (*kept, *self.tokenizer.encode_rendered(text[len(known) :]))
         # A tokenizer that treats the beginning of a text in its own way does not allow to join tokens like this.
