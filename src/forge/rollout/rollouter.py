@@ -80,6 +80,10 @@ class Rollouter:
     ) -> None:
         self._prompts, self._policy, self._rewards, self._reference = prompts, policy, rewards, reference
         self._sampling, self._algorithm, self._seed = sampling, algorithm, seed
+        self.num_samples = 0
+        """Completions that were sampled so far, whatever became of their groups."""
+        self.num_tokens = 0
+        """Tokens of those completions."""
         self._stages: dict[int, _Stage] = {}
         self._generating_s = 0.0
         self._num_generating = 0
@@ -92,6 +96,8 @@ class Rollouter:
             with span("rollout", group=number):
                 self._enter(number, "generating")
                 completions = await self._generate(number, prompt)
+                self.num_samples += len(completions)
+                self.num_tokens += sum(len(completion) for completion in completions)
                 self._enter(number, "scoring")
                 scores, references = await _both(
                     self._rewards.score(prompt, completions), self._references(number, prompt, completions)
@@ -139,8 +145,13 @@ class Rollouter:
             return episode
         divergence = completion_kl(sampler_logprobs(episode.completion), episode.ref_logprobs, kl.estimator)
         score = episode.score
-        parts = {**score.parts, "kl": -divergence}
-        return replace(episode, score=replace(score, reward=score.reward - kl.coefficient * divergence, parts=parts))
+        punished = replace(
+            score,
+            reward=score.reward - kl.coefficient * divergence,
+            parts={**score.parts, "kl": -divergence},
+            unshaped=score.reward if score.unshaped is None else score.unshaped,
+        )
+        return replace(episode, score=punished)
 
     # ---- What is being done ---------------------------------------------------------------------------------------
 
