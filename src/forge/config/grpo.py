@@ -139,7 +139,9 @@ class GRPOConfig(ForgeConfig):
         advantage, rollout = self.algorithm.advantage, self.rollout
         if advantage.baseline in ("group_mean", "leave_one_out"):
             if rollout.group_size == 1:
-                rule = f"at least 2 with algorithm.advantage.baseline `{advantage.baseline}`: a completion alone is its "
+                rule = (
+                    f"at least 2 with algorithm.advantage.baseline `{advantage.baseline}`: a completion alone is its "
+                )
                 repair = "raise it, or choose an algorithm that compares no groups: algorithm.preset=reinforce_pp"
                 raise broken_rule(rule + "own baseline", repair=repair, key="rollout.group_size")
         elif advantage.baseline == "batch_mean" or advantage.whiten:
