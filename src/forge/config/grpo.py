@@ -137,17 +137,17 @@ class GRPOConfig(ForgeConfig):
     def _check_comparison(self) -> Self:
         """Refuse what can give no advantage but 0: a completion that is compared with itself alone."""
         advantage, rollout = self.algorithm.advantage, self.rollout
+        if rollout.group_size > 1:
+            return self
         if advantage.baseline in ("group_mean", "leave_one_out"):
-            if rollout.group_size == 1:
-                rule = (
-                    f"at least 2 with algorithm.advantage.baseline `{advantage.baseline}`: a completion alone is its "
-                )
-                repair = "raise it, or choose an algorithm that compares no groups: algorithm.preset=reinforce_pp"
-                raise broken_rule(rule + "own baseline", repair=repair, key="rollout.group_size")
-        elif advantage.baseline == "batch_mean" or advantage.whiten:
-            if rollout.group_size * rollout.batch_groups == 1:
-                rule = "at least 2 completions to a step, which are compared with each other"
-                raise broken_rule(rule, repair="raise it, or rollout.group_size", key="rollout.batch_groups")
+            rule = (
+                f"at least 2 with algorithm.advantage.baseline `{advantage.baseline}`: a completion alone is its own "
+            )
+            repair = "raise it, or choose an algorithm that compares no groups: algorithm.preset=reinforce_pp"
+            raise broken_rule(rule + "baseline", repair=repair, key="rollout.group_size")
+        if rollout.batch_groups == 1 and (advantage.baseline == "batch_mean" or advantage.whiten):
+            rule = "at least 2 with rollout.group_size 1: the completions of a step are compared with each other"
+            raise broken_rule(rule, repair="raise it, or rollout.group_size", key="rollout.batch_groups")
         return self
 
     @model_validator(mode="after")

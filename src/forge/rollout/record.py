@@ -86,7 +86,7 @@ class RolloutRecorder:
         """Write the answers to held-out prompts; a group's number is the prompt's place among them."""
         if self._config.rollouts == "none":
             return None
-        lines = self._lines(step, self._chosen(groups), outcome={"outcome": "evaluation"})
+        lines = self._lines(step, self._chosen(groups), outcome="evaluation")
         return self._replace(f"evaluation_{step:06d}.jsonl", lines)
 
     def write_fruitless(self, step: int, fruitless: Fruitless) -> Path | None:
@@ -101,10 +101,10 @@ class RolloutRecorder:
         first = self._config.num_groups if self._config.rollouts == "some" else _FIRST_FRUITLESS
         if self._num_fruitless > first and self._num_fruitless & (self._num_fruitless - 1):
             return None
-        outcome = {"outcome": fruitless.outcome, "reason": REASONS[fruitless.reason]}
         target = self.folder / f"fruitless_{step:06d}.jsonl"
         with open(target, "ab", buffering=0) as file:
-            file.write(b"".join(self._lines(step, [fruitless.group], outcome=outcome)))
+            reason = REASONS[fruitless.reason]
+            file.write(b"".join(self._lines(step, [fruitless.group], outcome=fruitless.outcome, reason=reason)))
         return target
 
     def _chosen(self, groups: Sequence[Group]) -> list[Group]:
@@ -127,12 +127,13 @@ class RolloutRecorder:
         groups: Sequence[Group],
         *,
         known: TrainerLogprobs = MappingProxyType({}),
-        outcome: Mapping[str, str] = MappingProxyType({"outcome": "trained"}),
+        outcome: str = "trained",
+        reason: str | None = None,
     ) -> Iterator[bytes]:
         for group in groups:
             for index, episode in enumerate(group.episodes):
                 fields: dict[str, Any] = {"step": step, "group": group.number, "epoch": group.epoch, "index": index}
-                fields |= outcome
+                fields |= {"outcome": outcome, "reason": reason}
                 fields |= _fields(episode, known.get((group.number, index)), where=f"group {group.number}, {index}")
                 fields["pieces"] = self._splitter.split(episode.completion.token_ids)
                 text = json.dumps(fields, ensure_ascii=False, allow_nan=False, default=_plain)

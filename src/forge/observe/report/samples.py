@@ -259,7 +259,7 @@ def _item(episode: Fields, *, prompt: int, limit: int) -> Fields:
         "index": episode["index"],
         "epoch": episode.get("epoch"),
         "outcome": _cut(str(episode.get("outcome", "trained")), 40),
-        "reason": _cut(str(episode.get("reason", "")), _MAX_FIELD),
+        "reason": _cut(str(episode.get("reason") or ""), _MAX_FIELD),
         "promptId": _cut(str(episode.get("prompt_id", "")), _MAX_FIELD),
         "prompt": prompt,
         "answer": None if episode.get("answer") is None else _cut(str(episode["answer"]), _MAX_FIELD),
