@@ -423,6 +423,6 @@ class GRPOLoop:
             return
         try:
             if self._has_begun and not self._records.is_ended and (report := self._end()) is not None:
-                _log.warning("the run did not come to its end; the report so far: %s", report)
+                _log.warning("the run ended early; report: %s", report)
         finally:
             self._records.close()

@@ -72,8 +72,9 @@ def _shares(counts: Mapping[str, int], max_samples: int) -> dict[str, int]:
     """How many samples of each kind are shown."""
     if sum(counts.values()) <= max_samples:
         return dict(counts)
-    room = max_samples // 4 if counts["step"] else max_samples // 2
-    shares = {kind: min(counts[kind], room) for kind in ("fruitless", "evaluation")}
+    others = [kind for kind in _KINDS if kind != "step" and counts[kind]]
+    room = max_samples // 4 if counts["step"] else max_samples // len(others)
+    shares = {kind: min(counts[kind], room) for kind in others}
     return {**shares, "step": max_samples - sum(shares.values())}
 
 
