@@ -129,6 +129,22 @@ def test_dynamic_sampling_looks_at_rewards_before_shaping() -> None:
     assert not dynamic.passes([cancelled]), "no advantage is left to learn from"
 
 
+@pytest.mark.parametrize(("rule", "is_learned_from"), [("replace", False), ("drop", True), ("keep", True)])
+def test_only_dynamic_sampling_leaves_out_what_length_terms_alone_tell_apart(rule: str, is_learned_from: bool) -> None:
+    async def body() -> TakenBatch | None:
+        buffer = ReplayBuffer(RolloutConfig(batch_groups=2, no_signal=rule), num_groups=2)
+        for _ in range(2):
+            await buffer.admit()
+        buffer.put(shaped(0, (1.0, 0.6), (1.0, 1.0)))
+        buffer.put(make_group(1))
+        return await buffer.take()
+
+    taken = asyncio.run(asyncio.wait_for(body(), 20))
+    assert taken is not None
+    assert [group.number for group in taken.groups] == ([0, 1] if is_learned_from else [1])
+    assert taken.num_no_signal == (not is_learned_from)
+
+
 def test_what_is_masked_or_empty_has_no_signal() -> None:
     test = SignalTest(AdvantageConfig(), mask_truncated=True)
     cut = make_group(0, (0.0, 0.5, 1.0), finish_reason="length")
