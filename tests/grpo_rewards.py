@@ -21,6 +21,11 @@ def constant(prompt: Prompt, completion: Completion) -> float:
     return 1.0
 
 
+def raises(prompt: Prompt, completion: Completion) -> float:
+    """Fails on every completion, each time with another text."""
+    raise LookupError(f"nothing is known of {sum(completion.token_ids)}")
+
+
 def fails_sometimes(prompt: Prompt, completion: Completion) -> float:
     """Raises for about a quarter of completions."""
     if sum(completion.token_ids) % 4 == 0:

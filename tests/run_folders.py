@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forge.config import RecordConfig
 from forge.observe import JsonlSink
+from forge.rollout.fruitless import Fruitless
 from forge.rollout.record import RolloutRecorder
 from forge.types import Completion, Episode, Group, Prompt, Score, VersionSpan
 
@@ -202,6 +203,15 @@ def write_rollouts(folder: Path, steps: Sequence[int], *, num_groups: int = 2, g
         skill = 1 / (1 + math.exp(-9 * (step / max(60, steps[-1]) - 0.35)))
         groups = make_groups(step, num_groups=num_groups, group_size=group_size, skill=skill)
         recorder.write(step, groups, trainer_logprobs(groups, seed=step))
+
+
+def write_other_rollouts(folder: Path, steps: Sequence[int]) -> None:
+    """For each step a group that taught nothing, and an evaluation of one prompt."""
+    recorder = RolloutRecorder(folder / "rollouts", decode=decode, config=RecordConfig(), resume_step=max(steps))
+    for step in steps:
+        (group,) = make_groups(step, num_groups=1, group_size=4)
+        recorder.write_fruitless(step, Fruitless(group.number, "no_signal", "all_zero", group))
+        recorder.write_evaluation(step, [group])
 
 
 def write_ledger(folder: Path, *, num_trained: int, num_fruitless: int = 3) -> None:

@@ -290,11 +290,14 @@ class Score:
         reward: the number to learn from: the weighted sum of the parts.
         parts: each reward by its name, before its weight.
         failures: the rewards that failed, by name, with what happened; their parts are 0.
+        unshaped: the reward without what only shapes it (length terms, the overlong penalty, the divergence from the
+            reference); None where that is the reward itself.
     """
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
+    unshaped: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,6 +348,12 @@ class Group:
     @property
     def rewards(self) -> tuple[float, ...]:
         return tuple(episode.score.reward for episode in self.episodes)
+
+    @property
+    def unshaped_rewards(self) -> tuple[float, ...]:
+        """The rewards before shaping."""
+        scores = [episode.score for episode in self.episodes]
+        return tuple(score.reward if score.unshaped is None else score.unshaped for score in scores)
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from forge.config import GRPOConfig
-from forge.errors import ConfigError, NonFiniteError, RewardError
+from forge.errors import ConfigError, NonFiniteError, RewardError, RolloutError
 from forge.loops.places import run_dir
 from forge.observe import is_tracing
 from forge.rollout.ledger import check_ledger
@@ -175,6 +175,26 @@ def test_rewards_whose_processes_die_are_counted_and_the_run_goes_on(tmp_path: P
     train(zero)
     assert sum(figures(zero, "rollout/num_failed")) > 0
     assert any(episode["failures"] and episode["reward"] == 0.0 for episode in episodes(zero))
+
+
+def test_a_reward_that_always_raises_is_named_and_what_it_was_given_can_be_read(tmp_path: Path) -> None:
+    reward = "rewards.functions=[{kind: 'grpo_rewards:raises', name: even}]"
+    chosen = config(
+        tmp_path / "raises",
+        *(reward, "rollout.max_fruitless=6", "evaluation.fraction=0.1", "record.report=true"),
+    )
+    with pytest.raises(RolloutError, match="6 groups in a row") as caught:
+        train(chosen)
+    assert "rewards failed on 18 of 18 completions, most often (18 times) 'even': LookupError" in caught.value.value
+    folder = run_dir(chosen)
+    assert str(caught.value.repair).startswith(f"look at {folder / 'rollouts' / 'fruitless_000001.jsonl'}; correct the")
+    for name in ("fruitless_000001.jsonl", "evaluation_000000.jsonl"):
+        lines = [json.loads(line) for line in (folder / "rollouts" / name).read_text().splitlines()]
+        assert lines
+        assert all("LookupError" in line["failures"]["even"] and line["text"] for line in lines)
+    assert {(line.step, line.outcome) for line in ledger(chosen)} == {(1, "no_signal")}
+    assert (folder / "report.html").stat().st_size > 10_000
+    assert set(kept_buffer(chosen)["pending"]) >= {line.group for line in ledger(chosen)}
 
 
 def test_a_reward_may_stop_the_run_and_nothing_is_lost(tmp_path: Path) -> None:

@@ -50,9 +50,11 @@ def test_scores_are_weighted_sums_and_failures_are_said(drive: Any) -> None:
         texts = [completion("4"), completion("Score: 4", 9), completion("break", 12)]
         first, second, third = await rewards.score.route(PROMPT, texts)
         assert first.parts == {"exact": 1.0, "number_of": 4.0, "taste": 0.8, "overlong": 0.0}
+        assert first.unshaped == first.reward
         assert first.reward == pytest.approx(2.0 * 1.0 + 0.5 * 4.0 + 10.0 * 0.8)
         assert first.failures == {}
         assert second.parts == {"exact": 0.0, "number_of": 0.0, "taste": 0.8, "overlong": -1.5}
+        assert second.unshaped == pytest.approx(second.reward + 1.5)
         assert second.reward == pytest.approx(10.0 * 0.8 - 1.5)
         assert list(second.failures) == ["number_of"]
         assert "could not convert string to float" in second.failures["number_of"]

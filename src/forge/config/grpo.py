@@ -40,8 +40,9 @@ class RolloutConfig(ConfigModel):
     iterations: int = Field(default=1, ge=1, description="Optimizer steps on each batch.")
     no_signal: Literal["drop", "replace", "keep"] = Field(
         default="drop",
-        description="What happens to a group whose rewards are all equal: left out of its batch, replaced by another "
-        "(dynamic sampling), or learned from like any other.",
+        description="What happens to a group without signal, whose advantages are all 0: left out of its batch, "
+        "replaced by another (dynamic sampling, which also replaces a group whose rewards are equal before shaping), "
+        "or learned from like any other.",
     )
     max_fruitless: int = Field(
         default=1000, ge=1, description="Groups in a row without signal, or with failed rewards, that end the run."
@@ -88,9 +89,11 @@ class RecordConfig(ConfigModel):
     """The section `record`: what is written down of rollouts."""
 
     rollouts: Literal["all", "some", "none"] = Field(
-        default="all", description="Which episodes are written to rollouts/step_N.jsonl."
+        default="all",
+        description="Which episodes are written to rollouts/: those of every group that a step learned from and of "
+        "every evaluation, of some, or of none. Of groups that taught nothing a few of each step are written.",
     )
-    num_groups: int = Field(default=2, ge=1, description="For `some`: groups of each step.")
+    num_groups: int = Field(default=2, ge=1, description="For `some`: groups of each step and of each evaluation.")
     trainer_logprobs: bool = Field(
         default=True, description="Whether the trainer's logprobs are written beside the sampler's."
     )
@@ -128,6 +131,23 @@ class GRPOConfig(ForgeConfig):
             if getattr(self.training, key) != TrainingConfig.model_fields[key].default:
                 rule = "has no meaning here: a step learns from rollout.batch_groups groups"
                 raise broken_rule(rule, repair="remove it, and set rollout.batch_groups", key=f"training.{key}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_comparison(self) -> Self:
+        """Refuse what can give no advantage but 0: a completion that is compared with itself alone."""
+        advantage, rollout = self.algorithm.advantage, self.rollout
+        if rollout.group_size > 1:
+            return self
+        if advantage.baseline in ("group_mean", "leave_one_out"):
+            rule = (
+                f"at least 2 with algorithm.advantage.baseline `{advantage.baseline}`: a completion alone is its own "
+            )
+            repair = "raise it, or choose an algorithm that compares no groups: algorithm.preset=reinforce_pp"
+            raise broken_rule(rule + "baseline", repair=repair, key="rollout.group_size")
+        if rollout.batch_groups == 1 and (advantage.baseline == "batch_mean" or advantage.whiten):
+            rule = "at least 2 with rollout.group_size 1: the completions of a step are compared with each other"
+            raise broken_rule(rule, repair="raise it, or rollout.group_size", key="rollout.batch_groups")
         return self
 
     @model_validator(mode="after")

@@ -21,6 +21,11 @@ class RewardConfig(ConfigModel):
     )
     name: Name | None = Field(default=None, description="Name in metrics; null for the kind's.")
     weight: float = Field(default=1.0, description="What it is multiplied by before all are added.")
+    shaping: bool | None = Field(
+        default=None,
+        description="Whether it only shapes the reward, as a bonus for brevity does: it counts in the reward, but "
+        "`rollout.no_signal: replace` does not look at it. Null for yes with the kind `length` beside other rewards.",
+    )
     args: Mapping[str, Any] = Field(default_factory=FrozenDict, description="Keyword arguments of the function.")
     timeout_s: float = Field(
         default=10.0, gt=0, description="Seconds for one completion, after which the reward's process is killed."
@@ -90,3 +95,20 @@ class RewardsConfig(ConfigModel):
             rule = "no two rewards may have the same name"
             raise broken_rule(rule, repair="give one of them another `name`", key="functions")
         return self
+
+    @model_validator(mode="after")
+    def _check_shaping(self) -> Self:
+        if self.functions and not self.task_functions:
+            rule = "at least one reward that does not only shape the others"
+            raise broken_rule(rule, repair="remove `shaping: true` from one of them", key="functions")
+        return self
+
+    @property
+    def task_functions(self) -> tuple[RewardConfig, ...]:
+        """The rewards that say how well the task was done; the others only shape the sum."""
+        task = tuple(each for each in self.functions if not (each.shaping or _is_length(each)))
+        return task or tuple(each for each in self.functions if not each.shaping)
+
+
+def _is_length(function: RewardConfig) -> bool:
+    return function.shaping is None and function.kind == "length"

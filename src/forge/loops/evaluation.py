@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from forge.config import EvaluationConfig, Sampling
 from forge.errors import ActorFailure, CallTimeout, ConfigError, EngineDead, PromptError
 from forge.observe import span
 from forge.rollout.rollouter import Policy, Rewards, group_seed
-from forge.types import Score
+from forge.types import Episode, Group, Score
 
 if TYPE_CHECKING:
     from forge.data.prompts import PromptBook
@@ -97,16 +97,16 @@ class Evaluator:
     def num_prompts(self) -> int:
         return min(len(self._book), self._config.max_prompts or len(self._book))
 
-    async def run(self) -> Evaluation:
-        """Ask every prompt once, `num_samples` times."""
-        tasks: list[asyncio.Task[list[tuple[int, Score]]]] = []
+    async def run(self, *, record: Callable[[Sequence[Group]], object] | None = None) -> Evaluation:
+        """Ask every prompt once, `num_samples` times. `record` gets the answers, a group for each prompt."""
+        tasks: list[asyncio.Task[Group | None]] = []
         with span("evaluation"):
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._ask(index)) for index in range(self.num_prompts)]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-        answered = [answers for task in tasks if (answers := task.result())]
+        answered = [found for task in tasks if (found := task.result()) is not None]
         if not answered:
             raise PromptError(
                 "no held-out prompt can be answered",
@@ -115,10 +115,12 @@ class Evaluator:
                 rule="at least one that a generator takes",
                 repair="the warnings before this say why each was refused; shorten them, or raise training.max_seq_len",
             )
+        if record is not None:
+            record(answered)
         return self._summed(answered)
 
-    async def _ask(self, index: int) -> list[tuple[int, Score]]:
-        """Length and score of each completion; none of a prompt that no generator can answer."""
+    async def _ask(self, index: int) -> Group | None:
+        """The answers to a prompt; None where no generator can answer it."""
         async with self._slots:
             prompt = self._book.read(index)
             sampling = self._sampling.model_copy(update={"seed": group_seed(0, index)})
@@ -126,28 +128,29 @@ class Evaluator:
                 try:
                     completions = await self._policy.generate(prompt, sampling=sampling)
                     scores = await self._rewards.score(prompt, completions)
-                    return [(len(completion), score) for completion, score in zip(completions, scores, strict=True)]
+                    pairs = zip(completions, scores, strict=True)
+                    return Group(index, 0, tuple(Episode(prompt, *pair) for pair in pairs))
                 except PromptError as error:
                     _log.warning("held-out prompt %s is left out: %s", prompt.id, error)
-                    return []
+                    return None
                 except (ActorFailure, EngineDead, CallTimeout) as error:
                     if not tries_left:
                         raise
                     _log.warning("held-out prompt %s is asked again: %s", prompt.id, error.message)
         raise AssertionError("the last try returns or raises")
 
-    def _summed(self, asked: Sequence[list[tuple[int, Score]]]) -> Evaluation:
-        flat = [pair for answers in asked for pair in answers]
-        num_samples = len(asked[0])
-        solved = [sum(self._is_solved(score) for _, score in answers) for answers in asked]
+    def _summed(self, asked: Sequence[Group]) -> Evaluation:
+        flat = [episode for group in asked for episode in group.episodes]
+        num_samples = len(asked[0].episodes)
+        solved = [sum(self._is_solved(episode.score) for episode in group.episodes) for group in asked]
         ks = sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
         return Evaluation(
             num_prompts=len(asked),
-            reward=math.fsum(score.reward for _, score in flat) / len(flat),
+            reward=math.fsum(episode.score.reward for episode in flat) / len(flat),
             solved=sum(solved) / len(flat),
             pass_at={k: math.fsum(pass_at_k(num_samples, right, k) for right in solved) / len(solved) for k in ks},
-            length=sum(length for length, _ in flat) / len(flat),
-            num_failed=sum(bool(score.failures) for _, score in flat),
+            length=sum(len(episode.completion) for episode in flat) / len(flat),
+            num_failed=sum(bool(episode.score.failures) for episode in flat),
         )
 
     def _is_solved(self, score: Score) -> bool:

@@ -70,4 +70,4 @@ class Feeder:
                 repair="correct the reward, or set rewards.on_error to zero or skip",
             )
         _log.warning("group %d is skipped: the reward %r failed: %s", group.number, name, why)
-        self._buffer.give_up(group.number, "failed")
+        self._buffer.give_up(group.number, "failed", group=group)

@@ -12,7 +12,7 @@ from forge.generator.engine import UpdateReport
 from forge.observe.sink import Value
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.rollouter import Rollouter
-from forge.types import Episode, Group, StepResult
+from forge.types import Episode, StepResult
 
 PARTS = ("waiting", "generating", "training", "syncing", "other")
 
@@ -57,6 +57,7 @@ class StepFigures:
     def __init__(self, rollouter: Rollouter, buffer: ReplayBuffer) -> None:
         self._rollouter, self._buffer = rollouter, buffer
         self._num_failed = 0
+        self._num_samples = self._num_tokens = 0
         self._sync: dict[str, float] = {}
 
     def count_failures(self, failed: Sequence[Episode]) -> None:
@@ -73,40 +74,39 @@ class StepFigures:
                 **({"sync/canary": max(canaries)} if canaries else {}),
             }
 
-    def of_step(
-        self, taken: TakenBatch, groups: Sequence[Group], result: StepResult, *, clock: StepClock
-    ) -> dict[str, Value]:
+    def of_step(self, taken: TakenBatch, result: StepResult, *, clock: StepClock) -> dict[str, Value]:
         """Everything that is known of one step."""
         times = clock.values()
-        values: dict[str, Value] = {**_of_rollouts(taken, groups), **_of_training(result), **times, **self._sync}
+        values: dict[str, Value] = {**_of_rollouts(taken), **_of_training(result), **times, **self._sync}
         values["rollout/num_failed"], self._num_failed = self._num_failed, 0
-        values["rollout/samples_per_s"] = sum(len(group.episodes) for group in groups) / times["time/step"]
-        values["rollout/tokens_per_s"] = sum(group.num_tokens for group in groups) / times["time/step"]
+        num_samples, num_tokens = self._rollouter.num_samples, self._rollouter.num_tokens
+        values["rollout/samples_per_s"] = (num_samples - self._num_samples) / times["time/step"]
+        values["rollout/tokens_per_s"] = (num_tokens - self._num_tokens) / times["time/step"]
+        self._num_samples, self._num_tokens = num_samples, num_tokens
         values["rollout/num_ready"] = self._buffer.num_ready
         return values
 
 
-def _of_rollouts(taken: TakenBatch, groups: Sequence[Group]) -> dict[str, Value]:
-    episodes = [episode for group in groups for episode in group.episodes]
-    rewards = taken.rewards
-    lengths = [len(episode.completion) for episode in episodes]
-    staleness = taken.staleness
+def _of_rollouts(taken: TakenBatch) -> dict[str, Value]:
+    """Of completions: all that were scored. Of groups: those that are trained on, unless the name says otherwise."""
+    scored, staleness = taken.scored, taken.staleness
+    rewards, lengths = taken.rewards, [each.num_tokens for each in scored]
     values: dict[str, Value] = {
         "rollout/reward_mean": math.fsum(rewards) / len(rewards),
         "rollout/reward_std": statistics.pstdev(rewards),
         "rollout/length_mean": sum(lengths) / len(lengths),
         "rollout/length_max": max(lengths),
-        "rollout/truncated": sum(each.completion.finish_reason == "length" for each in episodes) / len(episodes),
-        "rollout/num_groups": len(groups),
-        "rollout/num_no_signal": sum(why == "no_signal" for _, why in taken.given_up),
+        "rollout/truncated": sum(each.is_truncated for each in scored) / len(scored),
+        "rollout/num_groups": len(taken.groups),
+        "rollout/num_no_signal": taken.num_no_signal,
         "rollout/num_given_up": len(taken.given_up),
         "rollout/num_stale": taken.num_stale,
         "rollout/staleness_mean": sum(staleness) / len(staleness),
         "rollout/staleness_max": max(staleness),
-        "rollout/epoch": max(group.epoch for group in groups),
+        "rollout/epoch": max(group.epoch for group in taken.groups),
     }
-    for name in sorted({name for episode in episodes for name in episode.score.parts}):
-        parts = [episode.score.parts.get(name, 0.0) for episode in episodes]
+    for name in sorted({name for each in scored for name in each.parts}):
+        parts = [each.parts.get(name, 0.0) for each in scored]
         values[f"reward/{name}"] = math.fsum(parts) / len(parts)
     return values
 

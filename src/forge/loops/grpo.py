@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from forge.config import GRPOConfig, save
-from forge.errors import ActorFailure, CheckpointError, EngineDead, NonFiniteError
+from forge.errors import ActorFailure, CheckpointError, EngineDead, NonFiniteError, RolloutError
 from forge.loops.casting import Cast, open_cast
 from forge.loops.evaluation import Evaluation, Evaluator
 from forge.loops.feeding import Feeder
@@ -37,6 +38,7 @@ from forge.loops.stopping import Stop, patiently, stopped_by_hand
 from forge.observe import is_tracing, span, switch_tracing
 from forge.observe.tracing import drain_trace
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
+from forge.rollout.fruitless import Fruitless, GivenUp
 from forge.rollout.ledger import LedgerLine
 from forge.rollout.rollouter import Rollouter
 from forge.rollout.samples import completion_logprobs
@@ -109,7 +111,12 @@ class GRPOLoop:
     def __init__(self, plan: Plan, cast: Cast, *, stop: Stop | None = None) -> None:
         self._plan, self._config, self._cast = plan, plan.config, cast
         self._stop = stop or Stop()
-        self._buffer = ReplayBuffer(plan.rollout, num_groups=plan.num_groups)
+        self._buffer = ReplayBuffer(
+            plan.rollout,
+            num_groups=plan.num_groups,
+            algorithm=self._config.algorithm,
+            on_fruitless=self._note_fruitless,
+        )
         self._rollouter = Rollouter(
             plan.prompts,
             policy=cast.policy,
@@ -122,6 +129,7 @@ class GRPOLoop:
         self._learner = Learner(plan, cast)
         self._evaluator = self._make_evaluator()
         self._records: Records | None = None
+        self._has_begun = False
         self._figures = StepFigures(self._rollouter, self._buffer)
         self._feeder = Feeder(plan, self._rollouter, self._buffer, figures=self._figures)
         self._clock = StepClock()
@@ -172,6 +180,7 @@ class GRPOLoop:
         self._records = Records(self._plan, resume_step=resume_step)
         if extra is not None:
             self._take_up(extra)
+        self._has_begun = True
         await self._sync()
         if self._config.evaluation.at_start and self._step == 0:
             await self._evaluate()
@@ -228,7 +237,11 @@ class GRPOLoop:
         """The next batch; None at the end, or when the run is asked to stop. Says what it waits for when it is long."""
         generating_before = self._rollouter.generating_s
         with self._clock.part("waiting"), span("wait for batch", step=self._step):
-            taken = await self._stop.unless(self._waited_for())
+            try:
+                taken = await self._stop.unless(self._waited_for())
+            except RolloutError:  # too many batches in a row had no signal
+                await self._save()
+                raise
         self._clock.move("waiting", "generating", self._rollouter.generating_s - generating_before)
         return taken
 
@@ -248,7 +261,9 @@ class GRPOLoop:
         ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
         num_stale = self._buffer.counts.num_stale
         stale = f"; {num_stale} came from weights that were too old, and went back" if num_stale else ""
-        return f"{ready}; under way: {under_way or 'none'}{stale}"
+        num_fruitless = self._buffer.tally.num_groups
+        fruitless = f"; {num_fruitless} in a row brought nothing to learn from" if num_fruitless else ""
+        return f"{ready}; under way: {under_way or 'none'}{stale}{fruitless}"
 
     async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult]:
         try:
@@ -310,13 +325,18 @@ class GRPOLoop:
         assert self._records is not None
         logprobs = None if result.logprobs is None else completion_logprobs(groups, result.logprobs)
         lines = [LedgerLine(self._step, group.number, group.epoch, group.prompt.id, "trained") for group in groups]
-        for number, outcome in taken.given_up:
-            epoch, prompt = self._plan.prompts.at(number)
-            lines.append(LedgerLine(self._step, number, epoch, prompt.id, outcome))
-        self._records.ledger.write(lines)
+        self._records.ledger.write([*lines, *self._dropped_lines(self._step, taken.given_up)])
         self._records.rollouts(self._step, groups, logprobs)
-        values = self._figures.of_step(taken, groups, result, clock=self._clock)
+        values = self._figures.of_step(taken, result, clock=self._clock)
         await self._records.figures(self._step, values)
+
+    def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, GivenUp]]) -> list[LedgerLine]:
+        places = [(self._plan.prompts.at(number), number, outcome) for number, outcome in dropped]
+        return [LedgerLine(step, number, epoch, prompt.id, outcome) for (epoch, prompt), number, outcome in places]
+
+    def _note_fruitless(self, fruitless: Fruitless) -> Path | None:
+        assert self._records is not None
+        return self._records.fruitless(self._buffer.num_taken + 1, fruitless)
 
     def _make_evaluator(self) -> Evaluator | None:
         if self._plan.heldout is None:
@@ -335,7 +355,8 @@ class GRPOLoop:
             return
         assert self._records is not None
         await self._settle_sync()
-        found = await self._stop.unless(self._evaluator.run())
+        record = partial(self._records.evaluation, self._step)
+        found = await self._stop.unless(self._evaluator.run(record=record))
         if found is None:
             return
         self._evaluations.append(found)
@@ -383,8 +404,13 @@ class GRPOLoop:
             evaluation=self._evaluations[-1] if self._evaluations else None,
             is_stopped=self._stop.is_asked,
             export=export,
-            report=self._records.report(),
+            report=self._end(),
         )
+
+    def _end(self) -> Path | None:
+        """Write what became of the groups since the last step, which a resumed run rolls out again, and the report."""
+        assert self._records is not None
+        return self._records.end(self._dropped_lines(self._step + 1, self._buffer.unsettled_drops))
 
     def say_where_it_stopped(self) -> None:
         """For whoever has to go on from here."""
@@ -392,6 +418,11 @@ class GRPOLoop:
         _log.warning("stopped after step %d; %s", self._step, kept)
 
     def close(self) -> None:
-        """Close the records."""
-        if self._records is not None:
+        """Write what is left to write, however the run ended, and close the records."""
+        if self._records is None:
+            return
+        try:
+            if self._has_begun and not self._records.is_ended and (report := self._end()) is not None:
+                _log.warning("the run ended early; report: %s", report)
+        finally:
             self._records.close()

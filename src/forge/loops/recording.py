@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from forge.errors import ForgeError
 from forge.loops.places import run_dir
 from forge.loops.planning import Plan
 from forge.observe import make_sinks
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
-from forge.rollout.ledger import Ledger
+from forge.rollout.fruitless import Fruitless
+from forge.rollout.ledger import Ledger, LedgerLine
 from forge.rollout.record import RolloutRecorder
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
@@ -25,6 +27,8 @@ class Records:
 
     def __init__(self, plan: Plan, *, resume_step: int | None) -> None:
         self._plan, self._folder = plan, run_dir(plan.config)
+        self.is_ended = False
+        self._report: Path | None = None
         self._lock = WriterLock(self._folder)
         try:
             self._open(resume_step)
@@ -58,6 +62,16 @@ class Records:
         """Write the episodes of a step."""
         self._rollouts.write(step, groups, trainer_logprobs)
 
+    def evaluation(self, step: int, groups: Sequence[Group]) -> None:
+        """Write the answers of an evaluation."""
+        self._rollouts.write_evaluation(step, groups)
+
+    def fruitless(self, step: int, fruitless: Fruitless) -> Path | None:
+        """Write a group that taught nothing while a step was being prepared; where groups of this kind can be read."""
+        if not fruitless.is_kept:
+            return self._rollouts.write_fruitless(step, fruitless)
+        return self._rollouts.folder if step > 1 and self._plan.config.record.rollouts != "none" else None
+
     async def figures(self, step: int, values: Mapping[str, Value]) -> None:
         """Write the figures of a step, with whatever any process recorded since the last."""
         observed = await collect()
@@ -70,14 +84,25 @@ class Records:
         if self._trace is not None:
             self._trace.write((await collect()).spans)
 
-    def report(self) -> Path | None:
-        """Make the page that shows the run."""
-        if not self._plan.config.record.report:
-            return None
-        from forge.observe.report import write_report
-
+    def end(self, lines: Iterable[LedgerLine]) -> Path | None:
+        """Write the last lines of the ledger and make the page that shows the run, once. A run that has failed already,
+        perhaps for want of space, does not fail a second time here."""
+        if self.is_ended:
+            return self._report
+        self.is_ended = True
         self._log.close()
-        return write_report(self._folder).path
+        try:
+            self.ledger.write(lines)
+        except OSError as error:
+            _log.warning("%s does not have the groups since the last step: %s", self.ledger.path, error)
+        if self._plan.config.record.report:
+            from forge.observe.report import write_report
+
+            try:
+                self._report = write_report(self._folder).path
+            except (ForgeError, OSError) as error:
+                _log.warning("the report could not be made: %s", error)
+        return self._report
 
     def close(self) -> None:
         """Close every file."""

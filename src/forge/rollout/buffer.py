@@ -21,16 +21,38 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
 from forge.config import RolloutConfig
-from forge.errors import CheckpointError, RolloutError
-from forge.types import Group
+from forge.config.algorithm import AlgorithmConfig
+from forge.errors import CheckpointError
+from forge.rollout.fruitless import Fruitless, FruitlessTally, GivenUp
+from forge.rollout.signal import SignalTest
+from forge.types import Episode, Group
 
-GivenUp = Literal["no_signal", "failed", "refused"]
-"""Why a group is not learned from: equal rewards, a failed reward, a prompt that no generator can answer."""
+_log = logging.getLogger("forge.rollout")
+
+REPORT_EVERY: Final = 50
+"""After how many groups in a row without anything to learn from the log says so, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What metrics keep of an episode: all that is known of those in dropped groups, which may be many."""
+
+    reward: float
+    parts: Mapping[str, float]
+    num_tokens: int
+    is_truncated: bool
+
+    @classmethod
+    def of(cls, episode: Episode) -> Scored:
+        completion, score = episode.completion, episode.score
+        return cls(score.reward, score.parts, len(completion), completion.finish_reason == "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +64,26 @@ class TakenBatch:
         groups: in the order of their numbers.
         given_up: numbers that were given up since the last batch, and why.
         num_stale: groups that had to go back to the queue since the last batch.
-        unlearned_rewards: rewards of groups that were left out since the last batch, for lack of signal.
+        num_no_signal: groups without signal since the last batch, dropped or (with `keep`) in this one.
+        dropped: the episodes of groups that were left out since the last batch for lack of signal.
     """
 
     index: int
     groups: tuple[Group, ...]
     given_up: tuple[tuple[int, GivenUp], ...] = ()
     num_stale: int = 0
-    unlearned_rewards: tuple[float, ...] = ()
+    num_no_signal: int = 0
+    dropped: tuple[Scored, ...] = ()
+
+    @property
+    def scored(self) -> tuple[Scored, ...]:
+        """Every episode that was scored for this batch, trained on or not: how well the policy does."""
+        return (*(Scored.of(episode) for group in self.groups for episode in group.episodes), *self.dropped)
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Of everything that was rolled out for this batch, learned from or not: how well the policy does."""
-        return (*(reward for group in self.groups for reward in group.rewards), *self.unlearned_rewards)
+        """The rewards of `scored`."""
+        return tuple(each.reward for each in self.scored)
 
     @property
     def staleness(self) -> tuple[int, ...]:
@@ -66,7 +95,8 @@ class TakenBatch:
 class _Ready:
     started_at: int
     group: Group
-    is_fruitless: bool = False
+    lacks_signal: bool = False
+    is_dropped: bool = False
 
 
 @dataclass(slots=True)
@@ -75,10 +105,7 @@ class BufferCounts:
 
     num_admitted: int = 0
     num_no_signal: int = 0
-    num_failed: int = 0
-    num_refused: int = 0
     num_stale: int = 0
-    fruitless_in_a_row: int = 0
 
 
 class ReplayBuffer:
@@ -94,10 +121,25 @@ class ReplayBuffer:
     Args:
         config: the section `rollout`.
         num_groups: how many groups there are in all; None for no end.
+        algorithm: how rewards become advantages, which says what a group without signal is.
+        on_fruitless: gets every group that teaches nothing, and returns the file that it was written to, if it was.
     """
 
-    def __init__(self, config: RolloutConfig, *, num_groups: int | None = None) -> None:
-        self._config, self._num_groups = config, num_groups
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        num_groups: int | None = None,
+        algorithm: AlgorithmConfig | None = None,
+        on_fruitless: Callable[[Fruitless], Path | None] = lambda fruitless: None,
+    ) -> None:
+        self._config, self._num_groups, self._on_fruitless = config, num_groups, on_fruitless
+        self._signal = SignalTest(
+            algorithm or AlgorithmConfig(),
+            mask_truncated=config.mask_truncated,
+            before_shaping=config.no_signal == "replace",
+        )
+        self.tally = FruitlessTally()
         self.next_number = 0
         self.num_taken = 0
         self.version = 0
@@ -107,7 +149,7 @@ class ReplayBuffer:
         self._ready: dict[int, _Ready] = {}
         self._given_up: dict[int, GivenUp] = {}
         self._num_stale = 0
-        self._unlearned_rewards: list[float] = []
+        self._dropped: list[Scored] = []
         self._unsettled: TakenBatch | None = None
         self._news: asyncio.Future[None] | None = None
 
@@ -130,39 +172,33 @@ class ReplayBuffer:
         if self.is_stale(group):
             self._queue_stale(group.number)
             return
-        is_masked = self._config.mask_truncated and all(
-            episode.completion.finish_reason == "length" for episode in group.episodes
-        )
-        is_fruitless = is_masked or has_no_signal(group)
-        rule = "drop" if is_masked and self._config.no_signal == "keep" else self._config.no_signal
-        if is_fruitless and rule == "replace":
-            self._leave_out(group)
+        counts = self._signal.counts(group)
+        is_open = counts and self._signal.is_of_batch  # its batch will tell
+        lacks_signal = not is_open and not self._signal.passes([group])
+        is_dropped = lacks_signal and (self._config.no_signal != "keep" or not counts)
+        if is_dropped and self._config.no_signal == "replace":
+            self._drop(group)
         else:
-            self._ready[group.number] = _Ready(started_at, group, is_fruitless and rule == "drop")
-        if is_fruitless:
-            self.counts.num_no_signal += 1
-            self._count_fruitless("no_signal")
-        else:
-            self.counts.fruitless_in_a_row = 0
+            self._ready[group.number] = _Ready(started_at, group, lacks_signal, is_dropped)
+        if lacks_signal:
+            self._count_no_signal(group, is_kept=not is_dropped)
+        elif not is_open:
+            self.tally.restart()
         self._tell()
 
-    def _leave_out(self, group: Group) -> None:
+    def _drop(self, group: Group) -> None:
         self._given_up[group.number] = "no_signal"
-        self._unlearned_rewards += group.rewards
+        self._dropped += [Scored.of(episode) for episode in group.episodes]
 
     def is_stale(self, group: Group) -> bool:
         """Whether it is too old for the next batch, and so for all."""
         return group.version < self.num_taken - self._config.staleness
 
-    def give_up(self, number: int, why: GivenUp) -> None:
-        """Leave a group out for good."""
+    def give_up(self, number: int, why: Literal["failed", "refused"], *, group: Group | None = None) -> None:
+        """Leave a group out for good; `group` is what was sampled of it."""
         del self._in_flight[number]
         self._given_up[number] = why
-        if why == "failed":
-            self.counts.num_failed += 1
-        else:
-            self.counts.num_refused += 1
-        self._count_fruitless(why)
+        self._count_fruitless(Fruitless(number, why, why, group))
         self._tell()
 
     def put_back(self, number: int) -> None:
@@ -185,36 +221,35 @@ class ReplayBuffer:
         self.next_number += 1
         return self.next_number - 1
 
-    def _count_fruitless(self, why: GivenUp) -> None:
-        self.counts.fruitless_in_a_row += 1
-        if self.counts.fruitless_in_a_row >= self._config.max_fruitless:
-            raise self._fruitless(
-                f"{self.counts.fruitless_in_a_row} groups in a row brought nothing to learn from, the last one: {why}",
+    def _count_no_signal(self, group: Group, *, is_kept: bool) -> None:
+        self.counts.num_no_signal += 1
+        reason = self._signal.reason(group)
+        self._count_fruitless(Fruitless(group.number, "no_signal", reason, group, is_kept=is_kept))
+
+    def _count_fruitless(self, fruitless: Fruitless) -> None:
+        self.tally.add(fruitless, recorded_in=self._on_fruitless(fruitless))
+        count, most = self.tally.num_groups, self._config.max_fruitless
+        if count >= most:
+            raise self.tally.error(
+                f"{count} groups in a row brought nothing to learn from",
                 path="rollout.max_fruitless",
-                rule=f"fewer than {self._config.max_fruitless} in a row",
+                rule=f"fewer than {most} in a row",
+            )
+        if count % REPORT_EVERY == 0:
+            _log.warning(
+                "%d groups in a row brought nothing to learn from; the run ends at %d: %s",
+                *(count, most, self.tally.summary()),
             )
 
     def check_fruitful(self) -> None:
         """Raise if groups were rolled out, and none of the run's brought anything to learn from, before a resume or
         after it."""
         if self.counts.num_admitted and not self.num_taken:
-            raise self._fruitless(
+            raise self.tally.error(
                 "the prompts have come to their end, and none of their groups brought anything to learn from",
                 path="prompts.sources",
-                rule="at least one group whose rewards differ",
+                rule="at least one group with signal",
             )
-
-    def _fruitless(self, message: str, *, path: str, rule: str) -> RolloutError:
-        counts = self.counts
-        return RolloutError(
-            message,
-            path=path,
-            value=f"no signal {counts.num_no_signal}, failed rewards {counts.num_failed}, "
-            f"refused prompts {counts.num_refused}, of {counts.num_admitted} groups",
-            rule=rule,
-            repair="look at the rollouts: if all rewards are 0 the task is too hard or the reward never matches; if "
-            "all are full it is solved; a larger rollout.group_size or another temperature gives more variety",
-        )
 
     # ---- Training -----------------------------------------------------------------------------------------------
 
@@ -262,20 +297,44 @@ class ReplayBuffer:
         return bool(self._queue) or self._num_groups is None or self.next_number < self._num_groups
 
     def _give_out(self, chosen: list[_Ready]) -> TakenBatch:
+        found_out = self._test_batch(chosen)
         for each in chosen:
             del self._ready[each.group.number]
-            if each.is_fruitless:
-                self._leave_out(each.group)
-        groups = sorted((each.group for each in chosen if not each.is_fruitless), key=lambda group: group.number)
-        if not groups:  # nothing to learn from: no step, the numbers are settled with the next one
-            self._tell()
+            if each.is_dropped:
+                self._drop(each.group)
+        taken = self._made_of([each for each in chosen if not each.is_dropped])
+        self._tell()
+        for each in found_out:
+            self._count_no_signal(each.group, is_kept=not each.is_dropped)
+        return taken
+
+    def _test_batch(self, chosen: list[_Ready]) -> list[_Ready]:
+        """The groups of which only now, all together, it is known that they lack signal."""
+        together = [each for each in chosen if not each.is_dropped] if self._signal.is_of_batch else []
+        if not together:
+            return []
+        if self._signal.passes([each.group for each in together]):
+            self.tally.restart()
+            return []
+        for each in together:
+            each.lacks_signal, each.is_dropped = True, self._config.no_signal != "keep"
+        return together
+
+    def _made_of(self, kept: list[_Ready]) -> TakenBatch:
+        if not kept:  # nothing to learn from: no step, the numbers are settled with the next one
             return TakenBatch(self.num_taken, ())
         given_up, self._given_up = tuple(sorted(self._given_up.items())), {}
         num_stale, self._num_stale = self._num_stale, 0
-        unlearned, self._unlearned_rewards = tuple(self._unlearned_rewards), []
-        self._unsettled = TakenBatch(self.num_taken, tuple(groups), given_up, num_stale, unlearned)
+        dropped, self._dropped = tuple(self._dropped), []
+        self._unsettled = TakenBatch(
+            self.num_taken,
+            tuple(sorted((each.group for each in kept), key=lambda group: group.number)),
+            given_up=given_up,
+            num_stale=num_stale,
+            num_no_signal=sum(why == "no_signal" for _, why in given_up) + sum(each.lacks_signal for each in kept),
+            dropped=dropped,
+        )
         self.num_taken += 1
-        self._tell()
         return self._unsettled
 
     def _return_stale(self) -> None:
@@ -320,6 +379,13 @@ class ReplayBuffer:
         aside = () if self._unsettled is None else tuple(number for number, _ in self._unsettled.given_up)
         return tuple(sorted((*self._queue, *self._in_flight, *self._ready, *self._given_up, *taken, *aside)))
 
+    @property
+    def unsettled_drops(self) -> tuple[tuple[int, GivenUp], ...]:
+        """The groups among those pending that were found to teach nothing, and why: those of no step yet."""
+        found = dict(self._given_up) | dict(() if self._unsettled is None else self._unsettled.given_up)
+        found |= {number: "no_signal" for number, each in self._ready.items() if each.is_dropped}
+        return tuple(sorted(found.items()))
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps. A batch that was taken and not settled counts as not taken."""
         num_taken = self.num_taken - (self._unsettled is not None)
@@ -341,9 +407,3 @@ class ReplayBuffer:
         self.version = self.num_taken
         self._queue = sorted(pending)
         heapq.heapify(self._queue)
-
-
-def has_no_signal(group: Group) -> bool:
-    """Whether all rewards of a group are equal, so that its advantages say nothing."""
-    rewards = group.rewards
-    return max(rewards) - min(rewards) <= 1e-9 * max(1.0, abs(max(rewards)), abs(min(rewards)))

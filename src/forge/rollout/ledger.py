@@ -3,7 +3,8 @@
     {"step": 3, "group": 17, "epoch": 0, "prompt": "arithmetic:0:5", "outcome": "trained"}
 
 `step` is the step that learned from the group, or the one that was being prepared when it was given up. A run that goes
-on from step c moves the lines of later steps aside, since what they taught is lost: those groups come again.
+on from step c moves the lines of later steps aside, since what they taught is lost: those groups come again. So do the
+groups that were given up after the last step of a run, whose lines are written when it ends.
 """
 
 from __future__ import annotations

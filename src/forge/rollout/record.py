@@ -1,4 +1,8 @@
-"""Writes down what the policy said and what came of it, one file for each step, one line for each episode.
+"""Writes down what the policy said and what came of it, one line for each episode.
+
+    step_000003.jsonl        the groups that step 3 learned from
+    fruitless_000003.jsonl   some of the groups that taught nothing while step 3 was being prepared, with the reason
+    evaluation_000003.jsonl  the answers to the held-out prompts after step 3
 
 The files are what `forge report` shows, and what a program reads that wants to know why a reward rose. A line has the
 tokens that were drawn, never tokens made from the text again, with the logprobs of whoever computed some.
@@ -12,10 +16,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from forge.config import RecordConfig
 from forge.errors import DataError
+from forge.rollout.fruitless import Fruitless
+from forge.rollout.signal import REASONS
 from forge.types import Episode, Group
 
 TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
@@ -23,7 +30,9 @@ TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
 
 T = TypeVar("T")
 
-_FILE: Final = re.compile(r"step_(\d+)\.jsonl")
+_FILE: Final = re.compile(r"(?:step|fruitless|evaluation)_(\d+)\.jsonl")
+_FIRST_FRUITLESS: Final = 8
+"""So many groups that taught nothing are written of each step; of later ones those whose count is a power of two."""
 _BROKEN: Final = "\ufffd"
 _MAX_UNFINISHED: Final = 3
 """An unfinished character has at most three bytes."""
@@ -33,7 +42,8 @@ _MAX_REMEMBERED: Final = 1 << 17
 
 
 class RolloutRecorder:
-    """Writes `step_000001.jsonl` and so on into a folder. A file appears whole or not at all.
+    """Writes `step_000001.jsonl` and so on into a folder. A file appears whole or not at all, except those of groups
+    that taught nothing, which grow group by group.
 
     A folder that is already there is first brought into order: what a run that goes on at `resume_step` will write
     again, the files of later steps, is moved to `discarded/` in it. Without `resume_step` the run is new, and all files
@@ -48,6 +58,7 @@ class RolloutRecorder:
         self.folder = Path(folder)
         self._config = config
         self._splitter = PieceSplitter(decode)
+        self._fruitless_step, self._num_fruitless = 0, 0
         try:
             _set_aside(self.folder, after=-1 if resume_step is None else resume_step)
             if config.rollouts != "none":
@@ -68,24 +79,61 @@ class RolloutRecorder:
         """
         if self._config.rollouts == "none":
             return None
-        chosen = list(groups)
-        if self._config.rollouts == "some":
-            chosen = spread(chosen, self._config.num_groups)
         known = trainer_logprobs if self._config.trainer_logprobs and trainer_logprobs is not None else {}
-        target = self.folder / f"step_{step:06d}.jsonl"
-        part = target.with_name(f".{target.name}.part")
+        return self._replace(f"step_{step:06d}.jsonl", self._lines(step, self._chosen(groups), known=known))
+
+    def write_evaluation(self, step: int, groups: Sequence[Group]) -> Path | None:
+        """Write the answers to held-out prompts; a group's number is the prompt's place among them."""
+        if self._config.rollouts == "none":
+            return None
+        lines = self._lines(step, self._chosen(groups), outcome="evaluation")
+        return self._replace(f"evaluation_{step:06d}.jsonl", lines)
+
+    def write_fruitless(self, step: int, fruitless: Fruitless) -> Path | None:
+        """Write a group that taught nothing while a step was being prepared. The file, or None where it is not written:
+        of each step the first few are, and then ever fewer, so that a run that learns nothing does not fill the disk.
+        """
+        if self._config.rollouts == "none" or fruitless.group is None:
+            return None
+        if step != self._fruitless_step:
+            self._fruitless_step, self._num_fruitless = step, 0
+        self._num_fruitless += 1
+        first = self._config.num_groups if self._config.rollouts == "some" else _FIRST_FRUITLESS
+        if self._num_fruitless > first and self._num_fruitless & (self._num_fruitless - 1):
+            return None
+        target = self.folder / f"fruitless_{step:06d}.jsonl"
+        with open(target, "ab", buffering=0) as file:
+            reason = REASONS[fruitless.reason]
+            file.write(b"".join(self._lines(step, [fruitless.group], outcome=fruitless.outcome, reason=reason)))
+        return target
+
+    def _chosen(self, groups: Sequence[Group]) -> list[Group]:
+        return spread(groups, self._config.num_groups) if self._config.rollouts == "some" else list(groups)
+
+    def _replace(self, name: str, lines: Iterator[bytes]) -> Path:
+        target = self.folder / name
+        part = target.with_name(f".{name}.part")
         try:
             with open(part, "wb") as file:
-                file.writelines(self._lines(step, chosen, known))
+                file.writelines(lines)
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
         return target
 
-    def _lines(self, step: int, groups: Sequence[Group], known: TrainerLogprobs) -> Iterator[bytes]:
+    def _lines(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        *,
+        known: TrainerLogprobs = MappingProxyType({}),
+        outcome: str = "trained",
+        reason: str | None = None,
+    ) -> Iterator[bytes]:
         for group in groups:
             for index, episode in enumerate(group.episodes):
                 fields: dict[str, Any] = {"step": step, "group": group.number, "epoch": group.epoch, "index": index}
+                fields |= {"outcome": outcome, "reason": reason}
                 fields |= _fields(episode, known.get((group.number, index)), where=f"group {group.number}, {index}")
                 fields["pieces"] = self._splitter.split(episode.completion.token_ids)
                 text = json.dumps(fields, ensure_ascii=False, allow_nan=False, default=_plain)
@@ -117,6 +165,7 @@ def _fields(episode: Episode, trainer_logprobs: Sequence[float] | None, *, where
         "ref_logprobs": _numbers(episode.ref_logprobs),
         "versions": [[span.version, span.start, span.end] for span in completion.versions],
         "reward": _number(score.reward),
+        "unshaped_reward": _number(score.reward if score.unshaped is None else score.unshaped),
         "parts": {name: _number(value) for name, value in score.parts.items()},
         "failures": dict(score.failures),
         "advantage": _number(episode.advantage),
@@ -142,9 +191,9 @@ def _plain(value: object) -> object:
 
 def _set_aside(folder: Path, *, after: int) -> None:
     aside = folder / "discarded"
-    for part in folder.glob(".step_*.jsonl.part"):
+    for part in folder.glob(".*_*.jsonl.part"):
         part.unlink()  # of a process that was killed while it wrote
-    for path in sorted(folder.glob("step_*.jsonl")) if folder.is_dir() else ():
+    for path in sorted(folder.glob("*_*.jsonl")) if folder.is_dir() else ():
         found = _FILE.fullmatch(path.name)
         if found is not None and int(found[1]) > after:
             aside.mkdir(exist_ok=True)

@@ -104,11 +104,12 @@ class RewardActor(ForgeActor):
                 failures[function.label] = answer
                 self._count(function.label, prompt, answer)
         reward = sum(function.weight * parts[function.label] for function in functions)
+        unshaped = sum(function.weight * parts[function.label] for function in self.config.task_functions)
         if self.config.overlong is not None:
             parts[OVERLONG] = overlong_part(len(completion), self.config.overlong)
             reward += parts[OVERLONG]
         self._num_scored += 1
-        return Score(reward, parts, failures)
+        return Score(reward, parts, failures, unshaped=unshaped)
 
     def _count(self, name: str, prompt: Prompt, reason: str) -> None:
         self._num_failures[name] += 1

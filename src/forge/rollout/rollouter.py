@@ -80,6 +80,10 @@ class Rollouter:
     ) -> None:
         self._prompts, self._policy, self._rewards, self._reference = prompts, policy, rewards, reference
         self._sampling, self._algorithm, self._seed = sampling, algorithm, seed
+        self.num_samples = 0
+        """Completions that were sampled so far, whatever became of their groups."""
+        self.num_tokens = 0
+        """Tokens of those completions."""
         self._stages: dict[int, _Stage] = {}
         self._generating_s = 0.0
         self._num_generating = 0
@@ -92,6 +96,8 @@ class Rollouter:
             with span("rollout", group=number):
                 self._enter(number, "generating")
                 completions = await self._generate(number, prompt)
+                self.num_samples += len(completions)
+                self.num_tokens += sum(len(completion) for completion in completions)
                 self._enter(number, "scoring")
                 scores, references = await _both(
                     self._rewards.score(prompt, completions), self._references(number, prompt, completions)
@@ -142,7 +148,11 @@ class Rollouter:
         divergence = completion_kl(logprobs, episode.ref_logprobs, kl.estimator, clamp=kl.clamp)
         score = replace(episode.score, parts={**episode.score.parts, "kl": -divergence})
         if kl.credit == "completion":
-            score = replace(score, reward=score.reward - kl.coefficient * divergence)
+            score = replace(
+                score,
+                reward=score.reward - kl.coefficient * divergence,
+                unshaped=score.reward if score.unshaped is None else score.unshaped,
+            )
         return replace(episode, score=score)
 
     # ---- What is being done ---------------------------------------------------------------------------------------

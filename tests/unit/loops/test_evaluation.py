@@ -13,7 +13,7 @@ from episodes import make_completion
 from forge.config import EvaluationConfig, Sampling
 from forge.errors import ActorFailure, ConfigError, EngineDead, PromptError
 from forge.loops.evaluation import Evaluation, Evaluator, check_evaluation, pass_at_k
-from forge.types import Completion, Prompt, Score
+from forge.types import Completion, Group, Prompt, Score
 
 
 class Book:
@@ -74,6 +74,22 @@ def test_figures_of_several_samples() -> None:
     assert asked.most == 2
     assert {(each.temperature, each.n, each.max_tokens) for each in asked.samplings} == {(0.5, 3, 9)}
     assert len({each.seed for each in asked.samplings}) == 4
+
+
+def test_answers_can_be_recorded() -> None:
+    groups: list[Group] = []
+
+    async def body() -> Evaluation:
+        asked, config = Asked(), EvaluationConfig(fraction=0.5, num_samples=3, temperature=0.5)
+        sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
+        evaluator = Evaluator(config, book=Book(), policy=asked, rewards=asked, sampling=sampling, at_once=2)
+        return await evaluator.run(record=groups.extend)
+
+    asyncio.run(body())
+    assert [(group.number, group.prompt.id, len(group.episodes)) for group in groups] == [
+        (number, f"p{number}", 3) for number in range(4)
+    ]
+    assert groups[1].rewards == (2.0, 0.0, 0.0)
 
 
 def test_without_chance_one_sample_is_enough() -> None:

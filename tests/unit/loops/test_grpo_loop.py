@@ -30,7 +30,7 @@ def test_a_run_that_learns_from_no_group_says_so(tmp_path: Path) -> None:
     chosen = config(tmp_path / "run", "~training.max_steps")
     with pytest.raises(RolloutError, match="anything to learn from") as caught:
         play(chosen, StandInTrainer(), rewards=StandInRewards(lambda completion: 1.0))
-    assert caught.value.value == "no signal 40, failed rewards 0, refused prompts 0, of 40 groups"
+    assert caught.value.value == "40 groups: all rewards are equal (40 groups)"
 
 
 @pytest.mark.parametrize("staleness", [1, 3])

@@ -16,7 +16,7 @@ from forge.observe import JsonlSink
 from forge.observe.report import read_run
 from forge.observe.report.charts import choose_charts, facts, headline
 from forge.observe.report.samples import read_samples
-from run_folders import make_grpo_run, make_sft_run, write_metrics, write_rollouts
+from run_folders import make_grpo_run, make_sft_run, write_metrics, write_other_rollouts, write_rollouts
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,36 @@ def test_the_head_says_what_was_run(whole: Path, tmp_path: Path) -> None:
     assert ("algorithm", "dapo") in facts(run)
     assert ("staleness bound", "2") in facts(run)
     assert not any(label == "batch size" for label, _ in facts(run))
+
+
+def test_evaluations_and_groups_that_taught_nothing_are_among_the_samples(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 2)
+    write_rollouts(tmp_path, [1, 2])
+    write_other_rollouts(tmp_path, [1, 2])
+    samples = read_run(tmp_path, max_samples=100).samples
+    assert (samples.num_samples, samples.num_steps) == (2 * (8 + 4 + 4), 2)
+    seen = [(item["step"], item["outcome"]) for item in samples.items]
+    assert seen == [
+        (step, outcome)
+        for step in (1, 2)
+        for outcome, count in (("no_signal", 4), ("trained", 8), ("evaluation", 4))
+        for _ in range(count)
+    ]
+    assert {item["reason"] for item in samples.items} == {"", "all rewards are 0"}
+    few = read_run(tmp_path, max_samples=16)
+    assert Counter(item["outcome"] for item in few.samples.items) == {"trained": 8, "no_signal": 4, "evaluation": 4}
+    assert "16 of 32 samples are shown, from 2 of 2 steps; more with --max-samples." in few.notes
+
+
+def test_a_run_without_a_step_is_shown_by_what_it_sampled(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(DataError, match="no figures yet"):
+        read_run(tmp_path, max_samples=10)
+    write_other_rollouts(tmp_path, [1])
+    run = read_run(tmp_path, max_samples=10)
+    assert (run.figures.steps, run.figures.last_step, run.figures.last_time) == ((), 0, None)
+    assert (len(run.samples.items), choose_charts(run.figures), headline(run.figures)) == (8, [], [])
+    assert run.notes == ("The run has not finished a step, so there are no curves.",)
 
 
 def test_half_a_last_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:

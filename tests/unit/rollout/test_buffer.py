@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from episodes import make_group
-from forge.config import RolloutConfig
+from forge.config import AlgorithmConfig, RolloutConfig
 from forge.errors import CheckpointError, RolloutError
-from forge.rollout.buffer import ReplayBuffer, TakenBatch, has_no_signal
+from forge.rollout.buffer import REPORT_EVERY, ReplayBuffer, TakenBatch
+from forge.rollout.fruitless import Fruitless
 
 EQUAL = (1.0, 1.0)
 
@@ -25,6 +26,17 @@ def run(body: Coroutine[Any, Any, Any]) -> Any:
 
 def buffer_of(*, num_groups: int | None = None, **keys: Any) -> ReplayBuffer:
     return ReplayBuffer(RolloutConfig(**{"batch_groups": 2, **keys}), num_groups=num_groups)
+
+
+def buffer_for(preset: str, *, seen: list[Fruitless] | None = None, **keys: Any) -> ReplayBuffer:
+    """A buffer for an algorithm, which notes the groups that teach nothing."""
+
+    def note(fruitless: Fruitless) -> None:
+        if seen is not None:
+            seen.append(fruitless)
+
+    algorithm = AlgorithmConfig(preset=preset)
+    return ReplayBuffer(RolloutConfig(**{"batch_groups": 2, **keys}), algorithm=algorithm, on_fruitless=note)
 
 
 async def admitted(buffer: ReplayBuffer) -> list[int]:
@@ -162,13 +174,15 @@ def test_groups_without_signal_are_replaced_dropped_or_kept() -> None:
         return first, more, taken
 
     _, more, taken = run(body("replace"))
-    assert (taken.rewards, taken.unlearned_rewards) == ((0.0, 1.0, 0.0, 1.0, 1.0, 1.0), EQUAL)
+    assert taken.rewards == (0.0, 1.0, 0.0, 1.0, 1.0, 1.0)
+    assert (tuple(each.reward for each in taken.dropped), taken.num_no_signal) == (EQUAL, 1)
     assert (more, [group.number for group in taken.groups], taken.given_up) == ([2], [1, 2], ((0, "no_signal"),))
     _, more, taken = run(body("drop"))
-    assert taken.rewards == (0.0, 1.0, 1.0, 1.0)
+    assert (taken.rewards, taken.num_no_signal) == ((0.0, 1.0, 1.0, 1.0), 1)
     assert (more, [group.number for group in taken.groups], taken.given_up) == ([], [1], ((0, "no_signal"),))
     _, more, taken = run(body("keep"))
     assert (more, [group.number for group in taken.groups], taken.given_up) == ([], [0, 1], ())
+    assert (taken.rewards, taken.num_no_signal) == ((1.0, 1.0, 0.0, 1.0), 1)
 
 
 def test_a_batch_of_which_everything_is_dropped_is_no_step() -> None:
@@ -214,6 +228,7 @@ def test_too_many_groups_in_a_row_without_signal_end_the_run() -> None:
         with pytest.raises(RolloutError, match="3 groups in a row") as caught:
             buffer.put(make_group(2, EQUAL))
         assert caught.value.path == "rollout.max_fruitless"
+        assert caught.value.value == "3 groups: all rewards are equal (2 groups), a reward failed (1 group)"
         assert buffer.pending == (0, 1, 2, 3)  # nothing is lost: a checkpoint can be made now
 
     run(body())
@@ -352,10 +367,87 @@ def test_a_checkpoint_that_contradicts_the_ledger_is_refused() -> None:
     assert caught.value.value == [3]
 
 
-def test_signal_is_any_difference_that_floats_can_tell() -> None:
-    assert has_no_signal(make_group(0, (0.1 + 0.2, 0.3)))
-    assert has_no_signal(make_group(0, (1.0,)))
-    assert not has_no_signal(make_group(0, (0.0, 1e-6)))
+@pytest.mark.parametrize("rule", ["drop", "replace", "keep"])
+def test_where_the_batch_is_the_baseline_equal_rewards_are_learned_from(rule: str) -> None:
+    async def body() -> None:
+        buffer = buffer_for("reinforce_pp", no_signal=rule)
+        await admitted(buffer)
+        buffer.put(make_group(0, (0.0, 0.0)))
+        buffer.put(make_group(1, (1.0, 1.0)))
+        taken = await buffer.take()
+        assert taken is not None
+        assert ([group.number for group in taken.groups], taken.num_no_signal) == ([0, 1], 0)
+        assert (buffer.counts.num_no_signal, buffer.tally.num_groups) == (0, 0)
+
+    run(body())
+
+
+@pytest.mark.parametrize("rule", ["drop", "replace"])
+def test_a_batch_that_does_not_differ_from_itself_is_no_step_and_ends_the_run_in_the_end(rule: str) -> None:
+    async def body() -> None:
+        seen: list[Fruitless] = []
+        buffer = buffer_for("reinforce_pp", seen=seen, no_signal=rule, max_fruitless=4)
+        taking = asyncio.ensure_future(buffer.take())
+        for number in await admitted(buffer):
+            buffer.put(make_group(number, (0.0, 0.0)))
+        assert [await buffer.admit(), await buffer.admit()] == [2, 3]
+        assert (buffer.num_taken, buffer.unsettled_drops) == (0, ((0, "no_signal"), (1, "no_signal")))
+        buffer.put(make_group(2, (0.0, 0.0)))
+        buffer.put(make_group(3, (0.0, 0.0)))
+        with pytest.raises(RolloutError, match="4 groups in a row") as caught:
+            await taking
+        assert caught.value.value == "4 groups: all rewards are 0 (4 groups)"
+        assert buffer.pending == (0, 1, 2, 3)
+        assert [each.number for each in seen] == [0, 1, 2, 3]
+
+    run(body())
+
+
+def test_a_batch_without_signal_may_be_kept_and_is_counted() -> None:
+    async def body() -> None:
+        seen: list[Fruitless] = []
+        buffer = buffer_for("reinforce_pp", seen=seen, no_signal="keep")
+        for number in await admitted(buffer):
+            buffer.put(make_group(number, EQUAL))
+        taken = await buffer.take()
+        assert taken is not None
+        assert (len(taken.groups), taken.num_no_signal, taken.given_up) == (2, 2, ())
+        assert [(each.number, each.is_kept) for each in seen] == [(0, True), (1, True)]
+
+    run(body())
+
+
+def test_the_log_says_every_so_often_why_nothing_is_learned(caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        buffer = buffer_of(no_signal="replace", batch_groups=1)
+        for number in range(2 * REPORT_EVERY):
+            assert await admitted(buffer) == [number]
+            buffer.put(make_group(number, (0.0, 0.0)))
+
+    run(body())
+    assert [record.getMessage() for record in caplog.records if record.name == "forge.rollout"] == [
+        f"{count} groups in a row brought nothing to learn from; the run ends at 1000: "
+        f"all rewards are 0 ({count} groups)"
+        for count in (REPORT_EVERY, 2 * REPORT_EVERY)
+    ]
+
+
+def test_what_was_dropped_since_the_last_step_is_known_wherever_it_waits() -> None:
+    async def body() -> None:
+        buffer = buffer_of(batch_groups=3)
+        await admitted(buffer)
+        buffer.put(make_group(0, EQUAL))  # waits for its batch
+        buffer.give_up(1, "refused")
+        assert buffer.unsettled_drops == ((0, "no_signal"), (1, "refused"))
+        for number in (2, *await admitted(buffer)):
+            buffer.put(make_group(number))
+        taken = await buffer.take()
+        assert taken is not None
+        assert taken.given_up == buffer.unsettled_drops == ((0, "no_signal"), (1, "refused"))
+        buffer.settle()
+        assert buffer.unsettled_drops == ()
+
+    run(body())
 
 
 @settings(max_examples=150, deadline=None)

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from forge.config import RecordConfig
 from forge.errors import DataError
+from forge.rollout.fruitless import Fruitless
 from forge.rollout.record import PieceSplitter, RolloutRecorder, spread
 from forge.types import Group
 from run_folders import HOSTILE, decode, encode, make_groups, trainer_logprobs
@@ -61,12 +62,51 @@ def test_a_line_has_everything_about_an_episode(tmp_path: Path) -> None:
     assert line["trainer_logprobs"] == logprobs[6, 1]
     assert line["ref_logprobs"] == list(episode.ref_logprobs or ())
     assert line["versions"] == [[span.version, span.start, span.end] for span in completion.versions]
-    assert line["reward"] == episode.score.reward
+    assert (line["outcome"], line["reason"]) == ("trained", None)
+    assert line["reward"] == line["unshaped_reward"] == episode.score.reward
     assert line["parts"] == dict(episode.score.parts)
     assert line["failures"] == dict(episode.score.failures)
     assert line["advantage"] == episode.advantage
     assert line["finish_reason"] == completion.finish_reason
     assert line["num_prompt_tokens"] == len(completion.prompt_ids)
+
+
+def test_of_groups_that_taught_nothing_ever_fewer_are_written(tmp_path: Path) -> None:
+    group = two_groups()[0]
+    writer = recorder(tmp_path)
+    for number in range(1, 41):
+        path = writer.write_fruitless(3, Fruitless(number, "no_signal", "all_zero", replace(group, number=number)))
+        assert (path is not None) == (number <= 8 or number in (16, 32))
+    assert writer.write_fruitless(3, Fruitless(41, "refused", "refused")) is None, "nothing was sampled"
+    found = strict(tmp_path / "fruitless_000003.jsonl")
+    assert len(found) == 10 * 3
+    assert {(line["step"], line["outcome"], line["reason"]) for line in found} == {
+        (3, "no_signal", "all rewards are 0"),
+    }
+    failed = Fruitless(42, "failed", "failed", group)
+    assert writer.write_fruitless(4, failed) == tmp_path / "fruitless_000004.jsonl", "each step begins anew"
+    few = recorder(tmp_path / "few", rollouts="some", num_groups=1)
+    written = [few.write_fruitless(1, Fruitless(number, "failed", "failed", group)) for number in range(5)]
+    assert [path is not None for path in written] == [True, True, False, True, False]
+    none = recorder(tmp_path / "none", rollouts="none")
+    assert (none.write_fruitless(1, failed), none.write_evaluation(1, [group])) == (None, None)
+
+
+def test_a_resume_moves_all_kinds_of_files_of_later_steps_aside(tmp_path: Path) -> None:
+    group = two_groups()[0]
+    writer = recorder(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(step, [group])
+        writer.write_fruitless(step, Fruitless(9, "no_signal", "all_zero", group))
+        writer.write_evaluation(step, [group])
+    recorder(tmp_path, resume_step=2)
+    kinds = ("evaluation", "fruitless", "step")
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
+        f"{kind}_00000{step}.jsonl" for kind in kinds for step in (1, 2)
+    ]
+    assert sorted(path.name for path in (tmp_path / "discarded").iterdir()) == [
+        f"{kind}_000003.jsonl" for kind in kinds
+    ]
 
 
 def test_what_nobody_computed_is_null(tmp_path: Path) -> None:

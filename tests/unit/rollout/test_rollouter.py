@@ -163,6 +163,7 @@ def test_the_divergence_is_taken_from_rewards_where_it_is_asked_for() -> None:
         # logprobs -0.5, -0.6, -0.7 against -1: k1 sums to 0.5 + 0.4 + 0.3 = 1.2
         assert group.rewards == pytest.approx((3.0 - 0.6, 3.0 - 0.6))
         assert group.episodes[0].score.parts == pytest.approx({"length": 3.0, "kl": -1.2})
+        assert group.unshaped_rewards[0] == 3.0, "the divergence only shapes the reward"
         assert group.episodes[0].ref_logprobs == (-1.0, -1.0, -1.0)
         assert reference.temperature == 0.7
 

@@ -49,7 +49,8 @@ CHARTS: Final = (
         _LEARNING,
         "Reward",
         (("rollout/reward_mean", "mean"),),
-        "What the episodes of a step earned on average; the band is one standard deviation to each side.",
+        "What the completions scored for a step earned on average, also those of groups without signal; the band is "
+        "one standard deviation to each side.",
         band=("rollout/reward_mean", "rollout/reward_std"),
     ),
     Chart(
@@ -58,7 +59,12 @@ CHARTS: Final = (
         (("evaluation/reward", "reward"), ("evaluation/pass@*", "pass@"), ("evaluation/avg@*", "avg@")),
         "On prompts that the policy never learns from. pass@k: the part of prompts with a solution among k tries.",
     ),
-    Chart(_LEARNING, "Rewards by part", (("reward/*", ""),), "The mean of each reward before its weight."),
+    Chart(
+        _LEARNING,
+        "Rewards by part",
+        (("reward/*", ""),),
+        "The mean of each reward before its weight, over the same completions.",
+    ),
     Chart(
         _LEARNING,
         "Loss",
@@ -116,7 +122,7 @@ CHARTS: Final = (
         _ROLLOUTS,
         "Completion length",
         (("rollout/length_mean", "training"), ("evaluation/length", "held-out")),
-        "Tokens of a completion on average.",
+        "Tokens of a completion on average, over all that were scored.",
         unit="tokens",
     ),
     Chart(
@@ -134,19 +140,18 @@ CHARTS: Final = (
             ("rollout/num_failed", "failed reward"),
             ("rollout/num_stale", "too stale"),
         ),
-        "No signal: all rewards of the group were equal. Counts of each step.",
-        unit="groups",
+        "No signal: the advantages of the group are all 0. Of failed rewards completions are counted, else groups.",
     ),
     Chart(_ROLLOUTS, "Truncated", (("rollout/truncated", "cut off by length"),), "Completions without an end."),
     Chart(
         _SPEED,
         "Tokens per second",
         (("rollout/tokens_per_s", "generating"), ("train/tokens_per_s", "training")),
-        "How fast tokens are drawn, and how fast they are learned from.",
+        "How fast tokens are sampled, of groups without signal, too; and how fast they are learned from.",
         unit="/s",
         log=True,
     ),
-    Chart(_SPEED, "Samples per second", (("rollout/samples_per_s", "samples"),), "Completed episodes.", unit="/s"),
+    Chart(_SPEED, "Samples per second", (("rollout/samples_per_s", "samples"),), "All that were sampled.", unit="/s"),
     Chart(
         _SPEED,
         "Where the time goes",

@@ -30,8 +30,8 @@ class Figures:
         columns: for each figure one number per row, None where the step had none.
         nonfinite: for each figure the rows' steps at which it was NaN or infinite.
         stride: how many steps a row stands for.
-        num_steps, last_step: of the whole run so far.
-        first_time, last_time: seconds since 1970.
+        num_steps, last_step: of the whole run so far; 0 where it has no figures yet.
+        first_time, last_time: seconds since 1970; None where it has none.
     """
 
     steps: tuple[int, ...]
@@ -40,8 +40,8 @@ class Figures:
     stride: int
     num_steps: int
     last_step: int
-    first_time: float
-    last_time: float
+    first_time: float | None
+    last_time: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
-    """Read a run's folder. Only `metrics.jsonl` must be there, with at least one whole line."""
+    """Read a run's folder. `metrics.jsonl` must be there, with at least one whole line where nothing else is known."""
     place = Path(folder)
     if max_samples < 0:
         raise OptionError(
@@ -91,6 +91,15 @@ def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
     text, config = _read_config(place / FILE_NAME, notes)
     samples = read_samples(place / "rollouts", max_samples=max_samples)
     ledger = _read_ledger(place / "ledger.jsonl", notes)
+    if not figures.steps:
+        if not samples.num_samples and not ledger:
+            raise DataError(
+                "this run has no figures yet",
+                path=str(place / "metrics.jsonl"),
+                rule="at least one whole line",
+                repair="wait for the end of its first step",
+            )
+        notes.append("The run has not finished a step, so there are no curves.")
     return Run(place, figures, samples, text, config, ledger, (*notes, *samples.notes))
 
 
@@ -121,15 +130,8 @@ def _read_figures(path: Path) -> Figures:
     for line in read_jsonl(path):
         rows.setdefault(line.step, {}).update(_numbers(line))
         times.append(line.time)
-    if not rows:
-        raise DataError(
-            "this run has no figures yet",
-            path=str(path),
-            rule="at least one whole line",
-            repair="wait for the end of its first step",
-        )
     steps = sorted(rows)
-    stride = math.ceil(len(steps) / _MAX_POINTS)
+    stride = max(1, math.ceil(len(steps) / _MAX_POINTS))
     chunks = [steps[start : start + stride] for start in range(0, len(steps), stride)]
     names = sorted({name for values in rows.values() for name in values})
     columns: dict[str, tuple[float | None, ...]] = {}
@@ -146,9 +148,9 @@ def _read_figures(path: Path) -> Figures:
         nonfinite=nonfinite,
         stride=stride,
         num_steps=len(steps),
-        last_step=steps[-1],
-        first_time=min(times),
-        last_time=max(times),
+        last_step=steps[-1] if steps else 0,
+        first_time=min(times, default=None),
+        last_time=max(times, default=None),
     )
 
 

@@ -10,7 +10,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-_FILE: Final = re.compile(r"step_(\d+)\.jsonl")
+_FILE: Final = re.compile(r"(fruitless|step|evaluation)_(\d+)\.jsonl")
+_KINDS: Final = ("fruitless", "step", "evaluation")
+"""In the order of time: while a step was prepared, what it learned from, what was asked after it."""
 MAX_TOKENS: Final = 300_000
 """Tokens of all samples together, which make a page of some 15 MB."""
 _FEWEST_TOKENS: Final = 64
@@ -29,7 +31,7 @@ class SampleSet:
     Attributes:
         items: one object each, in the order of steps, groups and places in them; keys as in `_item`.
         prompts: the prompts that items point to by number, as text or as messages.
-        num_samples, num_steps: how many the run wrote.
+        num_samples, num_steps: how many the run wrote, those of evaluations and of groups that taught nothing included.
         notes: what was left out, and why.
     """
 
@@ -43,29 +45,63 @@ class SampleSet:
 def read_samples(folder: Path, *, max_samples: int, max_tokens: int = MAX_TOKENS) -> SampleSet:
     """Choose at most `max_samples` episodes from a folder of rollouts: whole groups, spread over the steps.
 
-    Where not even one group would fit, its episodes are spread from the lowest reward to the highest. A folder that is
-    not there has none. Lines that cannot be read are counted, not shown. With more than `max_tokens` tokens in all, the
+    Where not all fit, those of evaluations and those of groups that taught nothing have at most a quarter each. Where
+    not even one group would fit, its episodes are spread from the lowest reward to the highest. A folder that is not
+    there has none. Lines that cannot be read are counted, not shown. With more than `max_tokens` tokens in all, the
     longest completions are cut to one length.
     """
-    files = _step_files(folder)
-    counts = {path: _count_lines(path) for path in files}
-    num_samples = sum(counts.values())
-    chosen: list[Fields] = []
-    num_unreadable = num_read = 0
-    if max_samples > 0 and files:
-        group_size = _group_size(files)
-        fitting = files if num_samples <= max_samples else _spread(files, max(1, max_samples // group_size))
-        for number, path in enumerate(fitting):
-            quota = (max_samples - len(chosen)) // (len(fitting) - number)
-            episodes, num_bad = _read_step(path)
-            num_unreadable += num_bad
-            num_read += 1
-            chosen += _choose(episodes, len(episodes) if num_samples <= max_samples else quota)
-    notes = _notes(len(chosen), num_samples, _Steps(shown=num_read, all=len(files)), num_unreadable)
+    files = _files(folder)
+    counts = {kind: sum(_count_lines(file.path) for file in files if file.kind == kind) for kind in _KINDS}
+    num_samples, num_steps = sum(counts.values()), len({file.step for file in files})
+    picks = [
+        _pick([file for file in files if file.kind == kind], share, num_samples=counts[kind])
+        for kind, share in _shares(counts, max_samples).items()
+    ]
+    found = sorted((each for pick in picks for each in pick.found), key=lambda each: each[0].place)
+    chosen = [episode for _, episodes in found for episode in episodes]
+    num_unreadable = sum(pick.num_unreadable for pick in picks)
+    steps = _Steps(shown=len({file.step for file, _ in found}), all=num_steps)
+    notes = _notes(len(chosen), num_samples, steps, num_unreadable)
     items, prompts, cut = _compact(chosen, max_tokens)
     if cut:
         notes.append(f"Of long completions only the first {cut} tokens are shown.")
-    return SampleSet(tuple(items), tuple(prompts), num_samples, len(files), tuple(notes))
+    return SampleSet(tuple(items), tuple(prompts), num_samples, num_steps, tuple(notes))
+
+
+def _shares(counts: Mapping[str, int], max_samples: int) -> dict[str, int]:
+    """How many samples of each kind are shown."""
+    if sum(counts.values()) <= max_samples:
+        return dict(counts)
+    others = [kind for kind in _KINDS if kind != "step" and counts[kind]]
+    room = max_samples // 4 if counts["step"] else max_samples // len(others)
+    shares = {kind: min(counts[kind], room) for kind in others}
+    return {**shares, "step": max_samples - sum(shares.values())}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pick:
+    """The episodes that were chosen of some files, and how many lines of these are none."""
+
+    found: list[tuple[_File, list[Fields]]]
+    num_unreadable: int
+
+
+def _pick(files: Sequence[_File], max_samples: int, *, num_samples: int) -> _Pick:
+    if not files or max_samples < 1:
+        return _Pick([], 0)
+    group_size = _group_size([file.path for file in files])
+    fits = num_samples <= max_samples
+    fitting = files if fits else _spread(files, max(1, max_samples // group_size))
+    found: list[tuple[_File, list[Fields]]] = []
+    num_unreadable = 0
+    left = max_samples
+    for number, file in enumerate(fitting):
+        episodes, num_bad = _read_step(file.path)
+        chosen = _choose(episodes, len(episodes) if fits else left // (len(fitting) - number))
+        num_unreadable += num_bad
+        left -= len(chosen)
+        found.append((file, chosen))
+    return _Pick(found, num_unreadable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +121,21 @@ def _notes(shown: int, written: int, steps: _Steps, num_unreadable: int) -> list
     return notes
 
 
-def _step_files(folder: Path) -> list[Path]:
-    found = [(int(match[1]), path) for path in folder.glob("step_*.jsonl") if (match := _FILE.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+@dataclass(frozen=True, slots=True)
+class _File:
+    kind: str
+    step: int
+    path: Path
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, _KINDS.index(self.kind)
+
+
+def _files(folder: Path) -> list[_File]:
+    """The files of rollouts in the order of time."""
+    matches = [(match, path) for path in folder.glob("*_*.jsonl") if (match := _FILE.fullmatch(path.name))]
+    return sorted((_File(match[1], int(match[2]), path) for match, path in matches), key=lambda file: file.place)
 
 
 def _count_lines(path: Path) -> int:
@@ -211,6 +259,8 @@ def _item(episode: Fields, *, prompt: int, limit: int) -> Fields:
         "group": episode["group"],
         "index": episode["index"],
         "epoch": episode.get("epoch"),
+        "outcome": _cut(str(episode.get("outcome", "trained")), 40),
+        "reason": _cut(str(episode.get("reason") or ""), _MAX_FIELD),
         "promptId": _cut(str(episode.get("prompt_id", "")), _MAX_FIELD),
         "prompt": prompt,
         "answer": None if episode.get("answer") is None else _cut(str(episode["answer"]), _MAX_FIELD),

@@ -13,6 +13,9 @@ const ORDERS = {
 
 const KINDS = {
   all: { label: 'all', test: () => true },
+  trained: { label: 'learned from', test: (item) => item.outcome === 'trained' },
+  fruitless: { label: 'taught nothing', test: (item) => item.outcome !== 'trained' && item.outcome !== 'evaluation' },
+  evaluation: { label: 'held-out evaluation', test: (item) => item.outcome === 'evaluation' },
   cut: { label: 'cut off by length', test: (item) => item.finish === 'length' },
   failed: { label: 'a reward failed', test: (item) => Object.keys(item.failures).length > 0 },
   mixed: { label: 'several versions', test: (item) => new Set(item.versions.map(([version]) => version)).size > 1 },
@@ -214,6 +217,7 @@ class Samples {
     const ends = { stop: 'ended by itself', length: 'cut off by length', abort: 'cut short' };
     const versions = item.versions.map(([version, start, end]) => `v${minus(String(version))} (${end - start} tokens)`).join(', ');
     const told = [
+      ...(item.outcome === 'trained' ? [] : [['outcome', item.reason ? `${item.outcome}: ${item.reason}` : item.outcome]]),
       ['reward', figure(item.reward), 'main'],
       ['advantage', signed(item.advantage, 3), item.advantage > 0 ? 'up' : item.advantage < 0 ? 'down' : ''],
       ['tokens', `${item.numTokens}`],
@@ -227,7 +231,7 @@ class Samples {
   }
 
   siblings(item) {
-    const group = this.items.filter(({ step, group: number }) => step === item.step && number === item.group);
+    const group = this.items.filter(({ step, group: number, outcome }) => step === item.step && number === item.group && outcome === item.outcome);
     if (group.length < 2) return null;
     const strip = make('div', { class: 'siblings', role: 'group', 'aria-label': 'Samples of this group' }, make('span', { class: 'help', text: 'This group:' }));
     group.forEach((other) => {

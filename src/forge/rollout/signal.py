@@ -1,0 +1,123 @@
+"""Whether a group has signal: decided by the advantages that the algorithm will compute of its rewards.
+
+An advantage of 0 leaves the policy as it is. When that happens depends on the baseline:
+
+| what a reward is compared with | advantages are 0 where |
+|---|---|
+| its group's mean, or that of the others of its group | all rewards of the group are equal |
+| nothing | all rewards of the group are 0 |
+| the batch, whose mean is the baseline, or over which advantages are whitened | all rewards of the batch are equal |
+
+In the last case a group alone cannot tell: all groups of a batch have signal, or none. Whitening does not count where
+the advantages of each group add up to 0. Where the divergence is taken from single tokens (`algorithm.kl.credit`), it is
+a part of their advantages, and so a signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from forge.config.algorithm import AlgorithmConfig
+from forge.rollout.credit import assign_advantages
+from forge.rollout.samples import is_masked
+from forge.types import Episode, Group
+
+Reason = Literal["all_zero", "all_equal", "equal_before_shaping", "cut_off", "failed", "refused"]
+"""Why a group teaches nothing."""
+
+REASONS: Final[dict[Reason, str]] = {
+    "all_zero": "all rewards are 0",
+    "all_equal": "all rewards are equal",
+    "equal_before_shaping": "all rewards are equal before shaping",
+    "cut_off": "only completions that rollout.mask_truncated leaves out could teach anything",
+    "failed": "a reward failed",
+    "refused": "no generator can answer the prompt",
+}
+_TOLERANCE: Final = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class SignalTest:
+    """Tells which groups an algorithm can learn from.
+
+    Attributes:
+        algorithm: how rewards become advantages.
+        mask_truncated: whether completions that were cut off by length count for nothing.
+        before_shaping: whether rewards must also differ before shaping, as dynamic sampling wants it.
+    """
+
+    algorithm: AlgorithmConfig
+    mask_truncated: bool = False
+    before_shaping: bool = False
+
+    @property
+    def is_of_batch(self) -> bool:
+        """Whether only a whole batch tells: then `passes` is asked about all its groups at once."""
+        config = self.algorithm.advantage
+        if config.baseline in ("group_mean", "leave_one_out"):
+            # Such advantages add up to 0 in a group, and stay 0 when the batch is whitened, unless something weighs them.
+            is_weighed = config.scale == "others_std" or config.whiten_over == "tokens" or self.algorithm.charges_tokens
+            return config.whiten and is_weighed
+        return config.baseline == "batch_mean" or config.whiten
+
+    def is_counted(self, episode: Episode) -> bool:
+        """Whether a completion is in the loss at all."""
+        return len(episode.completion) > 0 and not is_masked(episode, mask_truncated=self.mask_truncated)
+
+    def counts(self, group: Group) -> bool:
+        """Whether any completion of a group is in the loss."""
+        return any(self.is_counted(episode) for episode in group.episodes)
+
+    def passes(self, groups: Sequence[Group]) -> bool:
+        """Whether a completion that counts has an advantage other than 0. Give one group, or all of a batch."""
+        if not self._moves(groups, self.algorithm):
+            return False
+        return not self.before_shaping or self._moves([_unshaped(group) for group in groups], self._without_kl)
+
+    @property
+    def _without_kl(self) -> AlgorithmConfig:
+        kl = self.algorithm.kl.model_copy(update={"coefficient": 0.0})
+        return self.algorithm.model_copy(update={"kl": kl})
+
+    def _moves(self, groups: Sequence[Group], algorithm: AlgorithmConfig) -> bool:
+        found = assign_advantages(_without_noise(groups), algorithm, mask_truncated=self.mask_truncated)
+        return any(_is_moved(each) and self.is_counted(each) for group in found for each in group.episodes)
+
+    def reason(self, group: Group) -> Reason:
+        """Why a group does not pass."""
+        if not self.counts(group):
+            return "cut_off"
+        if all(episode.score.failures for episode in group.episodes):
+            return "failed"
+        if _are_equal(group.rewards):
+            return "all_zero" if _are_equal((0.0, *group.rewards)) else "all_equal"
+        return "equal_before_shaping" if _are_equal(group.unshaped_rewards) else "cut_off"
+
+
+def _is_moved(episode: Episode) -> bool:
+    return any(episode.token_advantages or (episode.advantage,))
+
+
+def _unshaped(group: Group) -> Group:
+    return _rewarded(group, group.unshaped_rewards)
+
+
+def _without_noise(groups: Sequence[Group]) -> Sequence[Group]:
+    """The groups; where all rewards differ by rounding alone, with one number for all."""
+    every = [reward for group in groups for reward in group.rewards]
+    if not _are_equal(every):
+        return groups
+    value = 0.0 if _are_equal((0.0, *every)) else every[0]
+    return [_rewarded(group, [value] * len(group.episodes)) for group in groups]
+
+
+def _rewarded(group: Group, rewards: Sequence[float]) -> Group:
+    scores = (replace(each.score, reward=reward) for each, reward in zip(group.episodes, rewards, strict=True))
+    return replace(group, episodes=tuple(replace(e, score=s) for e, s in zip(group.episodes, scores, strict=True)))
+
+
+def _are_equal(values: Sequence[float]) -> bool:
+    low, high = min(values), max(values)
+    return high - low <= _TOLERANCE * max(1.0, abs(low), abs(high))
