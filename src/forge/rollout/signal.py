@@ -9,8 +9,8 @@ An advantage of 0 leaves the policy as it is. When that happens depends on the b
 | the batch, whose mean is the baseline, or over which advantages are whitened | all rewards of the batch are equal |
 
 In the last case a group alone cannot tell: all groups of a batch have signal, or none. Whitening does not count where
-the advantages of each group add up to 0. Where the divergence is taken from single tokens (`algorithm.kl.credit`), it is
-a part of their advantages, and so a signal.
+the advantages of each group add up to 0. Where the divergence is taken from single tokens (`algorithm.kl.credit`), it
+is a part of their advantages, and so a signal.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SignalTest:
         """Whether only a whole batch tells: then `passes` is asked about all its groups at once."""
         config = self.algorithm.advantage
         if config.baseline in ("group_mean", "leave_one_out"):
-            # Such advantages add up to 0 in a group, and stay 0 when the batch is whitened, unless something weighs them.
+            # Such advantages add up to 0 in a group, and stay 0 when the batch is whitened, unless they are weighed.
             is_weighed = config.scale == "others_std" or config.whiten_over == "tokens" or self.algorithm.charges_tokens
             return config.whiten and is_weighed
         return config.baseline == "batch_mean" or config.whiten
