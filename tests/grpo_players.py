@@ -50,6 +50,13 @@ class StandInTrainer:
     async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
         self.saved.append(dict(extra))
 
+    async def wait_saved(self) -> None: ...
+
+    async def abandon_step(self) -> None: ...
+
+    async def agree(self, *flags: bool) -> tuple[bool, ...]:
+        return flags
+
     async def load(self, resume: str) -> dict[str, Any] | None:
         return self.found
 

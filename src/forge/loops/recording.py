@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from forge.errors import DataError
 from forge.loops.places import run_dir
 from forge.loops.planning import Plan
 from forge.observe import make_sinks
@@ -13,6 +14,7 @@ from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
 from forge.rollout.ledger import Ledger
 from forge.rollout.record import RolloutRecorder
+from forge.rollout.writing import recording
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
 from forge.types import Group
@@ -25,17 +27,18 @@ class Records:
 
     def __init__(self, plan: Plan, *, resume_step: int | None) -> None:
         self._plan, self._folder = plan, run_dir(plan.config)
-        self._lock = WriterLock(self._folder)
+        with recording(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = WriterLock(self._folder)
         try:
-            self._open(resume_step)
+            with recording(self._folder):
+                self._open(resume_step)
         except BaseException:
             self._lock.release()
             raise
 
     def _open(self, resume_step: int | None) -> None:
         plan, config = self._plan, self._plan.config
-        if resume_step and not (self._folder / "ledger.jsonl").exists():
-            _log.warning("%s has no ledger.jsonl: it will not tell of what came before this resume", self._folder)
         self.ledger = Ledger(self._folder / "ledger.jsonl", resume_step=resume_step)
         self._rollouts = RolloutRecorder(
             self._folder / "rollouts",
@@ -77,7 +80,11 @@ class Records:
         from forge.observe.report import write_report
 
         self._log.close()
-        return write_report(self._folder).path
+        try:
+            return write_report(self._folder).path
+        except (DataError, OSError) as error:  # a page must not decide how a run ends
+            _log.warning("there is no report: %s", error.message if isinstance(error, DataError) else error)
+            return None
 
     def close(self) -> None:
         """Close every file."""

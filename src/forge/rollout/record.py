@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 from forge.config import RecordConfig
 from forge.errors import DataError
+from forge.rollout.writing import recording
 from forge.types import Episode, Group
 
 TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
@@ -74,12 +75,13 @@ class RolloutRecorder:
         known = trainer_logprobs if self._config.trainer_logprobs and trainer_logprobs is not None else {}
         target = self.folder / f"step_{step:06d}.jsonl"
         part = target.with_name(f".{target.name}.part")
-        try:
-            with open(part, "wb") as file:
-                file.writelines(self._lines(step, chosen, known))
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        with recording(target):
+            try:
+                with open(part, "wb") as file:
+                    file.writelines(self._lines(step, chosen, known))
+                os.replace(part, target)
+            finally:
+                part.unlink(missing_ok=True)
         return target
 
     def _lines(self, step: int, groups: Sequence[Group], known: TrainerLogprobs) -> Iterator[bytes]:
