@@ -264,7 +264,7 @@ def test_a_kill_during_a_save_costs_that_save_alone(
     assert "step-00000008" not in run.names()
     assert any(name.startswith("step-00000008.partial-") for name in run.names())
     run.finish("--resume")
-    assert "going on after step 4" in run.output()
+    assert "resuming after step 4" in run.output()
     assert not any("partial" in name for name in run.names())
     plain = [figure for figure in run.figures() if figure[1].startswith("train/")]
     assert plain == [figure for figure in whole.figures() if figure[1].startswith("train/")]
@@ -345,7 +345,7 @@ def test_ctrl_c_says_where_the_run_stopped_and_how_it_goes_on(ranks: Ranks, sett
     said = (tmp_path / "errors.txt").read_text()
     assert controller.returncode == INTERRUPTED, said
     assert "Traceback" not in said
-    assert re.search(r"stopped after step \d+; --resume goes on from \d+", said)
+    assert re.search(r"stopped after step \d+; --resume continues after step \d+", said)
 
 
 # ---- What resume means -----------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_the_words_of_resume(ranks: Ranks, settings: Path, tmp_path: Path) -> No
     run = Run(ranks, tmp_path / "runs", settings)
     few = "training.max_steps=5"
     assert run.start(few, "--resume") == [1]
-    assert "There is no checkpoint to go on from" in run.output()
+    assert "There is no checkpoint to resume from" in run.output()
     assert "checkpointing.resume=auto to start anew" in run.output()
     assert not (run.folder / "run" / "metrics.jsonl").exists()
 
@@ -363,12 +363,12 @@ def test_the_words_of_resume(ranks: Ranks, settings: Path, tmp_path: Path) -> No
     before = (run.folder / "run" / "metrics.jsonl").read_bytes()
     assert run.start(few) == [1]
     assert "checkpointing.resume=never the folder must hold no checkpoint" in run.output()
-    assert "checkpointing.resume=auto to go on from it" in run.output()
+    assert "add --resume to continue that run, or run.name=NAME" in run.output()
     assert (run.folder / "run" / "metrics.jsonl").read_bytes() == before
 
     branch = Run(ranks, tmp_path / "branch", settings)
     branch.finish("--resume", str(run.checkpoints / "step-00000004"), few)
-    assert "going on after step 4" in branch.output()
+    assert "resuming after step 4" in branch.output()
     assert [step for step, name, _ in branch.figures() if name == "train/loss"] == [5]
     assert branch.losses() == run.losses()[4:]
     assert branch.weights() == run.weights()
