@@ -31,7 +31,8 @@ def main() -> None:
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)  # where it stopped was said
     print(summary(result))
-    sys.exit(result.exit_code)
+    if result.is_stopped:
+        sys.exit(result.exit_code)
 
 
 def summary(result: GRPOResult) -> str:
