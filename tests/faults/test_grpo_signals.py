@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 
 from forge.rollout.ledger import check_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
@@ -93,11 +92,27 @@ def test_a_terminal_that_is_closed_loses_no_step(tmp_path: Path) -> None:
     assert adds_up(folder) >= 2
 
 
-@pytest.mark.parametrize("text", ["Monarch internal logs"], ids=["while workers start"])
-def test_ctrl_c_before_the_first_step_exits_with_130(text: str, tmp_path: Path) -> None:
+def test_a_second_signal_names_the_checkpoint_that_is_complete(tmp_path: Path) -> None:
+    """One is being written all the time."""
+
+    def press_twice(program: subprocess.Popen[str]) -> None:
+        for _ in range(2):
+            program.send_signal(signal.SIGINT)
+
+    folder = tmp_path / "run"
+    command = app_command(folder, "checkpointing.save_interval=1", "training.max_steps=1000")
+    code, told = run_until(command, "Episode 4", press_twice)
+    assert code == 130, told
+    newest = list_checkpoints(folder / "checkpoints")[-1].step
+    assert f"--resume continues after step {newest}" in told
+    assert "Traceback" not in told
+
+
+def test_ctrl_c_before_the_first_step_exits_with_130(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = app_command(folder, "record.report=true")
-    code, told = run_until(command, text, lambda program: program.send_signal(signal.SIGINT))
+    starting = "Monarch internal logs"
+    code, told = run_until(command, starting, lambda program: program.send_signal(signal.SIGINT))
     assert code == 130, told
     assert "stopped after step 0; there is no checkpoint yet" in told
     assert "Traceback" not in told

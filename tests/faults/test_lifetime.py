@@ -116,8 +116,8 @@ def test_workers_do_not_outlive_a_controller_that_is_killed(controllers):
 def test_a_controller_that_is_told_to_end_ends_in_order(controllers, number):
     before = controllers.left()
     controller, workers = controllers.start("wait")
-    for worker in workers:
-        signal.pidfd_send_signal(worker, number)  # a scheduler signals every process of a job: the controller ends the others
+    for worker in workers:  # as a scheduler does; it is the controller who ends them
+        signal.pidfd_send_signal(worker, number)
     controller.send_signal(number)
     _, errors = controller.communicate(timeout=60)
     assert controller.returncode == 128 + number

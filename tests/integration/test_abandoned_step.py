@@ -80,7 +80,9 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "distributed"), [(1, {}), (2, {"strategy": "fsdp"}), (2, {"tensor": 2})], ids=["one", "fsdp", "tensor"]
+    ("num_ranks", "distributed"),
+    [(1, {}), (2, {"strategy": "fsdp"}), (2, {"tensor": 2})],
+    ids=["one", "fsdp", "tensor"],
 )
 def test_an_abandoned_step_leaves_no_trace(
     num_ranks: int, distributed: dict[str, Any], ranks: Ranks, tmp_path: Path

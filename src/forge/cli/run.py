@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -107,25 +106,8 @@ def _in_this_process(script: Path, arguments: list[str]) -> int:
 
 
 def _as_ranks(script: Path, arguments: list[str], num_ranks: int) -> int:
-    """Start the ranks as torchrun does, in this process: a signal that it gets is passed on to every rank, which saves
-    and ends. Returns 128 plus the signal's number then."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as start_ranks
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    heard = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if not _is_ignored(name)]
-    options = ["--standalone", f"--nproc-per-node={num_ranks}", f"--signals-to-handle={','.join(heard)}"]
-    try:
-        start_ranks([*options, str(script), *arguments])
-    except SignalException as received:
-        return 128 + received.sigval
-    except ChildFailedError as failure:
-        print(failure, file=sys.stderr)
-        return 1
-    return 0
-
-
-def _is_ignored(name: str) -> bool:
-    """Whether the process was started with a signal ignored, as nohup does with SIGHUP."""
-    return signal.getsignal(signal.Signals[name]) == signal.SIG_IGN
+    """Become the program that starts the ranks, so that signals for this process reach it."""
+    launcher = [sys.executable, "-m", "forge.runtime.torchrun", "--standalone", f"--nproc-per-node={num_ranks}"]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [*launcher, str(script), *arguments], {"OMP_NUM_THREADS": "1", **os.environ})

@@ -198,7 +198,7 @@ class CheckpointConfig(ConfigModel):
     )
     resume: Literal["never", "auto", "must"] | PathText = Field(
         default="never",
-        description="`never` starts anew and refuses a folder with checkpoints; `auto` goes on from the newest one if "
+        description="`never` starts anew and refuses a folder with checkpoints; `auto` resumes from the newest one if "
         "there is one; `must` insists on one; anything else is the path of a checkpoint.",
     )
     export_hf: bool = Field(

@@ -3,7 +3,7 @@
     check_grpo(config)   # or check_sft(config): raises what `run_grpo` or `run_sft` would raise at the start
 
 No process is started, and no file is written but the tiny model in the user's cache. The loops begin with the same
-functions, so a configuration that passes is refused later only for what its workers find out: memory, devices, networks.
+functions, so a configuration that passes is refused later only for what its workers find out: memory, devices, network.
 """
 
 from __future__ import annotations

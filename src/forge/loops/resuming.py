@@ -31,7 +31,7 @@ LEDGER_NAME = "ledger.jsonl"
 
 
 def check_folders(config: Placed) -> CheckpointInfo | None:
-    """Refuse folders that a run cannot use, and return the checkpoint that it resumes from, undamaged; None to start anew.
+    """Refuse folders that a run cannot use, and return the checkpoint that it resumes from; None to start anew.
 
     Refused are folders that cannot be written, that another run writes to, that hold another run, and checkpoints that
     are missing or damaged.
@@ -118,7 +118,7 @@ def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-# ---- Reinforcement learning -------------------------------------------------------------------------------------------
+# ---- Reinforcement learning -----------------------------------------------------------------------------------------
 
 
 def group_keys(config: GRPOConfig) -> dict[str, int]:

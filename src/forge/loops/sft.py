@@ -73,8 +73,8 @@ class SFTResult:
 async def run_sft(config: SFTConfig, *, clock: Callable[[], float] = time.monotonic) -> SFTResult:
     """Fine-tune as a configuration says. In every rank of `forge run --nproc_per_node`, or once as the controller.
 
-    SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit. `clock` tells
-    the seconds between two checkpoints.
+    SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit. `clock`
+    tells the seconds between two checkpoints.
     """
     with prepare_sft(config) as prepared:
         hint, grace_s = "this step is finished and saved", config.checkpointing.grace_s
@@ -174,7 +174,9 @@ class _Loop:
             result = await self.stop.in_time(self._trainer.train_step(batch), self._trainer.abandon_step)
         except StepAbandoned:
             if self._trainer.is_leader:
-                _log.warning("step %d takes too long: it is abandoned, and the state before it is saved", self._step + 1)
+                _log.warning(
+                    "step %d takes too long: it is abandoned, and the state before it is saved", self._step + 1
+                )
             if self._step > 0:
                 await self._save(position=position)
             return None

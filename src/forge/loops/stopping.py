@@ -1,7 +1,7 @@
 """Stop a run on a signal, and wait for work that can be interrupted.
 
-The first SIGINT (Ctrl-C), SIGTERM or SIGHUP asks a run to finish its step, save and end; the second ends it at once. The
-exit code is 128 plus the signal's number.
+The first SIGINT (Ctrl-C), SIGTERM or SIGHUP asks a run to finish its step, save and end; the second ends it at once.
+The exit code is 128 plus the signal's number.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ async def stopped_by_signals(
 ) -> AsyncIterator[tuple[Stop, Callable[[], bool]]]:
     """Inside the block, SIGINT, SIGTERM and SIGHUP ask the run to end; a second one ends it, with SystemExit.
 
-    Yields the `Stop`, and a function that says whether half of `grace_s` has passed since SIGTERM or SIGHUP. Signals are
-    heard in the main thread only. SIGHUP stays ignored where it is, as under nohup.
+    Yields the `Stop`, and a function that says whether half of `grace_s` has passed since SIGTERM or SIGHUP. Signals
+    are heard in the main thread only. SIGHUP stays ignored where it is, as under nohup.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():

@@ -43,8 +43,8 @@ def _check_layout(config: GRPOConfig) -> None:
 def _check_reward_models(config: GRPOConfig) -> None:
     section = config.rewards
     kinds = {function.kind for function in section.functions}
-    for kind, model in (("judge", section.judge), ("reward_model", section.reward_model)):
-        if kind in kinds and model is None:
+    for kind, asked in (("judge", section.judge), ("reward_model", section.reward_model)):
+        if kind in kinds and asked is None:
             raise ConfigError(
                 f"the reward `{kind}` asks a model, and none is configured",
                 path=f"rewards.{kind}",
@@ -56,9 +56,9 @@ def _check_reward_models(config: GRPOConfig) -> None:
         _check_model(section.judge.path, "rewards.judge.path")
         if section.judge.generator.engine == "vllm":
             installed_build()
-    if "reward_model" in kinds and section.reward_model is not None:
-        if not (Path(section.reward_model.path) / "config.json").is_file():
-            raise _not_a_model("rewards.reward_model.path", section.reward_model.path, "must hold a config.json")
+    model = section.reward_model
+    if "reward_model" in kinds and model is not None and not (Path(model.path) / "config.json").is_file():
+        raise _not_a_model("rewards.reward_model.path", model.path, "must hold a config.json")
 
 
 def _check_model(path: str, key: str) -> None:

@@ -142,7 +142,7 @@ def _decode(raw: bytes) -> Mapping[str, Any] | None:
 
 
 def _keep_up_to(path: Path, last_step: int) -> list[LedgerLine]:
-    """Leave the lines up to a step and put later ones into `ledger.discarded.jsonl`. The file is replaced atomically."""
+    """Leave the lines up to a step and put later ones into `ledger.discarded.jsonl`. The file is replaced at once."""
     lines = list(read_ledger(path))
     kept = [line for line in lines if line.step <= last_step]
     later = [line for line in lines if line.step > last_step]

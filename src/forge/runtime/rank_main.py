@@ -1,7 +1,8 @@
 """What a rank process runs first.
 
-It must not die of the Ctrl-C that a terminal sends to the whole group, nor of the SIGTERM that a scheduler sends to every
-process of a job: the controller saves first, and ends its workers itself. And it must not outlive the process that started it, whatever happens to that one.
+It must not die of the Ctrl-C that a terminal sends to the whole group, nor of the SIGTERM that a scheduler sends to
+every process of a job: the controller saves first, and ends its workers itself. And it must not outlive the process
+that started it, whatever happens to that one.
 """
 
 from __future__ import annotations

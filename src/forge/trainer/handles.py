@@ -31,7 +31,7 @@ class TrainerHandle(Protocol):
         ...
 
     async def agree(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag: whether it is set in some process that runs the loop. All of them call it at the same point."""
+        """For each flag: whether it is set in some process that runs the loop. All call it at the same point."""
         ...
 
     async def evaluate(self, batch: Batch) -> tuple[float, float]: ...
@@ -126,8 +126,8 @@ class MeshTrainer:
 class LocalTrainer:
     """One rank of a trainer in this process, for programs that are started once per rank, as torchrun does.
 
-    All ranks run the same program with the same data, and meet inside the engine. A step blocks this process, so whether
-    it is to be abandoned is asked from inside: `should_abandon`.
+    All ranks run the same program with the same data, and meet inside the engine. A step blocks this process, so
+    whether it is to be abandoned is asked from inside: `should_abandon`.
     """
 
     def __init__(

@@ -105,7 +105,7 @@ def test_time_makes_a_checkpoint_due(tmp_path: Path) -> None:
     assert [extra["step"] for extra in trainer.saved] == [2, 4, 6]
 
 
-# ---- Disks that are full ----------------------------------------------------------------------------------------------
+# ---- Disks that are full --------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-# ---- The ledger -------------------------------------------------------------------------------------------------------
+# ---- The ledger -----------------------------------------------------------------------------------------------------
 
 
 def removed(lines: list[str]) -> list[str]:
@@ -86,7 +86,7 @@ def removed_at_the_end(lines: list[str]) -> list[str]:
 
 
 def copied(lines: list[str]) -> list[str]:
-    return lines[:5] + [lines[2]] + lines[5:]
+    return [*lines[:5], lines[2], *lines[5:]]
 
 
 def renumbered(lines: list[str]) -> list[str]:
@@ -164,7 +164,7 @@ def test_a_ledger_that_is_gone_is_reported_and_begun_again(run: Path, caplog: py
     assert check_grpo(longer).resume_step == 8
 
 
-# ---- Other groups, prompts and checkpoints ----------------------------------------------------------------------------
+# ---- Other groups, prompts and checkpoints --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_of_a_large_checkpoint_the_index_alone_is_read(tmp_path: Path) -> None:
         check_checkpoint(info, max_digest_bytes=8)
 
 
-# ---- Folders of other runs --------------------------------------------------------------------------------------------
+# ---- Folders of other runs ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_a_run_that_saved_nothing_may_be_started_again(tmp_path: Path) -> None:
     assert len(ledger(chosen)) == 12
 
 
-# ---- Before any process -----------------------------------------------------------------------------------------------
+# ---- Before any process ---------------------------------------------------------------------------------------------
 
 NOWHERE = "launcher.kind=slurm"
 """Starting anything fails where there is no `sbatch`. What is refused earlier is refused with another error."""
