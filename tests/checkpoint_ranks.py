@@ -28,7 +28,8 @@ class Ranks:
     def __init__(self, module: str) -> None:
         path = Path(sys.modules[module].__file__ or "")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(path.parent)])
+        folders = [str(Path(__file__).parent), str(path.parent), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
         self._process = subprocess.Popen(
             [sys.executable, __file__, path.stem],
             stdin=subprocess.PIPE,

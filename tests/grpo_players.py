@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from forge.generator.engine import UpdateReport
 from forge.loops.casting import Cast
 from forge.loops.grpo import GRPOLoop, GRPOResult
 from forge.loops.planning import plan_run
+from forge.loops.stopping import Stop
 from forge.types import Batch, Completion, Prompt, Score, StepResult, VersionSpan
 
 
@@ -49,6 +51,13 @@ class StandInTrainer:
 
     async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
         self.saved.append(dict(extra))
+
+    async def wait_saved(self) -> None: ...
+
+    async def abandon_step(self) -> None: ...
+
+    async def agree(self, *flags: bool) -> tuple[bool, ...]:
+        return flags
 
     async def load(self, resume: str) -> dict[str, Any] | None:
         return self.found
@@ -115,12 +124,14 @@ def play(
     *,
     policy: StandInPolicy | None = None,
     rewards: StandInRewards | None = None,
+    stop: Stop | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> GRPOResult:
     """Run the loop with stand-ins, in this process alone."""
 
     async def body() -> GRPOResult:
         players: Any = (trainer, policy or StandInPolicy(trainer), rewards or StandInRewards(), None)
-        loop = GRPOLoop(plan_run(chosen), Cast(*players))
+        loop = GRPOLoop(plan_run(chosen), Cast(*players), stop=stop, clock=clock)
         try:
             return await asyncio.wait_for(loop.run(), 60)
         finally:

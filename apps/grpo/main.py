@@ -34,7 +34,7 @@ def main() -> None:
         sys.exit(130)  # where it stopped was said
     print(summary(result))
     if result.is_stopped:
-        sys.exit(130)
+        sys.exit(result.exit_code)
 
 
 def summary(result: GRPOResult) -> str:

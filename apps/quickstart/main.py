@@ -48,7 +48,7 @@ def main() -> None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
     if result.is_stopped:
-        sys.exit(130)
+        sys.exit(result.exit_code)
     sys.exit(0 if told(result, seconds=time.perf_counter() - began) else 1)
 
 
@@ -57,7 +57,9 @@ def teach(folder: Path, *, seed: int) -> GRPOResult:
     prepare(folder)
     write_task(folder / "task", seed=seed)
     print("1. Supervised fine-tuning: how an answer is written.", flush=True)
-    asyncio.run(run_sft(configured(SFTConfig, "apps/quickstart/sft.yaml", folder, seed=seed)))
+    tuned = asyncio.run(run_sft(configured(SFTConfig, "apps/quickstart/sft.yaml", folder, seed=seed)))
+    if tuned.is_stopped:
+        sys.exit(tuned.exit_code)
     print("2. GRPO: which answer is right. Held-out accuracy is `avg@1`.", flush=True)
     return asyncio.run(run_grpo(configured(GRPOConfig, "apps/grpo/tiny.yaml", folder, seed=seed)))
 

@@ -35,6 +35,8 @@ def main() -> None:
         validation = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f}"
         loss = "nothing was left to do" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
         print(f"Done after {result.step} steps: {loss}{validation}")
+    if result.is_stopped:
+        sys.exit(result.exit_code)
 
 
 if __name__ == "__main__":

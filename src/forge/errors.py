@@ -147,6 +147,14 @@ class CheckpointError(ForgeError, RuntimeError):
     """A checkpoint that is missing, incomplete, or not of this model."""
 
 
+class RecordError(ForgeError, RuntimeError):
+    """A file that a run writes beside its checkpoints (ledger, rollouts, trace) cannot be written: a full disk, say."""
+
+
+class StepAbandoned(ForgeError, RuntimeError):
+    """A training step was given up on request. Training state is as it was before the step."""
+
+
 class NonFiniteError(ForgeError, FloatingPointError):
     """Loss, gradient or logits are NaN or infinite. Training state is as it was before the step."""
 

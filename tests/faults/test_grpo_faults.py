@@ -65,7 +65,7 @@ def test_a_controller_that_is_killed_is_taken_up(whole: GRPOConfig, tmp_path: Pa
     code, _ = run_app(folder, AT_ONCE, until="Episode 3")
     assert code == KILLED
     code, told = run_app(folder, "checkpointing.resume=must")
-    assert (code, "going on after step 2" in told) == (0, True), told
+    assert (code, "resuming after step 2" in told) == (0, True), told
     same(config(folder), whole)
 
 
@@ -75,7 +75,7 @@ def test_ctrl_c_saves_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path
     assert code == INTERRUPTED, told
     saved = [checkpoint.step for checkpoint in list_checkpoints(folder / "checkpoints")][-1]
     assert saved >= 3
-    assert f"--resume goes on after step {saved}" in told
+    assert f"--resume continues after step {saved}" in told
     code, _ = run_app(folder, "checkpointing.resume=must")
     assert code == 0
     same(config(folder), whole)

@@ -112,12 +112,15 @@ def test_workers_do_not_outlive_a_controller_that_is_killed(controllers):
     assert still_running(workers) == 0
 
 
-def test_a_controller_that_is_told_to_end_ends_in_order(controllers):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_controller_that_is_told_to_end_ends_in_order(controllers, number):
     before = controllers.left()
     controller, workers = controllers.start("wait")
-    controller.terminate()
+    for worker in workers:  # as a scheduler does; it is the controller who ends them
+        signal.pidfd_send_signal(worker, number)
+    controller.send_signal(number)
     _, errors = controller.communicate(timeout=60)
-    assert controller.returncode == 128 + signal.SIGTERM
+    assert controller.returncode == 128 + number
     assert "Traceback" not in errors
     assert still_running(workers) == 0
     assert controllers.left() - before == set()

@@ -51,14 +51,16 @@ INTERRUPTED = 130
 class _Output:
     """Standard output of a rank, which ends the run when a text comes by."""
 
-    def __init__(self, file: Any, *, folder: Path, kill_at: str | None) -> None:
-        self._file, self._folder, self._kill_at = file, folder, kill_at
+    def __init__(self, file: Any, *, folder: Path, kill_at: str | None, stop_at: list[str] | None) -> None:
+        self._file, self._folder, self._kill_at, self._stop_at = file, folder, kill_at, stop_at
 
     def write(self, text: str) -> int:
         self._file.write(text)
         self._file.flush()
         if self._kill_at is not None and self._kill_at in text:
             _kill_all(self._folder)
+        if self._stop_at is not None and self._stop_at[0] in text:
+            os.kill(os.getpid(), signal.Signals[self._stop_at[1]])
         return len(text)
 
     def flush(self) -> None:
@@ -85,7 +87,9 @@ def fine_tune(
     num_ranks: int,
     port: int,
     kill_at: str | None = None,
+    stop_at: list[str] | None = None,
     kill_in_save: list[str] | None = None,
+    stop_on_open: str | None = None,
 ) -> None:
     """One rank of `forge run --nproc_per_node N apps/sft/main.py`; output goes to rank0.txt and so on."""
     import torch.distributed as dist
@@ -103,12 +107,24 @@ def fine_tune(
     (home / f"{os.getpid()}.pid").touch()
     dist.barrier()
     dist.destroy_process_group()
-    sys.stdout = _Output(output, folder=home, kill_at=kill_at)  # type: ignore[assignment]
+    sys.stdout = _Output(output, folder=home, kill_at=kill_at, stop_at=stop_at)  # type: ignore[assignment]
     if kill_in_save is not None and rank == 0:
         event, part = kill_in_save
         sys.addaudithook(lambda name, what: _kill_all(home) if name == event and _names(what, part) else None)
+    if stop_on_open is not None:
+        sys.addaudithook(lambda name, what: _stop() if name == "open" and _names(what, stop_on_open) else None)
     sys.argv = [str(APP), *words]
-    runpy.run_path(str(APP), run_name="__main__")
+    try:
+        runpy.run_path(str(APP), run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, int) and ended.code > 128:  # stopped by a signal
+            output.flush()
+            os._exit(ended.code)
+        raise
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _names(what: tuple[Any, ...], part: str) -> bool:
@@ -264,11 +280,46 @@ def test_a_kill_during_a_save_costs_that_save_alone(
     assert "step-00000008" not in run.names()
     assert any(name.startswith("step-00000008.partial-") for name in run.names())
     run.finish("--resume")
-    assert "going on after step 4" in run.output()
+    assert "resuming after step 4" in run.output()
     assert not any("partial" in name for name in run.names())
     plain = [figure for figure in run.figures() if figure[1].startswith("train/")]
     assert plain == [figure for figure in whole.figures() if figure[1].startswith("train/")]
     assert run.weights() == whole.weights()
+
+
+@pytest.mark.parametrize(("number", "num_ranks"), [("SIGTERM", 1), ("SIGHUP", 1), ("SIGTERM", 2)])
+def test_a_signal_saves_the_step_and_loses_nothing(
+    ranks: Ranks, settings: Path, whole: Run, tmp_path: Path, number: str, num_ranks: int
+) -> None:
+    """Also where one rank of several gets it: they agree on the step."""
+    run = Run(ranks, tmp_path / "runs", settings)
+    never = ("checkpointing.save_interval=null", "validation.interval=null")
+    codes = run.start(*never, num_ranks=num_ranks, stop_at=["| Step 6 |", number])
+    assert codes[0] == 128 + signal.Signals[number], run.output()
+    assert run.names() == ["step-00000006"]
+    assert "stopped after step 6; --resume continues after step 6" in run.output()
+    assert "Traceback" not in run.output()
+    assert not (run.checkpoints / "hf").exists()
+    if num_ranks > 1:
+        return  # it ends like any other: see the test below
+    run.finish("--resume", "validation.interval=null")
+    plain = [figure for figure in run.figures() if figure[1].startswith("train/")]
+    assert plain == [figure for figure in whole.figures() if figure[1].startswith("train/")]
+    assert run.weights() == whole.weights()
+
+
+def test_a_signal_before_the_first_step_saves_nothing(ranks: Ranks, settings: Path, tmp_path: Path) -> None:
+    run = Run(ranks, tmp_path / "runs", settings)
+    assert run.start(stop_on_open="metrics.jsonl") == [143], run.output()
+    assert "stopped after step 0; there is no checkpoint yet" in run.output()
+    assert run.names() == []
+
+
+def test_seconds_make_a_checkpoint_due_on_every_rank(ranks: Ranks, settings: Path, tmp_path: Path) -> None:
+    run = Run(ranks, tmp_path / "runs", settings)
+    always = ("checkpointing.save_interval=null", "checkpointing.save_interval_s=1e-9", "checkpointing.keep=9")
+    run.finish(*always, "validation.interval=null", "training.max_steps=4", num_ranks=2)
+    assert run.names() == [f"step-0000000{step}" for step in (1, 2, 3, 4)]
 
 
 def test_two_ranks_killed_together_go_on_bit_for_bit(ranks: Ranks, settings: Path, whole: Run, tmp_path: Path) -> None:
@@ -345,7 +396,9 @@ def test_ctrl_c_says_where_the_run_stopped_and_how_it_goes_on(ranks: Ranks, sett
     said = (tmp_path / "errors.txt").read_text()
     assert controller.returncode == INTERRUPTED, said
     assert "Traceback" not in said
-    assert re.search(r"stopped after step \d+; --resume goes on from \d+", said)
+    found = re.search(r"stopped after step (\d+); --resume continues after step (\d+)", said)
+    assert found is not None, said
+    assert found[1] == found[2] == str(list_checkpoints(run.checkpoints)[-1].step)
 
 
 # ---- What resume means -----------------------------------------------------------------------------------------------
@@ -355,7 +408,7 @@ def test_the_words_of_resume(ranks: Ranks, settings: Path, tmp_path: Path) -> No
     run = Run(ranks, tmp_path / "runs", settings)
     few = "training.max_steps=5"
     assert run.start(few, "--resume") == [1]
-    assert "There is no checkpoint to go on from" in run.output()
+    assert "There is no checkpoint to resume from" in run.output()
     assert "checkpointing.resume=auto to start anew" in run.output()
     assert not (run.folder / "run" / "metrics.jsonl").exists()
 
@@ -363,12 +416,12 @@ def test_the_words_of_resume(ranks: Ranks, settings: Path, tmp_path: Path) -> No
     before = (run.folder / "run" / "metrics.jsonl").read_bytes()
     assert run.start(few) == [1]
     assert "checkpointing.resume=never the folder must hold no checkpoint" in run.output()
-    assert "checkpointing.resume=auto to go on from it" in run.output()
+    assert "add --resume to continue that run, or run.name=NAME" in run.output()
     assert (run.folder / "run" / "metrics.jsonl").read_bytes() == before
 
     branch = Run(ranks, tmp_path / "branch", settings)
     branch.finish("--resume", str(run.checkpoints / "step-00000004"), few)
-    assert "going on after step 4" in branch.output()
+    assert "resuming after step 4" in branch.output()
     assert [step for step, name, _ in branch.figures() if name == "train/loss"] == [5]
     assert branch.losses() == run.losses()[4:]
     assert branch.weights() == run.weights()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from signals import hear_ctrl_c
 
 LIMIT_S = 300
 
@@ -54,6 +57,43 @@ def test_two_ranks_of_a_script_meet(folder: Path) -> None:
     expected = {"total": 3.0, "world": 2, "threads": "1", "argv": ["--config", "a.yaml", "run.seed=7"]}
     assert facts == [expected, expected]
     assert not (folder / "rank2.json").exists()
+
+
+SAVING = """
+import os, signal, sys
+from pathlib import Path
+
+rank = os.environ["RANK"]
+
+def save(number, frame):
+    Path(f"saved{rank}").write_text(signal.Signals(number).name)
+    sys.exit(0)
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, save)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_every_rank_and_is_the_exit_code(folder: Path, number: signal.Signals) -> None:
+    (folder / "saving.py").write_text(SAVING)
+    command = [sys.executable, "-m", "forge.cli", "run", "--nproc_per_node", "2", "saving.py"]
+    with (folder / "errors.txt").open("w") as errors:
+        running = subprocess.Popen(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True, preexec_fn=hear_ctrl_c
+        )
+        assert running.stdout is not None
+        assert [running.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        running.send_signal(number)
+        running.communicate(timeout=LIMIT_S)
+    said = (folder / "errors.txt").read_text()
+    assert running.returncode == 128 + number, said
+    assert [(folder / f"saved{rank}").read_text() for rank in range(2)] == [number.name] * 2
+    assert "Traceback" not in said
 
 
 def test_a_rank_that_fails_fails_the_command(folder: Path) -> None:

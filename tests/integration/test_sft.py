@@ -195,7 +195,7 @@ def refused(words: list[str], folder: Path, capfd: pytest.CaptureFixture[str]) -
         (["distributed.pipeline=2"], ["distributed.pipeline", "model.tie_embeddings is true", "shard 2; tensor 2"]),
         (["training.max_seq_len=4096"], ["training.max_seq_len", "which is 2048", "lower it to 2048"]),
         (["training.max_seq_len=8"], ["data.sources", "'oversize': 1425", "raise training.max_seq_len"]),
-        (["--resume"], ["no checkpoint to go on from", "checkpointing.resume=auto"]),
+        (["--resume"], ["no checkpoint to resume from", "checkpointing.resume=auto"]),
     ],
     ids=["family", "folder", "data", "heads", "tied", "too long", "nothing to learn", "no checkpoint"],
 )
@@ -256,7 +256,7 @@ def test_a_folder_with_checkpoints_is_not_mixed_with_another_run(
     before = {path: path.stat().st_mtime_ns for path in single.folder.rglob("*")}
     said = refused([], single.folder.parent, capfd)
     assert "already holds 2 checkpoint(s), the latest of step 20" in said
-    assert "checkpointing.resume=auto to go on from it" in said
+    assert "add --resume to continue that run, or run.name=NAME" in said
     assert {path: path.stat().st_mtime_ns for path in single.folder.rglob("*")} == before
 
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import runpy
 import shlex
-import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
@@ -152,6 +151,8 @@ def _in_this_process(script: Path, arguments: list[str]) -> int:
 
 
 def _as_ranks(script: Path, arguments: list[str], num_ranks: int) -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run([*command, str(script), *arguments], env=environment, check=False).returncode
+    """Become the program that starts the ranks, so that signals for this process reach it."""
+    launcher = [sys.executable, "-m", "forge.runtime.torchrun", "--standalone", f"--nproc-per-node={num_ranks}"]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [*launcher, str(script), *arguments], {"OMP_NUM_THREADS": "1", **os.environ})

@@ -180,7 +180,19 @@ class CheckpointConfig(ConfigModel):
         default=None, description="Folder of the checkpoints; null for `checkpoints` in the run's folder."
     )
     save_interval: int | None = Field(
-        default=500, ge=1, description="Optimizer steps between two checkpoints; null for only the last one."
+        default=500, ge=1, description="Optimizer steps between two checkpoints; null for no rule by steps."
+    )
+    save_interval_s: float | None = Field(
+        default=900.0,
+        gt=0,
+        description="Seconds after which a checkpoint is saved at the end of a step, if none was saved meanwhile; null "
+        "for no rule by time. The last step is saved in any case.",
+    )
+    grace_s: float | None = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds that a scheduler leaves between SIGTERM (or SIGHUP) and SIGKILL. A training step that is "
+        "still running after half of it is abandoned, and the state before it is saved; null to always finish it.",
     )
     keep: int = Field(default=2, ge=1, description="How many of the newest checkpoints are kept.")
     keep_best: bool = Field(
@@ -191,7 +203,7 @@ class CheckpointConfig(ConfigModel):
     )
     resume: Literal["never", "auto", "must"] | PathText = Field(
         default="never",
-        description="`never` starts anew and refuses a folder with checkpoints; `auto` goes on from the newest one if "
+        description="`never` starts anew and refuses a folder with checkpoints; `auto` resumes from the newest one if "
         "there is one; `must` insists on one; anything else is the path of a checkpoint.",
     )
     export_hf: bool = Field(

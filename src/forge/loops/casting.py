@@ -267,14 +267,6 @@ async def _start_generators(
     config: GRPOConfig, generator: GeneratorConfig, *, on_gpus: str | None = None
 ) -> PolicyHandle:
     section = config.generators
-    if section.tensor_parallel > 1 and generator.engine == "native":
-        raise ConfigError(
-            "the embedded engine runs in one process",
-            path="generators.tensor_parallel",
-            value=section.tensor_parallel,
-            rule="1, unless `engine: vllm`",
-            repair="set generator.engine=vllm, or generators.num_replicas instead",
-        )
     service = await Generator.options(
         procs=section.tensor_parallel,
         num_replicas=section.num_replicas,
@@ -291,14 +283,6 @@ async def _start_shared(
     trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     distributed = trainer_config.distributed
-    if distributed.num_ranks > 1:
-        raise ConfigError(
-            "a policy that shares its weights with the embedded engine has one rank",
-            path="distributed",
-            value=distributed.num_ranks,
-            rule="one rank with placement `shared`",
-            repair="set placement: turns, beside or apart, or all degrees to 1",
-        )
     service = await SharedPolicy.options(
         with_gpus=wants_gpus(distributed.with_gpus),
         num_threads=distributed.num_threads,
@@ -339,8 +323,7 @@ async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
     kinds = {function.kind for function in section.functions}
     judge = reward_model = None
     if "judge" in kinds:
-        if section.judge is None:
-            raise _missing_model("judge")
+        assert section.judge is not None  # see worker_checks
         judge = await Generator.options(
             num_replicas=section.judge.num_replicas,
             num_threads=section.judge.num_threads,
@@ -348,8 +331,7 @@ async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
             mesh_name="judge",
         ).as_service(_judge_config(section.judge))
     if "reward_model" in kinds:
-        if section.reward_model is None:
-            raise _missing_model("reward_model")
+        assert section.reward_model is not None
         from forge.rollout.reward_model import RewardModel
 
         reward_model = await RewardModel.options(
@@ -368,16 +350,6 @@ def _judge_config(judge: Any) -> GeneratorConfig:
     """The judge's own weights: nothing that the trainer publishes reaches it."""
     section = judge.generator.model_copy(update={"weights": "judge"})
     return GeneratorConfig.of(ModelConfig(path=judge.path), section)
-
-
-def _missing_model(kind: str) -> ConfigError:
-    return ConfigError(
-        f"the reward `{kind}` asks a model, and none is configured",
-        path=f"rewards.{kind}",
-        value=None,
-        rule=f"needed by a reward of kind `{kind}`",
-        repair=f"set rewards.{kind}.path to the folder of a model",
-    )
 
 
 async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) -> ReferenceHandle | None:

@@ -10,7 +10,7 @@ into it. `_train` takes a batch when one is ready, learns from it, and hands the
 training is synchronous is no other code: `rollout.staleness` alone says how far the feeder may run ahead.
 
 A checkpoint holds the weights, the optimizer, and which groups are pending. The ledger says what became of all others.
-So a run that is killed anywhere goes on with every group learned from once, or back in the queue.
+So a run that is killed anywhere resumes with every group learned from once, or back in the queue.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,16 +26,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forge.config import GRPOConfig, save
-from forge.errors import ActorFailure, CheckpointError, EngineDead, NonFiniteError, RolloutError
+from forge.errors import CheckpointError, NonFiniteError, RecordError, RolloutError, StepAbandoned
 from forge.loops.casting import Cast, open_cast
 from forge.loops.evaluation import Evaluation, Evaluator
 from forge.loops.feeding import Feeder
 from forge.loops.figures import StepClock, StepFigures
 from forge.loops.learning import Learner
 from forge.loops.places import checkpoint_dir, run_dir
-from forge.loops.planning import Plan, plan_run
+from forge.loops.planning import Plan
+from forge.loops.preflight import check_grpo
 from forge.loops.recording import Records
-from forge.loops.stopping import Stop, patiently, stopped_by_hand
+from forge.loops.resuming import LEDGER_NAME, check_continues, group_keys, report_changes
+from forge.loops.saving import SaveRule, where_it_stopped
+from forge.loops.stopping import Stop, patiently, stopped_by_signals
 from forge.observe import is_tracing, span, switch_tracing
 from forge.observe.tracing import drain_trace
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
@@ -58,9 +62,10 @@ class GRPOResult:
         step: steps taken, those before a resume included.
         reward: the mean reward of the last batch, groups without signal included; NaN if there was none.
         first_evaluation, evaluation: the first and the last one, those before a resume included, if there was any.
-        is_stopped: whether it was stopped by hand before its end.
+        is_stopped: whether it was stopped by a signal before its end.
         export: the Hugging Face folder, if one was written.
         report: the report's page, if one was made.
+        exit_code: what a program exits with: 0, or 128 plus the number of the signal that stopped it.
     """
 
     step: int
@@ -70,11 +75,15 @@ class GRPOResult:
     is_stopped: bool
     export: Path | None
     report: Path | None
+    exit_code: int = 0
 
 
 async def run_grpo(config: GRPOConfig) -> GRPOResult:
-    """Train a policy as a configuration says. Everything that it starts is gone when it returns or raises."""
-    plan = plan_run(config)
+    """Train a policy as a configuration says. Everything that it starts is gone when it returns or raises.
+
+    SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit.
+    """
+    plan = check_grpo(config)
     was_tracing = is_tracing()
     switch_tracing(config.record.trace)  # before anyone is started, who takes it over
     try:
@@ -86,17 +95,37 @@ async def run_grpo(config: GRPOConfig) -> GRPOResult:
 
 
 async def _play(plan: Plan) -> GRPOResult:
-    config = plan.config
-    async with run(config.launcher), stopped_by_hand(save_hint="this step is finished and saved") as stop:
-        cast = await open_cast(config, plan.trainer, loss=plan.loss)
+    loops: list[GRPOLoop] = []
+    hint, grace_s = "this step is finished and saved", plan.config.checkpointing.grace_s
+    async with stopped_by_signals(save_hint=hint, grace_s=grace_s) as (stop, _):
+        try:
+            result = await _with_workers(plan, stop, loops)
+        except BaseException:
+            _say_where_it_stopped(plan, loops)
+            raise
+        if result.is_stopped:
+            _say_where_it_stopped(plan, loops)
+        return result
+
+
+async def _with_workers(plan: Plan, stop: Stop, loops: list[GRPOLoop]) -> GRPOResult:
+    """Start the workers, and run a loop, which is added to `loops`. All processes are gone when it returns."""
+    async with run(plan.config.launcher):
+        cast = await stop.unless(open_cast(plan.config, plan.trainer, loss=plan.loss))
+        if cast is None:
+            return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
         loop = GRPOLoop(plan, cast, stop=stop)
+        loops.append(loop)
         try:
             return await loop.run()
-        except (asyncio.CancelledError, ActorFailure, EngineDead, OSError):  # OSError: a full disk, for example
-            loop.say_where_it_stopped()
-            raise
         finally:
             loop.close()
+
+
+def _say_where_it_stopped(plan: Plan, loops: Sequence[GRPOLoop]) -> None:
+    """Log what a resume continues after. Called when no process can complete a checkpoint any more."""
+    step = loops[0].step if loops else plan.resume_step
+    _log.warning("%s", where_it_stopped(step, checkpoint_dir(plan.config)))
 
 
 class GRPOLoop:
@@ -106,9 +135,12 @@ class GRPOLoop:
         plan: what is to be done.
         cast: who does it.
         stop: says when the run is asked to end.
+        clock: tells the seconds between two checkpoints.
     """
 
-    def __init__(self, plan: Plan, cast: Cast, *, stop: Stop | None = None) -> None:
+    def __init__(
+        self, plan: Plan, cast: Cast, *, stop: Stop | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._plan, self._config, self._cast = plan, plan.config, cast
         self._stop = stop or Stop()
         self._buffer = ReplayBuffer(
@@ -133,19 +165,34 @@ class GRPOLoop:
         self._figures = StepFigures(self._rollouter, self._buffer)
         self._feeder = Feeder(plan, self._rollouter, self._buffer, figures=self._figures)
         self._clock = StepClock()
+        self._save_rule = SaveRule(self._config.checkpointing, clock=clock)
+        self._ledger_before: dict[str, Any] | None = None
         self._step = 0
         self._reward = math.nan
         self._evaluations: list[Evaluation] = []
         self._evaluated_step: int | None = None
-        self._saved: tuple[int, int | None] | None = None
+        self._last_save: tuple[int, int | None] | None = None
         self._syncing: asyncio.Task[None] | None = None
         self._failed: list[asyncio.Task[None]] = []
 
     # ---- The whole ------------------------------------------------------------------------------------------------
 
+    @property
+    def step(self) -> int:
+        """Steps taken, those before a resume included."""
+        return self._step
+
     async def run(self) -> GRPOResult:
-        """Go on until the last step, the goal of the evaluation, or a request to stop."""
+        """Train until the last step, the goal of the evaluation, or a request to stop."""
         await self._begin()
+        try:
+            await self._train_and_feed()
+        except RecordError:
+            await self._complete_save()
+            raise
+        return await self._finish()
+
+    async def _train_and_feed(self) -> None:
         feeding = self._watched(self._feeder.run(), "rollouts")
         try:
             await self._train()
@@ -155,10 +202,11 @@ class GRPOLoop:
                 task.cancel()
             await asyncio.wait(others)
         failed = [task for task in (feeding, *self._failed) if not task.cancelled() and task.exception() is not None]
-        if failed:
+        if failed and self._stop.signal is not None:  # a scheduler ends all processes of a job at once
+            _log.warning("while the run was stopped: %s", failed[0].exception())
+        elif failed:
             await self._save()
             failed[0].result()  # raises what ended it
-        return await self._finish()
 
     def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task beside training. If it fails, the step under way is finished and saved, and the run ends."""
@@ -175,40 +223,38 @@ class GRPOLoop:
     async def _begin(self) -> None:
         """Take up an earlier run if there is one, open the records, and give the generators their first weights."""
         extra = await self._cast.trainer.load(self._config.checkpointing.resume)
-        resume_step = None if extra is None else int(extra["step"])
+        if extra is not None:
+            check_continues(self._config, extra, prompts_digest=self._plan.prompts_digest)
+            self._ledger_before = self._find_ledger(extra)
+            report_changes(self._config, run_dir(self._config))
+        self._records = Records(self._plan, resume_step=None if extra is None else int(extra["step"]))
         save(self._config, run_dir(self._config))
-        self._records = Records(self._plan, resume_step=resume_step)
         if extra is not None:
             self._take_up(extra)
         self._has_begun = True
+        self._save_rule.saved()
+        if self._stop.is_asked:
+            return
         await self._sync()
         if self._config.evaluation.at_start and self._step == 0:
             await self._evaluate()
 
+    def _find_ledger(self, extra: dict[str, Any]) -> dict[str, Any] | None:
+        """What the ledger of this run does not hold, because another run's has it or it is gone."""
+        if (run_dir(self._config) / LEDGER_NAME).exists():
+            known: dict[str, Any] | None = extra.get("ledger_before")
+            return known
+        folder = run_dir(self._config)
+        _log.warning("%s has no %s: it will not record what came before this resume", folder, LEDGER_NAME)
+        return {"next_number": extra["buffer"]["next_number"], "pending": extra["buffer"]["pending"]}
+
     def _take_up(self, extra: dict[str, Any]) -> None:
         assert self._records is not None
-        if extra["prompts"] != self._plan.prompts_digest:
-            raise CheckpointError(
-                "the prompts are not those of the run that is to go on",
-                path="prompts.sources",
-                value=self._plan.prompts_digest,
-                rule=f"the digest {extra['prompts']}, as when the checkpoint was made",
-                repair="give the same sources and seed, or start anew under another run.name",
-            )
-        most = self._config.training.max_steps
-        if most is not None and most < int(extra["step"]):
-            raise CheckpointError(
-                "the run that is to go on has taken more steps than it may",
-                path="training.max_steps",
-                value=most,
-                rule=f"at least {extra['step']}, the steps that the checkpoint has taken",
-                repair="raise it; or name an earlier checkpoint's folder in checkpointing.resume",
-            )
         self._step, self._evaluated_step = int(extra["step"]), extra["evaluated_step"]
-        self._saved = (self._step, self._evaluated_step)
+        self._last_save = (self._step, self._evaluated_step)
         self._evaluations = [Evaluation.read(each) for each in extra["evaluations"]]
         self._buffer.load(extra["buffer"], settled=self._records.ledger.settled)
-        _log.info("going on after step %d; %d groups are back in the queue", self._step, len(self._buffer.pending))
+        _log.info("resuming after step %d; %d groups are back in the queue", self._step, len(self._buffer.pending))
 
     # ---- Training: batches -> weights; waits for the buffer's batch ------------------------------------------------
 
@@ -221,15 +267,19 @@ class GRPOLoop:
                 if not self._stop.is_asked:
                     self._buffer.check_fruitful()
                 break
-            groups, result = await self._learn(taken)
+            learned = await self._learn(taken)
+            if learned is None:
+                break
+            groups, result = learned
             self._buffer.settle()
             self._step += 1
-            await self._hand_over()
+            if not self._stop.is_asked:  # else there is no next step, and the save is urgent
+                await self._hand_over()
             with self._clock.part("other"):
                 await self._write(taken, groups, result)
             if is_due(self._step, self._config.evaluation.interval):
                 await self._evaluate()
-            if is_due(self._step, self._config.checkpointing.save_interval):
+            if self._save_rule.is_due(self._step):
                 await self._save()
         await self._settle_sync()
 
@@ -265,11 +315,14 @@ class GRPOLoop:
         fruitless = f"; {num_fruitless} in a row brought nothing to learn from" if num_fruitless else ""
         return f"{ready}; under way: {under_way or 'none'}{stale}{fruitless}"
 
-    async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult]:
+    async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult] | None:
+        """Learn from a batch; None if there was no time for it. Then its groups stay pending."""
         try:
             with self._clock.part("training"), span("train", step=self._step):
-                learning = self._learner.learn(taken.groups)
-                groups, result = await self._patiently(learning, lambda: "the trainer learns")
+                learning = self._patiently(self._learner.learn(taken.groups), lambda: "the trainer learns")
+                groups, result = await self._stop.in_time(learning, self._abandon)
+        except StepAbandoned:
+            return None
         except NonFiniteError:
             if (await self._cast.trainer.state())["step"] == self._step * self._plan.rollout.iterations:
                 _log.error("the run stops; its state before this step is in %s", checkpoint_dir(self._config))
@@ -277,6 +330,11 @@ class GRPOLoop:
             raise
         self._reward = math.fsum(taken.rewards) / len(taken.rewards)
         return groups, result
+
+    async def _abandon(self) -> None:
+        if self._plan.rollout.iterations == 1:  # else the state may lie between two steps on the same batch
+            _log.warning("step %d takes too long: it is abandoned, and the state before it is saved", self._step + 1)
+            await self._cast.trainer.abandon_step()
 
     # ---- Weights: trainer -> store -> generators ------------------------------------------------------------------
 
@@ -369,34 +427,45 @@ class GRPOLoop:
         return goal is not None and bool(is_fresh) and self._evaluations[-1].solved >= goal
 
     async def _save(self) -> None:
-        if self._saved == (self._step, self._evaluated_step):
+        if self._last_save == (self._step, self._evaluated_step):
             return
         fresh = self._evaluations[-1] if self._evaluated_step == self._step and self._evaluations else None
         extra = {
             "step": self._step,
             "buffer": self._buffer.state(),
             "prompts": self._plan.prompts_digest,
+            "group": group_keys(self._config),
+            "ledger_before": self._ledger_before,
             "evaluated_step": self._evaluated_step,
             "evaluations": [each.plain() for each in (*self._evaluations[:1], *self._evaluations[1:][-1:])],
         }
         with span("save", step=self._step):
             saving = self._cast.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)
             await self._patiently(saving, lambda: "the trainer saves its state")
-        self._saved = (self._step, self._evaluated_step)
+        self._last_save = (self._step, self._evaluated_step)
+        self._save_rule.saved()
+
+    async def _complete_save(self) -> None:
+        """Wait for a checkpoint that is being written. That it fails is logged: something else ends the run."""
+        try:
+            await self._cast.trainer.wait_saved()
+        except CheckpointError as error:
+            _log.warning("%s", error)
 
     async def _finish(self) -> GRPOResult:
         assert self._records is not None
         if self._config.evaluation.at_end and not self._stop.is_asked:
             await self._evaluate()
-        await self._save()
+        if self._step > 0 or not self._stop.is_asked:  # before the first step there is nothing to save
+            await self._save()
+        if self._stop.is_asked:
+            await self._cast.trainer.wait_saved()
         export = None
         if self._config.checkpointing.export_hf and not self._stop.is_asked:
             export = checkpoint_dir(self._config) / "hf"
             await self._cast.trainer.export_hf(export, overwrite=True)
         await self._records.last_spans()
         await self._cast.close()
-        if self._stop.is_asked:
-            self.say_where_it_stopped()
         return GRPOResult(
             step=self._step,
             reward=self._reward,
@@ -405,17 +474,13 @@ class GRPOLoop:
             is_stopped=self._stop.is_asked,
             export=export,
             report=self._end(),
+            exit_code=self._stop.exit_code,
         )
 
     def _end(self) -> Path | None:
         """Write what became of the groups since the last step, which a resumed run rolls out again, and the report."""
         assert self._records is not None
         return self._records.end(self._dropped_lines(self._step + 1, self._buffer.unsettled_drops))
-
-    def say_where_it_stopped(self) -> None:
-        """For whoever has to go on from here."""
-        kept = "there is no checkpoint yet" if self._saved is None else f"--resume goes on after step {self._saved[0]}"
-        _log.warning("stopped after step %d; %s", self._step, kept)
 
     def close(self) -> None:
         """Write what is left to write, however the run ended, and close the records."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
@@ -14,11 +12,13 @@ from forge.errors import ConfigError, LaunchError
 from forge.loops.casting import wants_gpus
 from forge.loops.evaluation import check_evaluation
 from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
+from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger
+from forge.loops.worker_checks import check_workers
 from forge.memory import check_at_start
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
 from forge.rewards import check as check_rewards
-from forge.trainer.checkpoint_folder import find_checkpoint
+from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import is_rank, planned_ranks
 from forge.trainer.layout import check_layout
 from forge.trainer.schedules import rate_factor
@@ -45,6 +45,7 @@ class Plan:
         num_groups: how many groups there are in all; None for as many as the steps need.
         num_steps: how many steps there will be.
         prompts_at_once: how many prompts an evaluation asks at the same time.
+        checkpoint: what the run resumes from; None to start anew.
     """
 
     config: GRPOConfig
@@ -59,6 +60,12 @@ class Plan:
     num_groups: int | None
     num_steps: int
     prompts_at_once: int
+    checkpoint: CheckpointInfo | None
+
+    @property
+    def resume_step(self) -> int:
+        """The step that the run starts after; 0 for a new run."""
+        return 0 if self.checkpoint is None else int(self.checkpoint.extra["caller"]["step"])
 
     @property
     def temperature(self) -> float:
@@ -85,15 +92,17 @@ def plan_run(config: GRPOConfig) -> Plan:
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
     check_layout(config.distributed, model.facts, config.training, num_ranks=planned_ranks(config.distributed))
     check_at_start(config, facts=model.facts, log=_log)
-    _check_folder(run_dir(config), "run.output_dir")
-    _check_folder(checkpoint_dir(config), "checkpointing.output_dir")
-    find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
+    check_workers(config)
+    checkpoint = check_folders(config)
     template = config.generator.chat_template
     tokenizer = load_tokenizer(model, chat_template=template, purpose="reinforcement learning")
     if not config.prompts.sources:
         raise _needed("prompts.sources", "at least one source", "such as [{task: arithmetic}]")
     books = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
     order = PromptOrder(books.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
+    if checkpoint is not None:
+        check_continues(config, checkpoint.extra["caller"], prompts_digest=order.digest)
+        check_resumed_ledger(run_dir(config), checkpoint.extra["caller"])
     num_groups, num_steps = _lengths(config, len(books.train))
     rate_factor(0, config=config.training, total_steps=num_steps * config.rollout.iterations)  # refuses what cannot be
     sampling = config.generator.sampling.model_copy(update={"n": config.rollout.group_size})
@@ -116,20 +125,8 @@ def plan_run(config: GRPOConfig) -> Plan:
         num_groups=num_groups,
         num_steps=num_steps,
         prompts_at_once=max(1, _capacity(config) // max(1, config.evaluation.num_samples)),
+        checkpoint=checkpoint,
     )
-
-
-def _check_folder(folder: Path, path: str) -> None:
-    """Refuse a folder that cannot be made, or not be written to. Makes nothing."""
-    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "the run cannot write to its folder",
-            path=path,
-            value=str(folder),
-            rule=f"a folder that can be written; {place} is {'none' if not place.is_dir() else 'not'}",
-            repair="choose another one, or correct its permissions",
-        )
 
 
 def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:

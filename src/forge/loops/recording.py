@@ -15,6 +15,7 @@ from forge.observe.trace_file import TraceFile
 from forge.rollout.fruitless import Fruitless
 from forge.rollout.ledger import Ledger, LedgerLine
 from forge.rollout.record import RolloutRecorder
+from forge.rollout.writing import recording
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
 from forge.types import Group
@@ -29,17 +30,18 @@ class Records:
         self._plan, self._folder = plan, run_dir(plan.config)
         self.is_ended = False
         self._report: Path | None = None
-        self._lock = WriterLock(self._folder)
+        with recording(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = WriterLock(self._folder)
         try:
-            self._open(resume_step)
+            with recording(self._folder):
+                self._open(resume_step)
         except BaseException:
             self._lock.release()
             raise
 
     def _open(self, resume_step: int | None) -> None:
         plan, config = self._plan, self._plan.config
-        if resume_step and not (self._folder / "ledger.jsonl").exists():
-            _log.warning("%s has no ledger.jsonl: it will not tell of what came before this resume", self._folder)
         self.ledger = Ledger(self._folder / "ledger.jsonl", resume_step=resume_step)
         self._rollouts = RolloutRecorder(
             self._folder / "rollouts",
@@ -93,7 +95,7 @@ class Records:
         self._log.close()
         try:
             self.ledger.write(lines)
-        except OSError as error:
+        except (ForgeError, OSError) as error:
             _log.warning("%s does not have the groups since the last step: %s", self.ledger.path, error)
         if self._plan.config.record.report:
             from forge.observe.report import write_report

@@ -10,22 +10,23 @@ and saves. It holds no state that a checkpoint does not.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.config import SFTConfig, TrainerConfig, save
-from forge.data import BatchLoader, Loaders, open_loaders
-from forge.errors import DataError, NonFiniteError
-from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
-from forge.memory import check_at_start
-from forge.models.locate import ResolvedModel, resolve
+from forge.config import SFTConfig, save
+from forge.errors import NonFiniteError, StepAbandoned
+from forge.loops.places import checkpoint_dir, run_dir
+from forge.loops.preflight import PreparedSFT, prepare_sft
+from forge.loops.resuming import report_changes
+from forge.loops.saving import SaveRule, where_it_stopped
+from forge.loops.stopping import Stop, stopped_by_signals
 from forge.observe import (
     MetricsLog,
     Throughput,
@@ -37,11 +38,11 @@ from forge.observe import (
     step_values,
 )
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
+from forge.rollout.writing import recording
 from forge.runtime.lifetime import run
-from forge.trainer.checkpoint_folder import find_checkpoint
-from forge.trainer.handles import TrainerHandle, is_rank, open_trainer, planned_ranks
-from forge.trainer.layout import check_layout
-from forge.trainer.schedules import is_due
+from forge.trainer import schedules
+from forge.trainer.checkpoint_folder import WriterLock
+from forge.trainer.handles import TrainerHandle, is_rank, open_trainer
 from forge.types import Batch, StepResult
 
 _log = logging.getLogger("forge.sft")
@@ -56,6 +57,8 @@ class SFTResult:
         loss: of the last step; NaN if there was none.
         validation_loss: the last one, if there was any; `best_validation_loss` the lowest.
         export: the Hugging Face folder, if one was written.
+        is_stopped: whether it was stopped by a signal before its end.
+        exit_code: what a program exits with: 0, or 128 plus the number of the signal that stopped it.
     """
 
     step: int
@@ -63,127 +66,94 @@ class SFTResult:
     validation_loss: float | None
     best_validation_loss: float | None
     export: Path | None
+    is_stopped: bool = False
+    exit_code: int = 0
 
 
-async def run_sft(config: SFTConfig) -> SFTResult:
-    """Fine-tune as a configuration says. In every rank of `forge run --nproc_per_node`, or once as the controller."""
-    model = resolve(config.model)
-    _check_before_start(config, model)
-    tokenizer = load_tokenizer(model, chat_template=config.data.chat_template, purpose="fine-tuning")
-    with open_loaders(
-        config.data,
-        training=config.training,
-        tokenizer=tokenizer,
-        seed=config.run.seed,
-        validation=config.validation,
-    ) as loaders:
-        trainer_config = _trainer_config(config, model, num_steps=_num_steps(config, loaders.train))
-        _check_validation(loaders.validation)
-        if is_rank():
-            return await _drive(config, trainer_config, loaders)
-        async with run(config.launcher):  # the configuration is saved once the run is known to go ahead
-            return await _drive(config, trainer_config, loaders)
+async def run_sft(config: SFTConfig, *, clock: Callable[[], float] = time.monotonic) -> SFTResult:
+    """Fine-tune as a configuration says. In every rank of `forge run --nproc_per_node`, or once as the controller.
+
+    SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit. `clock`
+    tells the seconds between two checkpoints.
+    """
+    with prepare_sft(config) as prepared:
+        hint, grace_s = "this step is finished and saved", config.checkpointing.grace_s
+        async with stopped_by_signals(save_hint=hint, grace_s=grace_s, is_rank=is_rank()) as (stop, is_late):
+            loop = _Loop(config, prepared, stop=stop, clock=clock)
+            try:
+                if is_rank():
+                    result = await _drive(loop, prepared, is_late=is_late)
+                else:
+                    async with run(config.launcher):
+                        result = await _drive(loop, prepared, is_late=is_late)
+            except BaseException:
+                loop.say_where_it_stopped()
+                raise
+            if result.is_stopped:
+                loop.say_where_it_stopped()
+            return result
 
 
-async def _drive(config: SFTConfig, trainer_config: TrainerConfig, loaders: Loaders) -> SFTResult:
-    trainer = await open_trainer(trainer_config)
-    loop = _Loop(config, trainer_config, loaders=loaders, trainer=trainer)
+async def _drive(loop: _Loop, prepared: PreparedSFT, *, is_late: Callable[[], bool]) -> SFTResult:
+    trainer = await loop.stop.unless(open_trainer(prepared.trainer, should_abandon=is_late))
+    if trainer is None:
+        return SFTResult(loop.step, math.nan, None, None, None, True, loop.stop.exit_code)
     try:
-        return await loop.run()
-    except asyncio.CancelledError:
-        loop.say_where_it_stopped()
-        raise
+        return await loop.run(trainer)
     finally:
         loop.close()
         await trainer.close()
-
-
-def _check_before_start(config: SFTConfig, model: ResolvedModel) -> None:
-    """Refuse what the ranks would refuse, before there are any: it takes a second, and nothing is left behind."""
-    num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else planned_ranks(config.distributed)
-    check_layout(config.distributed, model.facts, config.training, num_ranks=num_ranks)
-    check_at_start(config, facts=model.facts, log=_log)
-    find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
-
-
-def _num_steps(config: SFTConfig, loader: BatchLoader) -> int | None:
-    """How many optimizer steps there will be, which is what the learning rate's schedule runs over."""
-    most = config.training.max_steps
-    if most is not None and config.data.streaming:
-        return most
-    count = loader.count_batches()
-    if count is None:
-        return most
-    if count.total == 0:
-        next(loader)  # refuses, and says what became of the records
-    if not count.exact:
-        _log.info("the data makes about %d steps (estimated from a part of it)", count.total)
-    return count.total if most is None else min(most, count.total)
-
-
-def _check_validation(loader: BatchLoader | None) -> None:
-    """Read the held-out samples once: what is wrong with them must not end a run after hours of training."""
-    count = None if loader is None else loader.count_batches()
-    if loader is None or count is None or count.total:
-        return
-    try:
-        next(loader)
-    except DataError as error:
-        raise DataError(
-            "there is no sample to validate on",
-            path="validation",
-            value=error.value,
-            rule=error.rule,
-            repair=f"{error.repair}; or give other validation.sources",
-        ) from None
-    loader.rewind()
-
-
-def _trainer_config(config: SFTConfig, model: ResolvedModel, *, num_steps: int | None) -> TrainerConfig:
-    return TrainerConfig(
-        model=model.facts,
-        training=config.training,
-        distributed=config.distributed,
-        checkpoint_dir=checkpoint_dir(config),
-        checkpointing=config.checkpointing,
-        seed=config.run.seed,
-        total_steps=num_steps,
-    )
 
 
 class _Loop:
     """One run, from its first batch or from where a checkpoint left it."""
 
     def __init__(
-        self, config: SFTConfig, trainer_config: TrainerConfig, *, loaders: Loaders, trainer: TrainerHandle
+        self, config: SFTConfig, prepared: PreparedSFT, *, stop: Stop, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._config, self._trainer_config = config, trainer_config
-        self._loaders, self._trainer = loaders, trainer
+        self._config, self._trainer_config, self._loaders = config, prepared.trainer, prepared.loaders
+        self.stop = stop
+        self._save_rule = SaveRule(config.checkpointing, clock=clock)
+        self._trainer: TrainerHandle
         self._log: MetricsLog | None = None
-        self._step = 0
+        self._lock: WriterLock | None = None
+        self._step = 0 if prepared.checkpoint is None else prepared.checkpoint.step
         self._loss = math.nan
         self._validation_loss: float | None = None
         self._best: float | None = None
-        self._saved_step: int | None = None
+        self._last_save: int | None = None
         self._validated_step: int | None = None
         self._throughput = Throughput()
         self._peak_flops: float | None = None
         self._num_devices = 1
 
-    async def run(self) -> SFTResult:
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, those before a resume included."""
+        return self._step
+
+    async def run(self, trainer: TrainerHandle) -> SFTResult:
+        """Train until the last step or a request to stop."""
+        self._trainer = trainer
         resumed = await self._resume()
         self._open_log(resume_step=self._step if resumed else None)
         state = await self._trainer.state()
         self._num_devices = state["num_ranks"]
         self._peak_flops = device_peak_flops(state["device_name"], state["compute_dtype"])
         self._throughput = Throughput()
+        self._save_rule.saved()
         for batch, position in self._batches():
             # Only now it is known that the last step was not the end, where validation comes first.
-            if is_due(self._step, self._config.checkpointing.save_interval):
+            is_asked, is_due = await self._trainer.agree(self.stop.is_asked, self._save_rule.is_due(self._step))
+            if is_due or (is_asked and self._step > 0):
                 await self._save(position=position)
+            if is_asked:
+                return await self._stopped()
             result = await self._train(batch, position)
+            if result is None:
+                return await self._stopped()
             self._write_step(result, batch)
-            if is_due(self._step, self._config.validation.interval):
+            if schedules.is_due(self._step, self._config.validation.interval):
                 await self._validate()
         return await self._finish()
 
@@ -198,9 +168,18 @@ class _Loop:
                 return
             yield batch, position
 
-    async def _train(self, batch: Batch, position: dict[str, Any]) -> StepResult:
+    async def _train(self, batch: Batch, position: dict[str, Any]) -> StepResult | None:
+        """Take a step; None if there was no time for it. Then the state before it is saved."""
         try:
-            result = await self._trainer.train_step(batch)
+            result = await self.stop.in_time(self._trainer.train_step(batch), self._trainer.abandon_step)
+        except StepAbandoned:
+            if self._trainer.is_leader:
+                _log.warning(
+                    "step %d takes too long: it is abandoned, and the state before it is saved", self._step + 1
+                )
+            if self._step > 0:
+                await self._save(position=position)
+            return None
         except NonFiniteError:
             _log.error("the run stops; its state before this step is kept in %s", checkpoint_dir(self._config))
             await self._save(position=position)
@@ -218,6 +197,8 @@ class _Loop:
             loader.rewind()
             loss = weight = 0.0
             for batch in loader:
+                if await self._is_asked():
+                    return
                 batch_loss, batch_weight = await self._trainer.evaluate(batch)
                 loss, weight = loss + batch_loss, weight + batch_weight
             self._validation_loss, self._validated_step = loss / weight, self._step
@@ -229,7 +210,7 @@ class _Loop:
                 await self._save(metric=self._validation_loss)
 
     async def _save(self, *, metric: float | None = None, position: dict[str, Any] | None = None) -> None:
-        if self._saved_step == self._step:
+        if self._last_save == self._step:
             return
         with self._paused():
             extra = {
@@ -239,7 +220,13 @@ class _Loop:
                 "validated_step": self._validated_step,
             }
             await self._trainer.save(extra=extra, metric=metric)
-        self._saved_step = self._step
+        self._last_save = self._step
+        self._save_rule.saved()
+
+    async def _is_asked(self) -> bool:
+        """Whether the run was asked to stop, in any of its ranks."""
+        (is_asked,) = await self._trainer.agree(self.stop.is_asked)
+        return is_asked
 
     async def _resume(self) -> bool:
         extra = await self._trainer.load(self._config.checkpointing.resume)
@@ -248,14 +235,17 @@ class _Loop:
         self._loaders.train.load_state_dict(extra["data"])
         self._best, self._validation_loss = extra["best_validation_loss"], extra["validation_loss"]
         self._validated_step = extra.get("validated_step")
-        self._step = self._saved_step = (await self._trainer.state())["step"]
+        self._step = self._last_save = (await self._trainer.state())["step"]
         if self._trainer.is_leader:
-            _log.info("going on after step %d", self._step)
+            _log.info("resuming after step %d", self._step)
+            report_changes(self._config, run_dir(self._config))
         return True
 
     async def _finish(self) -> SFTResult:
         await self._validate()
         await self._save()
+        if await self._is_asked():
+            return await self._stopped()
         export = None
         if self._config.checkpointing.export_hf:
             export = checkpoint_dir(self._config) / "hf"
@@ -264,21 +254,30 @@ class _Loop:
                 _log.info("the model is in %s", export)
         return SFTResult(self._step, self._loss, self._validation_loss, self._best, export)
 
+    async def _stopped(self) -> SFTResult:
+        """End before the last step, with what was saved complete."""
+        await self._trainer.wait_saved()
+        code = self.stop.exit_code
+        return SFTResult(self._step, self._loss, self._validation_loss, self._best, None, True, code)
+
     # ---- Figures --------------------------------------------------------------------------------------------------
 
     def _open_log(self, *, resume_step: int | None) -> None:
         if not self._trainer.is_leader:
             return
         folder = run_dir(self._config)
-        save(self._config, folder)
-        self._log = make_sinks(
-            self._config.metrics,
-            folder=folder,
-            run_name=self._config.run.name,
-            resume_step=resume_step,
-            total_steps=self._trainer_config.total_steps,
-            num_epochs=self._config.training.num_epochs,
-        )
+        with recording(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = WriterLock(folder)
+            save(self._config, folder)
+            self._log = make_sinks(
+                self._config.metrics,
+                folder=folder,
+                run_name=self._config.run.name,
+                resume_step=resume_step,
+                total_steps=self._trainer_config.total_steps,
+                num_epochs=self._config.training.num_epochs,
+            )
 
     def _write_step(self, result: StepResult, batch: Batch) -> None:
         self._throughput.add(result.num_tokens)
@@ -315,19 +314,16 @@ class _Loop:
             yield
 
     def say_where_it_stopped(self) -> None:
-        """For whoever pressed Ctrl-C."""
-        if self._trainer.is_leader:
-            kept = (
-                "there is no checkpoint yet"
-                if self._saved_step is None
-                else f"--resume goes on from {self._saved_step}"
-            )
-            _log.warning("stopped after step %d; %s", self._step, kept)
+        """Log what a resume continues after. Called when no process can complete a checkpoint any more."""
+        if os.environ.get("RANK", "0") == "0" or not is_rank():
+            _log.warning("%s", where_it_stopped(self._step, checkpoint_dir(self._config)))
 
     def close(self) -> None:
         """Close the metrics' files."""
         if self._log is not None:
             self._log.close()
+        if self._lock is not None:
+            self._lock.release()
 
 
 def _finite(loss: float | None) -> float | None:

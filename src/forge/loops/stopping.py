@@ -1,6 +1,7 @@
-"""Waiting that can be ended, and that says for what it waits.
+"""Stop a run on a signal, and wait for work that can be interrupted.
 
-The first Ctrl-C asks a run to save and end, the second ends it at once.
+The first SIGINT (Ctrl-C), SIGTERM or SIGHUP asks a run to finish its step, save and end; the second ends it at once.
+The exit code is 128 plus the signal's number.
 """
 
 from __future__ import annotations
@@ -8,30 +9,53 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from types import FrameType
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
-_log = logging.getLogger("forge.grpo")
+_log = logging.getLogger("forge.loops")
+
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SCHEDULED: Final = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that SIGKILL follows, after a time that the sender decides."""
+_COPY_S: Final = 3.0
+"""A rank may get one request several times: from the scheduler and from the launcher of the ranks. Copies that come
+within this time of the first are not a second request."""
 
 
 class Stop:
-    """Whether the run was asked to end. Awaitable parts of a run are raced against it with `unless`."""
+    """Whether the run was asked to end, and by what. Awaitable parts of a run are raced against it with `unless`."""
 
     def __init__(self) -> None:
-        self._asked = asyncio.Event()
+        self._asked, self._late = asyncio.Event(), asyncio.Event()
+        self.signal: signal.Signals | None = None
+        """The signal that asked for it; None if there was none."""
 
     @property
     def is_asked(self) -> bool:
-        return self._asked.is_set()
+        return self.signal is not None or self._asked.is_set()
 
-    def ask(self) -> None:
+    @property
+    def exit_code(self) -> int:
+        """What the process exits with: 0 unless a signal ended the run."""
+        return 0 if self.signal is None else 128 + self.signal
+
+    def ask(self, number: signal.Signals | None = None) -> None:
+        """Ask the run to end after this step."""
+        self.signal = self.signal or number
         self._asked.set()
 
+    def expire(self) -> None:
+        """Say that there is no time left for a long step: what runs under `in_time` is abandoned."""
+        self._late.set()
+
     async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Await work, or leave it when the run is asked to end; then the answer is None."""
+        """Await work, or cancel it when the run is asked to end; then the result is None."""
         task = asyncio.ensure_future(work)
         asked = asyncio.ensure_future(self._asked.wait())
         try:
@@ -42,32 +66,124 @@ class Stop:
                 each.cancel()
             await asyncio.wait({task, asked})
 
+    async def in_time(self, work: Coroutine[Any, Any, T], abandon: Callable[[], Awaitable[None]]) -> T:
+        """Await work. If time runs out first, call `abandon`, after which work raises or still finishes."""
+        task = asyncio.ensure_future(work)
+        late = asyncio.ensure_future(self._late.wait())
+        try:
+            await asyncio.wait({task, late}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await abandon()
+            return await task
+        finally:
+            for each in (task, late):
+                each.cancel()
+            await asyncio.wait({task, late})
+
+
+class _Listener:
+    """Signal handlers that fill in a `Stop`.
+
+    The handlers are Python's own rather than the event loop's: in a rank, a training step blocks the loop.
+    """
+
+    def __init__(
+        self,
+        stop: Stop,
+        *,
+        save_hint: str,
+        grace_s: float | None,
+        is_rank: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stop, self._save_hint, self._grace_s = stop, save_hint, grace_s
+        self._is_rank, self._clock = is_rank, clock
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        self._before: dict[signal.Signals, Any] = {}
+        self._first_at = 0.0
+        self._timer: threading.Timer | None = None
+        self.is_late = False
+        self.second: signal.Signals | None = None
+
+    def open(self) -> None:
+        for number in STOP_SIGNALS:
+            if number is signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started with nohup
+            self._before[number] = signal.signal(number, self._received)
+
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _received(self, value: int, frame: FrameType | None) -> None:
+        number = signal.Signals(value)
+        if number is signal.SIGHUP:
+            self._leave_terminal()
+        if self._stop.signal is None:
+            self._stop.signal, self._first_at = number, self._clock()
+            if self._grace_s is not None and number in _SCHEDULED:
+                self._timer = threading.Timer(self._grace_s / 2, self._expire)
+                self._timer.daemon = True
+                self._timer.start()
+            self._loop.call_soon_threadsafe(self._ask, number)
+        elif not self._is_rank:
+            self.second = number
+            self._loop.call_soon_threadsafe(self._end)
+        elif self._clock() - self._first_at > _COPY_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _ask(self, number: signal.Signals) -> None:
+        again = "press Ctrl-C again" if number is signal.SIGINT else "send another signal"
+        _log.warning("stopping on %s: %s; %s to end at once", number.name, self._save_hint, again)
+        self._stop.ask(number)
+
+    def _end(self) -> None:
+        _log.warning("ending at once")
+        assert self._task is not None
+        self._task.cancel()
+
+    def _expire(self) -> None:
+        self.is_late = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            self._loop.call_soon_threadsafe(self._stop.expire)
+
+    def _leave_terminal(self) -> None:
+        """Send output to nowhere if the terminal is gone: whoever prints would fail, and nothing would be saved."""
+        lost = [number for number in self._terminals if not os.isatty(number)]
+        if lost:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for number in lost:
+                os.dup2(nowhere, number)
+            os.close(nowhere)
+
 
 @contextlib.asynccontextmanager
-async def stopped_by_hand(*, save_hint: str) -> AsyncIterator[Stop]:
-    """Inside the block, Ctrl-C asks the run to end; a second one cancels it. Only in the main thread, which alone gets
-    signals."""
-    stop, task, loop = Stop(), asyncio.current_task(), asyncio.get_running_loop()
+async def stopped_by_signals(
+    *, save_hint: str, grace_s: float | None = None, is_rank: bool = False
+) -> AsyncIterator[tuple[Stop, Callable[[], bool]]]:
+    """Inside the block, SIGINT, SIGTERM and SIGHUP ask the run to end; a second one ends it, with SystemExit.
+
+    Yields the `Stop`, and a function that says whether half of `grace_s` has passed since SIGTERM or SIGHUP. Signals
+    are heard in the main thread only. SIGHUP stays ignored where it is, as under nohup.
+    """
+    stop = Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield stop, lambda: False
         return
-
-    def pressed() -> None:
-        if stop.is_asked:
-            _log.warning("ending at once")
-            assert task is not None
-            task.cancel()
-            return
-        _log.warning("stopping: %s; press Ctrl-C again to end at once", save_hint)
-        stop.ask()
-
-    before = signal.getsignal(signal.SIGINT)
-    loop.add_signal_handler(signal.SIGINT, pressed)
+    listener = _Listener(stop, save_hint=save_hint, grace_s=grace_s, is_rank=is_rank)
+    listener.open()
     try:
-        yield stop
+        yield stop, lambda: listener.is_late
+    except asyncio.CancelledError:
+        if listener.second is not None:
+            raise SystemExit(128 + listener.second) from None
+        raise
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, before)
+        listener.close()
 
 
 async def patiently(work: Coroutine[Any, Any, T], *, every_s: float, say: Callable[[], None]) -> T:

@@ -9,6 +9,7 @@ groups that were given up after the last step of a run, whose lines are written 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections import Counter
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.errors import CheckpointError, DataError
+from forge.rollout.writing import recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,14 @@ class Ledger:
             return
         data = text.encode()
         start = os.fstat(self._file.fileno()).st_size
-        if self._file.write(data) != len(data):
-            os.ftruncate(self._file.fileno(), start)
-            raise OSError(f"the ledger {self.path} could not be written whole: is the disk full?")
-        os.fsync(self._file.fileno())
+        with recording(self.path):
+            try:
+                if self._file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, "only a part of the lines was written")
+                os.fsync(self._file.fileno())
+            except OSError:
+                os.ftruncate(self._file.fileno(), start)
+                raise
 
     def close(self) -> None:
         self._file.close()
@@ -83,20 +89,49 @@ def read_ledger(path: str | os.PathLike[str]) -> Iterator[LedgerLine]:
                 )
 
 
-def check_ledger(lines: Iterable[LedgerLine], *, pending: Iterable[int], next_number: int) -> None:
-    """Raise unless every group below `next_number` is settled exactly once or pending, none lost and none twice."""
-    settled = Counter(line.group for line in lines)
+def check_ledger(
+    lines: Iterable[LedgerLine],
+    *,
+    pending: Iterable[int],
+    next_number: int,
+    path: str | os.PathLike[str] = "ledger.jsonl",
+    before: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise unless every group below `next_number` is settled exactly once or pending, none lost and none twice.
+
+    The error names the line at which it shows: the second of a group, or the first after the place of a missing one.
+
+    Args:
+        lines: the ledger's, all or those up to a step, in order from the first on.
+        pending: the groups that a checkpoint will roll out again.
+        next_number: the first number that was not given out yet.
+        path: the ledger's file.
+        before: `next_number` and `pending` of the checkpoint that the run branched off from, whose groups another run's
+            ledger holds; None if this one has all.
+    """
+    first: dict[int, int] = {}
+    twice: dict[int, int] = {}
     waiting = set(pending)
-    twice = sorted([group for group, count in settled.items() if count > 1] + [g for g in settled if g in waiting])
-    lost = [number for number in range(next_number) if number not in settled and number not in waiting]
-    if twice or lost:
-        raise CheckpointError(
-            "the ledger does not add up",
-            path="ledger.jsonl",
-            value=f"twice: {twice[:8]}, lost: {lost[:8]}",
-            rule="every group is settled once or pending",
-            repair="resume from an earlier checkpoint",
-        )
+    for place, line in enumerate(lines, start=1):
+        if line.group in first or line.group in waiting:
+            twice.setdefault(line.group, place)
+        first.setdefault(line.group, place)
+    begun = int(before["next_number"]) if before else 0
+    open_before = set(before["pending"]) if before else set()
+    expected = (number for number in range(next_number) if number >= begun or number in open_before)
+    lost = [number for number in expected if number not in first and number not in waiting]
+    if not twice and not lost:
+        return
+    after_gap = min((place for group, place in first.items() if lost and group > lost[0]), default=None)
+    at = min(twice.values()) if twice else after_gap
+    raise CheckpointError(
+        "the ledger does not add up",
+        path=str(path) if at is None else f"{path}:{at}",
+        value=f"twice: {sorted(twice)[:8]}, lost: {lost[:8]}",
+        rule="every group is settled once or pending",
+        repair="the file was changed, or two runs wrote to it: restore it, resume from a checkpoint of an earlier step "
+        "(--resume PATH), or move the file away to continue without a record of what came before",
+    )
 
 
 def _decode(raw: bytes) -> Mapping[str, Any] | None:
@@ -108,7 +143,7 @@ def _decode(raw: bytes) -> Mapping[str, Any] | None:
 
 
 def _keep_up_to(path: Path, last_step: int) -> list[LedgerLine]:
-    """Leave the lines up to a step and put later ones into `ledger.discarded.jsonl`. Replaced at one stroke."""
+    """Leave the lines up to a step and put later ones into `ledger.discarded.jsonl`. The file is replaced at once."""
     lines = list(read_ledger(path))
     kept = [line for line in lines if line.step <= last_step]
     later = [line for line in lines if line.step > last_step]

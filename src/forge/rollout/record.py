@@ -23,6 +23,7 @@ from forge.config import RecordConfig
 from forge.errors import DataError
 from forge.rollout.fruitless import Fruitless
 from forge.rollout.signal import REASONS
+from forge.rollout.writing import recording
 from forge.types import Episode, Group
 
 TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
@@ -102,7 +103,7 @@ class RolloutRecorder:
         if self._num_fruitless > first and self._num_fruitless & (self._num_fruitless - 1):
             return None
         target = self.folder / f"fruitless_{step:06d}.jsonl"
-        with open(target, "ab", buffering=0) as file:
+        with recording(target), open(target, "ab", buffering=0) as file:
             reason = REASONS[fruitless.reason]
             file.write(b"".join(self._lines(step, [fruitless.group], outcome=fruitless.outcome, reason=reason)))
         return target
@@ -113,12 +114,13 @@ class RolloutRecorder:
     def _replace(self, name: str, lines: Iterator[bytes]) -> Path:
         target = self.folder / name
         part = target.with_name(f".{name}.part")
-        try:
-            with open(part, "wb") as file:
-                file.writelines(lines)
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        with recording(target):
+            try:
+                with open(part, "wb") as file:
+                    file.writelines(lines)
+                os.replace(part, target)
+            finally:
+                part.unlink(missing_ok=True)
         return target
 
     def _lines(

@@ -250,32 +250,37 @@ async def run(config: ForgeConfig | LauncherConfig | None = None) -> AsyncIterat
     await control().submit(current.open(_launcher_of(config)))
     block = current.enter()
     token = _current_block.set(block)
-    with _ending_in_order() as terminated:
+    with _ending_in_order() as received:
         try:
             yield current
         finally:
             _current_block.reset(token)
             await asyncio.shield(control().submit(current.leave(block)))
-            if terminated.is_set():
-                raise SystemExit(128 + signal.SIGTERM)
+            if received:
+                raise SystemExit(128 + received[0])
 
 
 @contextlib.contextmanager
-def _ending_in_order() -> Iterator[asyncio.Event]:
-    """Treat SIGTERM as Ctrl-C is treated: the block is left, and everything is cleaned up. Only where the program has
-    not decided otherwise, and in the main thread, which alone gets signals."""
-    terminated, task, loop = asyncio.Event(), asyncio.current_task(), asyncio.get_running_loop()
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield terminated
+def _ending_in_order() -> Iterator[list[signal.Signals]]:
+    """Treat SIGTERM and SIGHUP as Ctrl-C is treated: the block is left, and everything is cleaned up. Yields what was
+    received. Only where the program has not decided otherwise (`nohup` ignores SIGHUP), and in the main thread, which
+    alone gets signals."""
+    received: list[signal.Signals] = []
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    if threading.current_thread() is not threading.main_thread():
+        yield received
         return
 
-    def end() -> None:
-        terminated.set()
+    def end(number: signal.Signals) -> None:
+        received.append(number)
         if task is not None:
             task.cancel()
 
-    loop.add_signal_handler(signal.SIGTERM, end)
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) == signal.SIG_DFL]
+    for number in numbers:
+        loop.add_signal_handler(number, end, number)
     try:
-        yield terminated
+        yield received
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
+        for number in numbers:
+            loop.remove_signal_handler(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -38,6 +39,7 @@ class Trainer(ForgeActor):
 
     def __init__(self, config: TrainerConfig, loss: Loss | None = None) -> None:
         self.config, self.loss = config, loss
+        self._abandoned = threading.Event()
 
     @endpoint
     async def setup(self) -> None:
@@ -52,6 +54,8 @@ class Trainer(ForgeActor):
         self.engine: Engine = Engine(self.config, loss=self.loss)
         self.keeper: Keeper = Keeper(self.engine)
         self._weights: Any = None
+        if self.config.checkpointing.grace_s is not None and not self.config.frozen:
+            self.engine.should_abandon = self._abandoned.is_set
 
     async def _do(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
@@ -63,6 +67,11 @@ class Trainer(ForgeActor):
         with span("train_step", num_samples=len(batch.lengths), num_tokens=len(batch.token_ids)):
             result = await self._do(self.engine.train_step, batch, keep_logprobs=keep_logprobs)
         return result if self.engine.ranks.rank == 0 else replace(result, logprobs=None)
+
+    @endpoint(concurrent=True)
+    async def abandon_step(self) -> None:
+        """Let the training step under way raise `StepAbandoned`, and every later one: there is no time to finish it."""
+        self._abandoned.set()
 
     @endpoint(retry=True)
     async def evaluate(self, batch: Batch) -> tuple[float, float]:

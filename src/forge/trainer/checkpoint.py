@@ -271,12 +271,7 @@ class Checkpoints:
         if self._group is not None:
             dist.all_gather_object(faults, found, group=self._group)
         if named := [fault for part in faults for fault in part]:
-            raise CheckpointError(
-                f"The checkpoint is damaged: {'; '.join(named)}",
-                path=str(info.path),
-                rule="its files are as they were written",
-                repair="remove this checkpoint and go on from an older one",
-            )
+            raise folders.damage(info, named)
 
     def _failure(self, error: BaseException, *, step: int, partial: Path) -> CheckpointError:
         """What to raise for a failed save. Rank 0 first removes what was written, which may be what filled the disk."""
@@ -290,7 +285,7 @@ class Checkpoints:
             rule="the disk takes a whole checkpoint before an old one is deleted" if is_full else None,
             repair="free space, or lower checkpointing.keep; the checkpoints before it are complete"
             if is_full
-            else "mend the cause and save again; the checkpoints before it are complete",
+            else "fix the cause and save again; the checkpoints before it are complete",
         )
 
     def _from_rank_0(self, ask: Callable[[], _Answer]) -> _Answer:

@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import socket
+import struct
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +37,8 @@ RECORD_NAME: Final = "checkpoint.json"
 LOCK_NAME: Final = ".writer"
 _FORMAT: Final = 1
 _COMPLETE: Final = re.compile(r"step-\d{8,}")
+_INDEX_NAME: Final = ".metadata"
+_MAX_DIGEST_BYTES: Final = 2 << 30
 _UNREADABLE: Final = (OSError, ValueError, TypeError, KeyError, AttributeError)
 _LEFTOVER: Final = re.compile(r"(step-\d{8,})\.(partial|replaced|trash)-.+")
 
@@ -150,15 +153,16 @@ def find_checkpoint(folder: Path, *, resume: str) -> CheckpointInfo | None:
             path=str(folder),
             value=infos[-1].path.name,
             rule="with checkpointing.resume=never the folder must hold no checkpoint, so that no two runs are mixed",
-            repair="checkpointing.resume=auto to go on from it, or another checkpointing.output_dir",
+            repair="add --resume to continue that run, or run.name=NAME for a new one in a folder of its own",
         )
     if resume == "must" and not infos:
         raise CheckpointError(
-            "There is no checkpoint to go on from.",
+            "There is no checkpoint to resume from.",
             path=str(folder),
             value="no complete checkpoint" if folder.is_dir() else "no such folder",
             rule="checkpointing.resume=must insists on one",
-            repair="check checkpointing.output_dir, or say checkpointing.resume=auto to start anew where there is none",
+            repair="check run.name and checkpointing.output_dir, or set checkpointing.resume=auto to start anew where "
+            "there is none",
         )
     return infos[-1] if infos else None
 
@@ -178,6 +182,34 @@ def damaged_files(info: CheckpointInfo, *, names: Iterable[str], digests: bool) 
         elif digests and _sha256(path) != expected.sha256:
             faults.append(f"{name} has other content than was written")
     return tuple(faults)
+
+
+def check_checkpoint(info: CheckpointInfo, *, max_digest_bytes: int = _MAX_DIGEST_BYTES) -> None:
+    """Refuse a damaged checkpoint, in seconds: the sizes of all files, and the SHA-256 of as many as are quickly read.
+
+    The index is always read, the other files if they are no larger than `max_digest_bytes` together. Loading compares
+    the digests of all files, whatever their size.
+    """
+    total = sum(record.size for record in info.files.values())
+    quick = set(info.files) if total <= max_digest_bytes else {_INDEX_NAME} & set(info.files)
+    faults = (
+        *damaged_files(info, names=sorted(set(info.files) - quick), digests=False),
+        *damaged_files(info, names=sorted(quick), digests=True),
+    )
+    if faults:
+        raise damage(info, faults)
+
+
+def damage(info: CheckpointInfo, faults: Sequence[str]) -> CheckpointError:
+    """Return the error about a damaged checkpoint. It names an older one, if there is one."""
+    older = [each.path for each in readable_checkpoints(info.path.parent) if each.sequence < info.sequence]
+    instead = f"resume from an older one: --resume {older[-1]}" if older else "start anew under another run.name"
+    return CheckpointError(
+        f"The checkpoint is damaged: {'; '.join(faults)}",
+        path=str(info.path),
+        rule="its files are as they were written",
+        repair=f"restore its files, or {instead}",
+    )
 
 
 def publish(partial: Path, *, target: Path) -> None:
@@ -212,14 +244,14 @@ def delete(path: Path) -> None:
 
 def prune(folder: Path, *, keep: int, keep_best: bool) -> None:
     """Delete what the keep rule lets go. A checkpoint whose record cannot be read is neither counted nor deleted."""
-    infos = _readable(folder)
+    infos = readable_checkpoints(folder)
     for info in checkpoints_to_delete(infos, keep=keep, keep_best=keep_best):
         delete(info.path)
 
 
 def next_sequence(folder: Path) -> int:
     """The sequence number of the checkpoint that is completed next."""
-    infos = _readable(folder)
+    infos = readable_checkpoints(folder)
     return infos[-1].sequence + 1 if infos else 0
 
 
@@ -253,7 +285,7 @@ class WriterLock:
         self._folder = folder.resolve()
         with self._guard:
             if self._folder in self._held:
-                raise self._refusal(f"this process, {os.getpid()}")
+                raise _locked(self._folder, f"this process, {os.getpid()}")
             self._file = (folder / LOCK_NAME).open("a+", encoding="utf-8")
             try:
                 self.is_held = self._take()
@@ -268,7 +300,7 @@ class WriterLock:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 self._file.seek(0)
-                raise self._refusal(self._file.read().strip() or "another process") from error
+                raise _locked(self._folder, self._file.read().strip() or "another process") from error
             warnings.warn(
                 f"{self._folder} cannot be locked ({error}): make sure that one run alone writes there",
                 RuntimeWarning,
@@ -280,15 +312,22 @@ class WriterLock:
         self._file.flush()
         return True
 
-    def _refusal(self, holder: str) -> CheckpointError:
-        return CheckpointError(
-            "Another run is writing into this folder.",
-            path=str(self._folder),
-            value=holder,
-            rule="one run writes into a folder at a time",
-            repair="end the other run (or close its Checkpoints), choose another run.name or checkpointing.output_dir, "
-            "or open checkpoints with read_only=True",
-        )
+    @classmethod
+    def check(cls, folder: Path) -> None:
+        """Refuse a folder that another run has locked. Takes no lock and makes nothing, so a run may still be first."""
+        resolved = folder.resolve()
+        with cls._guard:
+            if resolved in cls._held:
+                raise _locked(resolved, f"this process, {os.getpid()}")
+            try:
+                file = (folder / LOCK_NAME).open("r+", encoding="utf-8")
+            except OSError:
+                return  # no run has locked it; whether it can be written is another question
+            with file, contextlib.suppress(OSError):  # no locks on this file system: nothing can be said
+                wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                found = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, wanted))
+                if found[0] != fcntl.F_UNLCK:
+                    raise _locked(resolved, file.read().strip() or f"process {found[4]}")
 
     def release(self) -> None:
         """Let go. A second call does nothing."""
@@ -296,6 +335,17 @@ class WriterLock:
             if not self._file.closed:
                 self._file.close()
                 self._held.discard(self._folder)
+
+
+def _locked(folder: Path, holder: str) -> CheckpointError:
+    return CheckpointError(
+        "Another run is writing into this folder.",
+        path=str(folder),
+        value=holder,
+        rule="one run writes into a folder at a time",
+        repair="end the other run (or close its Checkpoints), choose another run.name, or open checkpoints with "
+        "read_only=True",
+    )
 
 
 def sync_folder(folder: Path) -> None:
@@ -321,7 +371,8 @@ def _parse(path: Path) -> CheckpointInfo:
     return CheckpointInfo(path=path, files=files, **record)
 
 
-def _readable(folder: Path) -> list[CheckpointInfo]:
+def readable_checkpoints(folder: Path) -> list[CheckpointInfo]:
+    """The complete checkpoints in the order in which they were completed, without those whose record is unreadable."""
     infos = []
     for name in _complete_names(folder):
         with contextlib.suppress(*_UNREADABLE):
@@ -330,7 +381,7 @@ def _readable(folder: Path) -> list[CheckpointInfo]:
 
 
 def _known_checkpoints(folder: Path) -> str:
-    infos = _readable(folder)
+    infos = readable_checkpoints(folder)
     if not infos:
         return "name the folder of a checkpoint, such as checkpoints/step-00000120"
     return f"the latest in {folder} is {infos[-1].path}"

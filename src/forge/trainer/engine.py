@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.config import TrainerConfig
-from forge.errors import ConfigError, DataError, NonFiniteError
+from forge.errors import ConfigError, DataError, NonFiniteError, StepAbandoned
 from forge.losses import CrossEntropy, Loss, TokenView
 from forge.losses.head import check_temperature
 from forge.models.attention import DocumentAttention
@@ -101,6 +101,8 @@ class Engine:
         self.optimizer = None if config.frozen else Optimizer(self._parameters, config.training)
         self._wide = torch.promote_types(torch.float32, Precision.of(config.distributed.precision).compute)
         self.step = 0
+        self.should_abandon: Callable[[], bool] | None = None
+        """Asked between two rows of a training step; if it says yes on some rank, all raise `StepAbandoned`."""
         self._rows: dict[int, tuple[Row, RowTask]] = {}
         self._normalizer = 1.0
         self._judged: dict[int, tuple[Row, Tensor, Mapping[str, Tensor]]] = {}
@@ -157,7 +159,7 @@ class Engine:
         With `keep_logprobs` the result has the logprobs that the loss saw; a loss that is a plain sum of them has none.
 
         Raises `NonFiniteError`, with everything as it was before, if loss or gradient is not finite and the
-        configuration says `stop`.
+        configuration says `stop`; and `StepAbandoned`, likewise, if `should_abandon` says so.
         """
         if self.optimizer is None:
             raise RuntimeError("this engine is frozen: it has no optimizer")
@@ -233,9 +235,11 @@ class Engine:
     def _run(self, rows: Sequence[Row], task_of: Callable[[Row], RowTask], *, backward: bool) -> None:
         try:
             if self.assembled.schedule is not None:
+                self._check_abandoned(backward)
                 self._through_pipeline(rows, task_of, backward=backward)
             else:
                 for num_left, row in zip(reversed(range(len(rows))), rows, strict=True):
+                    self._check_abandoned(backward)
                     self.assembled.expect_more(backward and num_left > 0)
                     self._through_model(row, task_of(row), backward=backward)
         except BaseException:
@@ -244,6 +248,10 @@ class Engine:
         finally:
             self.book.clear()
             self._rows.clear()
+
+    def _check_abandoned(self, is_training: bool) -> None:
+        if is_training and self.should_abandon is not None and self.ranks.any(self.should_abandon()):
+            raise StepAbandoned("the training step was abandoned on request", path=f"step {self.step + 1}")
 
     def _plan(self, batch: Batch) -> RowPlan:
         training = self.config.training

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,9 +26,21 @@ class TrainerHandle(Protocol):
 
     async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult: ...
 
+    async def abandon_step(self) -> None:
+        """Let the step under way raise `StepAbandoned`, if there is no time to finish it."""
+        ...
+
+    async def agree(self, *flags: bool) -> tuple[bool, ...]:
+        """For each flag: whether it is set in some process that runs the loop. All call it at the same point."""
+        ...
+
     async def evaluate(self, batch: Batch) -> tuple[float, float]: ...
 
     async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None: ...
+
+    async def wait_saved(self) -> None:
+        """Wait until the last checkpoint is complete; raise what it failed with."""
+        ...
 
     async def load(self, resume: str) -> dict[str, Any] | None: ...
 
@@ -68,6 +81,12 @@ class MeshTrainer:
         result: StepResult = await self._first("train_step", batch, keep_logprobs=keep_logprobs)
         return result
 
+    async def abandon_step(self) -> None:
+        await self._first("abandon_step")
+
+    async def agree(self, *flags: bool) -> tuple[bool, ...]:
+        return flags  # this process alone runs the loop
+
     async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
         logprobs: list[Tensor] = await self._first("forward_logprobs", batch, temperature=temperature)
         return logprobs
@@ -84,6 +103,9 @@ class MeshTrainer:
 
     async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
         await self._first("save", dict(extra), metric)
+
+    async def wait_saved(self) -> None:
+        await self._first("wait_saved")
 
     async def load(self, resume: str) -> dict[str, Any] | None:
         extra: dict[str, Any] | None = await self._first("load", resume)
@@ -104,25 +126,41 @@ class MeshTrainer:
 class LocalTrainer:
     """One rank of a trainer in this process, for programs that are started once per rank, as torchrun does.
 
-    All ranks run the same program with the same data, and meet inside the engine.
+    All ranks run the same program with the same data, and meet inside the engine. A step blocks this process, so
+    whether it is to be abandoned is asked from inside: `should_abandon`.
     """
 
-    def __init__(self, config: TrainerConfig, loss: Loss | None = None) -> None:
+    def __init__(
+        self, config: TrainerConfig, loss: Loss | None = None, *, should_abandon: Callable[[], bool] = lambda: False
+    ) -> None:
         from forge.trainer.engine import Engine
         from forge.trainer.keeping import Keeper
 
         self._engine = Engine(config, loss=loss)
         self._keeper = Keeper(self._engine)
         self.is_leader = self._engine.ranks.rank == 0
+        if config.checkpointing.grace_s is not None:
+            self._engine.should_abandon = should_abandon
 
     async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
         return self._engine.train_step(batch, keep_logprobs=keep_logprobs)
+
+    async def abandon_step(self) -> None:
+        """Do nothing: the engine asks `should_abandon`."""
+
+    async def agree(self, *flags: bool) -> tuple[bool, ...]:
+        await asyncio.sleep(0)  # steps block the loop: here it gets its turn
+        every = self._engine.ranks.gather(flags)
+        return tuple(any(of_ranks) for of_ranks in zip(*every, strict=True))
 
     async def evaluate(self, batch: Batch) -> tuple[float, float]:
         return self._engine.evaluate(batch)
 
     async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
         self._keeper.save(extra=extra, metric=metric)
+
+    async def wait_saved(self) -> None:
+        self._keeper.wait()
 
     async def load(self, resume: str) -> dict[str, Any] | None:
         return self._keeper.load(resume)
@@ -143,10 +181,12 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
 
 
-async def open_trainer(config: TrainerConfig, loss: Loss | None = None) -> TrainerHandle:
+async def open_trainer(
+    config: TrainerConfig, loss: Loss | None = None, *, should_abandon: Callable[[], bool] = lambda: False
+) -> TrainerHandle:
     """A trainer for this program: in this process if it is a rank itself, else in as many as the degrees ask for."""
     if is_rank():
-        return LocalTrainer(config, loss)
+        return LocalTrainer(config, loss, should_abandon=should_abandon)
     return MeshTrainer(await Trainer.options(**trainer_options(config.distributed)).as_actor(config, loss))
 
 

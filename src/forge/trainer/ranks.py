@@ -57,6 +57,14 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def any(self, value: bool) -> bool:
+        """Whether some rank's value is true, on every rank."""
+        if self.size == 1:
+            return value
+        found = torch.tensor([int(value)])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.control)
+        return bool(found.item())
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.control)

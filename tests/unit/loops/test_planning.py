@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge.config import SFTConfig, load
-from forge.errors import ConfigError, ForgeError, LaunchError
+from forge.errors import ConfigError, ForgeError, LaunchError, ModelError
 from forge.loops.planning import plan_run
 from forge.loops.sft import run_sft
 from forge.memory import Card
@@ -23,6 +23,18 @@ REFUSED = {
     "no room for a prompt": ("generator.sampling.max_tokens=64", "generator.sampling.max_tokens"),
     "a group beyond the queue": ("rollout.group_size=2000", "rollout.group_size"),
     "judged by what is not there": ("evaluation.reward=odd", "evaluation.reward"),
+    "the native engine split": ("generators.tensor_parallel=2", "generators.tensor_parallel"),
+    "no judge": ("rewards.functions=[{kind: judge}]", "rewards.judge"),
+    "no reward model": ("rewards.functions=[{kind: reward_model}]", "rewards.reward_model"),
+}
+
+MISSING = {
+    "reference": (("algorithm.kl.coefficient=0.1", "reference.path=/nowhere"), "reference.path"),
+    "judge": (("rewards.functions=[{kind: judge}]", "rewards.judge={path: /nowhere}"), "rewards.judge.path"),
+    "reward model": (
+        ("rewards.functions=[{kind: reward_model}]", "rewards.reward_model={path: /nowhere}"),
+        "rewards.reward_model.path",
+    ),
 }
 
 BROKEN = {
@@ -52,6 +64,16 @@ def test_a_plan_that_would_fail_later_is_refused_now(case: str, tmp_path: Path) 
     assert error.rule
     assert error.repair
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(case: str, tmp_path: Path) -> None:
+    overrides, path = MISSING[case]
+    with pytest.raises(ModelError) as caught:
+        plan_run(config(tmp_path / "run", *overrides))
+    assert (caught.value.path, caught.value.value) == (path, "/nowhere")
+    assert caught.value.rule
+    assert caught.value.repair
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -1,0 +1,176 @@
+"""What a run refuses about its folders and its checkpoint, before any process is started.
+
+Nothing here writes, locks or creates anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from forge.config import GRPOConfig
+from forge.config.base import ConfigModel
+from forge.config.saving import FILE_NAME, to_plain
+from forge.config.yaml_text import read_yaml
+from forge.errors import CheckpointError, ConfigError
+from forge.loops.places import Placed, checkpoint_dir, run_dir
+from forge.rollout.ledger import check_ledger, read_ledger
+from forge.trainer.checkpoint_folder import (
+    CheckpointInfo,
+    WriterLock,
+    check_checkpoint,
+    find_checkpoint,
+    readable_checkpoints,
+)
+
+_log = logging.getLogger("forge.loops")
+LEDGER_NAME = "ledger.jsonl"
+
+
+def check_folders(config: Placed) -> CheckpointInfo | None:
+    """Refuse folders that a run cannot use, and return the checkpoint that it resumes from; None to start anew.
+
+    Refused are folders that cannot be written, that another run writes to, that hold another run, and checkpoints that
+    are missing or damaged.
+    """
+    own, checkpoints = run_dir(config), checkpoint_dir(config)
+    _check_writable(own, "run.output_dir")
+    _check_writable(checkpoints, "checkpointing.output_dir")
+    WriterLock.check(own)
+    WriterLock.check(checkpoints)
+    found = find_checkpoint(checkpoints, resume=config.checkpointing.resume)
+    _check_other_run(own, found)
+    if found is not None:
+        check_checkpoint(found)
+    return found
+
+
+def _check_writable(folder: Path, path: str) -> None:
+    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(
+            "the run cannot write to its folder",
+            path=path,
+            value=str(folder),
+            rule=f"a folder that can be written; {place} is {'none' if not place.is_dir() else 'not'}",
+            repair="choose another one, or correct its permissions",
+        )
+
+
+def _check_other_run(folder: Path, found: CheckpointInfo | None) -> None:
+    """Refuse to write into a folder with the records of a run that has checkpoints or a final model, unless it resumes
+    from one of that run's checkpoints: its metrics and ledger would be moved aside, and its report overwritten."""
+    earlier = _earlier_config(folder)
+    if earlier is None:
+        return
+    section = earlier.get("checkpointing")
+    given = section.get("output_dir") if isinstance(section, Mapping) else None
+    theirs = Path(given) if given else folder / "checkpoints"
+    if found is not None and found.path.parent.resolve() == theirs.resolve():
+        return
+    infos = readable_checkpoints(theirs)
+    if not infos and not (theirs / "hf").is_dir():
+        return
+    raise CheckpointError(
+        "This folder holds another run, whose metrics, ledger and report would be replaced.",
+        path=str(folder),
+        value=str(infos[-1].path if infos else theirs / "hf"),
+        rule="a run that has checkpoints or a final model is only changed by resuming it from one of its checkpoints",
+        repair=f"run.name=NAME for a new run, or --resume with checkpointing.output_dir={theirs} to continue that one",
+    )
+
+
+def _earlier_config(folder: Path) -> Mapping[str, Any] | None:
+    """The configuration of the run that last wrote into a folder; None if there was none."""
+    path = folder / FILE_NAME
+    try:
+        document = read_yaml(path.read_text(encoding="utf-8"), source=str(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        _log.warning("%s cannot be read, so nothing is known of the earlier run: %s", path, error)
+        return {}
+    return document.data if isinstance(document.data, Mapping) else {}
+
+
+def report_changes(config: ConfigModel, folder: Path) -> None:
+    """Log which keys differ from the configuration of the run that is resumed in `folder`."""
+    earlier = _earlier_config(folder)
+    if earlier:
+        before, now = _flat(earlier), _flat(to_plain(config))
+        changed = [
+            f"{key}: {before[key]!r} -> {value!r}"
+            for key, value in now.items()
+            if key in before and before[key] != value and key != "checkpointing.resume"
+        ]
+        if changed:
+            _log.warning("keys that differ from the run that is resumed: %s", ", ".join(changed))
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in document.items():
+        key = f"{prefix}{name}"
+        found |= _flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+    return found
+
+
+# ---- Reinforcement learning -----------------------------------------------------------------------------------------
+
+
+def group_keys(config: GRPOConfig) -> dict[str, int]:
+    """The keys that say what a group is and how often it is learned from. A checkpoint keeps them."""
+    return {"rollout.group_size": config.rollout.group_size, "rollout.iterations": config.rollout.iterations}
+
+
+def check_continues(config: GRPOConfig, extra: Mapping[str, Any], *, prompts_digest: str) -> None:
+    """Refuse a checkpoint that a run with this configuration would not continue but mix with something else.
+
+    `extra` is what the loop stored with the checkpoint.
+    """
+    if extra["prompts"] != prompts_digest:
+        raise CheckpointError(
+            "the prompts are not those of the run that is resumed",
+            path="prompts.sources",
+            value=prompts_digest,
+            rule=f"the digest {extra['prompts']}, as when the checkpoint was made",
+            repair="give the same sources and seed, or start anew under another run.name",
+        )
+    most = config.training.max_steps
+    if most is not None and most < int(extra["step"]):
+        raise CheckpointError(
+            "the run that is resumed has taken more steps than it may",
+            path="training.max_steps",
+            value=most,
+            rule=f"at least {extra['step']}, the steps that the checkpoint has taken",
+            repair="raise it; or name an earlier checkpoint's folder in checkpointing.resume",
+        )
+    before = extra.get("group", {})
+    for key, value in group_keys(config).items():
+        if before.get(key, value) != value:
+            raise CheckpointError(
+                "a resumed run would learn from other groups than before",
+                path=key,
+                value=value,
+                rule=f"{before[key]}, as when the checkpoint was made",
+                repair=f"set {key}={before[key]}; for a run with another value, export the weights, set model.path to "
+                "them, and choose another run.name",
+            )
+
+
+def check_resumed_ledger(folder: Path, extra: Mapping[str, Any]) -> None:
+    """Refuse a ledger that lacks a group, or has one twice, up to the step of a checkpoint. No file is no error."""
+    path = folder / LEDGER_NAME
+    if not path.exists():
+        return
+    step, buffer = int(extra["step"]), extra["buffer"]
+    check_ledger(
+        (line for line in read_ledger(path) if line.step <= step),
+        pending=buffer["pending"],
+        next_number=int(buffer["next_number"]),
+        path=path,
+        before=extra.get("ledger_before"),
+    )
