@@ -267,14 +267,6 @@ async def _start_generators(
     config: GRPOConfig, generator: GeneratorConfig, *, on_gpus: str | None = None
 ) -> PolicyHandle:
     section = config.generators
-    if section.tensor_parallel > 1 and generator.engine == "native":
-        raise ConfigError(
-            "the embedded engine runs in one process",
-            path="generators.tensor_parallel",
-            value=section.tensor_parallel,
-            rule="1, unless `engine: vllm`",
-            repair="set generator.engine=vllm, or generators.num_replicas instead",
-        )
     service = await Generator.options(
         procs=section.tensor_parallel,
         num_replicas=section.num_replicas,
@@ -291,14 +283,6 @@ async def _start_shared(
     trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     distributed = trainer_config.distributed
-    if distributed.num_ranks > 1:
-        raise ConfigError(
-            "a policy that shares its weights with the embedded engine has one rank",
-            path="distributed",
-            value=distributed.num_ranks,
-            rule="one rank with placement `shared`",
-            repair="set placement: turns, beside or apart, or all degrees to 1",
-        )
     service = await SharedPolicy.options(
         with_gpus=wants_gpus(distributed.with_gpus),
         num_threads=distributed.num_threads,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
@@ -13,7 +11,8 @@ from forge.data.prompts import PromptBook, PromptOrder, open_prompts
 from forge.errors import ConfigError, LaunchError
 from forge.loops.casting import wants_gpus
 from forge.loops.evaluation import check_evaluation
-from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
+from forge.loops.places import check_writable, checkpoint_dir, load_tokenizer, run_dir
+from forge.loops.startup_checks import check_grpo_workers
 from forge.memory import check_at_start
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
@@ -71,12 +70,7 @@ def plan_run(config: GRPOConfig) -> Plan:
     from forge.losses import make_loss
 
     if is_rank():
-        raise LaunchError(
-            "reinforcement learning has one controller, which starts all others",
-            path="--nproc_per_node",
-            rule="the program is started once",
-            repair="leave --nproc_per_node out; `distributed` says how many ranks the trainer has",
-        )
+        raise refuse_ranks()
     model = resolve(config.model)
     config = _completed(config, model.facts)
     check_rewards(config.rewards)
@@ -85,8 +79,9 @@ def plan_run(config: GRPOConfig) -> Plan:
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
     check_layout(config.distributed, model.facts, config.training, num_ranks=planned_ranks(config.distributed))
     check_at_start(config, facts=model.facts, log=_log)
-    _check_folder(run_dir(config), "run.output_dir")
-    _check_folder(checkpoint_dir(config), "checkpointing.output_dir")
+    check_grpo_workers(config)
+    check_writable(run_dir(config), "run.output_dir")
+    check_writable(checkpoint_dir(config), "checkpointing.output_dir")
     find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
     template = config.generator.chat_template
     tokenizer = load_tokenizer(model, chat_template=template, purpose="reinforcement learning")
@@ -119,17 +114,14 @@ def plan_run(config: GRPOConfig) -> Plan:
     )
 
 
-def _check_folder(folder: Path, path: str) -> None:
-    """Refuse a folder that cannot be made, or not be written to. Makes nothing."""
-    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "the run cannot write to its folder",
-            path=path,
-            value=str(folder),
-            rule=f"a folder that can be written; {place} is {'none' if not place.is_dir() else 'not'}",
-            repair="choose another one, or correct its permissions",
-        )
+def refuse_ranks() -> LaunchError:
+    """Return the error for a program that was started once per rank."""
+    return LaunchError(
+        "reinforcement learning has one controller, which starts all others",
+        path="--nproc_per_node",
+        rule="the program is started once",
+        repair="leave --nproc_per_node out; `distributed` says how many ranks the trainer has",
+    )
 
 
 def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:

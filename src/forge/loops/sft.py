@@ -23,8 +23,10 @@ from typing import Any
 from forge.config import SFTConfig, TrainerConfig, save
 from forge.data import BatchLoader, Loaders, open_loaders
 from forge.errors import DataError, NonFiniteError
-from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
+from forge.loops.places import check_writable, checkpoint_dir, load_tokenizer, run_dir
+from forge.loops.startup_checks import check_sft_workers
 from forge.memory import check_at_start
+from forge.memory.run import ACCUMULATION_NOTE
 from forge.models.locate import ResolvedModel, resolve
 from forge.observe import (
     MetricsLog,
@@ -38,7 +40,7 @@ from forge.observe import (
 )
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
 from forge.runtime.lifetime import run
-from forge.trainer.checkpoint_folder import find_checkpoint
+from forge.trainer.checkpoint_folder import CheckpointInfo, find_checkpoint
 from forge.trainer.handles import TrainerHandle, is_rank, open_trainer, planned_ranks
 from forge.trainer.layout import check_layout
 from forge.trainer.schedules import is_due
@@ -65,10 +67,40 @@ class SFTResult:
     export: Path | None
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A run that was checked, with its data open, before any process is started.
+
+    Attributes:
+        model: the model that is fine-tuned.
+        trainer: what the trainer is made from.
+        loaders: the batches to train on, and the held-out ones.
+        checkpoint: where it resumes; None for a new run.
+    """
+
+    model: ResolvedModel
+    trainer: TrainerConfig
+    loaders: Loaders
+    checkpoint: CheckpointInfo | None
+
+
 async def run_sft(config: SFTConfig) -> SFTResult:
     """Fine-tune as a configuration says. In every rank of `forge run --nproc_per_node`, or once as the controller."""
+    with prepare(config, num_ranks=int(os.environ["WORLD_SIZE"]) if is_rank() else None) as prepared:
+        if is_rank():
+            return await _drive(config, prepared.trainer, prepared.loaders)
+        async with run(config.launcher):  # the configuration is saved once the run is known to go ahead
+            return await _drive(config, prepared.trainer, prepared.loaders)
+
+
+@contextmanager
+def prepare(config: SFTConfig, *, num_ranks: int | None = None) -> Iterator[Prepared]:
+    """Check a run and open its data, or raise what is wrong. Nothing is started and nothing is left behind.
+
+    `num_ranks` says how many ranks the program was started as; None where a controller starts them.
+    """
     model = resolve(config.model)
-    _check_before_start(config, model)
+    checkpoint = _check_before_start(config, model, num_ranks=num_ranks)
     tokenizer = load_tokenizer(model, chat_template=config.data.chat_template, purpose="fine-tuning")
     with open_loaders(
         config.data,
@@ -77,12 +109,9 @@ async def run_sft(config: SFTConfig) -> SFTResult:
         seed=config.run.seed,
         validation=config.validation,
     ) as loaders:
-        trainer_config = _trainer_config(config, model, num_steps=_num_steps(config, loaders.train))
+        trainer = _trainer_config(config, model, num_steps=_num_steps(config, loaders.train))
         _check_validation(loaders.validation)
-        if is_rank():
-            return await _drive(config, trainer_config, loaders)
-        async with run(config.launcher):  # the configuration is saved once the run is known to go ahead
-            return await _drive(config, trainer_config, loaders)
+        yield Prepared(model, trainer, loaders, checkpoint)
 
 
 async def _drive(config: SFTConfig, trainer_config: TrainerConfig, loaders: Loaders) -> SFTResult:
@@ -98,12 +127,28 @@ async def _drive(config: SFTConfig, trainer_config: TrainerConfig, loaders: Load
         await trainer.close()
 
 
-def _check_before_start(config: SFTConfig, model: ResolvedModel) -> None:
+def _check_before_start(
+    config: SFTConfig, model: ResolvedModel, *, num_ranks: int | None
+) -> CheckpointInfo | None:
     """Refuse what the ranks would refuse, before there are any: it takes a second, and nothing is left behind."""
-    num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else planned_ranks(config.distributed)
-    check_layout(config.distributed, model.facts, config.training, num_ranks=num_ranks)
-    check_at_start(config, facts=model.facts, log=_log)
-    find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
+    ranks = planned_ranks(config.distributed) if num_ranks is None else num_ranks
+    check_layout(config.distributed, model.facts, config.training, num_ranks=ranks)
+    check_at_start(for_ranks(config, num_ranks), facts=model.facts, log=_log)
+    check_sft_workers(config)
+    if config.training.gradient_accumulation_steps > 1:
+        _log.info("%s", ACCUMULATION_NOTE)
+    check_writable(run_dir(config), "run.output_dir")
+    check_writable(checkpoint_dir(config), "checkpointing.output_dir")
+    return find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
+
+
+def for_ranks(config: SFTConfig, num_ranks: int | None) -> SFTConfig:
+    """Return the configuration with a shard of -1 replaced by what so many ranks make of it; None leaves it open."""
+    distributed = config.distributed
+    if num_ranks is None or distributed.shard != -1 or distributed.strategy in ("none", "replicate"):
+        return config
+    resolved = distributed.model_copy(update={"shard": max(1, num_ranks // distributed.num_ranks)})
+    return config.model_copy(update={"distributed": resolved})
 
 
 def _num_steps(config: SFTConfig, loader: BatchLoader) -> int | None:

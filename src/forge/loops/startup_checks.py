@@ -1,0 +1,140 @@
+"""What would fail in the first seconds of a worker, found before any worker is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from forge.config import GenerationConfig, GRPOConfig, PolicyConfig, SFTConfig
+from forge.errors import ConfigError, ForgeError, ModelError
+from forge.loops.casting import gpus_beside, wants_gpus
+from forge.models.locate import check_folder
+from forge.runtime.placement import count_gpus, visible_gpus
+from forge.trainer.handles import planned_ranks
+
+
+def check_grpo_workers(config: GRPOConfig) -> None:
+    """Raise the first of `grpo_worker_errors`."""
+    for error in grpo_worker_errors(config):
+        raise error
+
+
+def check_sft_workers(config: SFTConfig) -> None:
+    """Raise the first of `sft_worker_errors`."""
+    for error in sft_worker_errors(config):
+        raise error
+
+
+def grpo_worker_errors(config: GRPOConfig) -> Iterator[ForgeError]:
+    """Yield an error for everything that a worker of this run would refuse as it starts."""
+    yield from _placement_errors(config)
+    yield from _engine_errors(config.generator)
+    judge, reward_model = config.rewards.judge, config.rewards.reward_model
+    if judge is not None:
+        yield from _engine_errors(judge.generator, path="rewards.judge.generator")
+    if config.launcher.kind == "local":  # elsewhere the folders of other hosts count
+        if config.algorithm.kl.coefficient > 0 and config.reference.path is not None:
+            yield from _folder_errors("reference.path", config.reference.path)
+        if judge is not None:
+            yield from _folder_errors("rewards.judge.path", judge.path)
+    asked = {
+        "distributed.with_gpus": config.distributed.with_gpus,
+        "generator.with_gpus": config.generator.with_gpus,
+        "reference.with_gpus": config.reference.with_gpus if config.algorithm.kl.coefficient > 0 else None,
+        "rewards.reward_model.with_gpus": None if reward_model is None else reward_model.with_gpus,
+    }
+    yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
+    yield from _metrics_errors(config)
+
+
+def sft_worker_errors(config: SFTConfig) -> Iterator[ForgeError]:
+    """Yield an error for everything that a rank of this run would refuse as it starts."""
+    asked = {"distributed.with_gpus": config.distributed.with_gpus}
+    yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
+    yield from _metrics_errors(config)
+
+
+def policy_worker_errors(config: PolicyConfig) -> Iterator[ForgeError]:
+    """Yield an error for everything that a generator of this program would refuse as it starts."""
+    yield from _engine_errors(config.generator)
+    yield from _tensor_parallel_errors(config.generator, config.tensor_parallel, path="tensor_parallel")
+    yield from _gpu_errors(
+        {"generator.with_gpus": config.generator.with_gpus}, is_local=config.launcher.kind == "local"
+    )
+
+
+def _placement_errors(config: GRPOConfig) -> Iterator[ForgeError]:
+    degree = config.generators.tensor_parallel
+    yield from _tensor_parallel_errors(config.generator, degree, path="generators.tensor_parallel")
+    if config.placement == "shared" and config.distributed.num_ranks > 1:
+        yield ConfigError(
+            "a policy that shares its weights with the native engine has one rank",
+            path="distributed",
+            value=config.distributed.num_ranks,
+            rule="one rank with placement `shared`",
+            repair="set placement: turns, beside or apart, or all degrees to 1",
+        )
+    if config.placement in ("beside", "turns") and wants_gpus(config.distributed.with_gpus):
+        ranks = ",".join(str(rank) for rank in range(planned_ranks(config.distributed)))
+        try:
+            gpus_beside(ranks, tensor_parallel=degree)
+        except ConfigError as error:
+            yield error
+
+
+def _tensor_parallel_errors(section: GenerationConfig, degree: int, *, path: str) -> Iterator[ForgeError]:
+    if degree > 1 and section.engine == "native":
+        yield ConfigError(
+            "the native engine runs in one process",
+            path=path,
+            value=degree,
+            rule="1, unless `engine: vllm`",
+            repair="set generator.engine=vllm, or num_replicas instead",
+        )
+
+
+def _engine_errors(section: GenerationConfig, *, path: str = "generator") -> Iterator[ForgeError]:
+    if section.engine != "vllm":
+        return
+    from forge.generator.vllm.arguments import check_owned
+    from forge.generator.vllm.environment import installed_build
+
+    for check in (installed_build, lambda: check_owned(section.engine_args)):
+        try:
+            check()
+        except ConfigError as error:
+            error.path = (error.path or path).replace("generator", path, 1)
+            yield error
+
+
+def _folder_errors(path: str, folder: str) -> Iterator[ForgeError]:
+    try:
+        check_folder(Path(folder))
+    except ModelError as error:
+        error.path = path
+        yield error
+
+
+def _gpu_errors(asked: dict[str, bool | None], *, is_local: bool) -> Iterator[ForgeError]:
+    wanted = [path for path, with_gpus in asked.items() if with_gpus]
+    if not wanted or not is_local or visible_gpus(os.environ, count_gpus()):
+        return
+    yield ConfigError(
+        "the run asks for GPUs, and this machine has none that can be used",
+        path=" and ".join(wanted),
+        value=True,
+        rule="a machine with an NVIDIA GPU and its driver, and CUDA_VISIBLE_DEVICES unset or naming one",
+        repair="run it on such a machine (`forge doctor` shows what is found), or set with_gpus to false",
+    )
+
+
+def _metrics_errors(config: GRPOConfig | SFTConfig) -> Iterator[ForgeError]:
+    if not config.metrics.wandb:
+        return
+    from forge.observe.wandb import check_installed
+
+    try:
+        check_installed()
+    except ConfigError as error:
+        yield error
