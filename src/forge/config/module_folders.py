@@ -1,4 +1,4 @@
-"""Where modules of the user are looked for: one rule for `forge run`, its dry run, `forge rewards try` and every worker.
+"""Where modules of the user are looked for: one rule for runs, dry runs, `forge rewards try` and every worker.
 
 In this order: the script's own folder, `PYTHONPATH`, installed packages, the folders of the configuration files, the
 working directory. The last two come last, so that no file there can hide a module of Python or of a package.

@@ -112,8 +112,8 @@ class DistributedConfig(ConfigModel):
     )
     precision: Annotated[Literal["float32", "bfloat16", "bfloat16_pure", "float64"], SHORT_DTYPES] = Field(
         default="float32",
-        description="`bfloat16` (or `bf16`): computed in bfloat16 with float32 weights and gradients' sums. `bfloat16_pure`: "
-        "everything in bfloat16. `float64`: for tests.",
+        description="`bfloat16`: computed in bfloat16 with float32 weights and gradients' sums. `bfloat16_pure`: "
+        "everything in bfloat16. `float64`: for tests. `bf16`, `fp32` and `fp64` are short for them.",
     )
     replicate: int = Field(default=1, ge=1, description="Data parallel ranks that hold whole copies.")
     shard: int = Field(

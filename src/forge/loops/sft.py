@@ -127,9 +127,7 @@ async def _drive(config: SFTConfig, trainer_config: TrainerConfig, loaders: Load
         await trainer.close()
 
 
-def _check_before_start(
-    config: SFTConfig, model: ResolvedModel, *, num_ranks: int | None
-) -> CheckpointInfo | None:
+def _check_before_start(config: SFTConfig, model: ResolvedModel, *, num_ranks: int | None) -> CheckpointInfo | None:
     """Refuse what the ranks would refuse, before there are any: it takes a second, and nothing is left behind."""
     ranks = planned_ranks(config.distributed) if num_ranks is None else num_ranks
     check_layout(config.distributed, model.facts, config.training, num_ranks=ranks)
