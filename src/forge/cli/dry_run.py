@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from forge.errors import ConfigError
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from forge.loops.dry_run import DryRun
 
 _READER = "from_command_line"
+_MODULE = "__dry_run__"
 _DEFINITIONS = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -29,9 +31,10 @@ class Chosen:
     def __str__(self) -> str:
         import forge.config
 
-        name = self.schema.__qualname__
-        is_ours = getattr(forge.config, name, None) is self.schema
-        return f"{'forge.config' if is_ours else self.schema.__module__}:{name} ({self.why})"
+        name, module = self.schema.__qualname__, self.schema.__module__
+        if getattr(forge.config, name, None) is self.schema:
+            module = "forge.config"
+        return f"{name if module == _MODULE else f'{module}:{name}'} ({self.why})"
 
 
 def dry_run_script(script: Path, arguments: Sequence[str], *, num_ranks: int | None) -> int:
@@ -100,10 +103,11 @@ def schema_of_script(script: Path) -> type[ForgeConfig] | None:
     if asked is None:
         return None
     body: list[ast.stmt] = [node for node in tree.body if isinstance(node, _DEFINITIONS)]
-    names: dict[str, Any] = {"__name__": "__dry_run__", "__file__": str(script)}
+    module = sys.modules[_MODULE] = ModuleType(_MODULE)  # where annotations of its classes are looked up
+    module.__file__ = str(script)
     try:
-        exec(compile(ast.Module(body, []), str(script), "exec"), names)
-        found = eval(compile(ast.Expression(asked), str(script), "eval"), names)
+        exec(compile(ast.Module(body, []), str(script), "exec", dont_inherit=True), vars(module))
+        found = eval(compile(ast.Expression(asked), str(script), "eval"), vars(module))
     except NameError:
         return None
     except ImportError as error:

@@ -1,6 +1,6 @@
 """A run without running: what is decided before the first process starts, or everything that would be refused.
 
-The verdict is that of the run's own code, `plan_run` and `prepare`. Only when that refuses, the checks are made one by
+The verdict is that of the run's own code, `forge.loops.preflight`. Only when that refuses, the checks are made one by
 one as well, so that the report has every problem and not just the first.
 """
 
@@ -28,16 +28,17 @@ from forge.data.opening import open_corpus
 from forge.data.prompts import PromptBook, open_prompts
 from forge.errors import ForgeError
 from forge.loops.evaluation import check_evaluation
-from forge.loops.places import Placed, check_writable, checkpoint_dir, load_tokenizer, run_dir
-from forge.loops.planning import Plan, _completed, _rollout, plan_run, refuse_ranks
-from forge.loops.sft import Prepared, for_ranks, prepare
-from forge.loops.startup_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
+from forge.loops.places import load_tokenizer, run_dir
+from forge.loops.planning import Plan, _completed, _rollout, refuse_ranks
+from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, prepare_sft
+from forge.loops.resuming import check_folders
+from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
 from forge.memory import check_at_start, find_card, plan_memory, read_run
 from forge.memory.card import host_memory
 from forge.memory.text import gib, summary_lines
 from forge.models.locate import ResolvedModel, resolve
 from forge.rewards import check as check_rewards
-from forge.trainer.checkpoint_folder import CheckpointInfo, find_checkpoint
+from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import planned_ranks
 from forge.trainer.layout import check_layout
 from forge.types import Prompt
@@ -137,7 +138,7 @@ def _try_grpo(config: GRPOConfig, num_ranks: int | None, found: _Found) -> Facts
     if num_ranks is not None:
         found.add(refuse_ranks())
     try:
-        plan = plan_run(config)
+        plan = check_grpo(config)
     except ForgeError as error:
         found.add(error)
         _find_grpo(config, found)
@@ -157,7 +158,7 @@ def _find_grpo(config: GRPOConfig, found: _Found) -> None:
         found.attempt(load_tokenizer, model, chat_template=template, purpose="reinforcement learning")
     for error in grpo_worker_errors(config):
         found.add(error)
-    _find_places(config, found)
+    found.attempt(check_folders, config)
     _find_prompts(config, found)
     found.attempt(_rollout, config)
 
@@ -174,7 +175,7 @@ def _describe_grpo(plan: Plan) -> Facts:
     config = plan.config
     rewards = [f"{function.label} ({function.kind})" for function in config.rewards.functions]
     groups = f"{config.rollout.batch_groups} groups of {config.rollout.group_size} completions"
-    facts = _describe_run(config, resolve(config.model))
+    facts = _describe_run(config, resolve(config.model), checkpoint=plan.checkpoint)
     book = plan.prompts.book
     if isinstance(book, PromptBook):
         sources = ", ".join(f"{name} ({kind})" for name, kind in book.formats.items())
@@ -202,7 +203,7 @@ def _shown(prompt: Prompt) -> str:
 
 def _try_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> Facts:
     try:
-        with prepare(config, num_ranks=num_ranks) as prepared:
+        with prepare_sft(config, num_ranks=num_ranks) as prepared:
             return _describe_sft(config, prepared, num_ranks)
     except ForgeError as error:
         found.add(error)
@@ -211,7 +212,7 @@ def _try_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> Facts:
 
 
 def _find_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> None:
-    """Find what is wrong besides the first problem. The order is that of `prepare`."""
+    """Find what is wrong besides the first problem. The order is that of `prepare_sft`."""
     model = found.attempt(resolve, config.model)
     tokenizer = None
     if model is not None:
@@ -221,7 +222,7 @@ def _find_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> None:
         tokenizer = found.attempt(load_tokenizer, model, chat_template=template, purpose="fine-tuning")
     for error in sft_worker_errors(config):
         found.add(error)
-    _find_places(config, found)
+    found.attempt(check_folders, config)
     if tokenizer is not None:
         with_tokenizer = partial(open_loaders, training=config.training, tokenizer=tokenizer, seed=config.run.seed)
         opened = found.attempt(with_tokenizer, config.data, validation=config.validation)
@@ -232,9 +233,9 @@ def _find_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> None:
         found.attempt(open_corpus, [source], data=config.data, seed=config.run.seed)
 
 
-def _describe_sft(config: SFTConfig, prepared: Prepared, num_ranks: int | None) -> Facts:
+def _describe_sft(config: SFTConfig, prepared: PreparedSFT, num_ranks: int | None) -> Facts:
     training, loader = config.training, prepared.loaders.train
-    facts = _describe_run(config, prepared.model)
+    facts = _describe_run(config, prepared.model, checkpoint=prepared.checkpoint)
     formats = [
         f"{source.path or source.hf_dataset} ({kind})"
         for source, kind in zip(config.data.sources, loader.formats, strict=True)
@@ -283,14 +284,7 @@ def _find_layout(config: GRPOConfig | SFTConfig, model: ResolvedModel, num_ranks
     found.attempt(check_at_start, config, facts=model.facts, log=_log)
 
 
-def _find_places(config: Placed, found: _Found) -> None:
-    found.attempt(check_writable, run_dir(config), "run.output_dir")
-    found.attempt(check_writable, checkpoint_dir(config), "checkpointing.output_dir")
-    found.attempt(find_checkpoint, checkpoint_dir(config), resume=config.checkpointing.resume)
-
-
-def _describe_run(config: GRPOConfig | SFTConfig, model: ResolvedModel) -> Facts:
-    checkpoint = find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
+def _describe_run(config: GRPOConfig | SFTConfig, model: ResolvedModel, *, checkpoint: CheckpointInfo | None) -> Facts:
     facts = [
         ("run", f"{config.run.name}, written to {run_dir(config)}"),
         ("start", _start(checkpoint)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Protocol
 
@@ -30,19 +29,6 @@ def run_dir(config: Placed) -> Path:
 def checkpoint_dir(config: Placed) -> Path:
     """Where a run's checkpoints are, and in `hf` beside them the model that it made."""
     return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
-
-
-def check_writable(folder: Path, path: str) -> None:
-    """Refuse a folder that cannot be made, or not be written to. Makes nothing."""
-    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "the run cannot write to its folder",
-            path=path,
-            value=str(folder),
-            rule=f"a folder that can be written; {place} is {'none' if not place.is_dir() else 'not'}",
-            repair="choose another one, or correct its permissions",
-        )
 
 
 def load_tokenizer(model: ResolvedModel, *, chat_template: str | None, purpose: str) -> ChatTokenizer:

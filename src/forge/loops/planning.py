@@ -11,13 +11,14 @@ from forge.data.prompts import PromptBook, PromptOrder, open_prompts
 from forge.errors import ConfigError, LaunchError
 from forge.loops.casting import wants_gpus
 from forge.loops.evaluation import check_evaluation
-from forge.loops.places import check_writable, checkpoint_dir, load_tokenizer, run_dir
-from forge.loops.startup_checks import check_grpo_workers
+from forge.loops.places import checkpoint_dir, load_tokenizer
+from forge.loops.resuming import check_folders
+from forge.loops.worker_checks import check_workers
 from forge.memory import check_at_start
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
 from forge.rewards import check as check_rewards
-from forge.trainer.checkpoint_folder import find_checkpoint
+from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import is_rank, planned_ranks
 from forge.trainer.layout import check_layout
 from forge.trainer.schedules import rate_factor
@@ -44,6 +45,7 @@ class Plan:
         num_groups: how many groups there are in all; None for as many as the steps need.
         num_steps: how many steps there will be.
         prompts_at_once: how many prompts an evaluation asks at the same time.
+        checkpoint: what the run resumes from; None to start anew.
     """
 
     config: GRPOConfig
@@ -58,6 +60,7 @@ class Plan:
     num_groups: int | None
     num_steps: int
     prompts_at_once: int
+    checkpoint: CheckpointInfo | None
 
     @property
     def temperature(self) -> float:
@@ -79,10 +82,8 @@ def plan_run(config: GRPOConfig) -> Plan:
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
     check_layout(config.distributed, model.facts, config.training, num_ranks=planned_ranks(config.distributed))
     check_at_start(config, facts=model.facts, log=_log)
-    check_grpo_workers(config)
-    check_writable(run_dir(config), "run.output_dir")
-    check_writable(checkpoint_dir(config), "checkpointing.output_dir")
-    find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
+    check_workers(config)
+    checkpoint = check_folders(config)
     template = config.generator.chat_template
     tokenizer = load_tokenizer(model, chat_template=template, purpose="reinforcement learning")
     if not config.prompts.sources:
@@ -111,6 +112,7 @@ def plan_run(config: GRPOConfig) -> Plan:
         num_groups=num_groups,
         num_steps=num_steps,
         prompts_at_once=max(1, _capacity(config) // max(1, config.evaluation.num_samples)),
+        checkpoint=checkpoint,
     )
 
 

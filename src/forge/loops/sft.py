@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,13 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import SFTConfig, TrainerConfig, save
-from forge.data import BatchLoader, Loaders, open_loaders
-from forge.errors import DataError, NonFiniteError
-from forge.loops.places import check_writable, checkpoint_dir, load_tokenizer, run_dir
-from forge.loops.startup_checks import check_sft_workers
-from forge.memory import check_at_start
-from forge.memory.run import ACCUMULATION_NOTE
-from forge.models.locate import ResolvedModel, resolve
+from forge.data import Loaders
+from forge.errors import NonFiniteError
+from forge.loops.places import checkpoint_dir, run_dir
+from forge.loops.preflight import prepare_sft
 from forge.observe import (
     MetricsLog,
     Throughput,
@@ -40,9 +36,7 @@ from forge.observe import (
 )
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
 from forge.runtime.lifetime import run
-from forge.trainer.checkpoint_folder import CheckpointInfo, find_checkpoint
-from forge.trainer.handles import TrainerHandle, is_rank, open_trainer, planned_ranks
-from forge.trainer.layout import check_layout
+from forge.trainer.handles import TrainerHandle, is_rank, open_trainer
 from forge.trainer.schedules import is_due
 from forge.types import Batch, StepResult
 
@@ -67,51 +61,13 @@ class SFTResult:
     export: Path | None
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A run that was checked, with its data open, before any process is started.
-
-    Attributes:
-        model: the model that is fine-tuned.
-        trainer: what the trainer is made from.
-        loaders: the batches to train on, and the held-out ones.
-        checkpoint: where it resumes; None for a new run.
-    """
-
-    model: ResolvedModel
-    trainer: TrainerConfig
-    loaders: Loaders
-    checkpoint: CheckpointInfo | None
-
-
 async def run_sft(config: SFTConfig) -> SFTResult:
     """Fine-tune as a configuration says. In every rank of `forge run --nproc_per_node`, or once as the controller."""
-    with prepare(config, num_ranks=int(os.environ["WORLD_SIZE"]) if is_rank() else None) as prepared:
+    with prepare_sft(config) as prepared:
         if is_rank():
             return await _drive(config, prepared.trainer, prepared.loaders)
         async with run(config.launcher):  # the configuration is saved once the run is known to go ahead
             return await _drive(config, prepared.trainer, prepared.loaders)
-
-
-@contextmanager
-def prepare(config: SFTConfig, *, num_ranks: int | None = None) -> Iterator[Prepared]:
-    """Check a run and open its data, or raise what is wrong. Nothing is started and nothing is left behind.
-
-    `num_ranks` says how many ranks the program was started as; None where a controller starts them.
-    """
-    model = resolve(config.model)
-    checkpoint = _check_before_start(config, model, num_ranks=num_ranks)
-    tokenizer = load_tokenizer(model, chat_template=config.data.chat_template, purpose="fine-tuning")
-    with open_loaders(
-        config.data,
-        training=config.training,
-        tokenizer=tokenizer,
-        seed=config.run.seed,
-        validation=config.validation,
-    ) as loaders:
-        trainer = _trainer_config(config, model, num_steps=_num_steps(config, loaders.train))
-        _check_validation(loaders.validation)
-        yield Prepared(model, trainer, loaders, checkpoint)
 
 
 async def _drive(config: SFTConfig, trainer_config: TrainerConfig, loaders: Loaders) -> SFTResult:
@@ -125,73 +81,6 @@ async def _drive(config: SFTConfig, trainer_config: TrainerConfig, loaders: Load
     finally:
         loop.close()
         await trainer.close()
-
-
-def _check_before_start(config: SFTConfig, model: ResolvedModel, *, num_ranks: int | None) -> CheckpointInfo | None:
-    """Refuse what the ranks would refuse, before there are any: it takes a second, and nothing is left behind."""
-    ranks = planned_ranks(config.distributed) if num_ranks is None else num_ranks
-    check_layout(config.distributed, model.facts, config.training, num_ranks=ranks)
-    check_at_start(for_ranks(config, num_ranks), facts=model.facts, log=_log)
-    check_sft_workers(config)
-    if config.training.gradient_accumulation_steps > 1:
-        _log.info("%s", ACCUMULATION_NOTE)
-    check_writable(run_dir(config), "run.output_dir")
-    check_writable(checkpoint_dir(config), "checkpointing.output_dir")
-    return find_checkpoint(checkpoint_dir(config), resume=config.checkpointing.resume)
-
-
-def for_ranks(config: SFTConfig, num_ranks: int | None) -> SFTConfig:
-    """Return the configuration with a shard of -1 replaced by what so many ranks make of it; None leaves it open."""
-    distributed = config.distributed
-    if num_ranks is None or distributed.shard != -1 or distributed.strategy in ("none", "replicate"):
-        return config
-    resolved = distributed.model_copy(update={"shard": max(1, num_ranks // distributed.num_ranks)})
-    return config.model_copy(update={"distributed": resolved})
-
-
-def _num_steps(config: SFTConfig, loader: BatchLoader) -> int | None:
-    """How many optimizer steps there will be, which is what the learning rate's schedule runs over."""
-    most = config.training.max_steps
-    if most is not None and config.data.streaming:
-        return most
-    count = loader.count_batches()
-    if count is None:
-        return most
-    if count.total == 0:
-        next(loader)  # refuses, and says what became of the records
-    if not count.exact:
-        _log.info("the data makes about %d steps (estimated from a part of it)", count.total)
-    return count.total if most is None else min(most, count.total)
-
-
-def _check_validation(loader: BatchLoader | None) -> None:
-    """Read the held-out samples once: what is wrong with them must not end a run after hours of training."""
-    count = None if loader is None else loader.count_batches()
-    if loader is None or count is None or count.total:
-        return
-    try:
-        next(loader)
-    except DataError as error:
-        raise DataError(
-            "there is no sample to validate on",
-            path="validation",
-            value=error.value,
-            rule=error.rule,
-            repair=f"{error.repair}; or give other validation.sources",
-        ) from None
-    loader.rewind()
-
-
-def _trainer_config(config: SFTConfig, model: ResolvedModel, *, num_steps: int | None) -> TrainerConfig:
-    return TrainerConfig(
-        model=model.facts,
-        training=config.training,
-        distributed=config.distributed,
-        checkpoint_dir=checkpoint_dir(config),
-        checkpointing=config.checkpointing,
-        seed=config.run.seed,
-        total_steps=num_steps,
-    )
 
 
 class _Loop:

@@ -1,4 +1,4 @@
-"""What would fail in the first seconds of a worker, found before any worker is started."""
+"""What the workers of a run would refuse, checked from the configuration alone."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge.config import GenerationConfig, GRPOConfig, PolicyConfig, SFTConfig
+from forge.config import GenerationConfig, GRPOConfig, ModelConfig, PolicyConfig, RewardsConfig, SFTConfig
 from forge.errors import ConfigError, ForgeError, ModelError
 from forge.loops.casting import gpus_beside, wants_gpus
-from forge.models.locate import check_folder
+from forge.models.locate import resolve
 from forge.runtime.placement import count_gpus, visible_gpus
 from forge.trainer.handles import planned_ranks
 
 
-def check_grpo_workers(config: GRPOConfig) -> None:
+def check_workers(config: GRPOConfig) -> None:
     """Raise the first of `grpo_worker_errors`."""
     for error in grpo_worker_errors(config):
         raise error
@@ -30,19 +30,14 @@ def grpo_worker_errors(config: GRPOConfig) -> Iterator[ForgeError]:
     """Yield an error for everything that a worker of this run would refuse as it starts."""
     yield from _placement_errors(config)
     yield from _engine_errors(config.generator)
-    judge, reward_model = config.rewards.judge, config.rewards.reward_model
-    if judge is not None:
-        yield from _engine_errors(judge.generator, path="rewards.judge.generator")
-    if config.launcher.kind == "local":  # elsewhere the folders of other hosts count
-        if config.algorithm.kl.coefficient > 0 and config.reference.path is not None:
-            yield from _folder_errors("reference.path", config.reference.path)
-        if judge is not None:
-            yield from _folder_errors("rewards.judge.path", judge.path)
+    has_reference = config.algorithm.kl.coefficient > 0
+    if has_reference and config.reference.path is not None:
+        yield from _model_errors("reference.path", config.reference.path)
+    yield from _reward_model_errors(config.rewards)
     asked = {
         "distributed.with_gpus": config.distributed.with_gpus,
         "generator.with_gpus": config.generator.with_gpus,
-        "reference.with_gpus": config.reference.with_gpus if config.algorithm.kl.coefficient > 0 else None,
-        "rewards.reward_model.with_gpus": None if reward_model is None else reward_model.with_gpus,
+        "reference.with_gpus": config.reference.with_gpus if has_reference else None,
     }
     yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
     yield from _metrics_errors(config)
@@ -108,9 +103,28 @@ def _engine_errors(section: GenerationConfig, *, path: str = "generator") -> Ite
             yield error
 
 
-def _folder_errors(path: str, folder: str) -> Iterator[ForgeError]:
+def _reward_model_errors(section: RewardsConfig) -> Iterator[ForgeError]:
+    """Yield an error for each model behind a reward that cannot be used. A missing section is a problem of rewards."""
+    kinds = {function.kind for function in section.functions}
+    if "judge" in kinds and section.judge is not None:
+        yield from _engine_errors(section.judge.generator, path="rewards.judge.generator")
+        yield from _model_errors("rewards.judge.path", section.judge.path)
+    if "reward_model" in kinds and section.reward_model is not None:
+        folder = Path(section.reward_model.path)
+        if not (folder / "config.json").is_file():
+            yield ModelError(
+                "The model's folder cannot be used.",
+                path="rewards.reward_model.path",
+                value=str(folder),
+                rule="must hold a config.json",
+                repair="give the folder of a model, such as `forge download` writes it",
+            )
+
+
+def _model_errors(path: str, folder: str) -> Iterator[ForgeError]:
+    """Yield an error for a folder without a model of a known family."""
     try:
-        check_folder(Path(folder))
+        resolve(ModelConfig(path=folder))
     except ModelError as error:
         error.path = path
         yield error
