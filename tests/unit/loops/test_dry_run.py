@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from test_planning import REFUSED
 
 from forge.config import PolicyConfig, SFTConfig, load
 from forge.loops.dry_run import dry_run
 from forge.loops.preflight import for_ranks
 from forge.trainer.checkpoint_folder import CheckpointInfo, FileRecord, checkpoint_name, write_record
 from grpo_runs import config
-from test_planning import REFUSED
 
 
 def sft(tmp_path: Path, *overrides: str) -> SFTConfig:
