@@ -182,11 +182,11 @@ def test_a_reward_that_rewards_try_does_not_find_the_run_does_not_find_either(
     assert "put it beside the script, beside the configuration, in the working directory" in err
 
 
-def test_a_folder_with_checkpoints_and_one_without(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resume_without_a_checkpoint_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "run", SFT, "--config", "tune.yaml", "--resume", "--dry-run")
     assert code == 2
     assert problems(err) == [str(Path("runs/run/checkpoints"))]
-    assert "There is no checkpoint to go on from" in err
+    assert "There is no checkpoint" in err
 
 
 def test_reinforcement_learning_is_not_started_once_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
