@@ -13,14 +13,17 @@ readonly NOT_WITH_CPU_TORCH="torchvision torchaudio torchcodec"
 
 usage() {
     cat <<'TEXT'
-Usage: scripts/install.sh [--cpu | --gpu] [--vllm | --try-vllm] [--dev] [--venv DIR] [--python EXE] [--check]
+Usage: scripts/install.sh [--cpu | --gpu] [--vllm | --try-vllm | --no-vllm] [--dev] [--venv DIR | --active]
+                          [--python EXE] [--check]
 
   --cpu         for the CPU, even where a GPU is found
   --gpu         for CUDA; it is an error if the driver is missing or too old (default: CUDA where a GPU is found)
   --vllm        add vLLM (the GPU build with --gpu, the CPU build otherwise)
-  --try-vllm    add vLLM where that can be done, and otherwise say why not and go on
+  --try-vllm    add vLLM where that can be done, and otherwise say why not and continue (default on a GPU)
+  --no-vllm     leave vLLM out (default on a CPU)
   --dev         add what tests, lint and docs need
   --venv DIR    where the environment goes (default: .venv in the repository)
+  --active      install into the active environment (venv or conda) instead, which is never replaced
   --python EXE  the interpreter (default: the first of python3.13, 3.12, 3.11, python3 that works)
   --check       check the machine, install nothing
 
@@ -46,7 +49,7 @@ wrong_usage() {
 # ---- Options -------------------------------------------------------------------------------------------------------
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-mode=auto venv="$ROOT/.venv" python="" check_only=no features="core"
+mode=auto venv="$ROOT/.venv" python="" check_only=no features="core" active=no without_vllm=no
 
 parse_options() {
     while (($#)); do
@@ -56,6 +59,8 @@ parse_options() {
             mode=${1#--}
             ;;
         --vllm | --try-vllm | --dev) features="$features ${1#--}" ;;
+        --no-vllm) without_vllm=yes ;;
+        --active) active=yes ;;
         --venv | --python)
             [[ -n ${2:-} ]] || wrong_usage "$1 needs a value"
             printf -v "${1#--}" '%s' "$2"
@@ -70,15 +75,29 @@ parse_options() {
         esac
         shift
     done
+    [[ $without_vllm == no || $features != *vllm* ]] || wrong_usage "--no-vllm excludes --vllm and --try-vllm"
+    [[ $active == no ]] || use_active
     [[ $venv == /* ]] || venv="$PWD/$venv"
     [[ ${FORGE_MIN_FREE_GB:-0} =~ ^[0-9]+$ ]] || wrong_usage "FORGE_MIN_FREE_GB is '$FORGE_MIN_FREE_GB', not a whole number"
+}
+
+use_active() { # sets venv and python to those of the active environment; a venv inside a conda environment wins
+    [[ $venv == "$ROOT/.venv" && -z $python ]] || wrong_usage "--active excludes --venv and --python"
+    venv=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+    [[ -n $venv ]] || die "--active: no environment is active (neither VIRTUAL_ENV nor CONDA_PREFIX is set); activate one, or leave --active out"
+    [[ -x $venv/bin/python ]] || die "--active: $venv has no bin/python; activate another environment, or leave --active out"
+    python=$venv/bin/python
 }
 
 # ---- The stamp: what is installed, for which inputs ------------------------------------------------------------------
 # Three lines: a key over everything that decides the result, the mode, the features.
 
-venv_version() { # the Python version of an environment, read without starting it
-    sed -n 's/^version *= *//p' "$1/pyvenv.cfg" 2>/dev/null || true
+venv_version() { # the Python version of an environment, read without starting it, except in conda's
+    if [[ -r $1/pyvenv.cfg ]]; then
+        sed -n -E '/^version(_info)? *=/{s/^[^=]*= *//p;q}' "$1/pyvenv.cfg"
+    elif [[ -x $1/bin/python ]]; then
+        minor_of "$1/bin/python"
+    fi
 }
 
 stamp_key() {
@@ -167,11 +186,17 @@ check_python() {
         lacks "python: '$python' does not run; needed: $wanted" "$get"
         return
     fi
-    has_all "$PYTHONS_SUPPORTED" "$version" && [[ $implementation == CPython && $bits == 64 && $gil == gil ]] ||
+    if ! has_all "$PYTHONS_SUPPORTED" "$version" || [[ $implementation != CPython || $bits != 64 || $gil != gil ]]; then
         lacks "python: '$python' is $implementation $version ($bits bit, $gil); needed: $wanted" "$get"
+        return # what else it lacks does not matter
+    fi
     local glibc=${libc#glibc2.}
     [[ $system == Linux && $libc == glibc2.* && ${glibc%%.*} -ge 28 ]] ||
         lacks "system: $system with C library $libc; needed: Linux with glibc 2.28 or newer" "use such a machine or container"
+    if [[ $active == yes ]]; then
+        python_has "$python" pip || lacks "pip: the active environment $venv has no pip" "$python -m ensurepip, or: uv pip install pip"
+        return
+    fi
     python_has "$python" venv ||
         lacks "venv: '$python' has no module venv" "Debian: apt-get install python$version-venv; Fedora: dnf install python$version"
     python_has "$python" ensurepip ||
@@ -229,11 +254,12 @@ check_space() {
     [[ -n ${FORGE_MIN_FREE_GB:-} || ! -d $venv ]] || used_kb=$(du -sk -- "$venv" | cut -f 1)
     ((have_kb + used_kb >= need * 1048576)) ||
         lacks "space: $((have_kb / 1048576)) GB free at $place; the $1 install needs $need GB" \
-            "free some space there, or put the environment elsewhere with --venv DIR"
+            "free some space there, put the environment elsewhere with --venv DIR, or leave vLLM out with --no-vllm"
 }
 
 report_missing() {
     ((${#missing[@]})) || return 0
+    ((${#missing[@]} > 1)) || die "missing: ${missing[0]//$'\n'    repair:/; repair:}"
     {
         printf 'install: %d missing:\n' "${#missing[@]}"
         printf '  %s\n' "${missing[@]}"
@@ -274,6 +300,7 @@ pip_install() { pip install --progress-bar off -c "$ROOT/constraints.txt" "$@"; 
 
 make_venv() { # keep an environment that fits, replace one that moved, broke or has another Python
     local want
+    [[ $active == no ]] || return 0
     want=$(minor_of "$python")
     mkdir -p -- "$venv"
     if [[ -e $venv/pyvenv.cfg ]]; then
@@ -403,6 +430,7 @@ fi
 check_python
 check_compiler
 check_driver
+[[ $mode != gpu || $without_vllm == yes || $features == *vllm* ]] || features="$features try-vllm"
 check_space "$([[ $mode == gpu ]] && echo cuda || echo cpu)"
 report_missing
 if [[ $check_only == yes ]]; then

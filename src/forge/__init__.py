@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge._version import __version__
     from forge.config import GeneratorConfig, GRPOConfig, Sampling
+    from forge.errors import ActorFailure
     from forge.generator.actor import Generator
     from forge.observe import Reduce, record_metric
     from forge.rollout.buffer import ReplayBuffer
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from forge.types import Batch, Completion, Episode, Group, Prompt, Sample, Score, StepResult
 
 _HOMES = {
+    "ActorFailure": "forge.errors",
     "Batch": "forge.types",
     "Completion": "forge.types",
     "Episode": "forge.types",
@@ -54,6 +56,7 @@ _PACKAGES = (
 )
 
 __all__ = [
+    "ActorFailure",
     "Batch",
     "Completion",
     "Episode",
@@ -86,7 +89,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"forge.{name}")
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'forge' has no attribute {name!r}")
+        hint = "; the tensor store is forge.store: `import forge.store as ts`" if name == "torchstore" else ""
+        raise AttributeError(f"module 'forge' has no attribute {name!r}{hint}")
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value

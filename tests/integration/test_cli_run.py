@@ -101,3 +101,52 @@ def test_a_rank_that_fails_fails_the_command(folder: Path) -> None:
     ended = forge_run(folder, "--nproc-per-node", "2", "fail.py")
     assert ended.returncode != 0
     assert "fail.py" in ended.stderr
+
+
+SCORE = """
+import asyncio
+import sys
+
+import forge
+from forge import Completion, ForgeActor, Prompt, RewardActor, endpoint
+from forge.config import ForgeConfig, RewardConfig, RewardsConfig, from_command_line
+
+
+class Importer(ForgeActor):
+    @endpoint
+    async def places(self) -> tuple[str, str]:
+        import beside_the_config
+        import in_the_working_directory
+
+        return beside_the_config.__file__, in_the_working_directory.__file__
+
+
+async def main() -> None:
+    from_command_line(ForgeConfig)
+    async with forge.run():
+        importer = await Importer.as_actor()
+        print(*await importer.places.call_one())
+        kinds = ("beside_the_config:score", "in_the_working_directory:score")
+        functions = tuple(RewardConfig(kind=kind, name=f"r{number}") for number, kind in enumerate(kinds))
+        rewards = await RewardActor.as_service(RewardsConfig(functions=functions))
+        (found,) = await rewards.score.route(Prompt("p", text="?"), [Completion((), (1,), (0.0,), None, "x", "stop")])
+        print(found.reward, dict(found.failures))
+
+
+asyncio.run(main())
+"""
+
+
+def test_workers_find_modules_beside_the_configuration_and_in_the_working_directory(tmp_path: Path) -> None:
+    for folder, module in (("configs", "beside_the_config"), (".", "in_the_working_directory")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / f"{module}.py").write_text("def score(prompt, completion):\n    return 0.25\n")
+    (tmp_path / "configs" / "a.yaml").write_text("{}")
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "score.py").write_text(SCORE)
+    ended = forge_run(tmp_path, "app/score.py", "--config", "configs/a.yaml")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        f"{tmp_path}/configs/beside_the_config.py {tmp_path}/in_the_working_directory.py",
+        "0.5 {}",
+    ]

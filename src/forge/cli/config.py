@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forge.cli.dry_run import Chosen
     from forge.config import ForgeConfig, Loaded
 
 _WORDS_HELP = "YAML files, and overrides such as run.seed=7 or ~launcher.hosts; overrides win, then later files"
@@ -37,7 +38,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     config = subparsers.add_parser("config", help="check, show or list configurations")
     commands = config.add_subparsers(dest="config_command", required=True, parser_class=AnyOrderParser)
 
-    check = commands.add_parser("check", help="say everything that is wrong with a configuration, or that nothing is")
+    check = commands.add_parser(
+        "check",
+        help="say everything that would keep a run from starting, or what it would do",
+        description="Check a configuration as `forge run --dry-run` does: its keys, the modules it names, its model, "
+        "data, memory and checkpoints, on this machine. Nothing is started. `forge config show` checks the keys alone.",
+    )
     check.set_defaults(handler=_check)
     show = commands.add_parser("show", help="print the resolved configuration")
     show.add_argument("--origins", action="store_true", help="also say which layer set each value")
@@ -46,7 +52,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     for parser in (check, show):
         parser.add_argument("words", nargs="*", metavar="FILE|OVERRIDE", help=_WORDS_HELP)
         parser.add_argument(
-            "--schema", metavar="MODULE:CLASS", help="the schema, such as my_app.config:MyConfig (default: ForgeConfig)"
+            "--schema",
+            metavar="MODULE:CLASS",
+            help="the schema, such as my_app.config:MyConfig; default: the one that its sections point to",
         )
 
     presets = commands.add_parser("presets", help="list the model presets")
@@ -54,10 +62,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    if _load(arguments) is None:
+    from forge.cli.dry_run import check
+    from forge.errors import ConfigError
+
+    try:
+        chosen, files, overrides = _read(arguments)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
         return 2
-    print("The configuration is valid.")
-    return 0
+    return check(chosen, files, overrides)
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -88,38 +101,41 @@ def _presets(arguments: argparse.Namespace) -> int:
 
 def _load(arguments: argparse.Namespace) -> Loaded[ForgeConfig] | None:
     """The configuration that the command line asks for; None when it is wrong, after saying so."""
-    from forge.config import load_with_origins, split_words
+    from forge.config import load_with_origins
     from forge.errors import ConfigError
 
-    files, overrides = split_words(arguments.words)
+    chosen: Chosen | None = None
     try:
-        schema = _find_schema(arguments.schema)
-        return load_with_origins(schema, files=[os.path.expanduser(file) for file in files], overrides=overrides)
+        chosen, files, overrides = _read(arguments)
+        return load_with_origins(chosen.schema, files=files, overrides=overrides)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        if arguments.schema is None:
-            print(
-                "(The schema is forge.config:ForgeConfig. A file of an application needs its own, such as",
-                file=sys.stderr,
-            )
-            print(" --schema forge.config:SFTConfig for apps/sft.)", file=sys.stderr)
+        print(error if chosen is None else f"{error}\n(The schema is {chosen}.)", file=sys.stderr)
         return None
 
 
-def _find_schema(name: str | None) -> type[ForgeConfig]:
-    """The class that `--schema` names. Its module is looked for in the working directory first."""
+def _read(arguments: argparse.Namespace) -> tuple[Chosen, list[str], list[str]]:
+    """The schema, the files and the overrides that the command line names."""
+    from forge.cli.dry_run import Chosen, choose_schema
+    from forge.config import add_module_folders, split_words
+
+    words, overrides = split_words(arguments.words)
+    files = [os.path.expanduser(file) for file in words]
+    add_module_folders(files)
+    if arguments.schema is None:
+        return choose_schema(files, overrides), files, overrides
+    return Chosen(_find_schema(arguments.schema), "named by --schema"), files, overrides
+
+
+def _find_schema(name: str) -> type[ForgeConfig]:
+    """The class that `--schema` names."""
     from importlib import import_module
 
-    from forge.config import ConfigModel, ForgeConfig
+    from forge.config import ConfigModel
     from forge.errors import ConfigError
 
-    if name is None:
-        return ForgeConfig
     module_name, _, class_name = name.partition(":")
     rule, repair = "must be MODULE:CLASS", "write it like my_app.config:MyConfig"
     if module_name and class_name:
-        if "" not in sys.path and os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
         try:
             found = getattr(import_module(module_name), class_name, None)
         except ImportError as error:

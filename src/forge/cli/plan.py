@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from forge.memory import Card
 
 _KINDS = ("sft", "policy", "grpo")
-"""In the order in which a file that says too little is taken for one."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -101,32 +100,10 @@ def _which_gpu() -> ConfigError:
 
 
 def _load(arguments: argparse.Namespace) -> ForgeConfig:
-    from forge.config import GRPOConfig, PolicyConfig, SFTConfig, load, split_words
+    from forge.config import load, split_words
+    from forge.config.kinds import SCHEMAS, detect_kind
 
     files, overrides = split_words(arguments.words)
     files = [os.path.expanduser(file) for file in files]
-    schemas: dict[str, type[ForgeConfig]] = {"grpo": GRPOConfig, "sft": SFTConfig, "policy": PolicyConfig}
-    chosen = arguments.kind or kind_of(files, overrides)
-    return load(schemas[chosen], files=files, overrides=overrides)
-
-
-def kind_of(files: list[str], overrides: list[str]) -> str:
-    """Return the kind of configuration that knows most of the sections of files and overrides."""
-    from forge.config import GRPOConfig, PolicyConfig, SFTConfig
-
-    sections = _sections(files, overrides)
-    schemas: dict[str, type[ForgeConfig]] = {"grpo": GRPOConfig, "sft": SFTConfig, "policy": PolicyConfig}
-    return min(_KINDS, key=lambda kind: len(sections - set(schemas[kind].model_fields)))
-
-
-def _sections(files: list[str], overrides: list[str]) -> set[str]:
-    """What stands at the top of files and overrides. A file that cannot be read is refused when it is loaded."""
-    from forge.config.yaml_text import read_yaml
-
-    found = {word.lstrip("~").partition("=")[0].partition(".")[0] for word in overrides}
-    for file in files:
-        if os.path.isfile(file):
-            with open(file, encoding="utf-8", errors="replace") as stream:
-                data = read_yaml(stream.read(), source=file).data
-            found |= set(data) if isinstance(data, dict) else set()
-    return found
+    kind = arguments.kind or detect_kind(files, overrides).kind
+    return load(SCHEMAS[kind], files=files, overrides=overrides)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     attempt.add_argument("--question", default="", help="what was asked")
     attempt.add_argument("--metadata", default="{}", metavar="JSON", help="what else the prompt knows")
     attempt.add_argument("--num-tokens", type=int, metavar="N", help="length in tokens (default: the number of words)")
+    attempt.add_argument(
+        "--config", metavar="FILE", action="append", default=[], help="also look for the module in this file's folder"
+    )
     attempt.set_defaults(handler=_try)
 
 
@@ -63,11 +65,11 @@ def _shown(value: object) -> str:
 
 
 def _try(arguments: argparse.Namespace) -> int:
+    from forge.config import add_module_folders
     from forge.rewards import check_args, find
     from forge.types import Prompt
 
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    add_module_folders(arguments.config)
     reward = find(arguments.kind)
     args = _read_args(arguments.args)
     check_args(arguments.kind, args)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from forge.errors import INPUT_ERRORS, ConfigError, ForgeError
 
+_DRY_RUN = "--dry-run"
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register `run`."""
@@ -31,6 +33,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="resume from the newest checkpoint; behind SCRIPT also --resume CHECKPOINT. Passed to SCRIPT",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say what would run, or everything that keeps it from starting; start nothing",
+    )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file")
     parser.add_argument(
         "--config", metavar="FILE", action="append", default=[], help="a YAML file; may be given more than once"
@@ -40,6 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from forge.config.module_folders import add_module_folders
+
     script: Path = arguments.script
     if not script.is_file():
         raise ConfigError(
@@ -63,9 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
     passed = [part for config in configs for part in ("--config", config)] + words
     passed += ["--resume"] if arguments.resume else []
     num_ranks = arguments.nproc_per_node
-    if num_ranks is None:
-        return _in_this_process(script, passed)
-    if num_ranks < 1:
+    if num_ranks is not None and num_ranks < 1:
         raise ConfigError(
             "a program needs at least one rank",
             path="--nproc_per_node",
@@ -73,15 +80,22 @@ def _run(arguments: argparse.Namespace) -> int:
             rule="N >= 1",
             repair="leave the flag out for a single controller",
         )
-    return _as_ranks(script, passed, num_ranks)
+    if arguments.dry_run or _DRY_RUN in words:
+        from forge.cli.dry_run import dry_run_script
+
+        return dry_run_script(script, [word for word in passed if word != _DRY_RUN], num_ranks=num_ranks)
+    if num_ranks is not None:
+        return _as_ranks(script, passed, num_ranks)
+    add_module_folders(configs)
+    return _in_this_process(script, passed)
 
 
 def _check_script(script: Path, words: Sequence[str]) -> None:
     """Refuse a configuration in place of the script, and what Python cannot read."""
     if script.suffix in (".yaml", ".yml"):
-        from forge.cli.plan import kind_of
+        from forge.config.kinds import detect_kind
 
-        kind = kind_of([str(script)], [])
+        kind = detect_kind([str(script)], []).kind
         app = f"apps/{'vllm' if kind == 'policy' else kind}/main.py"
         command = ["forge", "run", app if Path(app).is_file() else "SCRIPT", "--config", str(script), *words]
         raise ConfigError(

@@ -28,6 +28,7 @@ from forge.config.grpo import GeneratorsConfig, GRPOConfig, RecordConfig, Refere
 from forge.config.layers import Origin
 from forge.config.loading import Loaded, explain, load, load_with_origins
 from forge.config.model_presets import preset_names
+from forge.config.module_folders import add_module_folders
 from forge.config.overrides import split_words
 from forge.config.problems import InvalidConfig, Problem
 from forge.config.prompts import EvaluationConfig, PromptsConfig, PromptSourceConfig
@@ -106,6 +107,7 @@ __all__ = [
     "UpdateConfig",
     "UpdateMode",
     "ValidationConfig",
+    "add_module_folders",
     "broken_rule",
     "dump",
     "explain",

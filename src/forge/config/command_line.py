@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from forge.config.loading import load
+from forge.config.module_folders import add_module_folders
 from forge.config.overrides import split_words
 from forge.config.schema import ForgeConfig
 from forge.errors import ConfigError
@@ -19,9 +20,23 @@ def from_command_line(schema: type[Schema], arguments: Sequence[str] | None = No
     """The configuration that `program.py --config FILE [--config FILE] [a.b=c …]` asks for.
 
     Without arguments these are the process's own. A configuration that breaks a rule is printed and ends the program
-    with exit code 2, as a command line does.
+    with exit code 2, as a command line does. Modules that the configuration names are from then on also found beside
+    its files and in the working directory.
     """
-    parser = argparse.ArgumentParser(description=schema.__doc__)
+    files, overrides = read_arguments(arguments, description=schema.__doc__)
+    add_module_folders(files)
+    try:
+        return load(schema, files=files, overrides=overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def read_arguments(
+    arguments: Sequence[str] | None = None, *, description: str | None = None
+) -> tuple[list[str], list[str]]:
+    """Return the files and the overrides that a program's arguments name; `--resume` is one of the overrides."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="a YAML file; later ones win")
     parser.add_argument(
         "--resume",
@@ -37,8 +52,4 @@ def from_command_line(schema: type[Schema], arguments: Sequence[str] | None = No
         overrides, parsed.resume = [*overrides, parsed.resume], "must"  # an override that stands behind --resume
     if parsed.resume is not None:
         overrides = [*overrides, f"checkpointing.resume={parsed.resume}"]
-    try:
-        return load(schema, files=[*parsed.config, *files], overrides=overrides)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
+    return [*parsed.config, *files], overrides

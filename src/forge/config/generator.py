@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.rules import SHORT_DTYPES
 from forge.config.schema import ForgeConfig, ModelConfig
 
 UpdateMode = Literal["drain", "keep", "recompute", "abort"]
@@ -178,7 +179,7 @@ class GenerationConfig(ConfigModel):
     prefix_sharing: bool = Field(
         default=True, description="Whether requests that begin alike share what was computed for the beginning."
     )
-    precision: Literal["float32", "bfloat16"] | None = Field(
+    precision: Annotated[Literal["float32", "bfloat16"] | None, SHORT_DTYPES] = Field(
         default=None, description="What the model computes in; null for float32 on the CPU and bfloat16 on a GPU."
     )
     cuda_graphs: bool = Field(default=True, description="Whether decode steps on a GPU are captured and replayed.")

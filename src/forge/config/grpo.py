@@ -130,7 +130,8 @@ class GRPOConfig(ForgeConfig):
         for key in ("batch_size", "gradient_accumulation_steps"):
             if getattr(self.training, key) != TrainingConfig.model_fields[key].default:
                 rule = "has no meaning here: a step learns from rollout.batch_groups groups"
-                raise broken_rule(rule, repair="remove it, and set rollout.batch_groups", key=f"training.{key}")
+                repair = "remove it, and set rollout.batch_groups; for less memory lower training.microbatch_tokens"
+                raise broken_rule(rule, repair=repair, key=f"training.{key}")
         return self
 
     @model_validator(mode="after")

@@ -70,6 +70,19 @@ EnvName = Annotated[
     ),
 ]
 
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def _spell_out(name: object) -> object:
+    if name in ("fp16", "float16", "half"):
+        rule = "float16 is not implemented: its gradients would need loss scaling, which bfloat16 does without"
+        raise broken_rule(rule, repair="write bf16; to generate in float16, set generator.engine_args.dtype with vLLM")
+    return _SHORT_DTYPES.get(name, name) if isinstance(name, str) else name
+
+
+SHORT_DTYPES = BeforeValidator(_spell_out)
+"""Lets bf16, fp32 and fp64 stand for the dtypes' whole names, and says what to use instead of float16."""
+
 Directory = Annotated[Path, AfterValidator(_literal(Path))]
 PathText = Annotated[str, AfterValidator(_literal(str))]
 

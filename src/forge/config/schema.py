@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.rules import (
+    SHORT_DTYPES,
     Address,
     Directory,
     EnvName,
@@ -95,7 +96,7 @@ class ModelConfig(ConfigModel):
     )
     num_experts_per_token: int | None = Field(default=None, ge=1, description="Experts that a token is sent to.")
     expert_intermediate_size: int | None = Field(default=None, ge=1, description="Width inside one expert.")
-    head_precision: Literal["float32"] | None = Field(
+    head_precision: Annotated[Literal["float32"] | None, SHORT_DTYPES] = Field(
         default=None,
         description="`float32`: where the model computes in bfloat16, trainer and generators sum and keep logits in "
         "float32, which brings their logprobs closer together. Null: logits are rounded to bfloat16.",

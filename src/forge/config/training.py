@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, broken_rule
-from forge.config.rules import Directory, PathText
+from forge.config.rules import SHORT_DTYPES, Directory, PathText
 from forge.config.schema import ModelConfig
 
 
@@ -18,10 +18,14 @@ class TrainingConfig(ConfigModel):
     batch_size: int = Field(
         default=8,
         ge=1,
-        description="Rows that go forward together, over all ranks. A row is one sample, or one pack of samples.",
+        description="Rows of one batch, over all ranks. A row is one sample, or one pack of samples. Memory does not "
+        "depend on it: see microbatch_tokens.",
     )
     gradient_accumulation_steps: int = Field(
-        default=1, ge=1, description="How many such batches make one optimizer step."
+        default=1,
+        ge=1,
+        description="How many such batches make one optimizer step. Memory does not depend on it: see "
+        "microbatch_tokens.",
     )
     num_epochs: int = Field(default=1, ge=1, description="How often the data is gone through.")
     max_steps: int | None = Field(
@@ -32,7 +36,7 @@ class TrainingConfig(ConfigModel):
         default=None,
         ge=2,
         description="Tokens that one rank takes through the model at once; null for max_seq_len. Gradients do not "
-        "depend on it, memory does.",
+        "depend on it, memory does: this is the number to lower, down to max_seq_len, when memory runs out.",
     )
 
     share_prefixes: bool = Field(
@@ -60,7 +64,7 @@ class TrainingConfig(ConfigModel):
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients.")
     beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients.")
     adam_eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
-    optimizer_dtype: Literal["float32", "bfloat16"] = Field(
+    optimizer_dtype: Annotated[Literal["float32", "bfloat16"], SHORT_DTYPES] = Field(
         default="float32", description="Precision of AdamW's two states. `bfloat16` halves their memory."
     )
     max_grad_norm: float | None = Field(
@@ -111,10 +115,10 @@ class DistributedConfig(ConfigModel):
         description="How data parallel ranks hold the weights. `auto` goes by the degrees; the other words check them: "
         "`none` one rank, `replicate` whole copies, `fsdp` shards, `hsdp` copies of shards.",
     )
-    precision: Literal["float32", "bfloat16", "bfloat16_pure", "float64"] = Field(
+    precision: Annotated[Literal["float32", "bfloat16", "bfloat16_pure", "float64"], SHORT_DTYPES] = Field(
         default="float32",
         description="`bfloat16`: computed in bfloat16 with float32 weights and gradients' sums. `bfloat16_pure`: "
-        "everything in bfloat16. `float64`: for tests.",
+        "everything in bfloat16. `float64`: for tests. `bf16`, `fp32` and `fp64` are short for them.",
     )
     replicate: int = Field(default=1, ge=1, description="Data parallel ranks that hold whole copies.")
     shard: int = Field(

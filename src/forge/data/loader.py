@@ -13,6 +13,7 @@ from forge.data.corpus import Corpus, Drawn, IndexedCorpus, Pass
 from forge.data.counting import BatchCount, count_batches
 from forge.data.packing import Packer
 from forge.data.read_ahead import ReadAhead
+from forge.data.records import Record
 from forge.data.samples import Counters, Encoder
 from forge.errors import DataError
 from forge.types import Batch, Sample
@@ -71,6 +72,17 @@ class BatchLoader:
     def formats(self) -> tuple[str, ...]:
         """The format of each source, also where the configuration said `auto`."""
         return tuple(layout.format for layout in self._corpus.layouts)
+
+    def ends(self) -> tuple[Record, Record] | None:
+        """Return the first and the last record, as their source has them; None for a stream."""
+        if not isinstance(self._corpus, IndexedCorpus):
+            return None
+        return self._corpus.at(0).record, self._corpus.at(len(self._corpus) - 1).record
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples an epoch chooses from; None for a stream."""
+        return len(self._corpus) if isinstance(self._corpus, IndexedCorpus) else None
 
     @property
     def counters(self) -> Counters:

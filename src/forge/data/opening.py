@@ -61,14 +61,6 @@ def open_loaders(
     are indexed even where training streams, each is there once whatever its source's weight, and those held out by
     fraction are the same for the same data and seed.
     """
-    if not data.sources:
-        raise ConfigError(
-            "there is no data to train on",
-            path="data.sources",
-            value=(),
-            rule="at least one source",
-            repair="add one, such as {path: train.jsonl}",
-        )
     encoder = Encoder(tokenizer, data=data, max_seq_len=training.max_seq_len)
     corpus = open_corpus(data.sources, data=data, seed=seed)
     held: IndexedCorpus | None = None
@@ -95,6 +87,14 @@ def open_loaders(
 
 def open_corpus(sources: Sequence[SourceConfig], *, data: DataConfig, seed: int) -> Corpus:
     """Sources as data.streaming says."""
+    if not sources:
+        raise ConfigError(
+            "there is no data to train on",
+            path="data.sources",
+            value=(),
+            rule="at least one source",
+            repair="add one, such as {path: train.jsonl}",
+        )
     if not data.streaming:
         return open_indexed_corpus(sources, data=data, seed=seed)
     opened = [open_stream(config, wanted=wanted_columns(config.columns)) for config in sources]

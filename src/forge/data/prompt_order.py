@@ -30,7 +30,7 @@ class PromptOrder:
     """
 
     def __init__(self, book: Readable, *, seed: int, shuffle: bool = True) -> None:
-        self._book = book
+        self.book = book
         self._seed = seed
         self._shuffle = shuffle
         self._orders: dict[int, Indices] = {}
@@ -39,23 +39,23 @@ class PromptOrder:
 
     def __len__(self) -> int:
         """Prompts in an epoch."""
-        return len(self._book)
+        return len(self.book)
 
     def at(self, number: int) -> tuple[int, Prompt]:
         """The epoch and the prompt of the number-th group; both count from 0."""
         epoch, index = self.place(number)
-        return epoch, self._book.read(index)
+        return epoch, self.book.read(index)
 
     def place(self, number: int) -> tuple[int, int]:
         """The epoch, and the prompt's index in its book."""
         if number < 0:
             raise IndexError(f"prompts are numbered from 0, and {number} is below")
-        epoch, turn = divmod(number, len(self._book))
+        epoch, turn = divmod(number, len(self.book))
         return epoch, int(self._order(epoch)[turn]) if self._shuffle else turn
 
     def _order(self, epoch: int) -> Indices:
         if epoch not in self._orders:
-            self._orders[epoch] = shuffled(len(self._book), derive(self._seed, "prompts", epoch))
+            self._orders[epoch] = shuffled(len(self.book), derive(self._seed, "prompts", epoch))
             for old in sorted(self._orders, key=lambda kept: abs(kept - epoch))[_EPOCHS_KEPT:]:
                 del self._orders[old]
         return self._orders[epoch]

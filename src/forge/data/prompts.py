@@ -82,6 +82,11 @@ class PromptBook:
     def __len__(self) -> int:
         return len(self._shelf)
 
+    @property
+    def formats(self) -> dict[str, str]:
+        """The format of each source, by its name; `task` for one that makes its prompts up."""
+        return {source.name: getattr(source, "format", "task") for source in self._shelf.sources}
+
     def read(self, index: int) -> Prompt:
         """One prompt, as the policy is asked it."""
         return self._wording.render(self.read_bare(index))

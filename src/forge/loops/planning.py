@@ -78,12 +78,7 @@ def plan_run(config: GRPOConfig) -> Plan:
     from forge.losses import make_loss
 
     if is_rank():
-        raise LaunchError(
-            "reinforcement learning has one controller, which starts all others",
-            path="--nproc_per_node",
-            rule="the program is started once",
-            repair="leave --nproc_per_node out; `distributed` says how many ranks the trainer has",
-        )
+        raise refuse_ranks()
     model = resolve(config.model)
     config = _completed(config, model.facts)
     check_rewards(config.rewards)
@@ -126,6 +121,16 @@ def plan_run(config: GRPOConfig) -> Plan:
         num_steps=num_steps,
         prompts_at_once=max(1, _capacity(config) // max(1, config.evaluation.num_samples)),
         checkpoint=checkpoint,
+    )
+
+
+def refuse_ranks() -> LaunchError:
+    """Return the error for a program that was started once per rank."""
+    return LaunchError(
+        "reinforcement learning has one controller, which starts all others",
+        path="--nproc_per_node",
+        rule="the program is started once",
+        repair="leave --nproc_per_node out; `distributed` says how many ranks the trainer has",
     )
 
 

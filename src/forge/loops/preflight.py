@@ -3,7 +3,8 @@
     check_grpo(config)   # or check_sft(config): raises what `run_grpo` or `run_sft` would raise at the start
 
 No process is started, and no file is written but the tiny model in the user's cache. The loops begin with the same
-functions, so a configuration that passes is refused later only for what its workers find out: memory, devices, network.
+functions, so a configuration that passes is refused later only for what its workers find out: devices, networks, and
+memory that was planned wrong. `forge.loops.dry_run` reports all problems instead of the first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from forge.errors import DataError
 from forge.loops.places import checkpoint_dir, load_tokenizer
 from forge.loops.planning import Plan, plan_run
 from forge.loops.resuming import check_folders
+from forge.loops.worker_checks import check_sft_workers
 from forge.memory import check_at_start
+from forge.memory.run import ACCUMULATION_NOTE
 from forge.models.locate import ResolvedModel, resolve
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import is_rank, planned_ranks
@@ -46,24 +49,35 @@ class PreparedSFT:
     """A fine-tuning run that was checked.
 
     Attributes:
+        model: the model that is fine-tuned.
         trainer: what the trainer is made from.
         loaders: the data, open.
         checkpoint: what the run resumes from; None to start anew.
     """
 
+    model: ResolvedModel
     trainer: TrainerConfig
     loaders: Loaders
     checkpoint: CheckpointInfo | None
 
 
 @contextmanager
-def prepare_sft(config: SFTConfig) -> Iterator[PreparedSFT]:
-    """Check a fine-tuning run and open its data, which is closed at the end of the block."""
+def prepare_sft(config: SFTConfig, *, num_ranks: int | None = None) -> Iterator[PreparedSFT]:
+    """Check a fine-tuning run and open its data, which is closed at the end of the block.
+
+    `num_ranks` says how many ranks the program is started as; None for what the environment says, or for a controller
+    that starts the ranks.
+    """
     model = resolve(config.model)
-    num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank() else planned_ranks(config.distributed)
-    check_layout(config.distributed, model.facts, config.training, num_ranks=num_ranks)
-    check_at_start(config, facts=model.facts, log=_log)
+    if num_ranks is None and is_rank():
+        num_ranks = int(os.environ["WORLD_SIZE"])
+    ranks = planned_ranks(config.distributed) if num_ranks is None else num_ranks
+    check_layout(config.distributed, model.facts, config.training, num_ranks=ranks)
+    check_at_start(for_ranks(config, num_ranks), facts=model.facts, log=_log)
+    check_sft_workers(config)
     checkpoint = check_folders(config)
+    if config.training.gradient_accumulation_steps > 1:
+        _log.info("%s", ACCUMULATION_NOTE)
     tokenizer = load_tokenizer(model, chat_template=config.data.chat_template, purpose="fine-tuning")
     with open_loaders(
         config.data,
@@ -78,7 +92,16 @@ def prepare_sft(config: SFTConfig) -> Iterator[PreparedSFT]:
         _check_validation(loaders.validation)
         if checkpoint is not None:
             loaders.train.load_state_dict(checkpoint.extra["caller"]["data"])  # refuses other data
-        yield PreparedSFT(trainer, loaders, checkpoint)
+        yield PreparedSFT(model, trainer, loaders, checkpoint)
+
+
+def for_ranks(config: SFTConfig, num_ranks: int | None) -> SFTConfig:
+    """Return the configuration with a shard of -1 replaced by what so many ranks make of it; None leaves it open."""
+    distributed = config.distributed
+    if num_ranks is None or distributed.shard != -1 or distributed.strategy in ("none", "replicate"):
+        return config
+    resolved = distributed.model_copy(update={"shard": max(1, num_ranks // distributed.num_ranks)})
+    return config.model_copy(update={"distributed": resolved})
 
 
 def _num_steps(config: SFTConfig, loader: BatchLoader) -> int | None:

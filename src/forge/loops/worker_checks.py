@@ -2,79 +2,153 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from forge.config import GRPOConfig, ModelConfig
-from forge.errors import ConfigError, ModelError
-from forge.generator.vllm.environment import installed_build
-from forge.models.locate import check_folder, resolve
+from forge.config import GenerationConfig, GRPOConfig, ModelConfig, PolicyConfig, RewardsConfig, SFTConfig
+from forge.errors import ConfigError, ForgeError, ModelError
+from forge.loops.casting import gpus_beside, wants_gpus
+from forge.models.locate import resolve
+from forge.runtime.placement import count_gpus, visible_gpus
+from forge.trainer.handles import planned_ranks
 
 
 def check_workers(config: GRPOConfig) -> None:
-    """Refuse a layout that no engine has, an engine that is not installed, and models that are not there."""
-    _check_layout(config)
-    if config.generator.engine == "vllm":
-        installed_build()
-    _check_reward_models(config)
-    if config.algorithm.kl.coefficient and config.reference.path is not None:
-        _check_model(config.reference.path, "reference.path")
+    """Raise the first of `grpo_worker_errors`."""
+    for error in grpo_worker_errors(config):
+        raise error
 
 
-def _check_layout(config: GRPOConfig) -> None:
-    generators, distributed = config.generators, config.distributed
-    if generators.tensor_parallel > 1 and config.generator.engine == "native":
-        raise ConfigError(
-            "the native engine runs in one process",
-            path="generators.tensor_parallel",
-            value=generators.tensor_parallel,
-            rule="1, unless `engine: vllm`",
-            repair="set generator.engine=vllm, or generators.num_replicas instead",
-        )
-    if config.placement == "shared" and distributed.num_ranks > 1:
-        raise ConfigError(
+def check_sft_workers(config: SFTConfig) -> None:
+    """Raise the first of `sft_worker_errors`."""
+    for error in sft_worker_errors(config):
+        raise error
+
+
+def grpo_worker_errors(config: GRPOConfig) -> Iterator[ForgeError]:
+    """Yield an error for everything that a worker of this run would refuse as it starts."""
+    yield from _placement_errors(config)
+    yield from _engine_errors(config.generator)
+    has_reference = config.algorithm.kl.coefficient > 0
+    if has_reference and config.reference.path is not None:
+        yield from _model_errors("reference.path", config.reference.path)
+    yield from _reward_model_errors(config.rewards)
+    asked = {
+        "distributed.with_gpus": config.distributed.with_gpus,
+        "generator.with_gpus": config.generator.with_gpus,
+        "reference.with_gpus": config.reference.with_gpus if has_reference else None,
+    }
+    yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
+    yield from _metrics_errors(config)
+
+
+def sft_worker_errors(config: SFTConfig) -> Iterator[ForgeError]:
+    """Yield an error for everything that a rank of this run would refuse as it starts."""
+    asked = {"distributed.with_gpus": config.distributed.with_gpus}
+    yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
+    yield from _metrics_errors(config)
+
+
+def policy_worker_errors(config: PolicyConfig) -> Iterator[ForgeError]:
+    """Yield an error for everything that a generator of this program would refuse as it starts."""
+    yield from _engine_errors(config.generator)
+    yield from _tensor_parallel_errors(config.generator, config.tensor_parallel, path="tensor_parallel")
+    yield from _gpu_errors(
+        {"generator.with_gpus": config.generator.with_gpus}, is_local=config.launcher.kind == "local"
+    )
+
+
+def _placement_errors(config: GRPOConfig) -> Iterator[ForgeError]:
+    degree = config.generators.tensor_parallel
+    yield from _tensor_parallel_errors(config.generator, degree, path="generators.tensor_parallel")
+    if config.placement == "shared" and config.distributed.num_ranks > 1:
+        yield ConfigError(
             "a policy that shares its weights with the native engine has one rank",
             path="distributed",
-            value=distributed.num_ranks,
+            value=config.distributed.num_ranks,
             rule="one rank with placement `shared`",
             repair="set placement: turns, beside or apart, or all degrees to 1",
         )
+    if config.placement in ("beside", "turns") and wants_gpus(config.distributed.with_gpus):
+        ranks = ",".join(str(rank) for rank in range(planned_ranks(config.distributed)))
+        try:
+            gpus_beside(ranks, tensor_parallel=degree)
+        except ConfigError as error:
+            yield error
 
 
-def _check_reward_models(config: GRPOConfig) -> None:
-    section = config.rewards
+def _tensor_parallel_errors(section: GenerationConfig, degree: int, *, path: str) -> Iterator[ForgeError]:
+    if degree > 1 and section.engine == "native":
+        yield ConfigError(
+            "the native engine runs in one process",
+            path=path,
+            value=degree,
+            rule="1, unless `engine: vllm`",
+            repair="set generator.engine=vllm, or num_replicas instead",
+        )
+
+
+def _engine_errors(section: GenerationConfig, *, path: str = "generator") -> Iterator[ForgeError]:
+    if section.engine != "vllm":
+        return
+    from forge.generator.vllm.arguments import check_owned
+    from forge.generator.vllm.environment import installed_build
+
+    for check in (installed_build, lambda: check_owned(section.engine_args)):
+        try:
+            check()
+        except ConfigError as error:
+            error.path = (error.path or path).replace("generator", path, 1)
+            yield error
+
+
+def _reward_model_errors(section: RewardsConfig) -> Iterator[ForgeError]:
+    """Yield an error for each model behind a reward that cannot be used. A missing section is a problem of rewards."""
     kinds = {function.kind for function in section.functions}
-    for kind, asked in (("judge", section.judge), ("reward_model", section.reward_model)):
-        if kind in kinds and asked is None:
-            raise ConfigError(
-                f"the reward `{kind}` asks a model, and none is configured",
-                path=f"rewards.{kind}",
-                value=None,
-                rule=f"needed by a reward of kind `{kind}`",
-                repair=f"set rewards.{kind}.path to the folder of a model",
-            )
     if "judge" in kinds and section.judge is not None:
-        _check_model(section.judge.path, "rewards.judge.path")
-        if section.judge.generator.engine == "vllm":
-            installed_build()
-    model = section.reward_model
-    if "reward_model" in kinds and model is not None and not (Path(model.path) / "config.json").is_file():
-        raise _not_a_model("rewards.reward_model.path", model.path, "must hold a config.json")
+        yield from _engine_errors(section.judge.generator, path="rewards.judge.generator")
+        yield from _model_errors("rewards.judge.path", section.judge.path)
+    if "reward_model" in kinds and section.reward_model is not None:
+        folder = Path(section.reward_model.path)
+        if not (folder / "config.json").is_file():
+            yield ModelError(
+                "The model's folder cannot be used.",
+                path="rewards.reward_model.path",
+                value=str(folder),
+                rule="must hold a config.json",
+                repair="give the folder of a model, such as `forge download` writes it",
+            )
 
 
-def _check_model(path: str, key: str) -> None:
-    """Refuse a folder without a model of a known family."""
+def _model_errors(path: str, folder: str) -> Iterator[ForgeError]:
+    """Yield an error for a folder without a model of a known family."""
     try:
-        check_folder(Path(path))
+        resolve(ModelConfig(path=folder))
     except ModelError as error:
-        raise _not_a_model(key, path, error.rule) from None
-    resolve(ModelConfig(path=path))
+        error.path = path
+        yield error
 
 
-def _not_a_model(key: str, path: str, rule: str | None) -> ModelError:
-    return ModelError(
-        "The model's folder cannot be used.",
-        path=key,
-        value=path,
-        rule=rule,
-        repair="give the folder of a model, such as `forge download` writes it",
+def _gpu_errors(asked: dict[str, bool | None], *, is_local: bool) -> Iterator[ForgeError]:
+    wanted = [path for path, with_gpus in asked.items() if with_gpus]
+    if not wanted or not is_local or visible_gpus(os.environ, count_gpus()):
+        return
+    yield ConfigError(
+        "the run asks for GPUs, and this machine has none that can be used",
+        path=" and ".join(wanted),
+        value=True,
+        rule="a machine with an NVIDIA GPU and its driver, and CUDA_VISIBLE_DEVICES unset or naming one",
+        repair="run it on such a machine (`forge doctor` shows what is found), or set with_gpus to false",
     )
+
+
+def _metrics_errors(config: GRPOConfig | SFTConfig) -> Iterator[ForgeError]:
+    if not config.metrics.wandb:
+        return
+    from forge.observe.wandb import check_installed
+
+    try:
+        check_installed()
+    except ConfigError as error:
+        yield error

@@ -24,6 +24,12 @@ from forge.models.facts import complete, merge
 from forge.models.hf_config import read_hf_config
 from forge.trainer.layout import Layout, check_layout
 
+ACCUMULATION_NOTE = (
+    "training.batch_size and training.gradient_accumulation_steps do not change the memory of a run: "
+    "training.microbatch_tokens does, and after it training.max_seq_len and training.activation_checkpointing"
+)
+"""For whoever expects a smaller batch and more accumulation to take less memory, as in other libraries."""
+
 Placement = Literal["apart", "beside", "turns", "shared"]
 
 
@@ -208,6 +214,8 @@ def _read_sft(config: SFTConfig, base: PlannedRun, card: Card | None, notes: lis
     layout = check_layout(
         config.distributed, base.facts, config.training, num_ranks=_num_ranks(config.distributed, card, on_gpu=on_gpu)
     )
+    if config.training.gradient_accumulation_steps > 1:
+        notes.append(ACCUMULATION_NOTE)
     return replace(
         base,
         training=config.training,

@@ -304,7 +304,8 @@ class HubClient:
         kind = "gated" if is_gated else "private or gated (or does not exist)"
         licence = "accept the licence on the repository's page with the account that owns the token"
         if self._token is None:
-            rule, repair = "such a repository needs a token; none was found", f"set HF_TOKEN, and {licence}"
+            rule = "such a repository needs a token; none was found"
+            repair = f"set HF_TOKEN, or run `hf auth login` (once `huggingface-cli login`), and {licence}"
         else:
             rule = f"the token from {self._token.source} must be valid and have access to it"
             repair = f"set HF_TOKEN to a token with read access, and {licence}"

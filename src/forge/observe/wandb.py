@@ -85,3 +85,8 @@ def _identity(path: Path, *, keep: bool) -> str:
     identity = uuid.uuid4().hex[:12]
     path.write_text(identity + "\n", encoding="utf-8")
     return identity
+
+
+def check_installed() -> None:
+    """Raise `ConfigError` unless wandb is installed."""
+    _import_wandb()

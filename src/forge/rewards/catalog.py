@@ -86,11 +86,11 @@ def specification(kind: str) -> Callable[..., Any]:
     if ":" not in kind:
         raise _unknown(kind)
     module_name, _, attribute = kind.partition(":")
-    found: Any = _imported(kind, module_name)
+    module = found = _imported(kind, module_name)
     for step in attribute.split("."):
         if not hasattr(found, step):
             raise _refusal(
-                f"The module {module_name} has no {attribute!r}.",
+                f"The module {module_name} ({getattr(module, '__file__', 'built in')}) has no {attribute!r}.",
                 kind=kind,
                 rule="must be `package.module:function`",
                 repair=_suggestion(step, dir(found)) or "check the name of the function",
@@ -116,7 +116,8 @@ def _imported(kind: str, module_name: str) -> Any:
             f"The module {module_name} cannot be imported: {type(error).__name__}: {error}",
             kind=kind,
             rule="the module must be importable in every process that runs rewards",
-            repair="put it beside the script, on PYTHONPATH, or install it"
+            repair="put it beside the script, beside the configuration, in the working directory or on PYTHONPATH, "
+            "or install it"
             if missing
             else f"mend the module; `python -c 'import {module_name}'` shows where it fails",
         ) from error

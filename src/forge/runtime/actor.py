@@ -17,6 +17,7 @@ from forge.runtime.endpoints import EndpointSpec, specs_of
 from forge.runtime.group import GroupSpec
 from forge.runtime.placement import GPU_VARIABLE, RANK_VARIABLES
 from forge.runtime.replies import ReplyTo
+from forge.runtime.starting import Starting
 from forge.runtime.streams import ItemsTo
 from forge.runtime.travelling import portable
 from forge.runtime.wire import decode
@@ -41,9 +42,9 @@ class MeshActor(Actor):  # type: ignore[misc]
         return Spawner(cls, ActorOptions.from_keywords(**keywords))
 
     @classmethod
-    async def as_actor(cls, *args: Any, **kwargs: Any) -> Any:
+    def as_actor(cls, *args: Any, **kwargs: Any) -> Starting[Any]:
         """`options().as_actor(...)`."""
-        return await cls.options().as_actor(*args, **kwargs)
+        return cls.options().as_actor(*args, **kwargs)
 
     def _forge_dispatcher(self) -> Dispatcher:
         dispatcher = self.__dict__.get("_forge_dispatch")
@@ -269,8 +270,11 @@ class Spawner:
         """The same with some options changed; this one stays as it is."""
         return type(self)(self.cls, self.chosen.replaced(**keywords))
 
-    async def as_actor(self, *args: Any, **kwargs: Any) -> Any:
-        """Spawn one mesh, run its `setup`, and return a handle with Monarch's verbs."""
+    def as_actor(self, *args: Any, **kwargs: Any) -> Starting[Any]:
+        """Spawn one mesh, run its `setup`, and return a handle with Monarch's verbs. To be awaited."""
+        return Starting(self._spawn(args, kwargs), call=f"{self.cls.__name__}.as_actor")
+
+    async def _spawn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from forge.runtime.lifetime import runtime
 
         label = self.chosen.mesh_name or self.cls.__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
@@ -180,6 +180,17 @@ def streams_only(where: str, verb: str) -> OptionError:
         rule="a method that yields is read item by item, with stream",
         repair=f"async for item in {where}.stream(...)",
     )
+
+
+def unknown_verb(where: str, verb: str, equivalents: Mapping[str, str]) -> AttributeError:
+    """Return the error for a verb that an endpoint does not have.
+
+    `equivalents` names the verb to use for those of other kinds of handles and of other libraries.
+    """
+    meant = equivalents.get(verb)
+    known = ", ".join(dict.fromkeys(equivalents.values()))
+    hint = f"use .{meant}(...)" if meant is not None else f"an endpoint is called with {known} or stream"
+    return AttributeError(f"{where} has no {verb!r}: {hint}")
 
 
 def specs_of(cls: type) -> dict[str, EndpointSpec]:

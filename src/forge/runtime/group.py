@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge.config.module_folders import module_folders
 from forge.errors import ActorFailure, ForgeError, LaunchError
 from forge.observe.tracing import LABEL, TRACE, is_tracing
 from forge.runtime import meeting
@@ -35,7 +36,7 @@ from forge.runtime.backend import (
 from forge.runtime.control import post
 from forge.runtime.hosts import Host, joint_mesh
 from forge.runtime.placement import THREAD_VARIABLES, GpuLease, rank_environment
-from forge.runtime.rank_main import GROUP, OWNER, RANK
+from forge.runtime.rank_main import GROUP, MODULE_FOLDERS, OWNER, RANK
 
 _log = logging.getLogger("forge.runtime")
 _serial = itertools.count(1)
@@ -219,7 +220,9 @@ class RankGroup:
         env["MASTER_ADDR"] = self.hosts[0].address
         env["MASTER_PORT"] = str(master_port)
         env.update(dict.fromkeys(THREAD_VARIABLES, str(self._num_threads)))
-        env["PYTHONPATH"] = module_path(sys.path)
+        last = module_folders()
+        env["PYTHONPATH"] = module_path([place for place in sys.path if place not in last])
+        env[MODULE_FOLDERS] = os.pathsep.join(last)
         return env
 
     async def _identify(self) -> None:

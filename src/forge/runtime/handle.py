@@ -15,11 +15,14 @@ from typing import Any, NoReturn
 
 from forge.errors import ActorFailure, CallTimeout
 from forge.runtime.control import control
-from forge.runtime.endpoints import specs_of, streams_only
+from forge.runtime.endpoints import specs_of, streams_only, unknown_verb
 from forge.runtime.group import PendingCalls, RankGroup, translate
 from forge.runtime.replies import reply_desk
 from forge.runtime.streams import End, Inflow
 from forge.runtime.wire import encode
+
+_EQUIVALENTS = {"route": "call_one", "fanout": "call", "call_all": "call"}
+"""Verbs of services and of other libraries, and what an actor has instead."""
 
 
 class Reply:
@@ -77,6 +80,11 @@ class EndpointVerbs:
         """Call every rank and take the results as they come."""
         for future in self._endpoint.stream(*args, **kwargs):
             yield Reply(future, self._calls, self._label)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise unknown_verb(f"an endpoint of actor {self._label}", name, _EQUIVALENTS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("say how to call it: .call_one(...), .call(...), .choose(...), .stream(...) or .broadcast(...)")

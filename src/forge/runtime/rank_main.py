@@ -11,6 +11,7 @@ import os
 import runpy
 import select
 import signal
+import sys
 import threading
 from types import FrameType
 
@@ -20,6 +21,10 @@ RANK = "FORGE_RANK"
 
 OWNER = "FORGE_OWNER_PID"
 """Names the process that asked for this rank, where that is another than its parent and on the same machine."""
+
+MODULE_FOLDERS = "FORGE_MODULE_FOLDERS"
+"""Lists the folders that are searched for modules after all others (`forge.config.module_folders`, which is not
+imported here: a rank starts with nothing but the standard library)."""
 
 
 def exit_with(*pids: int) -> None:
@@ -57,6 +62,7 @@ def _restore_defaults() -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_to_controller()
+    sys.path.extend(folder for folder in os.environ.get(MODULE_FOLDERS, "").split(os.pathsep) if folder)
     masters = {os.getppid(), int(os.environ.get(OWNER, os.getppid()))}
     threading.Thread(target=exit_with, args=tuple(masters), name="forge-parent-watch", daemon=True).start()
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from forge.runtime.actor import MeshActor, Spawner
+from forge.runtime.starting import Starting
 from forge.service.options import ServiceOptions
 
 if TYPE_CHECKING:
@@ -16,11 +17,12 @@ class ServiceSpawner(Spawner):
 
     chosen: ServiceOptions
 
-    async def as_service(self, *args: Any, **kwargs: Any) -> Service:
-        """Start the replicas, run their `setup`, and return the handle that routes to them."""
+    def as_service(self, *args: Any, **kwargs: Any) -> Starting[Service]:
+        """Start the replicas, run their `setup`, and return the handle that routes to them. To be awaited."""
         from forge.service.handle import Service
 
-        return await Service.start(self.cls, self.chosen, args, kwargs)
+        starting = Service.start(self.cls, self.chosen, args, kwargs)
+        return Starting(starting, call=f"{self.cls.__name__}.as_service")
 
 
 class ForgeActor(MeshActor):
@@ -42,6 +44,6 @@ class ForgeActor(MeshActor):
         return ServiceSpawner(cls, ServiceOptions.from_keywords(**keywords))
 
     @classmethod
-    async def as_service(cls, *args: Any, **kwargs: Any) -> Service:
-        """`options().as_service(...)`: a service of one replica."""
-        return await cls.options().as_service(*args, **kwargs)
+    def as_service(cls, *args: Any, **kwargs: Any) -> Starting[Service]:
+        """`options().as_service(...)`: a service of one replica. To be awaited."""
+        return cls.options().as_service(*args, **kwargs)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from forge.errors import ActorFailure, CallTimeout, FanoutError, ForgeError, OptionError
 from forge.runtime.actor import check_seconds
-from forge.runtime.endpoints import EndpointSpec
+from forge.runtime.endpoints import EndpointSpec, unknown_verb
 from forge.runtime.replies import read_answers, reply_desk
 from forge.runtime.wire import encode
 from forge.service.batching import Batcher, check_answers
@@ -184,6 +184,9 @@ class CallOptions:
 
 _PLAIN = CallOptions()
 
+_EQUIVALENTS = {"call_one": "route", "choose": "route", "call_all": "fanout", "call": "fanout", "broadcast": "fanout"}
+"""Verbs of actors and of other libraries, and what a service has instead."""
+
 
 class ServiceEndpoint:
     """One endpoint of a service: `route` to one replica, `fanout` to all."""
@@ -267,6 +270,11 @@ class ServiceEndpoint:
             rule="only a method that yields can be read item by item",
             repair=f"await {where}.route(...), or yield in {self._spec.name}",
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise unknown_verb(f"{self._path.table.name}.{self._spec.name}", name, _EQUIVALENTS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"say how to call it: {self._spec.name}.route(...) or {self._spec.name}.fanout(...)")

@@ -43,6 +43,8 @@ trainer, fullest while training (output layer), in GiB
   peak                        14.04
   free                         9.60  of 23.64
 """
+SFT_GPUS = {"llama3_8b": ("80GB", "2"), "qwen3_8b": ("80GB", "2"), "qwen3_1_7b": ("40GB", "1")}
+"""What fine-tuning is planned for: a GPU's memory, and how many there are."""
 SMOLLM2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -210,6 +212,8 @@ def test_every_configuration_in_apps_can_be_planned(
         (folder / "config.json").write_text(json.dumps(SMOLLM2))
     if path == APPS / "grpo" / "tiny.yaml":
         words += ["model.preset=tiny", "model.num_layers=2"]  # what `make quickstart` makes
+    if path.parent.name == "sft" and path.stem in SFT_GPUS:  # as many ranks as there are GPUs
+        words += ["--gpus", SFT_GPUS[path.stem][1]]
     is_small = "tiny" in path.name or path.parent.name == "quickstart"
     code, out, err = run(capsys, *words, *(() if is_small else ("--gpu-memory", "80GB")))
     assert (code, err) == (0, "")
@@ -227,3 +231,25 @@ def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_card_as_sold_has_a_little_less() -> None:
     assert Card(80 * GIB).usable == int(80 * GIB * 0.985)
+
+
+@pytest.mark.parametrize("name", SFT_GPUS)
+def test_fine_tuning_fits_the_gpus_that_its_file_names(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    size, count = SFT_GPUS[name]
+    path = APPS / "sft" / f"{name}.yaml"
+    said = {"1": "one GPU", "2": "two GPUs"}[count]
+    assert f"on {said} of {size.removesuffix('GB')} GB" in path.read_text(encoding="utf-8").splitlines()[0]
+    code, out, err = run(capsys, str(path), "--gpu-memory", size, "--gpus", count)
+    assert (code, err) == (0, "")
+    assert f"{count} of {count} GPU(s)" in out
+    assert "It fits." in out
+
+
+def test_accumulation_is_said_not_to_save_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = run(capsys, *SMALL, "--kind", "sft")[1]
+    words = ("training.batch_size=2", "training.gradient_accumulation_steps=8")
+    code, out, _ = run(capsys, *SMALL, *words, "--kind", "sft")
+    assert code == 0
+    note = "Note: training.batch_size and training.gradient_accumulation_steps do not change the memory of a run: "
+    assert out.startswith(plain)
+    assert f"{note}training.microbatch_tokens does" in out

@@ -134,7 +134,9 @@ class TestHttps:
 class TestRefusals:
     def test_private(self, hub: HubStandIn, tmp_path: Path, capsys: Any) -> None:
         hub.repos[REPO].token = SECRET
-        refused(capsys, download(tmp_path / "out"), "401", "private or gated", "set HF_TOKEN", "accept the licence")
+        refused(
+            capsys, download(tmp_path / "out"), "401", "private or gated", "set HF_TOKEN", "hf auth login", "licence"
+        )
         assert not (tmp_path / "out").exists()
 
     def test_gated(self, hub: HubStandIn, tmp_path: Path, capsys: Any) -> None:

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from forge.config import DistributedConfig, SFTConfig, from_command_line, load
+from forge.config import (
+    DistributedConfig,
+    GRPOConfig,
+    InvalidConfig,
+    PolicyConfig,
+    SFTConfig,
+    dump,
+    from_command_line,
+    load,
+)
 from forge.errors import ConfigError
 from forge.models.facts import complete
 from forge.trainer.layout import check_layout
@@ -101,11 +110,40 @@ def test_an_override_behind_resume_is_not_taken_for_a_checkpoint() -> None:
 def test_a_file_of_the_application_is_valid_and_its_layout_fits_its_model(name: str) -> None:
     config = load(SFTConfig, files=[APP / f"{name}.yaml"])
     model = complete(config.model.model_copy(update={"path": None}))
-    layout = check_layout(config.distributed, model, config.training, num_ranks=config.distributed.num_ranks)
-    assert layout.num_ranks == {"tiny": 1, "qwen3_1_7b": 1}.get(name, 8)
-    assert config.data.sources
+    for num_ranks in (1, 2, 8):
+        layout = check_layout(config.distributed, model, config.training, num_ranks=num_ranks)
+        assert (layout.num_ranks, layout.shard) == (num_ranks, num_ranks)
+    assert [(APP.parents[1] / str(source.path)).is_file() for source in config.data.sources] == [True]
     assert config.validation.enabled
     if name != "tiny":
-        assert str(config.model.path).startswith("models/")
+        command = (APP / f"{name}.yaml").read_text(encoding="utf-8")
+        assert f"--output-dir {config.model.path}" in command, "where the download puts it"
         assert config.distributed.precision == "bfloat16"
         assert config.distributed.with_gpus is True
+
+
+@pytest.mark.parametrize(("short", "whole"), [("bf16", "bfloat16"), ("fp32", "float32"), ("fp64", "float64")])
+def test_short_names_of_dtypes_stand_for_the_whole_ones(short: str, whole: str) -> None:
+    config = load(SFTConfig, overrides=[f"distributed.precision={short}"])
+    assert config.distributed.precision == whole
+    assert f"precision: {whole}" in dump(config)
+    if short != "fp64":
+        assert load(SFTConfig, overrides=[f"training.optimizer_dtype={short}"]).training.optimizer_dtype == whole
+        assert load(PolicyConfig, overrides=[f"generator.precision={short}"]).generator.precision == whole
+    assert load(PolicyConfig, overrides=["model.head_precision=fp32"]).model.head_precision == "float32"
+
+
+@pytest.mark.parametrize("name", ["fp16", "float16", "half"])
+@pytest.mark.parametrize("key", ["distributed.precision", "training.optimizer_dtype", "generator.precision"])
+def test_float16_is_refused_with_what_to_use(key: str, name: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        load(GRPOConfig, overrides=[f"{key}={name}"])
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.value) == (key, name)
+    assert "float16 is not implemented" in problem.rule
+    assert "write bf16" in problem.repair
+
+
+def test_a_dtype_in_the_wrong_section_leads_to_the_right_one() -> None:
+    with pytest.raises(InvalidConfig, match=r"did you mean `distributed\.precision`"):
+        load(SFTConfig, overrides=["training.precision=bf16"])

@@ -123,6 +123,11 @@ def test_served_rewards_are_no_functions() -> None:
         assert caught.value.value == kind
 
 
+NOT_FOUND = (
+    "put it beside the script, beside the configuration, in the working directory or on PYTHONPATH, or install it"
+)
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -135,10 +140,10 @@ def test_served_rewards_are_no_functions() -> None:
         ("own_rewards:several", "return one number"),
         ("own_rewards:lonely", "write it as a function"),
         ("own_rewards:constant", "write it as a function"),
-        ("no_such_module:f", "put it beside the script, on PYTHONPATH, or install it"),
-        ("lacking_rewards:f", "put it beside the script, on PYTHONPATH, or install it"),
+        ("no_such_module:f", NOT_FOUND),
+        ("lacking_rewards:f", NOT_FOUND),
         ("broken_rewards:f", "mend the module; `python -c 'import broken_rewards'` shows where it fails"),
-        ("own_rewards.py:plain", "put it beside the script, on PYTHONPATH, or install it"),
+        ("own_rewards.py:plain", NOT_FOUND),
         ("./own_rewards:plain", "write the module's dotted name, not its file"),
         (":plain", "write the module's dotted name, not its file"),
     ],

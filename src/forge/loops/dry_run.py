@@ -1,0 +1,325 @@
+"""A run without running: what is decided before the first process starts, or everything that would be refused.
+
+The verdict is that of the run's own code, `forge.loops.preflight`. Only when that refuses, the checks are made one by
+one as well, so that the report has every problem and not just the first.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from forge.config import (
+    EvaluationConfig,
+    ForgeConfig,
+    GRPOConfig,
+    InvalidConfig,
+    PolicyConfig,
+    Problem,
+    SFTConfig,
+)
+from forge.data import open_loaders
+from forge.data.opening import open_corpus
+from forge.data.prompts import PromptBook, open_prompts
+from forge.errors import ForgeError
+from forge.loops.evaluation import check_evaluation
+from forge.loops.places import load_tokenizer, run_dir
+from forge.loops.planning import Plan, _completed, _rollout, refuse_ranks
+from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, prepare_sft
+from forge.loops.resuming import check_folders
+from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
+from forge.memory import check_at_start, find_card, plan_memory, read_run
+from forge.memory.card import host_memory
+from forge.memory.text import gib, summary_lines
+from forge.models.locate import ResolvedModel, resolve
+from forge.rewards import check as check_rewards
+from forge.trainer.checkpoint_folder import CheckpointInfo
+from forge.trainer.handles import planned_ranks
+from forge.trainer.layout import check_layout
+from forge.types import Prompt
+
+_log = logging.getLogger("forge.dry_run")
+_MOST_CHARACTERS = 100
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Facts = list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a run would do, or why it would not start.
+
+    Attributes:
+        facts: what would happen, as pairs of a label and a text; empty where there are problems.
+        problems: everything that the run would refuse before its first step, as far as one machine can tell.
+        warnings: what the run would log as warnings before it starts.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+
+
+def dry_run(config: ForgeConfig, *, num_ranks: int | None = None) -> DryRun:
+    """Check a run as it would check itself, read its data and plan its memory. No process is started.
+
+    `num_ranks` is that of `forge run --nproc_per_node`; None where one controller starts the ranks.
+    """
+    found = _Found()
+    facts: Facts = []
+    with _kept_warnings() as warnings:
+        if isinstance(config, GRPOConfig):
+            facts = _try_grpo(config, num_ranks, found)
+        elif isinstance(config, SFTConfig):
+            facts = _try_sft(config, num_ranks, found)
+        elif isinstance(config, PolicyConfig):
+            facts = _try_policy(config, found)
+    return DryRun(() if found.problems else tuple(facts), tuple(found.problems), tuple(warnings))
+
+
+class _Found:
+    """The problems found so far, one for each path: what else is wrong there may follow from it."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def add(self, error: ForgeError) -> None:
+        for problem in _as_problems(error):
+            if not problem.path or problem.path not in [known.path for known in self.problems]:
+                self.problems.append(problem)
+
+    def attempt(self, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Return what a check returns, or keep what it raises."""
+        try:
+            return check(*args, **kwargs)
+        except ForgeError as error:
+            self.add(error)
+            return None
+
+
+def _as_problems(error: ForgeError) -> list[Problem]:
+    if isinstance(error, InvalidConfig):
+        return list(error.problems)
+    rule = error.message if error.rule is None else f"{error.message.rstrip('.')}: {error.rule}"
+    repair = error.repair or "change it"
+    return [Problem(path=error.path or "", value=error.value, rule=rule, repair=repair)]
+
+
+@contextmanager
+def _kept_warnings() -> Iterator[list[str]]:
+    """Keep what the library warns of, instead of printing it."""
+    kept: list[str] = []
+
+    class Keeper(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            kept.append(record.getMessage())
+
+    logger = logging.getLogger("forge")
+    handler, propagates = Keeper(logging.WARNING), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield kept
+    finally:
+        logger.propagate = propagates
+        logger.removeHandler(handler)
+
+
+# ---- Reinforcement learning -----------------------------------------------------------------------------------------
+
+
+def _try_grpo(config: GRPOConfig, num_ranks: int | None, found: _Found) -> Facts:
+    if num_ranks is not None:
+        found.add(refuse_ranks())
+    try:
+        plan = check_grpo(config)
+    except ForgeError as error:
+        found.add(error)
+        _find_grpo(config, found)
+        return []
+    return _describe_grpo(plan)
+
+
+def _find_grpo(config: GRPOConfig, found: _Found) -> None:
+    """Find what is wrong besides the first problem. The order is that of `plan_run`."""
+    model = found.attempt(resolve, config.model)
+    found.attempt(check_rewards, config.rewards)
+    found.attempt(check_evaluation, config.evaluation, [function.label for function in config.rewards.functions])
+    if model is not None:
+        _find_layout(config, model, planned_ranks(config.distributed), found)
+        found.attempt(_completed, config, model.facts)
+        template = config.generator.chat_template
+        found.attempt(load_tokenizer, model, chat_template=template, purpose="reinforcement learning")
+    for error in grpo_worker_errors(config):
+        found.add(error)
+    found.attempt(check_folders, config)
+    _find_prompts(config, found)
+    found.attempt(_rollout, config)
+
+
+def _find_prompts(config: GRPOConfig, found: _Found) -> None:
+    """Read all prompts, and then every source by itself: one that cannot be read must not hide the next."""
+    found.attempt(open_prompts, config.prompts, evaluation=config.evaluation, seed=config.run.seed)
+    for source in (*config.prompts.sources, *config.evaluation.sources):
+        alone = config.prompts.model_copy(update={"sources": (source,)})
+        found.attempt(open_prompts, alone, evaluation=EvaluationConfig(), seed=config.run.seed)
+
+
+def _describe_grpo(plan: Plan) -> Facts:
+    config = plan.config
+    rewards = [f"{function.label} ({function.kind})" for function in config.rewards.functions]
+    groups = f"{config.rollout.batch_groups} groups of {config.rollout.group_size} completions"
+    facts = _describe_run(config, resolve(config.model), checkpoint=plan.checkpoint)
+    book = plan.prompts.book
+    if isinstance(book, PromptBook):
+        sources = ", ".join(f"{name} ({kind})" for name, kind in book.formats.items())
+        facts.append(("prompts", f"{len(book)} to learn from: {sources}"))
+        facts += [("first", _shown(book.read(0))), ("last", _shown(book.read(len(book) - 1)))]
+        if book.num_skipped:
+            facts.append(("skipped", f"{book.num_skipped} records that could not be read"))
+    if plan.heldout is not None:
+        facts.append(("held out", f"{len(plan.heldout)} prompts for evaluation"))
+    facts.append(("rewards", ", ".join(rewards)))
+    facts.append(("steps", f"{plan.num_steps:,}, each from {groups}"))
+    facts.append(("trainer", f"{planned_ranks(config.distributed)} rank(s), placement {config.placement}"))
+    facts.append(("generators", f"{config.generators.num_replicas} of engine {config.generator.engine}"))
+    return [*facts, *_describe_memory(config)]
+
+
+def _shown(prompt: Prompt) -> str:
+    asked = prompt.text if prompt.text is not None else " / ".join(str(turn["content"]) for turn in prompt.messages)
+    answer = "" if prompt.answer is None else f" -> {_cut(str(prompt.answer))}"
+    return f"{prompt.id}: {_cut(asked)}{answer}"
+
+
+# ---- Fine-tuning ----------------------------------------------------------------------------------------------------
+
+
+def _try_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> Facts:
+    try:
+        with prepare_sft(config, num_ranks=num_ranks) as prepared:
+            return _describe_sft(config, prepared, num_ranks)
+    except ForgeError as error:
+        found.add(error)
+    _find_sft(config, num_ranks, found)
+    return []
+
+
+def _find_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> None:
+    """Find what is wrong besides the first problem. The order is that of `prepare_sft`."""
+    model = found.attempt(resolve, config.model)
+    tokenizer = None
+    if model is not None:
+        ranks = planned_ranks(config.distributed) if num_ranks is None else num_ranks
+        _find_layout(for_ranks(config, num_ranks), model, ranks, found)
+        template = config.data.chat_template
+        tokenizer = found.attempt(load_tokenizer, model, chat_template=template, purpose="fine-tuning")
+    for error in sft_worker_errors(config):
+        found.add(error)
+    found.attempt(check_folders, config)
+    if tokenizer is not None:
+        with_tokenizer = partial(open_loaders, training=config.training, tokenizer=tokenizer, seed=config.run.seed)
+        opened = found.attempt(with_tokenizer, config.data, validation=config.validation)
+        if opened is not None:
+            opened.close()
+    found.attempt(open_corpus, config.data.sources, data=config.data, seed=config.run.seed)
+    for source in (*config.data.sources, *config.validation.sources):
+        found.attempt(open_corpus, [source], data=config.data, seed=config.run.seed)
+
+
+def _describe_sft(config: SFTConfig, prepared: PreparedSFT, num_ranks: int | None) -> Facts:
+    training, loader = config.training, prepared.loaders.train
+    facts = _describe_run(config, prepared.model, checkpoint=prepared.checkpoint)
+    formats = [
+        f"{source.path or source.hf_dataset} ({kind})"
+        for source, kind in zip(config.data.sources, loader.formats, strict=True)
+    ]
+    count = "a stream" if loader.num_samples is None else f"{loader.num_samples:,} samples"
+    facts.append(("data", f"{count} to train on: {', '.join(formats)}"))
+    for label, record in zip(("first", "last"), loader.ends() or (), strict=False):
+        text = record.raw.decode(errors="replace") if isinstance(record.raw, bytes) else json.dumps(record.raw)
+        facts.append((label, f"{record.place}: {_cut(text)}"))
+    held = prepared.loaders.validation
+    if held is not None:
+        facts.append(("held out", f"{held.num_samples:,} samples for validation"))
+    rows = training.batch_size * training.gradient_accumulation_steps
+    steps = "until it is stopped" if prepared.trainer.total_steps is None else f"{prepared.trainer.total_steps:,}"
+    facts.append(("steps", f"{steps}, each of at most {rows} rows of {training.max_seq_len} tokens"))
+    at_once = training.microbatch_tokens or training.max_seq_len
+    facts.append(("at once", f"{at_once} tokens on each rank (training.microbatch_tokens), which decides the memory"))
+    ranks = planned_ranks(config.distributed) if num_ranks is None else num_ranks
+    facts.append(("trainer", f"{ranks} rank(s) in {config.distributed.precision}"))
+    return [*facts, *_describe_memory(for_ranks(config, num_ranks))]
+
+
+# ---- Generation -----------------------------------------------------------------------------------------------------
+
+
+def _try_policy(config: PolicyConfig, found: _Found) -> Facts:
+    model = found.attempt(resolve, config.model)
+    if model is not None:
+        template = config.generator.chat_template
+        found.attempt(load_tokenizer, model, chat_template=template, purpose="a conversation")
+        found.attempt(check_at_start, config, facts=model.facts, log=_log)
+    for error in policy_worker_errors(config):
+        found.add(error)
+    if model is None or found.problems:
+        return []
+    facts = [("run", config.run.name), ("model", _described(model))]
+    facts.append(("generators", f"{config.num_replicas} of engine {config.generator.engine}"))
+    return [*facts, *_describe_memory(config)]
+
+
+# ---- What all runs have ---------------------------------------------------------------------------------------------
+
+
+def _find_layout(config: GRPOConfig | SFTConfig, model: ResolvedModel, num_ranks: int, found: _Found) -> None:
+    found.attempt(check_layout, config.distributed, model.facts, config.training, num_ranks=num_ranks)
+    found.attempt(check_at_start, config, facts=model.facts, log=_log)
+
+
+def _describe_run(config: GRPOConfig | SFTConfig, model: ResolvedModel, *, checkpoint: CheckpointInfo | None) -> Facts:
+    facts = [
+        ("run", f"{config.run.name}, written to {run_dir(config)}"),
+        ("start", _start(checkpoint)),
+        ("model", _described(model)),
+    ]
+    if config.launcher.kind != "local":
+        facts.append(("launcher", f"{config.launcher.kind}; its hosts were not contacted"))
+    return facts
+
+
+def _start(checkpoint: CheckpointInfo | None) -> str:
+    if checkpoint is None:
+        return "from the model's weights; there is no checkpoint in the way"
+    return f"resumes after step {checkpoint.step}, from {checkpoint.path}"
+
+
+def _described(model: ResolvedModel) -> str:
+    from forge.memory.model_size import Sizes
+
+    return f"{model.name}, {Sizes.of(model.facts).total:,} parameters, in {model.folder or 'no folder: random weights'}"
+
+
+def _describe_memory(config: ForgeConfig) -> Facts:
+    card = find_card()
+    run = read_run(config, card=card)
+    if run.uses_gpus and card is None:
+        return [("memory", "not planned: no GPU is visible here; see `forge plan FILE --gpu-memory 80GB`")]
+    plan = plan_memory(run, card=card, host_bytes=host_memory())
+    lines = [] if plan.card is None else list(summary_lines(plan))
+    host, capacity = plan.host, plan.host.capacity
+    of_all = "" if capacity is None else f" of {gib(capacity)}"
+    lines.append(f"host: {gib(host.peak.num_bytes)}{of_all} GiB at its fullest{'' if host.fits else ': NOT enough'}")
+    return [("memory", line) for line in lines]
+
+
+def _cut(text: str) -> str:
+    plain = " ".join(text.split())
+    return plain if len(plain) <= _MOST_CHARACTERS else f"{plain[: _MOST_CHARACTERS - 1]}…"

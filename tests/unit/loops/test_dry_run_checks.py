@@ -1,0 +1,94 @@
+"""A dry run refuses what the run refuses, with everything else that is wrong, and starts nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from test_planning import REFUSED
+
+from forge.config import PolicyConfig, SFTConfig, load
+from forge.loops.dry_run import dry_run
+from forge.loops.preflight import for_ranks
+from forge.trainer.checkpoint_folder import CheckpointInfo, FileRecord, checkpoint_name, write_record
+from grpo_runs import config
+
+
+def sft(tmp_path: Path, *overrides: str) -> SFTConfig:
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "1 + 1?", "response": "2"}\n' * 30)
+    words = ["model.preset=tiny", "training.max_seq_len=64", f"data.sources=[{{path: {data}}}]"]
+    return load(SFTConfig, overrides=[*words, f"run.output_dir={tmp_path / 'runs'}", *overrides])
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_run_refuses_is_found_together_with_another_problem(case: str, tmp_path: Path) -> None:
+    override, path = REFUSED[case]
+    other = "evaluation.reward=absent" if case != "judged by what is not there" else "rollout.group_size=3000"
+    chosen = config(tmp_path / "run", override, other)
+    found = dry_run(chosen)
+    assert path in [problem.path for problem in found.problems]
+    assert len(found.problems) >= 2
+    assert found.facts == ()
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_accepted_run_starts_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "run", "generator.sampling.top_p=0.9")
+    children, threads = psutil.Process().children(), threading.active_count()
+    found = dry_run(chosen)
+    assert found.problems == ()
+    assert "top_p" in found.warnings[0]
+    assert dict(found.facts)["start"].startswith("from the model's weights")
+    assert (psutil.Process().children(), threading.active_count()) == (children, threads)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_checkpoint_that_a_run_would_resume_from_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "run" / "checkpoints" / checkpoint_name(7)
+    folder.mkdir(parents=True)
+    (folder / "data").write_bytes(b"abc")
+    files = {"data": FileRecord(3, hashlib.sha256(b"abc").hexdigest())}
+    record = CheckpointInfo(folder, 7, 1, "2026-01-01T00:00:00+00:00", None, 1, "2.13.0", files=files)
+    write_record(record, folder=folder)
+    (problem,) = dry_run(sft(tmp_path)).problems
+    assert problem.path == str(folder.parent)
+    assert "already holds 1 checkpoint" in problem.rule
+
+
+def test_a_record_that_cannot_be_read_is_named_by_file_and_line(tmp_path: Path) -> None:
+    chosen = sft(tmp_path)
+    data = tmp_path / "train.jsonl"
+    data.write_text(data.read_text() + "{broken\n")
+    assert [problem.path for problem in dry_run(chosen).problems] == [f"{data}:31"]
+
+
+def test_a_policy_that_only_generates(tmp_path: Path) -> None:
+    chosen = load(PolicyConfig, overrides=["model.preset=tiny", "tensor_parallel=2"])
+    assert [problem.path for problem in dry_run(chosen).problems] == ["tensor_parallel"]
+    found = dry_run(load(PolicyConfig, overrides=["model.preset=tiny"]))
+    assert dict(found.facts)["generators"] == "1 of engine native"
+
+
+def test_arguments_of_vllm_that_are_ours_are_named(tmp_path: Path) -> None:
+    words = ["model.preset=tiny", "generator.engine=vllm", "generator.engine_args={max_model_len: 4}"]
+    paths = [problem.path for problem in dry_run(load(PolicyConfig, overrides=words)).problems]
+    assert "generator.engine_args.max_model_len" in paths
+
+
+def test_a_shard_of_minus_one_is_what_the_ranks_make_of_it(tmp_path: Path) -> None:
+    chosen = sft(tmp_path)
+    assert for_ranks(chosen, None) is chosen
+    assert for_ranks(chosen, 4).distributed.shard == 4
+    assert for_ranks(sft(tmp_path, "distributed.tensor=2"), 4).distributed.shard == 2
+    assert for_ranks(sft(tmp_path, "distributed.shard=2"), 4).distributed.shard == 2
+    assert for_ranks(sft(tmp_path, "distributed.strategy=replicate"), 4).distributed.shard == -1
+
+
+def test_ranks_that_do_not_fit_the_degrees_are_refused(tmp_path: Path) -> None:
+    assert [problem.path for problem in dry_run(sft(tmp_path, "distributed.shard=2"), num_ranks=3).problems] == [
+        "distributed"
+    ]
