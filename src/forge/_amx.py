@@ -61,7 +61,7 @@ def apply(environ: MutableMapping[str, str], command: Sequence[str] | None = Non
     verdict = detect(chosen) if chosen else "absent"
     if verdict == "traps":
         for name, value in LIMITS.items():
-            if _ALIASES.get(name) not in environ:
+            if _ALIASES.get(name, name) not in environ:
                 environ.setdefault(name, value)
     environ[VARIABLE] = f"{verdict}@{os.uname().nodename}"
     return verdict
