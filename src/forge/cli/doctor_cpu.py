@@ -55,7 +55,7 @@ def describe_rows(failed: Sequence[Case], *, num_checked: int, has_kernel: bool)
             True, f"independent of their batch by our kernel ({num_checked} cases): sampler = trainer, bit for bit"
         )
     names = ", ".join(str(case) for case in failed)
-    lost = "float32 logprobs of sampler and trainer differ in the last bits, and a seed's tokens can depend on the batch"
+    lost = "float32 logprobs of sampler and trainer can differ in the last bits, and a seed's tokens can depend on the batch"
     if has_kernel:
         return Finding(False, f"our kernel fails for {names}: {lost}", "report it with the output of forge doctor --json")
     return Finding(

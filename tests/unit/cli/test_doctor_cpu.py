@@ -22,7 +22,7 @@ def test_without_the_kernel_it_says_what_is_lost_and_for_which_shapes() -> None:
     found = describe_rows(FAILED, num_checked=16, has_kernel=False)
     assert not found.ok
     assert "1100→40 with 2 threads, 2048→40 with 2 threads" in found.detail
-    assert "logprobs of sampler and trainer differ in the last bits" in found.detail
+    assert "logprobs of sampler and trainer can differ in the last bits" in found.detail
     assert "install gcc" in found.repair
 
 
