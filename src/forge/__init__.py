@@ -1,8 +1,8 @@
 """TorchForge: post-training of language models, as one plain Python program.
 
 The public names are imported when first used, so that `import forge` costs next to nothing and loads neither torch nor
-Monarch. One thing is done at once, while it still has an effect: where AMX instructions trap, the libraries behind torch
-are kept from using them (`forge._amx`).
+Monarch. One thing is done at once, while it still has an effect: where AMX instructions trap, the libraries behind
+torch are kept from using them (`forge._amx`).
 """
 
 from __future__ import annotations

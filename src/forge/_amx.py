@@ -3,7 +3,8 @@
 Some virtual machines advertise AMX and kill the program that uses it: a bfloat16 product on the CPU then ends in
 "Illegal instruction". Whether that is so is found out once by a child process, and remembered in the environment, so
 that a whole tree of processes pays for it once. oneDNN and MKL, which compute torch's products, read from the
-environment what they may use; `import forge` sets it, before either of them computes anything. What a user has set stays.
+environment what they may use; `import forge` sets it, before either of them computes anything. What a user has set
+stays.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def detect(command: Sequence[str]) -> Verdict:
     """Run a program that uses AMX, and tell from how it ends whether that works."""
     null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
     try:
-        pid = os.posix_spawn(command[0], command, os.environ, file_actions=null)
+        pid = os.posix_spawn(command[0], list(command), os.environ, file_actions=null)
     except OSError:
         return "unknown"
     code = _wait(pid)

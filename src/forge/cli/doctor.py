@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from typing import Any
 
@@ -116,7 +117,7 @@ def _cpu() -> list[dict[str, str]]:
         rows = check_rows()
     except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
         rows = Finding(False, f"{type(error).__name__}: {error}", "see the message")
-    found = {"row products": rows, "amx": describe_amx(_amx.verdict())}
+    found = {"row products": rows, "amx": describe_amx(_amx.verdict(), os.environ)}
     return [_check(name, each.ok, each.detail, repair=each.repair, needed=False) for name, each in found.items()]
 
 

@@ -1,16 +1,14 @@
-"""What `forge doctor` finds out about products on this processor: whether rows are independent, whether AMX works."""
+"""What `forge doctor` says about products on this processor: whether rows are independent, whether AMX works."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge import _amx
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forge.runtime.row_check import Case
 
 
@@ -25,27 +23,12 @@ class Finding:
 
 def check_rows() -> Finding:
     """Compute with what trainer and generator compute with, and report for which weights a row depends on its batch."""
-    import functools
-
-    import torch
-
     from forge.runtime import cpu_linear, row_check
     from forge.runtime.placement import count_cpus
 
     cases = row_check.cases((1, count_cpus()))
-    native = cpu_linear.library()
-    before = torch.get_num_threads()
-
-    def by_torch(x: Tensor, weight: Tensor, *, num_threads: int) -> Tensor:
-        torch.set_num_threads(num_threads)
-        return cpu_linear.torch_product(x, weight)
-
-    product = by_torch if native is None else functools.partial(cpu_linear.kernel_product, native)
-    try:
-        failed = row_check.dependent_cases(product, cases)
-    finally:
-        torch.set_num_threads(before)
-    return describe_rows(failed, num_checked=len(cases), has_kernel=native is not None)
+    failed = cpu_linear.dependent_cases(cases)
+    return describe_rows(failed, num_checked=len(cases), has_kernel=cpu_linear.library() is not None)
 
 
 def describe_rows(failed: Sequence[Case], *, num_checked: int, has_kernel: bool) -> Finding:
@@ -55,24 +38,27 @@ def describe_rows(failed: Sequence[Case], *, num_checked: int, has_kernel: bool)
             True, f"independent of their batch by our kernel ({num_checked} cases): sampler = trainer, bit for bit"
         )
     names = ", ".join(str(case) for case in failed)
-    lost = "float32 logprobs of sampler and trainer can differ in the last bits, and a seed's tokens can depend on the batch"
+    lost = (
+        "float32 logprobs of sampler and trainer can differ in the last bits, "
+        "and the tokens of a seed can depend on the batch"
+    )
     if has_kernel:
-        return Finding(False, f"our kernel fails for {names}: {lost}", "report it with the output of forge doctor --json")
+        repair = "report it with the output of forge doctor --json"
+        return Finding(False, f"our kernel fails for {names}: {lost}", repair)
+    shapes = f"; a row depends on its batch for {names}" if failed else ""
     return Finding(
-        False,
-        f"computed by torch, without our kernel: {lost}" + (f"; a row depends on its batch for {names}" if failed else ""),
-        "install gcc, or set CC; unset FORGE_NATIVE",
+        False, f"computed by torch, without our kernel: {lost}{shapes}", "install gcc, or set CC; unset FORGE_NATIVE"
     )
 
 
-def describe_amx(verdict: _amx.Verdict) -> Finding:
+def describe_amx(verdict: _amx.Verdict, environ: Mapping[str, str]) -> Finding:
     """Say what becomes of bfloat16 products."""
     if verdict == "traps":
-        limits = " ".join(f"{name}={value}" for name, value in _amx.LIMITS.items())
+        limits = " ".join(f"{name}={environ[name]}" for name in _amx.LIMITS if name in environ)
         return Finding(
             False,
-            f"advertised, but its instructions trap. {limits} is set for all processes: bfloat16 products on the CPU use "
-            "AVX-512. vLLM on the CPU computes in float32 only",
+            f"advertised, but its instructions trap. All processes have {limits}: bfloat16 products on the CPU do "
+            "without it. vLLM on the CPU computes in float32 only",
             "enable AMX for this virtual machine, or hide it; nothing else is lost",
         )
     if verdict == "unknown":

@@ -286,6 +286,7 @@ extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attrib
 
 /* 0, or 1 where there is no memory. */
 int forge_linear(const struct product *of) {
+    if (of->rows == 0 || of->outputs == 0) return 0;
     int64_t num_blocks = parts_of(of->rows, ROWS), num_tiles = parts_of(of->outputs, TILE);
     int64_t is_small = of->rows * of->width * of->outputs < SMALL_WORK;
     int64_t num_threads = HAS_THREADS && !is_small && of->num_threads > 1 ? of->num_threads : 1;

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -91,6 +92,21 @@ def kernel_product(
     if native.forge_linear(ctypes.addressof(job)):
         raise MemoryError("no memory for a product of matrices")
     return out
+
+
+def dependent_cases(cases: Iterable[row_check.Case]) -> tuple[row_check.Case, ...]:
+    """Return the cases in which what this process computes with gives a row other bits in another batch."""
+    native, before = library(), torch.get_num_threads()
+
+    def by_torch(x: Tensor, weight: Tensor, *, num_threads: int) -> Tensor:
+        torch.set_num_threads(num_threads)
+        return torch_product(x, weight)
+
+    try:
+        multiply = by_torch if native is None else functools.partial(kernel_product, native)
+        return row_check.dependent_cases(multiply, cases)
+    finally:
+        torch.set_num_threads(before)
 
 
 def torch_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from forge._amx import LIMITS
 from forge.cli.doctor_cpu import check_rows, describe_amx, describe_rows
 from forge.runtime import cpu_linear
 from forge.runtime.row_check import Case
@@ -46,10 +47,10 @@ def test_rows_are_independent_here() -> None:
 
 
 def test_amx() -> None:
-    assert describe_amx("works").ok
-    assert describe_amx("absent").ok
-    assert not describe_amx("unknown").ok
-    found = describe_amx("traps")
+    assert describe_amx("works", {}).ok
+    assert describe_amx("absent", {}).ok
+    assert not describe_amx("unknown", {}).ok
+    found = describe_amx("traps", LIMITS)
     assert not found.ok
     assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in found.detail
     assert "vLLM on the CPU computes in float32 only" in found.detail

@@ -85,6 +85,13 @@ def test_a_result_goes_where_it_is_wanted() -> None:
     assert (wide[:, 32:] == 7).all()
 
 
+@pytest.mark.parametrize(("rows", "outputs"), [(0, 32), (5, 0)])
+def test_nothing_times_something_is_empty(rows: int, outputs: int) -> None:
+    """A rank may have no part of the vocabulary."""
+    x, weight = _operands(rows, 64, outputs)
+    assert cpu_linear.product(x, weight).shape == (rows, outputs)
+
+
 def test_what_is_not_a_number_stays_in_its_row() -> None:
     x, weight = _operands(12, 64, 32)
     whole = cpu_linear.product(x, weight)
