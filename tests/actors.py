@@ -49,6 +49,7 @@ class Worker(ForgeActor):
     @endpoint
     async def describe(self) -> dict[str, Any]:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "MARK")
+        names += ("FORGE_AMX", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
         return {
             "tag": self.tag,
             "is_ready": self.is_ready,

@@ -1,13 +1,17 @@
 """TorchForge: post-training of language models, as one plain Python program.
 
 The public names are imported when first used, so that `import forge` costs next to nothing and loads neither torch nor
-Monarch.
+Monarch. One thing is done at once, while it still has an effect: where AMX instructions trap, the libraries behind
+torch are kept from using them (`forge._amx`).
 """
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from forge import _amx
 
 if TYPE_CHECKING:
     from forge._version import __version__
@@ -82,6 +86,8 @@ __all__ = [
     "run",
     "shutdown",
 ]
+
+_amx.apply(os.environ)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from typing import Any
 
@@ -78,7 +79,7 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
             repair="ulimit -n 65536",
         ),
     ]
-    checks += [_copy_kernel(), _sandbox()]
+    checks += [_copy_kernel(), _sandbox(), *_cpu()]
     graphics = facts["gpus"]
     if graphics["present"]:
         checks.append(
@@ -106,6 +107,18 @@ def _copy_kernel() -> dict[str, str]:
         needed=False,
         repair="install gcc, or set CC; until then numpy does the work, more slowly",
     )
+
+
+def _cpu() -> list[dict[str, str]]:
+    from forge import _amx
+    from forge.cli.doctor_cpu import Finding, check_rows, describe_amx
+
+    try:
+        rows = check_rows()
+    except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash
+        rows = Finding(False, f"{type(error).__name__}: {error}", "see the message")
+    found = {"row products": rows, "amx": describe_amx(_amx.verdict(), os.environ)}
+    return [_check(name, each.ok, each.detail, repair=each.repair, needed=False) for name, each in found.items()]
 
 
 def _sandbox() -> dict[str, str]:
@@ -155,7 +168,7 @@ def _print(facts: dict[str, Any], checks: list[dict[str, str]]) -> None:
         print(f"  {name:<16} {version or '-'}")
     print("Machine")
     print(f"  {'system':<16} {facts['system']}")
-    print(f"  {'cpus':<16} {facts['cpus']}")
+    print(f"  {'cpus':<16} {facts['cpus']} ({facts['cpu_model']})")
     print(f"  {'memory':<16} {memory['available'] / _GIB:.1f} of {memory['total'] / _GIB:.1f} GiB available")
     print(f"  {'shared memory':<16} {memory['shared_free'] / _GIB:.1f} of {memory['shared_total'] / _GIB:.1f} GiB free")
     names = ", ".join(graphics["names"]) or "none"

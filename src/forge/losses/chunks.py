@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from forge.losses import head_kernel
-from forge.runtime.row_floor import is_rowwise, row_floor
+from forge.runtime import cpu_linear
+from forge.runtime.row_floor import is_rowwise
 
 _BLOCK_ROWS = 1024  # of the weight's gradient on a CPU: one block of it stays in the cache
 
@@ -48,9 +48,8 @@ class Workspace:
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self._is_narrow = weight.dtype != self.dtype
         self._wide_weight = weight.to(self.dtype) if plan.fp32_logits and not weight.is_cuda else weight
-        is_wide = is_rowwise(self._wide_weight) and (self._is_narrow or is_rowwise(hidden))
-        self._floor = row_floor() if is_wide else 0
-        shape = (max(min(plan.chunk_tokens, hidden.shape[0]), self._floor), weight.shape[0])
+        self._is_rowwise = is_rowwise(self._wide_weight) and (self._is_narrow or is_rowwise(hidden))
+        shape = (min(plan.chunk_tokens, hidden.shape[0]), weight.shape[0])
         product_dtype = self.dtype if plan.fp32_logits else weight.dtype
         self._logits = torch.empty(shape, dtype=product_dtype, device=weight.device)
         self._wide: Tensor | None = None
@@ -83,8 +82,11 @@ class Workspace:
     def _product(self, rows: slice) -> Tensor:
         logits = self._logits[: rows.stop - rows.start]
         hidden, scale = self._hidden[rows], self._plan.scale
-        if self._floor:
-            self._rowwise_product(hidden.to(self.dtype))
+        if self._is_rowwise:
+            # The bits do not depend on the number of rows, nor on whether the scale is applied here or later.
+            cpu_linear.product(hidden.to(self.dtype), self._wide_weight, out_RN=logits)
+            if scale != 1.0:
+                logits.mul_(scale)
         elif not (self._is_narrow and self._plan.fp32_logits):
             logits.addmm_(hidden, self._weight.t(), beta=0, alpha=scale)
         elif hidden.is_cuda:
@@ -93,14 +95,6 @@ class Workspace:
         else:
             logits.addmm_(hidden.to(self.dtype), self._wide_weight.t(), beta=0, alpha=scale)
         return logits
-
-    def _rowwise_product(self, hidden: Tensor) -> None:
-        """Logits whose bits do not depend on the number of rows, nor on whether the scale is applied here or later."""
-        if len(hidden) < self._floor:
-            hidden = F.pad(hidden, (0, 0, 0, self._floor - len(hidden)))
-        logits = self._logits[: len(hidden)].addmm_(hidden, self._wide_weight.t(), beta=0)
-        if self._plan.scale != 1.0:
-            logits.mul_(self._plan.scale)
 
     def fill(self, rows: slice) -> None:
         """Compute the logits of a chunk, and the probabilities among this rank's rows of the weight."""

@@ -29,7 +29,7 @@ from forge.runtime import native_build
 
 MAX_WIDTH: Final = 256
 WIDTH_MULTIPLE: Final = 8
-FLAG_SETS: Final = tuple((*flags, "-ffp-contract=off") for flags in native_build.FLAG_SETS)
+FLAG_SETS: Final = native_build.EXACT_FLAG_SETS
 KERNEL: Final = native_build.Kernel(
     Path(__file__).with_name("cpu_attention.c"),
     without="attention on a CPU is slower, and logprobs of trainer and generator differ in the last bits",

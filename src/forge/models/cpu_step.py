@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchtitan.models.common.attention import GQAttention, QKVLinear
 
-from forge.models import cpu_attention, cpu_linear, cpu_rotary, gate
+from forge.models import cpu_attention, cpu_rotary, gate
 from forge.models.cpu_attention import FLAG_SETS
 from forge.models.cpu_step_calls import Calls, LayerTensors, Norm, Part, Step, Tensors
 from forge.models.gate import RowFeedForward
@@ -42,7 +42,7 @@ from forge.models.language_model import LanguageModel
 from forge.models.linear import RowLinear
 from forge.models.paged_attention import PagedAttention, PagedRow
 from forge.models.rotary import Rotary
-from forge.runtime import native_build
+from forge.runtime import cpu_linear, native_build
 from forge.runtime.row_floor import is_rowwise
 
 KERNEL: Final = native_build.Kernel(
@@ -127,7 +127,6 @@ class CpuSteps:
         """Let go of the cache and of all memory; the next step looks at the model again."""
         self._key: tuple[int, ...] | None = None
         self._tensors: Tensors | None = None
-        self._chains: dict[tuple[int, int], int] = {}
         self._has_head = False
         self._parts: list[Calls] = []
         self._logits = torch.empty(0)
@@ -166,20 +165,10 @@ class CpuSteps:
         if key != self._key:
             self.forget()
             tensors = tensors_of(self._model)
-            chains = {} if tensors is None else chains_of(tensors)
-            if tensors is not None and chains:
-                self._tensors, self._chains = tensors, chains
-                self._has_head = self._takes_head(tensors.head)
+            if tensors is not None and _has_norms_of_torch(tensors):
+                self._tensors, self._has_head = tensors, _takes_head(tensors.head)
             self._key = key
         return self._tensors is not None
-
-    def _takes_head(self, weight: Tensor) -> bool:
-        known = None
-        if is_rowwise(weight) and weight.is_contiguous() and (torch.get_num_threads() == 1 or _is_small(weight)):
-            known = cpu_linear.chain(weight.shape[1], len(weight), torch.get_num_threads())
-        if known is not None:
-            self._chains[weight.shape[1], len(weight)] = known
-        return known is not None
 
     def _cuts(self, row: PagedRow) -> list[_Cut] | None:
         assert self._tensors is not None
@@ -228,7 +217,7 @@ class CpuSteps:
         assert native is not None
         if place == len(self._parts) or self._parts[place].capacity < num_rows:
             capacity = 1 << (num_rows - 1).bit_length()
-            calls = Calls(tensors, native=native, capacity=capacity, chains=self._chains)
+            calls = Calls(tensors, native=native, capacity=capacity, has_head=self._has_head)
             self._parts[place : place + 1] = [calls]
         return self._parts[place]
 
@@ -242,17 +231,15 @@ def _is_small(weight: Tensor) -> bool:
     return bool(weight.numel() <= _MOST_WEIGHTS)
 
 
-def chains_of(tensors: Tensors) -> dict[tuple[int, int], int]:
-    """How products add for each shape of a weight, by (width, outputs); empty if that is not known for all of them, or
-    if torch's norms cannot be had."""
-    num_threads = torch.get_num_threads()
+def _takes_head(weight: Tensor) -> bool:
+    return is_rowwise(weight) and weight.is_contiguous() and (torch.get_num_threads() == 1 or _is_small(weight))
+
+
+def _has_norms_of_torch(tensors: Tensors) -> bool:
+    """Whether the kernel's norms have the bits of torch's for every width of this model."""
     norms = [norm for layer in tensors.layers for norm in layer.norms]
-    if not all(norms_as_torch(len(norm.weight), num_threads) for norm in (*norms, tensors.norm)):
-        return {}
-    shapes = {(weight.shape[1], weight.shape[0]) for layer in tensors.layers for weight in layer.products}
-    chains = {shape: cpu_linear.chain(*shape, num_threads) for shape in shapes}
-    known = {shape: chain for shape, chain in chains.items() if chain is not None}
-    return known if len(known) == len(chains) else {}
+    num_threads = torch.get_num_threads()
+    return all(norms_as_torch(len(norm.weight), num_threads) for norm in (*norms, tensors.norm))
 
 
 def tensors_of(model: LanguageModel) -> Tensors | None:
@@ -308,5 +295,5 @@ def _layer(layer: nn.Module) -> LayerTensors | None:
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """Whether it is one product, of an output that is not so narrow that `forge.models.linear` pads it."""
-    return bool(type(linear) is RowLinear and linear.bias is None and len(linear.weight) >= 2 * _LANES)
+    """Whether it is one product and nothing else."""
+    return bool(type(linear) is RowLinear and linear.bias is None)

@@ -10,12 +10,13 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from forge.models import cpu_attention, cpu_linear, cpu_rotary, gate
+from forge.models import cpu_attention, cpu_rotary, gate
 from forge.models.cpu_attention import _Attention, _Writing
-from forge.models.cpu_linear import Product
 from forge.models.cpu_rotary import Rotation
 from forge.models.gate import _Gating
 from forge.models.paged import PAGE_TOKENS
+from forge.runtime import cpu_linear
+from forge.runtime.cpu_linear import Product
 
 
 class Call(ctypes.Structure):
@@ -95,21 +96,18 @@ _ROWS: Final = "rows"
 class Calls:
     """A part of a step, of up to `capacity` rows: from tokens to hidden states or to logits.
 
-    It keeps addresses. Whoever has it makes it again when a tensor of the model has moved, or when `chains`, the way in
-    which products add for each shape of a weight, is another.
+    It keeps addresses. Its owner makes it again when a tensor of the model has moved.
 
     Args:
         model: what is computed with.
         native: the library of `cpu_step.c`.
         capacity: the most rows.
-        chains: by (width, outputs), from `cpu_linear.chain`. Without the head's there are no logits.
+        has_head: whether the head is among the calls. Without it there are no logits.
     """
 
-    def __init__(
-        self, model: Tensors, *, native: ctypes.CDLL, capacity: int, chains: Mapping[tuple[int, int], int]
-    ) -> None:
+    def __init__(self, model: Tensors, *, native: ctypes.CDLL, capacity: int, has_head: bool) -> None:
         self.capacity = capacity
-        self._native, self._chains = native, chains
+        self._native = native
         self._calls: list[Call] = []
         self._jobs: list[ctypes.Structure] = []
         self._links: list[tuple[ctypes.Structure, str, str, int]] = []
@@ -125,7 +123,7 @@ class Calls:
             self._feed_forward(layer)
         self._norm("x", model.norm, None)
         self._num_before_head = len(self._calls)
-        if (width, len(model.head)) in chains:
+        if has_head:
             self._product("normed", model.head, None)
         self._array = (Call * len(self._calls))(*self._calls)
         self.part = Part(ctypes.addressof(self._array), len(self._array))
@@ -211,7 +209,7 @@ class Calls:
         """Without a target the result is the logits."""
         outputs, width = weight.shape
         job = Product(x=self._at(source), weight=weight.data_ptr(), width=width, outputs=outputs)
-        job.x_row, job.out_row, job.chain, job.num_threads = width, outputs, self._chains[width, outputs], 1
+        job.x_row, job.out_row, job.num_threads = width, outputs, 1
         links = {"rows": _ROWS}
         if target is None:
             links["out"] = "logits"

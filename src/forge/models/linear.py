@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any
 
 import forge.models.titan_setup  # noqa: F401
 
@@ -11,41 +11,42 @@ import forge.models.titan_setup  # noqa: F401
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torchtitan.models.common.linear import Linear
 
-from forge.models import cpu_linear
-from forge.runtime.row_floor import is_rowwise, row_floor
-
-_NARROW: Final = 16
-"""For fewer outputs the library reads rows at whatever address they lie, and adds in an order that depends on it."""
-_ALIGNED: Final = 4
+from forge.runtime.cpu_linear import product
+from forge.runtime.row_floor import is_rowwise
 
 
 def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias over the last dimension of `x`.
+    """Return x @ weight.T + bias over the last dimension of `x`.
 
-    In float32 on a CPU a row has the same bits whatever else `x` holds: few rows are padded with zeros to
-    `forge.runtime.row_floor.row_floor`, or computed by a kernel of our own (`forge.models.cpu_linear`) where there are
-    no gradients; a weight with few outputs, such as a router's, is padded too. Elsewhere, and for DTensors, it is
-    torch's own product.
+    In float32 on a CPU a row has the same bits whatever else `x` holds, with and without gradients: both are computed
+    by `forge.runtime.cpu_linear`. Gradients are torch's own products. Elsewhere, and for DTensors, it is torch's layer.
     """
     num_rows = x.numel() // max(x.shape[-1], 1)
     if num_rows == 0 or not (is_rowwise(x) and is_rowwise(weight)):
         return F.linear(x, weight, bias)
-    num_outputs = weight.shape[0]
-    if num_outputs < _NARROW and (num_outputs == 1 or x.shape[-1] % _ALIGNED):
-        missing = _NARROW - num_outputs
-        wide_bias = None if bias is None else F.pad(bias, (0, missing))
-        return rows_linear(x, F.pad(weight, (0, 0, 0, missing)), wide_bias)[..., :num_outputs]
-    if bias is None and not torch.is_grad_enabled():
-        found = cpu_linear.product(x.reshape(num_rows, x.shape[-1]), weight)
-        if found is not None:
-            return found.view(*x.shape[:-1], weight.shape[0])
-    floor = row_floor()
-    if num_rows >= floor:
-        return F.linear(x, weight, bias)
-    padded = F.pad(x.reshape(num_rows, x.shape[-1]), (0, 0, 0, floor - num_rows))
-    return F.linear(padded, weight, bias)[:num_rows].view(*x.shape[:-1], weight.shape[0])
+    rows = x.reshape(num_rows, x.shape[-1])
+    wants_gradient = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+    found: Tensor = _Product.apply(rows, weight) if wants_gradient else product(rows, weight)
+    found = found if bias is None else found + bias
+    return found.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Product(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return product(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        of_rows = grad.mm(weight) if ctx.needs_input_grad[0] else None
+        of_weight = grad.t().mm(rows) if ctx.needs_input_grad[1] else None
+        return of_rows, of_weight
 
 
 class RowLinear(Linear):  # type: ignore[misc]

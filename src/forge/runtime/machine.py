@@ -70,6 +70,15 @@ def memory() -> dict[str, int]:
     }
 
 
+def cpu_model() -> str:
+    """Return what the processor is called, with the numbers of its family and model where it has them."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines())
+    facts = {name.strip(): value.strip() for name, _, value in lines}
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{key} {facts[key]}" for key in ("cpu family", "model") if key in facts]
+    return ", ".join([name, *numbers])
+
+
 def gpus() -> dict[str, Any]:
     """GPUs, driver and whether this torch can use them. Torch is asked in a process of its own."""
     present = count_gpus()
@@ -113,6 +122,7 @@ def describe() -> dict[str, Any]:
         "versions": versions(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": count_cpus(),
+        "cpu_model": cpu_model(),
         "memory": memory(),
         "gpus": gpus(),
         "rdma": rdma_devices(),

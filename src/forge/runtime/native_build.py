@@ -24,6 +24,8 @@ from forge.errors import ForgeError
 
 COMPILERS: Final = ("cc", "gcc", "clang")
 FLAG_SETS: Final = (("-O3", "-march=native"), ("-O3",))
+EXACT_FLAG_SETS: Final = tuple((*flags, "-ffp-contract=off") for flags in FLAG_SETS)
+"""With these the compiler fuses no multiplication with an addition unless the source says so."""
 COMPILE_LIMIT_S: Final = 120
 _SEAL_BYTES: Final = 32
 

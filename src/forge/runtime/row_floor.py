@@ -1,8 +1,9 @@
 """How many rows a matrix product on a CPU needs for each row to get the same bits whatever their number is.
 
 A library of matrix products takes other paths for a few rows than for many, and the last bits differ. Measured with
-torch's own (MKL): from four rows for each thread on, a row of x @ weight.T has the same bits for any number of rows and
-any place among them. Models and losses pad what is smaller, so that a token's logprob does not depend on the batch.
+torch's own (MKL) on AMD: from four rows for each thread on, a row of x @ weight.T has the same bits for any number of
+rows and any place among them. On Intel that holds for most shapes. So it is only where `forge.runtime.cpu_linear` has no
+kernel that products are padded to this number, and nothing is promised then.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from forge.generator.engine import Request
 from forge.generator.vllm import environment
 from forge.generator.vllm.arguments import OWNED, check_known, check_owned, make_plan, refused, thawed
 from forge.generator.vllm.counting import Counts
-from forge.generator.vllm.process import check_device
+from forge.generator.vllm.process import check_amx, check_device
 from forge.generator.vllm.translation import Reader, version_spans
 from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
@@ -246,6 +246,34 @@ def test_nothing_is_imported_before_an_engine_starts():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "value"),
+    [
+        ({"precision": "bfloat16"}, "generator.precision", "bfloat16"),
+        ({"engine_args": {"dtype": "half"}}, "generator.precision", "half"),
+        ({"engine_args": {"dtype": "auto"}}, "generator.precision", "auto"),
+        ({"engine_args": {"quantization": "awq"}}, "generator.engine_args.quantization", "awq"),
+    ],
+)
+def test_kernels_that_use_amx_are_refused_where_it_traps(fields: dict[str, Any], path: str, value: str):
+    made = plan(**fields)
+    with pytest.raises(ConfigError) as caught:
+        check_amx(made, "cpu", "traps")
+    error = caught.value
+    assert (error.path, error.value) == (path, value)
+    assert "AMX" in error.message
+    assert "float32" in str(error.rule)
+    assert "engine: native" in str(error.repair)
+    for verdict in ("works", "absent", "unknown"):
+        check_amx(made, "cpu", verdict)  # type: ignore[arg-type]
+    check_amx(plan("gpu", **fields), "gpu", "traps")
+
+
+def test_float32_runs_where_amx_traps():
+    check_amx(plan(), "cpu", "traps")
+    check_amx(plan(engine_args={"dtype": "float"}), "cpu", "traps")
 
 
 # ---- Words ---------------------------------------------------------------------------------------------------------

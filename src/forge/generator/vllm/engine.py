@@ -17,6 +17,7 @@ import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from forge import _amx
 from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.errors import EngineDead, ModelError, OptionError, PromptError
 from forge.generator.engine import EngineStats, Request, UpdateReport
@@ -25,7 +26,7 @@ from forge.generator.vllm.adapters import Adapters
 from forge.generator.vllm.arguments import Plan, make_plan, thawed
 from forge.generator.vllm.counting import Counts, counter
 from forge.generator.vllm.environment import Build, installed_build
-from forge.generator.vllm.process import Watch, build, check_device, end, forget_names
+from forge.generator.vllm.process import Watch, build, check_amx, check_device, end, forget_names
 from forge.generator.vllm.refusals import dead, refusals, translated
 from forge.generator.vllm.scoring import score_one
 from forge.generator.vllm.translation import Reader, SpanFinder, sampling_params
@@ -140,6 +141,7 @@ class VllmEngine:
         self._plan = make_plan(
             self.config, found.facts, found.folder, device=self._device, tensor_parallel=self.tensor_parallel
         )
+        check_amx(self._plan, self._device, _amx.verdict())
         return found.facts.model_dump(mode="json", include=set(FACTS))
 
     def _build(self, given: Mapping[str, Any]) -> None:
