@@ -95,6 +95,7 @@ def test_what_it_leaves_behind(single: Ended) -> None:
     from forge.trainer.checkpoint_folder import best_checkpoint, list_checkpoints
 
     assert sorted(path.name for path in single.folder.iterdir()) == [
+        ".writer",
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
