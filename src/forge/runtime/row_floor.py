@@ -2,8 +2,8 @@
 
 A library of matrix products takes other paths for a few rows than for many, and the last bits differ. Measured with
 torch's own (MKL) on AMD: from four rows for each thread on, a row of x @ weight.T has the same bits for any number of
-rows and any place among them. On Intel that holds for most shapes. So it is only where `forge.runtime.cpu_linear` has no
-kernel that products are padded to this number, and nothing is promised then.
+rows and any place among them. On Intel that holds for most shapes only. Where `forge.runtime.cpu_linear` has no kernel,
+products are padded to this number, and nothing is promised.
 """
 
 from __future__ import annotations
