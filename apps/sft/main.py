@@ -15,7 +15,7 @@ import os
 import sys
 
 from forge.config import SFTConfig, from_command_line
-from forge.errors import INPUT_ERRORS, NonFiniteError
+from forge.errors import INPUT_ERRORS, ForgeError, NonFiniteError
 from forge.loops.sft import run_sft
 
 
@@ -29,6 +29,11 @@ def main() -> None:
         if is_first:
             print(error, file=sys.stderr)
         sys.exit(1 if isinstance(error, NonFiniteError) else 2)
+    except ForgeError as error:
+        logging.getLogger("forge.sft").debug("the run ended with", exc_info=error)
+        if is_first:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)  # where it stopped was said
     if is_first:
