@@ -15,7 +15,7 @@ import os
 import sys
 
 from forge.config import SFTConfig, from_command_line
-from forge.errors import INPUT_ERRORS, LaunchError, NonFiniteError, PlacementError
+from forge.errors import INPUT_ERRORS, ForgeError
 from forge.loops.sft import run_sft
 
 
@@ -25,16 +25,22 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO if is_first else logging.ERROR, format="%(levelname)s %(name)s: %(message)s")
     try:
         result = asyncio.run(run_sft(config))
-    except (*INPUT_ERRORS, NonFiniteError, PlacementError, LaunchError) as error:
+    except INPUT_ERRORS as error:
         if is_first:
             print(error, file=sys.stderr)
-        sys.exit(2 if isinstance(error, INPUT_ERRORS) else 1)
+        sys.exit(2)
+    except ForgeError as error:
+        logging.getLogger("forge.sft").debug("the run ended with", exc_info=error)
+        if is_first:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)  # where it stopped was said
     if is_first:
         validation = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f}"
         loss = "nothing was left to do" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
-        print(f"Done after {result.step} steps: {loss}{validation}")
+        how = "Stopped" if result.is_stopped else "Done"
+        print(f"{how} after {result.step} steps: {loss}{validation}")
     if result.is_stopped:
         sys.exit(result.exit_code)
 

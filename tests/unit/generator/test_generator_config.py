@@ -20,7 +20,7 @@ from forge.config import GenerationConfig, GeneratorConfig, InvalidConfig, Model
         ("generator.prefill_chunk_tokens=8", "generator.prefill_chunk_tokens", "greater than or equal to 16"),
         ("generator.kv_cache_gb=0", "generator.kv_cache_gb", "greater than 0"),
         ("generator.max_seq_len=1", "generator.max_seq_len", "greater than or equal to 2"),
-        ("generator.precision=float16", "generator.precision", "float32, bfloat16"),
+        ("generator.precision=float16", "generator.precision", "float16 is not implemented"),
         ("generator.update.mode=restart", "generator.update.mode", "drain, keep, recompute, abort"),
         ("generator.update.max_attempts=0", "generator.update.max_attempts", "greater than or equal to 1"),
         ("generator.canary.bound=0", "generator.canary.bound", "greater than 0"),
