@@ -11,6 +11,8 @@ import pytest
 import forge
 from leftovers import orphans_since, running_children, shared_memory_files
 
+pytest_plugins = ["bounded_tests"]
+
 LIMIT_S = 120
 """No test may hang: what it awaits ends within this time or the test fails."""
 
