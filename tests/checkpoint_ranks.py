@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 100
+LIMIT_S = 600
 _PR_SET_PDEATHSIG = 1
 
 
@@ -28,7 +28,10 @@ class Ranks:
     def __init__(self, module: str) -> None:
         path = Path(sys.modules[module].__file__ or "")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(path.parent)])
+        before = os.environ.get("PYTHONPATH")
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(Path(__file__).parent), str(path.parent), *filter(None, [before])]
+        )
         self._process = subprocess.Popen(
             [sys.executable, __file__, path.stem],
             stdin=subprocess.PIPE,
@@ -37,12 +40,19 @@ class Ranks:
             env=environment,
         )
 
-    def run(self, function: Callable[..., None], world_size: int, *, scratch: Path, **arguments: Any) -> list[int]:
+    def run(
+        self, function: Callable[..., None], world_size: int, *, scratch: Path, has_group: bool = True, **arguments: Any
+    ) -> list[int]:
         """Call `function(rank=…, **arguments)` on every rank. Arguments go through JSON; world size 0: no group."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         meeting = scratch / f"meeting-{os.urandom(4).hex()}"
-        case = {"function": function.__name__, "world_size": world_size, "meeting": str(meeting)}
+        case = {
+            "function": function.__name__,
+            "world_size": world_size,
+            "has_group": has_group,
+            "meeting": str(meeting),
+        }
         self._process.stdin.write(json.dumps({**case, "arguments": arguments}, default=str) + "\n")
         self._process.stdin.flush()
         codes: list[int] = json.loads(self._process.stdout.readline())
@@ -101,10 +111,11 @@ def _fork(module: Any, case: dict[str, Any], *, rank: int) -> int:
 def _run_rank(module: Any, case: dict[str, Any], *, rank: int) -> None:
     import torch.distributed as dist
 
-    if case["world_size"]:
+    if case["world_size"] and case["has_group"]:
         dist.init_process_group(
             "gloo", init_method=f"file://{case['meeting']}", rank=rank, world_size=case["world_size"]
         )
+        dist.barrier()  # a rank that leaves before another has connected would make that one fail
     getattr(module, case["function"])(rank=rank, **case["arguments"])
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -122,7 +122,7 @@ def play(
         players: Any = (trainer, policy or StandInPolicy(trainer), rewards or StandInRewards(), None)
         loop = GRPOLoop(plan_run(chosen), Cast(*players))
         try:
-            return await asyncio.wait_for(loop.run(), 60)
+            return await asyncio.wait_for(loop.run(), 600)
         finally:
             loop.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-LIMIT_S = 300
+LIMIT_S = 600
 
 RANK = """
 import json, os, sys

@@ -298,7 +298,7 @@ TellingRun(json.loads(sys.argv[1]), b"", limits=Limits(wall_s=60)).to_its_end()
         below = psutil.Process(holder.pid).children(recursive=True)
         assert sum(is_program(each) for each in below) == 2
         holder.kill()
-    assert psutil.wait_procs(below, timeout=60)[1] == []
+    assert psutil.wait_procs(below, timeout=600)[1] == []
 
 
 def test_process_is_used_only_by_name_and_still_limits() -> None:

@@ -26,4 +26,4 @@ def test_work_is_awaited_or_left_when_the_run_is_asked_to_end() -> None:
         assert await stop.unless(work(asyncio.Event())) is None
         assert was_cancelled == [True]
 
-    asyncio.run(asyncio.wait_for(body(), 20))
+    asyncio.run(asyncio.wait_for(body(), 600))

@@ -155,7 +155,7 @@ def test_another_process_opens_it_and_the_end_of_its_maker_ends_it(pool: Segment
     assert child.stdout is not None
     name, fd = child.stdout.readline().split()
     segment = open_segment(name, pid=child.pid, fd=int(fd), size=4096)
-    child.communicate(timeout=60)
+    child.communicate(timeout=600)
     assert segment.map[100:104] == b"abcd"
     with pytest.raises(OSError):
         open_segment(name, pid=child.pid, fd=int(fd), size=4096)
@@ -226,7 +226,7 @@ def test_too_many_open_files_says_so(pool: SegmentPool) -> None:
         "try:\n    [pool.create('k', 4096) for _ in range(60)]\n"
         "except StoreError as error:\n    print(error.repair, len(pool) > 10)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
     assert "ulimit -n" in done.stdout
     assert done.stdout.strip().endswith("True")
     assert errno.EMFILE == 24
