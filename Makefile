@@ -40,8 +40,8 @@ alone := tests/vllm_engine tests/gpu $(addprefix tests/contract/test_,generators
   $(addprefix tests/integration/test_,actors.py engine_memory.py generator_storm.py hosts.py meeting_processes.py rdma.py \
   services.py store.py store_hosts.py store_volume_leak.py streams.py)
 
-# How the tests are spread over workers, and how long one may take, is in pyproject.toml. A worker that crashes is replaced,
-# also where there is only one. Each part ends within the limit, which is several times what it takes on two busy cores.
+# A worker that crashes is replaced, also where there is only one. Each part ends within its limit, which is several times
+# what it takes on two busy cores.
 test: env-test ## Run every test
 	@first=0; rest=0; \
 	$(py) scripts/run_tests.py --limit-s 7200 -n 2 --durations 15 tests $(addprefix --ignore=,$(alone)) $(ARGS) || first=$$?; \

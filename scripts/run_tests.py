@@ -2,9 +2,9 @@
 
     python scripts/run_tests.py --limit-s 5400 -n 2 tests/unit
 
-All other arguments go to pytest, and its exit status is the result. A run that exceeds the limit, or that gets SIGTERM,
-is interrupted as by Ctrl-C, so that pytest still reports what it knows; a minute later it is killed. The exit status is
-then 124, as from timeout(1).
+All other arguments go to pytest, and its exit status is the result. With -n, each worker runs whole files, and is
+replaced when it dies, however often. A run that exceeds the limit, or that gets SIGTERM, is interrupted as by Ctrl-C:
+pytest then reports what it knows. A minute later it is killed. The exit status is 124, as from timeout(1).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 STOPPED = 124
+SPREAD = ("--dist", "loadfile", "--max-worker-restart", "1000")
 TIME_TO_REPORT_S = 60.0
 TIME_TO_END_S = 5.0
 TIME_TO_DIE_S = 30.0
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     given, for_pytest = parser.parse_known_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest gets it as well, and ends
     signal.signal(signal.SIGTERM, _on_sigterm)
-    run = Run([sys.executable, "-m", "pytest", *for_pytest])
+    run = Run([sys.executable, "-m", "pytest", *SPREAD, *for_pytest])
     try:
         reason = "" if run.ended.wait(given.limit_s) else f"did not end within {given.limit_s:g} s"
     except Terminated:

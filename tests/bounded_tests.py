@@ -2,8 +2,7 @@
 
 - Each phase of a test (set-up, call, tear-down) may take `test_limit_s` seconds (in `pyproject.toml`). Then the stacks
   of all threads are printed and the process exits, also when C code holds the GIL. Under xdist (`-n`) it is a crash.
-- The scheduler of xdist 3.8 for `--dist loadfile` runs a crashed test again, and hangs when the new worker is given a
-  file that the dead one had completed. The scheduler below does neither.
+- `crash_safe_scheduling` replaces xdist's own scheduler for `--dist loadfile`, which hangs after a crash.
 - What a worker started ends with it. A forked child would otherwise hold the worker's pipe open, and xdist would wait
   for its end for ever.
 """
@@ -17,13 +16,16 @@ import select
 import signal
 import subprocess
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
-from xdist.workermanage import WorkerController
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
+    from crash_safe_scheduling import CrashSafeScheduling
 
 _stderr = pytest.StashKey[int]()
 _watchers = pytest.StashKey[list[threading.Thread]]()
@@ -43,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     for watcher in config.stash[_watchers]:
-        watcher.join()
+        watcher.join(30)
     os.close(config.stash[_stderr])
 
 
@@ -79,53 +81,29 @@ def _limited(item: pytest.Item) -> Generator[None, object, object]:
 # ---- Crashes -----------------------------------------------------------------------------------------------------
 
 
-class CrashSafeScheduling(LoadFileScheduling):
-    """Gives each worker whole files. When a worker dies, another continues after the test that it died in."""
-
-    def remove_node(self, node: WorkerController) -> str | None:
-        files = self.assigned_work.pop(node)
-        pending = [(file, test) for file, tests in files.items() for test, is_done in tests.items() if not is_done]
-        if not pending:
-            return None
-        file, test = pending[0]
-        files[file][test] = True
-        self.workqueue.update({file: tests for file, tests in files.items() if not all(tests.values())})
-        for other in self.nodes:
-            self._reschedule(other)
-        return test
-
-    def add_node_collection(self, node: WorkerController, collection: Sequence[str]) -> None:
-        super().add_node_collection(node, collection)
-        if node not in self.registered_collections:
-            pytest.exit(f"Worker {node.gateway.id} replaces a dead one and collected other tests.", returncode=3)
-
-    def _reschedule(self, node: WorkerController) -> None:
-        """Assign files until the worker has three tests to run: it keeps the last one until it knows the next."""
-        while node in self.registered_collections and not node.shutting_down:
-            if self.workqueue and self._pending_of(self.assigned_work[node]) > 2:
-                return
-            super()._reschedule(node)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> CrashSafeScheduling | None:
+    from crash_safe_scheduling import CrashSafeScheduling
+
     return CrashSafeScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: WorkerController, error: object | None) -> None:
     """End the run if no test is to blame: a new worker would crash at the same place."""
+    from crash_safe_scheduling import CrashSafeScheduling
+
     scheduler = node.config.pluginmanager.getplugin("dsession").sched
     if error and isinstance(scheduler, CrashSafeScheduling) and node not in scheduler.registered_collections:
-        pytest.exit(f"Worker {node.gateway.id} died while it collected the tests ({_end_of(node)}).", returncode=3)
+        pytest.exit(f"Worker {node.gateway.id} died while it collected the tests ({how_it_ended(node)}).", returncode=3)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
-    report.longrepr = f"{report.longrepr} ({_end_of(report.node)})"  # type: ignore[attr-defined]
+    report.longrepr = f"{report.longrepr} ({how_it_ended(report.node)})"  # type: ignore[attr-defined]
 
 
-def _end_of(node: WorkerController) -> str:
+def how_it_ended(node: WorkerController) -> str:
     """Say how a worker's process ended."""
     try:
         status = node.gateway._io.popen.wait(timeout=10)

@@ -41,17 +41,18 @@ class Suite:
         (self.folder / f"test_{name}.py").write_text(textwrap.dedent(text))
 
     def run(self, *options: str, limit_s: float = LIMIT_S) -> Outcome:
-        own = ("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(self.folder), "-p", "bounded_tests")
-        command = [sys.executable, str(ROOT / "scripts" / "run_tests.py"), "--limit-s", str(limit_s), *own]
+        command = [sys.executable, str(ROOT / "scripts" / "run_tests.py"), "--limit-s", str(limit_s), *options]
+        command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(self.folder), str(self.folder)]
+        for plugin in ("xdist.plugin", "bounded_tests", "no:cacheprovider"):
+            command += ["-p", plugin]
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        env |= {"PYTHONPATH": str(ROOT / "tests"), "FORGE_SUITE": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        env |= {
+            "PYTHONPATH": str(ROOT / "tests"),
+            "FORGE_SUITE": str(self.folder),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
         ended = subprocess.run(
-            [*command, "-p", "no:cacheprovider", *options, str(self.folder)],
-            env=env,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=2 * LIMIT_S,
+            command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False
         )
         return Outcome(ended.returncode, ended.stdout + ended.stderr)
 
