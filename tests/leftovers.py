@@ -29,7 +29,15 @@ def lasting_children(*, limit_s: float = LIMIT_S) -> list[str]:
     until = time.monotonic() + limit_s
     while (children := running_children()) and (left_s := until - time.monotonic()) > 0:
         psutil.wait_procs(children, timeout=left_s)
-    return [" ".join(child.cmdline()) for child in children if is_running(child)]
+    return [line for line in map(_command_line, children) if line]
+
+
+def _command_line(process: psutil.Process) -> str:
+    """Return the command line of a process; nothing if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def is_running(process: psutil.Process) -> bool:
