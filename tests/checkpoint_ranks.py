@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 100
+LIMIT_S = 600
 _PR_SET_PDEATHSIG = 1
 
 
@@ -38,12 +38,19 @@ class Ranks:
             env=environment,
         )
 
-    def run(self, function: Callable[..., None], world_size: int, *, scratch: Path, **arguments: Any) -> list[int]:
+    def run(
+        self, function: Callable[..., None], world_size: int, *, scratch: Path, has_group: bool = True, **arguments: Any
+    ) -> list[int]:
         """Call `function(rank=…, **arguments)` on every rank. Arguments go through JSON; world size 0: no group."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         meeting = scratch / f"meeting-{os.urandom(4).hex()}"
-        case = {"function": function.__name__, "world_size": world_size, "meeting": str(meeting)}
+        case = {
+            "function": function.__name__,
+            "world_size": world_size,
+            "has_group": has_group,
+            "meeting": str(meeting),
+        }
         self._process.stdin.write(json.dumps({**case, "arguments": arguments}, default=str) + "\n")
         self._process.stdin.flush()
         codes: list[int] = json.loads(self._process.stdout.readline())
@@ -102,10 +109,11 @@ def _fork(module: Any, case: dict[str, Any], *, rank: int) -> int:
 def _run_rank(module: Any, case: dict[str, Any], *, rank: int) -> None:
     import torch.distributed as dist
 
-    if case["world_size"]:
+    if case["world_size"] and case["has_group"]:
         dist.init_process_group(
             "gloo", init_method=f"file://{case['meeting']}", rank=rank, world_size=case["world_size"]
         )
+        dist.barrier()  # a rank that leaves before another has connected would make that one fail
     getattr(module, case["function"])(rank=rank, **case["arguments"])
     if dist.is_initialized():
         dist.destroy_process_group()

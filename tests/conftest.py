@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 import forge
-from leftovers import orphans_since, running_children, shared_memory_files
+from leftovers import lasting_children, lasting_orphans, shared_memory_files
 
-LIMIT_S = 120
+pytest_plugins = ["bounded_tests"]
+
+LIMIT_S = 600
 """No test may hang: what it awaits ends within this time or the test fails."""
 
 
@@ -34,8 +36,8 @@ def leaves_nothing() -> Iterator[None]:
     """Fail if the test leaves a child process or a shared-memory file behind."""
     before = shared_memory_files()
     yield
-    assert [child.cmdline() for child in running_children()] == []
-    assert orphans_since(before) == set()
+    assert lasting_children() == []
+    assert lasting_orphans(before) == set()
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class TestDesk:
     def until(self, entry: Any, *, count: int = 1) -> None:
         """Wait, in a thread of the test, until `entry` was noted that often."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.log.count(entry) >= count, timeout=60), (entry, self.log)
+            assert self._changed.wait_for(lambda: self.log.count(entry) >= count, timeout=600), (entry, self.log)
 
     def joined(self, session: Session) -> None:
         if session.host == "unwelcome":

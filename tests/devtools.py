@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-LIMIT_S = 60
+LIMIT_S = 600
 
 OPTIONS = (
     "--headless=new",

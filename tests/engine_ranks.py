@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from forge.trainer.engine import Engine
     from forge.types import Batch
 
-LIMIT_S = 150
+LIMIT_S = 600
 _PR_SET_PDEATHSIG = 1
 
 

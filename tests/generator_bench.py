@@ -15,7 +15,7 @@ from forge.store import Weights
 from forge.types import Completion, Delta
 from generator_models import FIRST, Kind, config, model, tokenizer, weights
 
-LIMIT_S = 120
+LIMIT_S = 600
 MAX_BATCH, MAX_QUEUE = 8, 12
 
 

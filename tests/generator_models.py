@@ -109,27 +109,36 @@ def greedy(ids: Sequence[int], count: int, kind: Kind = FIRST, **options: Any) -
     return tuple(found[0, len(ids) :].tolist())
 
 
-def choices(ids: Sequence[int], tokens: Sequence[int], kind: Kind = FIRST) -> tuple[int, ...]:
-    """After the prompt and the tokens before it, which token is the likeliest at each place of `tokens`."""
-    table = logits([*ids, *tokens], kind)[len(ids) - 1 : -1]
-    return tuple(table.argmax(-1).tolist())
+def table(ids: Sequence[int], tokens: Sequence[int], kind: Kind = FIRST, *, temperature: float = 1.0) -> Tensor:
+    """What transformers gives every token at each place of `tokens`, as logprobs, [T, V]."""
+    return (logits([*ids, *tokens], kind)[len(ids) - 1 : -1].double() / temperature).log_softmax(-1)
 
 
 @torch.no_grad()
-def choices_on_old_keys(ids: Sequence[int], tokens: Sequence[int], old: Kind, new: Kind) -> tuple[int, ...]:
-    """As `choices` of `new`, for the tokens that follow `ids` all but the last of which `old` has read."""
+def table_on_old_keys(ids: Sequence[int], tokens: Sequence[int], old: Kind, new: Kind) -> Tensor:
+    """As `table` of `new`, for the tokens that follow `ids` all but the last of which `old` has read."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=judge(old).config)
     judge(old)(torch.tensor([list(ids[:-1])]), past_key_values=cache, use_cache=True)
-    found = judge(new)(torch.tensor([[ids[-1], *tokens]]), past_key_values=cache, use_cache=True).logits[0, :-1]
-    return tuple(found.argmax(-1).tolist())
+    found: Tensor = judge(new)(torch.tensor([[ids[-1], *tokens]]), past_key_values=cache, use_cache=True).logits
+    return found[0, :-1].double().log_softmax(-1)
+
+
+def choices(ids: Sequence[int], tokens: Sequence[int], kind: Kind = FIRST) -> tuple[int, ...]:
+    """After the prompt and the tokens before it, which token is the likeliest at each place of `tokens`."""
+    return tuple(table(ids, tokens, kind).argmax(-1).tolist())
+
+
+def choices_on_old_keys(ids: Sequence[int], tokens: Sequence[int], old: Kind, new: Kind) -> tuple[int, ...]:
+    """As `choices` of `new`, for the tokens that follow `ids` all but the last of which `old` has read."""
+    return tuple(table_on_old_keys(ids, tokens, old, new).argmax(-1).tolist())
 
 
 def logprobs(ids: Sequence[int], tokens: Sequence[int], kind: Kind = FIRST, *, temperature: float = 1.0) -> list[float]:
     """What transformers gives the tokens after the prompt."""
-    table = (logits([*ids, *tokens], kind)[len(ids) - 1 : -1].double() / temperature).log_softmax(-1)
-    return [float(table[place, token]) for place, token in enumerate(tokens)]
+    rows = table(ids, tokens, kind, temperature=temperature)
+    return [float(rows[place, token]) for place, token in enumerate(tokens)]
 
 
 @functools.cache

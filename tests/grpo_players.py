@@ -133,7 +133,7 @@ def play(
         players: Any = (trainer, policy or StandInPolicy(trainer), rewards or StandInRewards(), None)
         loop = GRPOLoop(plan_run(chosen), Cast(*players), stop=stop, clock=clock)
         try:
-            return await asyncio.wait_for(loop.run(), 60)
+            return await asyncio.wait_for(loop.run(), 600)
         finally:
             loop.close()
 

@@ -23,7 +23,7 @@ from forge.trainer.checkpoint_folder import list_checkpoints
 
 ROOT = Path(__file__).parents[1]
 NUM_STEPS = 6
-LIMIT_S = 120
+LIMIT_S = 600
 
 SMALL: Mapping[str, Any] = {
     "model": {"preset": "tiny"},

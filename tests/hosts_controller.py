@@ -45,7 +45,7 @@ async def lose_a_host(service, worker: int) -> dict[str, object]:
     callers = [asyncio.create_task(caller()) for _ in range(16)]
     os.kill(worker, signal.SIGKILL)
     metrics = await service.wait_until(
-        lambda metrics: metrics.num_healthy == len(metrics.replicas) and metrics.restarts >= 1, timeout_s=60
+        lambda metrics: metrics.num_healthy == len(metrics.replicas) and metrics.restarts >= 1, timeout_s=600
     )
     stop.set()
     served = sum(await asyncio.gather(*callers))

@@ -1,20 +1,43 @@
-"""What a test may have left behind. Other tests may run beside it: what a living process of theirs uses is not its."""
+"""What a test may have left behind. Other tests may run beside it: what a living process of theirs uses is not its.
+
+Processes and files need time to go on a busy machine, and a look at all processes is not one moment: a file that is
+mapped and closed between two looks seems unused. So the checks wait, and report only what stays.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
+LIMIT_S = 60.0
+"""How long a check waits for things to go. Only a test that fails waits that long."""
 
 
 def running_children() -> list[psutil.Process]:
     """The processes that this one started, directly or not. Python's own tracker of shared memory, which any test may
     have started and which ends with this process, does not count."""
     return [child for child in psutil.Process().children(recursive=True) if is_running(child)]
+
+
+def lasting_children(*, limit_s: float = LIMIT_S) -> list[str]:
+    """Wait until the processes that this one started have ended, and return the command lines of those that stay."""
+    until = time.monotonic() + limit_s
+    while (children := running_children()) and (left_s := until - time.monotonic()) > 0:
+        psutil.wait_procs(children, timeout=left_s)
+    return [line for line in map(_command_line, children) if line]
+
+
+def _command_line(process: psutil.Process) -> str:
+    """Return the command line of a process; nothing if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def is_running(process: psutil.Process) -> bool:
@@ -24,25 +47,35 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-def shared_memory_files() -> set[str]:
+def shared_memory_files(folder: Path = SHARED_MEMORY) -> set[str]:
     """The names of all files in shared memory."""
-    return set(os.listdir(SHARED_MEMORY))
+    return set(os.listdir(folder))
 
 
-def orphans_since(before: set[str]) -> set[str]:
+def lasting_orphans(before: set[str], *, limit_s: float = LIMIT_S) -> set[str]:
+    """Wait until `orphans_since` finds none, and return those that stay."""
+    until = time.monotonic() + limit_s
+    found = orphans_since(before)
+    while found and time.monotonic() < until:
+        time.sleep(0.05)
+        found &= orphans_since(before)
+    return found
+
+
+def orphans_since(before: set[str], folder: Path = SHARED_MEMORY) -> set[str]:
     """The files in shared memory that have come since, and that no living process has open or mapped."""
-    found = shared_memory_files() - before
+    found = shared_memory_files(folder) - before
     if found:
-        found -= _in_use()
-    return found & shared_memory_files()
+        found -= _in_use(folder)
+    return found & shared_memory_files(folder)
 
 
-def _in_use() -> set[str]:
-    """The names of files in shared memory that some process has open or mapped."""
+def _in_use(folder: Path) -> set[str]:
+    """The names of files in the folder that some process has open or mapped."""
     names: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            names.update(path.name for path in _used_by(process) if path.parent == SHARED_MEMORY)
+            names.update(path.name for path in _used_by(process) if path.parent == folder)
         except OSError:  # it has ended meanwhile
             continue
     return names

@@ -59,7 +59,7 @@ class Meeter(ForgeActor):
     @endpoint
     def of_subprocess(self) -> list[str]:
         """As seen by a program that this actor starts, as inference engines do."""
-        said = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=60, check=False)
+        said = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=600, check=False)
         return said.stdout.split() or [said.stderr]
 
     @endpoint
@@ -88,7 +88,7 @@ def alone() -> dict[str, Any]:
     assert meet("test") is line
     child = subprocess.run(
         [sys.executable, "-c", CHILD], env={**os.environ, **meeting.environment()}, capture_output=True, text=True,
-        timeout=60, check=True,
+        timeout=600, check=True,
     ).stdout.split()  # fmt: skip
     asyncio.run(forge.shutdown())
     ended = not line.is_open

@@ -25,7 +25,7 @@ def _compiled() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="forge-stand-in-driver-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     source = Path(__file__).with_name("stand_in_libcuda.c")
-    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", folder / "driver.so", source], check=True, timeout=60)
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", folder / "driver.so", source], check=True, timeout=600)
     return folder / "driver.so"
 
 

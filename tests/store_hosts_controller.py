@@ -113,7 +113,7 @@ SCENARIOS = {"reshard": reshard, "lose": lose_publisher, "volumes": lose_publish
 
 
 async def main(scenario: str, addresses: list[str], workers: list[int]) -> None:
-    async with asyncio.timeout(100), forge.run(LauncherConfig(kind="hosts", hosts=tuple(addresses))):
+    async with asyncio.timeout(600), forge.run(LauncherConfig(kind="hosts", hosts=tuple(addresses))):
         place = Place()
         await place.open()
         print(json.dumps(await SCENARIOS[scenario](place, workers)), flush=True)

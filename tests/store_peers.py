@@ -58,7 +58,7 @@ class Peer:
     def stop(self) -> None:
         if self.process.is_alive():
             self._line.send(None)
-        self.process.join(20)
+        self.process.join(600)
         if self.process.is_alive():
             self.kill()
         self._line.close()

@@ -11,7 +11,7 @@ import pytest
 
 import forge
 import forge.store as ts
-from leftovers import orphans_since, running_children, shared_memory_files
+from leftovers import lasting_children, lasting_orphans, shared_memory_files
 from store_actors import (
     Rank,
     check_as,
@@ -23,7 +23,7 @@ from store_actors import (
     used,
 )
 
-LIMIT_S = 60
+LIMIT_S = 600
 LARGE = {"embed": (96, 64), "norm": (48,), "odd": (7, 5, 6), "scalar": (), "large": (256, 300)}
 SMALL = {"embed": (32, 16), "norm": (48,), "odd": (7, 5, 6), "scalar": ()}
 
@@ -115,8 +115,8 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     finally:
         opened.do(opened.close())
         opened.end()
-    assert [child.cmdline() for child in running_children()] == []
-    assert orphans_since(before) == set()
+    assert lasting_children() == []
+    assert lasting_orphans(before) == set()
 
 
 def test_disk_takes_what_memory_does_not_and_says_so(drive: Any, leaves_nothing: None) -> None:

@@ -23,7 +23,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 async def restarted(policy: Any, *, restarts: int) -> None:
-    await policy.wait_until(lambda metrics: metrics.restarts >= restarts and metrics.num_healthy == 2, timeout_s=60)
+    await policy.wait_until(lambda metrics: metrics.restarts >= restarts and metrics.num_healthy == 2, timeout_s=600)
 
 
 def test_a_killed_replica_loses_nothing_and_comes_back_with_the_newest_weights(drive: Any) -> None:

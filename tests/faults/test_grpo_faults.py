@@ -20,7 +20,7 @@ from grpo_runs import NUM_STEPS, app_command, config, figures, kept_buffer, ledg
 from leftovers import is_running
 
 KILLED, INTERRUPTED = -signal.SIGKILL, 130
-LIMIT_S = 120
+LIMIT_S = 600
 AT_ONCE = "checkpointing.asynchronous=false"
 """Checkpoints are complete before the next step begins: steps are so short here that a kill would come before that."""
 
@@ -55,7 +55,7 @@ def run_app(folder: Path, *overrides: str, until: str | None = None, send: int =
             os.kill(program.pid, send)
             until = None
     code = program.wait(LIMIT_S)
-    _, alive = psutil.wait_procs([child for child in children if is_running(child)], timeout=60)
+    _, alive = psutil.wait_procs([child for child in children if is_running(child)], timeout=600)
     assert [child.cmdline() for child in alive] == []
     return code, "".join(told)
 

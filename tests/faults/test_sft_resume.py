@@ -13,7 +13,6 @@ import random
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 import yaml
+from torch.distributed import TCPStore
 
 from checkpoint_ranks import Ranks, ranks_of
 from forge.observe import read_jsonl
@@ -94,19 +94,18 @@ def fine_tune(
     """One rank of `forge run --nproc_per_node N apps/sft/main.py`; output goes to rank0.txt and so on."""
     import torch.distributed as dist
 
-    dist.destroy_process_group()  # the engine makes its own
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"})
+    os.environ.update(
+        {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    )
     home = Path(folder)
-    for old in home.glob("*.pid") if rank == 0 else ():
-        old.unlink()
     output = (home / f"rank{rank}.txt").open("w")
     os.dup2(output.fileno(), 2)
-    dist.init_process_group("gloo", init_method=f"file://{home}/meeting-{port}", rank=rank, world_size=num_ranks)
+    meeting = dist.FileStore(f"{home}/meeting-{port}", num_ranks)
     (home / f"{os.getpid()}.pid").touch()
-    dist.barrier()
-    dist.destroy_process_group()
+    meeting.set(f"rank{rank}", "can be killed")
+    meeting.wait([f"rank{each}" for each in range(num_ranks)])
     sys.stdout = _Output(output, folder=home, kill_at=kill_at, stop_at=stop_at)  # type: ignore[assignment]
     if kill_in_save is not None and rank == 0:
         event, part = kill_in_save
@@ -184,17 +183,18 @@ class Run:
         return ["--config", str(self._settings), f"run.output_dir={self.folder}", "run.name=run", *words]
 
     def start(self, *words: str, num_ranks: int = 1, **kill: Any) -> list[int]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        for old in self.folder.glob("*.pid"):
+            old.unlink()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun holds it, on a free port
         return self._ranks.run(
             fine_tune,
             num_ranks,
             scratch=self.folder,
+            has_group=False,  # the engine makes its own
             folder=self.folder,
             words=self.words(*words),
             num_ranks=num_ranks,
-            port=port,
+            port=store.port,
             **kill,
         )
 
@@ -372,7 +372,7 @@ def test_a_controller_that_is_killed_takes_its_ranks_along_and_goes_on(
     errors.close()
     assert controller.returncode == KILLED, (tmp_path / "errors.txt").read_text()
     assert started
-    _, alive = psutil.wait_procs(started, timeout=60)
+    _, alive = psutil.wait_procs(started, timeout=600)
     assert alive == []
     run.finish("--resume")
     assert run.figures() == whole.figures()

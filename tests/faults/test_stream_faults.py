@@ -37,7 +37,7 @@ def test_a_killed_replica_ends_its_streams_and_only_those(drive, tmp_path):
         going = [call for call, pid in ends.items() if pid != victim]
         await service.open.fanout("gate")
         assert await asyncio.gather(*going) == [1, 1]
-        await service.wait_until(lambda metrics: metrics.num_healthy == 2 and metrics.restarts == 1, timeout_s=60)
+        await service.wait_until(lambda metrics: metrics.num_healthy == 2 and metrics.restarts == 1, timeout_s=600)
         metrics = await service.get_metrics()
         assert metrics.replicas[full_at.index].num_lost == 3
         assert (metrics.num_retried, metrics.replicas[full_at.index].in_flight) == (0, 0)
@@ -56,7 +56,7 @@ async def retries(service, folder):
     survivors = [replica.pids[0] for replica in (await service.get_metrics()).replicas]
     assert [item in survivors async for item in service.die_first.stream(str(folder), num_before=0)] == [True]
     assert (await service.get_metrics()).num_retried == 1
-    await service.wait_until(lambda metrics: metrics.num_healthy == 2 and metrics.restarts == 2, timeout_s=60)
+    await service.wait_until(lambda metrics: metrics.num_healthy == 2 and metrics.restarts == 2, timeout_s=600)
     (folder / "dead").unlink()
     stream = service.die_first.stream(str(folder), num_before=2)
     pid = await anext(stream)

@@ -12,7 +12,7 @@ import pytest
 
 from signals import hear_ctrl_c
 
-LIMIT_S = 300
+LIMIT_S = 600
 
 RANK = """
 import json, os, sys

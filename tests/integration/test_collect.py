@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing", "traces_nothing")
 VALUES = {0: ([1.0, 2.5], [1e6]), 1: ([-3.0, 0.25, 7.0], [4.0, 1e6 + 1])}
 """For each replica, what its two ranks record: different numbers of values, of different size."""
 
-PATIENCE_S = 30.0
+PATIENCE_S = 300.0
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_death_costs_what_was_not_asked_for_and_nothing_else(drive):
         # The first replica had recorded 10; it died unasked, or while it was asked and then it is named.
         assert found.metrics["observed/sum"] == 20.0
         assert set(found.unheard) <= {"policy[0]"}
-        await service.wait_until(lambda metrics: metrics.num_healthy == 2 and metrics.restarts == 1, timeout_s=60)
+        await service.wait_until(lambda metrics: metrics.num_healthy == 2 and metrics.restarts == 1, timeout_s=600)
         assert other in await service.record.fanout([[5.0]])
         assert (await collect(timeout_s=PATIENCE_S)).metrics["observed/sum"] == 10.0, "the new generation is asked"
 
@@ -100,10 +100,10 @@ def test_a_replica_that_hangs_is_named_and_counted_when_it_answers(drive, caplog
         os.kill(pids[0], signal.SIGSTOP)
         try:
             with caplog.at_level(logging.WARNING, "forge.runtime"):
-                found = await collect(timeout_s=2.0)
+                found = await collect(timeout_s=5.0)
             assert found.metrics["observed/sum"] == 2.0
-            assert dict(found.unheard) == {"policy[0]": "did not answer within 2 s"}
-            assert "policy[0] did not report within 2 s" in caplog.text
+            assert dict(found.unheard) == {"policy[0]": "did not answer within 5 s"}
+            assert "policy[0] did not report within 5 s" in caplog.text
             overdue = await asyncio.wait_for(collect(timeout_s=600.0), PATIENCE_S)
             assert set(overdue.unheard) == {"policy[0]"}, "and it is not waited for again"
         finally:

@@ -132,7 +132,7 @@ def found(folder: Path) -> dict[str, Any]:
         "TOKENIZERS_PARALLELISM": "false",
     }
     command = [sys.executable, "-c", PROGRAM, json.dumps([ROWS, str(folder), cases])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -90,7 +90,7 @@ def test_the_programs_run(program: str, tmp_path: Path, leaves_nothing: None) ->
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -108,7 +108,7 @@ def test_the_loop_runs_without_shared_memory(tmp_path: Path, leaves_nothing: Non
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

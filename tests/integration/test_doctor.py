@@ -24,7 +24,7 @@ def doctor(*words: str, first_on_path: Path | None = None) -> subprocess.Complet
         [sys.executable, "-m", "forge.cli", "doctor", *words],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         env=environment,
         check=False,
     )

@@ -198,7 +198,9 @@ def test_weights_that_come_while_it_sleeps_are_proven_when_it_wakes(drive: Drive
             await policy.sleep()
             assert (await policy.stats()).is_asleep
             await publish(1, SECOND, canary=SECOND)
-            assert (await asyncio.wait_for(policy.update_weights(), 20)).canary is None, "an update waits for no waking"
+            assert (await asyncio.wait_for(policy.update_weights(), 600)).canary is None, (
+                "an update waits for no waking"
+            )
             waiting = asyncio.ensure_future(policy.generate(token_ids=prompt(20), sampling={**GREEDY, "max_tokens": 8}))
             await policy.wake()
             ((completion,),) = await asyncio.gather(waiting)

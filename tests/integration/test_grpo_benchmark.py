@@ -58,7 +58,7 @@ def test_a_quick_run_of_an_asynchronous_side(tmp_path: Path, leaves_nothing: Non
         "training.microbatch_tokens=512",
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     assert f"| {AHEAD} | " in done.stdout
     assert "TRL: not measured: pass --with-trl" in done.stdout
@@ -122,7 +122,7 @@ def test_nothing_is_generated_between_windows(modules: dict[str, ModuleType]) ->
         gate.open()
         assert await later == "b"
 
-    asyncio.run(asyncio.wait_for(body(), 30))
+    asyncio.run(asyncio.wait_for(body(), 600))
 
 
 def test_steps_that_hold_a_wait_are_left_out_of_the_split(modules: dict[str, ModuleType], tmp_path: Path) -> None:

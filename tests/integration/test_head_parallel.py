@@ -17,7 +17,7 @@ from forge.losses import chunked_logprobs, chunked_nll
 NUM_RANKS = 2
 SPLITS = ((6, 5), (9, 2), (11, 0))
 VOCAB = 11
-LIMIT_S = 90
+LIMIT_S = 600
 
 Found = dict[str, torch.Tensor]
 

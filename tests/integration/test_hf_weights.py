@@ -35,7 +35,7 @@ from forge.models.weights import load_hf
 from forge.models.weights_out import export_hf
 from parameter_tree import tree
 
-LIMIT_S = 120
+LIMIT_S = 600
 FACTS = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 67}
 MIXTURE = {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 11}
 CONFIGS = {
@@ -234,7 +234,9 @@ def run_failures(folder: Path) -> dict[str, Any]:
 def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting{world}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=LIMIT_S)
+    )
     found: dict[str, Any] = {}
     status = 0
     try:

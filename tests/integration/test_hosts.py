@@ -39,12 +39,12 @@ class Workers:
 
     def run(self, scenario: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(CONTROLLER), scenario, *self.addresses, str(self.processes[0].pid)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
     def stop(self) -> list[int]:
         for process in self.processes:
             process.send_signal(signal.SIGTERM)
-        codes = [process.wait(timeout=30) for process in self.processes]
+        codes = [process.wait(timeout=600) for process in self.processes]
         for process in self.processes:
             assert process.stdout is not None
             process.stdout.close()
@@ -118,7 +118,7 @@ async def main():
         print(error)
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False)
     assert "no worker answers at tcp://127.0.0.1:" in done.stdout, done.stderr
     assert "forge worker --address" in done.stdout
     assert done.returncode == 0, done.stderr

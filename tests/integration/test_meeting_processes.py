@@ -26,7 +26,7 @@ PROGRAM = Path(__file__).parents[1] / "meeters.py"
 
 
 def run_program(*words: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, str(PROGRAM), *words], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(PROGRAM), *words], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
@@ -98,7 +98,7 @@ def test_two_runs_at_once_do_not_meet(leaves_nothing):
     runs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         said = [json.loads(run.stdout.readline()) for run in runs]
-        ended = [json.loads(run.communicate(timeout=120)[0].splitlines()[-1]) for run in runs]
+        ended = [json.loads(run.communicate(timeout=600)[0].splitlines()[-1]) for run in runs]
     finally:
         for run in runs:
             run.kill()

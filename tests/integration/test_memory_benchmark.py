@@ -20,7 +20,7 @@ def run(*words: str, **environment: str) -> str:
         command,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
         env={**kept, "OMP_NUM_THREADS": "1", **environment},
     )

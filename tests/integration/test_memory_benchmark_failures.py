@@ -28,7 +28,7 @@ def run(case: str) -> list[str]:
     """What it says, in a process of its own: whoever waits for all children of a process takes its child from it."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(BENCHMARKS)}
     command = [sys.executable, "-c", PROGRAM, case]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240, check=True)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=600, check=True)
     return done.stdout.splitlines()
 
 

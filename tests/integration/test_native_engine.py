@@ -464,7 +464,7 @@ def test_a_sleeping_engine_says_what_an_update_aborted() -> None:
             await engine.sleep()
             async with engine.changing(1, "abort"):
                 copied(engine, SECOND)
-            aborted = await asyncio.wait_for(last_of(stream), 20)
+            aborted = await asyncio.wait_for(last_of(stream), 600)
             assert (aborted.finish_reason, aborted.versions) == ("abort", (VersionSpan(-1, 0, len(aborted)),))
             await engine.wake()
 
@@ -535,7 +535,7 @@ def test_close_answers_everybody(drive: Callable[..., Any]) -> None:
         await engine.close()
         asked = [update, *map(asyncio.ensure_future, (engine.update(1, "keep"), engine.score([prompt(9)])))]
         asked.append(asyncio.ensure_future(engine.sleep()))
-        ended, _ = await asyncio.wait(asked, timeout=10)
+        ended, _ = await asyncio.wait(asked, timeout=600)
         assert [type(each.exception()) if each in ended else "still waiting" for each in asked] == [EngineDead] * 4
         assert (await last_of(stream)).finish_reason == "abort"
         sleeper = native_engine(models.config(FIRST))

@@ -54,7 +54,7 @@ def test_all_cells_run(tmp_path: Path, leaves_nothing: None) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

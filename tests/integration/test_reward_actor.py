@@ -96,7 +96,7 @@ def test_rewards_run_at_once_and_late_ones_are_given_up(drive: Any, tmp_path: Pa
         os.close(reading)
         assert len(pids) == 2
         gone = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        assert psutil.wait_procs(gone, timeout=60)[1] == []
+        assert psutil.wait_procs(gone, timeout=600)[1] == []
         assert (await rewards.stats.route())["num_killed"] == 1
 
     drive(body())
@@ -114,7 +114,7 @@ def test_a_replica_that_is_killed_is_replaced_and_its_workers_die(drive: Any, tm
         os.kill((await rewards.get_metrics()).replicas[0].pids[0], signal.SIGKILL)
         (score,) = await asked
         assert (score.reward, score.failures) == (1.0, {})
-        assert psutil.wait_procs([worker], timeout=60)[1] == []
+        assert psutil.wait_procs([worker], timeout=600)[1] == []
 
     drive(body())
 

@@ -25,7 +25,7 @@ from forge.types import Completion, Prompt
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 MIB = 1024**2
-SMALL = Limits(wall_s=20, cpu_s=5, memory_bytes=256 * MIB, processes=4, output_bytes=64 * 1024)
+SMALL = Limits(wall_s=200, cpu_s=5, memory_bytes=256 * MIB, processes=4, output_bytes=64 * 1024)
 
 
 @pytest.fixture(scope="module", params=["namespaces", "user namespaces", "bubblewrap"])
@@ -235,7 +235,7 @@ def test_a_program_may_not_run_for_ever(sandbox: Sandbox, processes_before: None
     outcome = sandbox.run(STUBBORN + "while True: time.sleep(60)", limits=short)
     assert (outcome.timed_out, outcome.killed_for) == (True, "time")
     assert outcome.exit_code == -9
-    outcome = sandbox.run("while True: pass", limits=Limits(wall_s=60, cpu_s=1))
+    outcome = sandbox.run("while True: pass", limits=Limits(wall_s=300, cpu_s=1))
     assert (outcome.timed_out, outcome.killed_for) == (False, "cpu"), outcome
     outcome = sandbox.run("while True: print('x' * 1000)", limits=SMALL)
     assert (outcome.killed_for, len(outcome.stdout)) == ("output", 64 * 1024)
@@ -244,7 +244,7 @@ def test_a_program_may_not_run_for_ever(sandbox: Sandbox, processes_before: None
 
 
 def test_nobody_ignores_the_end_of_processor_time() -> None:
-    outcome = open_sandbox("process").run(STUBBORN + "while True: pass", limits=Limits(wall_s=60, cpu_s=1))
+    outcome = open_sandbox("process").run(STUBBORN + "while True: pass", limits=Limits(wall_s=300, cpu_s=1))
     assert (outcome.exit_code, outcome.timed_out, outcome.killed_for) == (-9, False, "cpu"), outcome
 
 
@@ -263,7 +263,7 @@ if os.fork() == 0:
 os.wait()
 os.read(reading, 1)
 """
-    outcome = sandbox.run(program, limits=Limits(wall_s=50))
+    outcome = sandbox.run(program, limits=Limits(wall_s=300))
     assert (outcome.stdout, outcome.exit_code, outcome.killed_for) == ("daemon\n", 0, None)
     outcome = sandbox.run(program + "while True: time.sleep(60)", limits=Limits(wall_s=0.5))
     assert outcome.timed_out
@@ -290,7 +290,7 @@ class TellingRun(Run):
         super()._read(key)
         if self._texts["stdout"].count(b"up") == 2:
             print("up", flush=True)
-TellingRun(json.loads(sys.argv[1]), b"", limits=Limits(wall_s=60)).to_its_end()
+TellingRun(json.loads(sys.argv[1]), b"", limits=Limits(wall_s=300)).to_its_end()
 """
     with subprocess.Popen([sys.executable, "-c", code, json.dumps(plan)], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -298,7 +298,7 @@ TellingRun(json.loads(sys.argv[1]), b"", limits=Limits(wall_s=60)).to_its_end()
         below = psutil.Process(holder.pid).children(recursive=True)
         assert sum(is_program(each) for each in below) == 2
         holder.kill()
-    assert psutil.wait_procs(below, timeout=60)[1] == []
+    assert psutil.wait_procs(below, timeout=600)[1] == []
 
 
 def test_process_is_used_only_by_name_and_still_limits() -> None:

@@ -21,7 +21,7 @@ from forge.generator.openai import exchanges_to_samples, read_exchanges
 from forge.models.locate import resolve
 from forge.models.tokenizer import ChatTokenizer
 
-LIMIT_S = 60
+LIMIT_S = 600
 SERVE = [sys.executable, "-m", "forge.cli", "serve"]
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

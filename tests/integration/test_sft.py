@@ -17,7 +17,7 @@ from forge.cli import main as forge_command
 from forge.observe import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 200
+LIMIT_S = 600
 NUM_STEPS = 20
 APP = ["apps/sft/main.py", "--config", "apps/sft/tiny.yaml"]
 SHORT = [

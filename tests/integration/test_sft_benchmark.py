@@ -17,7 +17,7 @@ BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "sft.py"
 def run(*args: str) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
     command = [sys.executable, str(BENCHMARK), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -38,14 +38,14 @@ class Workers:
     def run(self, scenario: str) -> dict[str, Any]:
         pids = [str(process.pid) for process in self.processes]
         command = [sys.executable, str(CONTROLLER), scenario, *self.addresses, *pids]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
     def stop(self) -> None:
         for process in self.processes:
             process.send_signal(signal.SIGTERM)
-            process.wait(timeout=30)
+            process.wait(timeout=600)
             assert process.stdout is not None
             process.stdout.close()
 

@@ -13,13 +13,29 @@ import torch
 import forge.store as ts
 
 
+class Noticed(logging.Handler):
+    """Sets an event of the running loop when something is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.event, self._loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._loop.call_soon_threadsafe(self.event.set)
+
+
 def test_a_publication_that_nobody_keeps_logs_its_error(
     drive: Callable[[Any], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
+        noticed = Noticed()
+        logging.getLogger("forge.store").addHandler(noticed)
         weights = ts.Weights("policy", rank=0, world_size=2)
         weights.publish({"w": torch.ones(4)}, version=1, timeout_s=0.3)  # nobody keeps it, and no other rank comes
-        await asyncio.sleep(1)
+        try:
+            await noticed.event.wait()
+        finally:
+            logging.getLogger("forge.store").removeHandler(noticed)
 
     with caplog.at_level(logging.ERROR, "forge.store"):
         drive(body())

@@ -38,7 +38,7 @@ async def main():
     await ts.put("value", torch.ones(4))
     waiting = [asyncio.create_task(ts.put(f"value/{number}", shard)) for number in range(100)]
     await asyncio.sleep(0.5)
-    assert (await asyncio.wait_for(ts.get("value"), 10)).tolist() == [1.0] * 4
+    assert (await asyncio.wait_for(ts.get("value"), 600)).tolist() == [1.0] * 4
 
 asyncio.run(main())
 """
@@ -57,5 +57,5 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("body", [CANCELLED, MANY, ENDING], ids=["cancelled", "many", "ending"])
 def test_waiting_for_a_rank_that_never_comes(body: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", HEAD + body], capture_output=True, text=True, timeout=25)
+    ended = subprocess.run([sys.executable, "-c", HEAD + body], capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr

@@ -56,7 +56,7 @@ GOALS = ["publish, warm", "zero-copy fetch, verify=cheap", "torn reads of 100", 
 def run(file: str, *args: str) -> str:
     command = [sys.executable, str(BENCHMARKS / file), *args]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FORGE_")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -28,7 +28,7 @@ except SystemExit as ended:
 def modules_after(work: str) -> list[str]:
     """The modules that `work` loads on top of a bare interpreter."""
     ran = subprocess.run(
-        [sys.executable, "-c", REPORT.format(work=work)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", REPORT.format(work=work)], capture_output=True, text=True, timeout=600, check=False
     )
     assert ran.returncode == 0, ran.stderr
     last = ran.stdout.splitlines()[-1]

@@ -102,7 +102,7 @@ class Machine:
             cwd=self.home,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import forge
 
-LIMIT_S = 240
+LIMIT_S = 600
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 

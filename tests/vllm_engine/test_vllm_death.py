@@ -31,7 +31,7 @@ async def kill(engine: Any, pid: int) -> None:
     await anext(stream)
     waiting = [asyncio.ensure_future(engine.generate(request(max_tokens=400))) for _ in range(3)]
     os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(600):
         await engine.died.wait()
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(outcome, EngineDead), outcome

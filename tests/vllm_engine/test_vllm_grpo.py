@@ -13,7 +13,7 @@ from grpo_runs import app_command, config, episodes, figures, ledger
 def test_the_loop_runs_on_vllm_and_its_weights_are_the_trainers(tmp_path: Path) -> None:
     overrides = ("generator.engine=vllm", "training.max_steps=3", "rollout.group_size=4")
     done = subprocess.run(
-        app_command(tmp_path / "vllm", *overrides), capture_output=True, text=True, timeout=300, check=False
+        app_command(tmp_path / "vllm", *overrides), capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     chosen = config(tmp_path / "vllm", *overrides)

@@ -94,7 +94,7 @@ def run(folder: Path, code: str, *words: str) -> subprocess.CompletedProcess[str
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

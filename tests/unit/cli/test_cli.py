@@ -68,7 +68,7 @@ def test_what_is_no_command_line_ends_with_two(words: list[str], capsys: pytest.
 
 def test_the_module_is_the_command() -> None:
     asked = subprocess.run(
-        [sys.executable, "-m", "forge.cli", "--version"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "forge.cli", "--version"], capture_output=True, text=True, timeout=600, check=False
     )
     assert (asked.returncode, asked.stdout) == (0, f"forge {__version__}\n")
 
@@ -127,7 +127,7 @@ def test_the_scripts_end_is_the_commands(ending: str, code: int, text: str, caps
 def test_the_scripts_exception_is_shown_with_its_traceback() -> None:
     script = write("fail.py", "def inner():\n    raise KeyError('mine')\ninner()")
     ended = subprocess.run(
-        [sys.executable, "-m", "forge.cli", "run", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "forge.cli", "run", script], capture_output=True, text=True, timeout=600, check=False
     )
     assert ended.returncode == 1
     assert "in inner" in ended.stderr

@@ -262,7 +262,7 @@ def test_reading_ahead_is_bounded_and_close_ends_the_thread(tmp_path: Path) -> N
     loader = open_gate(write_texts(tmp_path / "a.jsonl", 50), gate, read_ahead=2)
     next(loader)
     for _ in range(4):  # the one given, two that are ready, one in the making
-        assert gate.reached.acquire(timeout=60)
+        assert gate.reached.acquire(timeout=600)
     assert not gate.reached.acquire(timeout=0.2)
     assert len(loader_threads()) == 1
     state = loader.state_dict()

@@ -17,7 +17,7 @@ from forge.generator.openai import OpenAIServer, serve_openai
 from forge.models.tokenizer import ChatTokenizer
 from forge.types import Completion, Delta, VersionSpan
 
-LIMIT_S = 30
+LIMIT_S = 600
 
 
 @contextmanager

@@ -207,7 +207,7 @@ class Terminal:
 
     def end(self) -> int:
         os.close(self.gate)
-        code = self.process.wait(timeout=60)
+        code = self.process.wait(timeout=600)
         os.close(self.master)
         return code
 

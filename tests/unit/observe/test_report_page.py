@@ -207,7 +207,7 @@ def test_the_command_opens_the_page_and_loads_no_torch(tmp_path: Path) -> None:
     )
     ran = subprocess.run(
         [sys.executable, "-c", program, tmp_path],
-        capture_output=True, text=True, timeout=60, check=True, env={**os.environ, "BROWSER": f"{browser} %s"},
+        capture_output=True, text=True, timeout=600, check=True, env={**os.environ, "BROWSER": f"{browser} %s"},
     )  # fmt: skip
     assert ran.stdout.splitlines()[-1] == "False 0"
     assert (tmp_path / "opened").read_text().strip() == (tmp_path / "report.html").as_uri()
@@ -217,7 +217,7 @@ def test_without_a_browser_the_page_is_made_all_the_same(tmp_path: Path) -> None
     write_metrics(tmp_path, 2)
     command = [sys.executable, "-m", "forge.cli", "report", tmp_path, "--open"]
     environment = {**os.environ, "BROWSER": "/nothing/here %s", "PATH": str(tmp_path)}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, env=environment)
     assert "No browser could be started here" in ran.stdout
     assert (tmp_path / "report.html").is_file()
 

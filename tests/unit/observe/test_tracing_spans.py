@@ -189,7 +189,7 @@ def test_spans_come_in_the_order_in_which_they_began() -> None:
 def test_the_environment_switches_it_on_and_names_the_process(environment: dict[str, str], said: str) -> None:
     program = "from forge.observe.tracing import *; print(int(is_tracing()), this_process().name)"
     ran = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=600
     )
     assert (ran.returncode, ran.stdout.strip()) == (0, said), ran.stderr
 

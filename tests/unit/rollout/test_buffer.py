@@ -21,7 +21,7 @@ EQUAL = (1.0, 1.0)
 
 
 def run(body: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(body, 20))
+    return asyncio.run(asyncio.wait_for(body, 600))
 
 
 def buffer_of(*, num_groups: int | None = None, **keys: Any) -> ReplayBuffer:

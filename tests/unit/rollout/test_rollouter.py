@@ -18,7 +18,7 @@ from forge.types import Batch, Completion, Prompt, Score, VersionSpan
 
 
 def run(body: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(body, 20))
+    return asyncio.run(asyncio.wait_for(body, 600))
 
 
 class Numbered:

@@ -14,7 +14,7 @@ import pytest
 
 from forge.runtime.control import ControlLoop, control
 
-LIMIT_S = 30
+LIMIT_S = 600
 tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="nobody")
 
 
@@ -190,8 +190,8 @@ assert asyncio.run(ask()) == os.getpid()
 child = os.fork()
 if child == 0:
     assert control() is not mine
-    assert asyncio.run(asyncio.wait_for(ask(), 30)) == os.getpid()
+    assert asyncio.run(asyncio.wait_for(ask(), 600)) == os.getpid()
     os._exit(7)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 7
+    assert subprocess.run([sys.executable, "-c", program], timeout=600, check=False).returncode == 7

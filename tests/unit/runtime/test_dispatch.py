@@ -20,7 +20,7 @@ from forge.runtime.endpoints import endpoint, specs_of
 from forge.runtime.travelling import portable
 from forge.runtime.wire import decode, encode
 
-LIMIT_S = 30
+LIMIT_S = 600
 tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="nobody")
 
 

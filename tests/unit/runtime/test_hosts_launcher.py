@@ -91,7 +91,7 @@ from forge.runtime.launchers.attach import open_transport
 open_transport(["tcp://127.0.0.1:1"], bind="127.0.0.1")
 open_transport(["tcp://127.0.0.1:2"], bind="127.0.0.2")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert "already uses Monarch over another channel" in done.stderr
     assert done.returncode == 1
 

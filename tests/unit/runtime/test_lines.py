@@ -124,7 +124,7 @@ def test_what_answers_and_is_no_line_is_recognised(listener):
     def serve() -> None:
         with listener.accept()[0] as sock:
             sock.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 10)
-            done.wait(60)
+            done.wait(600)
 
     done = threading.Event()
     thread = threading.Thread(target=serve)
@@ -234,7 +234,7 @@ def test_another_user_is_refused_though_it_knows_the_secret(admit):
             "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX)\n"
             "s.connect('\\0' + sys.argv[1].removeprefix('unix:@')); s.recv(1)"
         )
-        subprocess.run([sys.executable, "-c", program, lines.address_of(listener)], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", program, lines.address_of(listener)], check=True, timeout=600)
         with pytest.raises(LineError, match="of user 65534 is no part of this run"):
             admitted.result(60)
 
@@ -251,7 +251,7 @@ def certificates(tmp_path, monkeypatch) -> Path:
 def make_certificates(folder: Path) -> None:
     blocks = re.findall(r"```bash\n# recipe: \w+\n(.*?)```", GUIDE.read_text(), re.S)
     script = "\n".join(["set -euo pipefail", *blocks, "certificate host DNS:elsewhere"])
-    subprocess.run(["bash", "-c", script], cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(["bash", "-c", script], cwd=folder, check=True, capture_output=True, timeout=600)
 
 
 @pytest.fixture(params=ADDRESSES[1:])

@@ -68,7 +68,7 @@ def test_a_real_worker_is_started_by_the_job_and_used(tmp_path: Path) -> None:
     with output.open("w") as file:  # a file: ranks inherit it and could keep a pipe open
         program = start_program(programs, tmp_path, port, stdout=file, stderr=file)
     try:
-        code = program.wait(timeout=120)
+        code = program.wait(timeout=600)
         log = (programs.folder / "job.log").read_text()
         assert code == 0, output.read_text() + log
         job = int((programs.folder / "job.pid").read_text())

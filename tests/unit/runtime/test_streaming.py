@@ -19,7 +19,7 @@ from forge.runtime.streams import WINDOW, End, Expired, Inflow, ItemsTo, Room
 from forge.runtime.travelling import portable
 from forge.runtime.wire import decode, encode
 
-LIMIT_S = 30
+LIMIT_S = 600
 ITEM, PROBE = streams._ITEM, streams._PROBE
 
 

@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("tls")
     calls = [f"certificate {name} DNS:localhost,IP:127.0.0.1" for name in ("worker", "controller")]
     script = "\n".join(["set -e", recipe("ca"), recipe("certificate"), *calls])
-    done = subprocess.run(["bash", "-c", script], cwd=made, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], cwd=made, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "worker.crt: OK" in done.stdout
     assert (made / "worker.key").stat().st_mode & 0o077 == 0
@@ -86,7 +86,7 @@ def worker(folder: Path, address: str) -> Iterator[int]:
         yield int(process.stdout.readline().split("(process ")[1].rstrip(")\n"))
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=600)
 
 
 def test_a_run_over_mutual_tls_and_a_refusal(folder: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_run_over_mutual_tls_and_a_refusal(folder: Path) -> None:
         with output.open("w") as file:
             done = subprocess.run(
                 [sys.executable, "-c", PROGRAM, *addresses],
-                stdout=file, stderr=file, env=environment(folder, "controller"), timeout=120,
+                stdout=file, stderr=file, env=environment(folder, "controller"), timeout=600,
             )  # fmt: skip
         said = output.read_text()
         assert done.returncode == 0, said

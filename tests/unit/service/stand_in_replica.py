@@ -10,7 +10,7 @@ from forge.service.records import Health, Request
 from forge.service.routing import round_robin
 from forge.service.table import Entry, RoutingTable, Target
 
-LIMIT_S = 20
+LIMIT_S = 600
 
 
 class Verb:

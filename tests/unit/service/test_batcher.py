@@ -15,7 +15,7 @@ from forge.service import Outcome
 from forge.service.batching import Batcher
 from forge.service.calls import CallOptions, ServiceEndpoint
 
-LIMIT_S = 20
+LIMIT_S = 600
 NEVER_S = 3600.0
 """A batch that waits so long is sent because it is full, or not at all."""
 

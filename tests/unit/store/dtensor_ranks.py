@@ -22,7 +22,7 @@ from forge.store.boxes import Held
 from forge.store.layout import dtype_of, held, local
 
 WORLD = 4
-LIMIT_S = 60
+LIMIT_S = 600
 PlacementCode = tuple[str, int, int]
 """("R", 0, 0), ("S", dim, 0) or ("SS", dim, split factor)."""
 MeshRanks = tuple[Any, ...]
@@ -108,7 +108,7 @@ class Ranks:
             process.stdin.close()
         for process in self._processes:
             try:
-                process.wait(timeout=20)
+                process.wait(timeout=600)
             finally:
                 process.kill()
                 process.wait()

@@ -25,7 +25,7 @@ def alone(body: Body) -> Any:
 
     async def inside() -> Any:
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(600):
                 return await body()
         finally:
             await forge.shutdown()

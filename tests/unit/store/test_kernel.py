@@ -233,7 +233,7 @@ if child == 0:
     os._exit(0 if run() == before else 3)
 assert os.waitpid(child, 0)[1] == 0
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=100)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=600)
 
 
 @pytest.mark.parametrize(

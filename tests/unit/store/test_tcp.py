@@ -30,7 +30,7 @@ from forge.store.transports.base import batches
 from forge.store.transports.tcp import DataClient, DataServer
 
 SECRET = b"0123456789abcdef0123456789abcdef"
-LIMIT_S = 60
+LIMIT_S = 600
 PATTERN = random.Random(7).randbytes(3 << 20)
 
 PROGRAM = """
@@ -506,7 +506,7 @@ def test_bytes_travel_encrypted_where_certificates_are_set(monkeypatch: pytest.M
     made = subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
          "-subj", "/CN=store", "-keyout", "key.pem", "-out", "cert.pem"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr
     for part, file in {"CERT": "cert.pem", "KEY": "key.pem", "CA": "cert.pem"}.items():

@@ -42,7 +42,7 @@ def alone(body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     async def inside() -> Any:
         torch.set_num_threads(1)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(600):
                 return await body()
         finally:
             await forge.shutdown()

@@ -50,7 +50,7 @@ def test_tensors_and_objects_changed_after_save_returned_do_not_change_the_check
             return self
 
         def __reduce__(self) -> Any:
-            assert may_write.wait(60)
+            assert may_write.wait(600)
             return (int, (7,))
 
     view = torch.arange(10.0)

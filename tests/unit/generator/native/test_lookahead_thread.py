@@ -33,7 +33,7 @@ async def serving() -> AsyncIterator[NativeEngine]:
 
 def run_engine(body: Coroutine[Any, Any, Any]) -> Any:
     async def limited() -> Any:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             return await body
 
     torch.set_num_threads(1)
