@@ -44,8 +44,8 @@ alone := tests/vllm_engine tests/gpu $(addprefix tests/contract/test_,generators
 # what it takes on two busy cores.
 test: env-test ## Run every test
 	@first=0; rest=0; \
-	$(py) scripts/run_tests.py --limit-s 7200 -n 2 --durations 15 tests $(addprefix --ignore=,$(alone)) $(ARGS) || first=$$?; \
-	$(py) scripts/run_tests.py --limit-s 7200 -n 1 --durations 20 $(alone) $(ARGS) || rest=$$?; \
+	$(py) scripts/run_tests.py --limit-s 2700 -n 2 --durations 15 tests $(addprefix --ignore=,$(alone)) $(ARGS) || first=$$?; \
+	$(py) scripts/run_tests.py --limit-s 1800 -n 1 --durations 20 $(alone) $(ARGS) || rest=$$?; \
 	if [[ $$first == [05] ]]; then exit $${rest/#5/$$first}; else exit $$first; fi
 
 coverage: env-test ## Run every test once more slowly, with a coverage report

@@ -17,7 +17,7 @@ from grpo_runs import app_command, config, kept_buffer, ledger
 from leftovers import is_running
 from signals import hear_ctrl_c
 
-LIMIT_S = 120
+LIMIT_S = 600
 SAVE_NEVER = ("checkpointing.save_interval=null", "checkpointing.save_interval_s=null", "training.max_steps=1000")
 
 
@@ -46,7 +46,7 @@ def run_until(command: list[str], text: str, act: Callable[[subprocess.Popen[str
 
 
 def all_gone(children: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs([child for child in children if is_running(child)], timeout=60)
+    _, alive = psutil.wait_procs([child for child in children if is_running(child)], timeout=600)
     assert [child.cmdline() for child in alive] == []
 
 

@@ -24,7 +24,7 @@ open(sys.argv[-1] + os.environ["RANK"], "w").write(line)
 def run(command: list[str], **variables: str) -> str:
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, **variables}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -15,7 +15,7 @@ import pytest
 from forge.loops.grpo import GRPOResult
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 100
+LIMIT_S = 600
 
 
 def summary(**changes: Any) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from forge.cli import main, make_parser
 
 FORGE = [sys.executable, "-m", "forge.cli"]
-LIMIT_S = 100
+LIMIT_S = 600
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from forge.generator.actor import Generator
 from forge.generator.long_texts import LongTexts, is_long
 from forge.models.long_text import LONG_TEXT
 
-LIMIT_S = 60
+LIMIT_S = 600
 
 
 class HeldReader:

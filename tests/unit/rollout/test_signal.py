@@ -33,7 +33,7 @@ def taken_of(preset: str, rule: str, rewards: list[tuple[float, ...]]) -> tuple[
             buffer.put(make_group(number, each))
         return await buffer.take()
 
-    taken = asyncio.run(asyncio.wait_for(body(), 20))
+    taken = asyncio.run(asyncio.wait_for(body(), 600))
     return ([], len(rewards)) if taken is None else ([group.number for group in taken.groups], taken.num_no_signal)
 
 
@@ -165,7 +165,7 @@ def test_only_dynamic_sampling_leaves_out_what_length_terms_alone_tell_apart(rul
         buffer.put(make_group(1))
         return await buffer.take()
 
-    taken = asyncio.run(asyncio.wait_for(body(), 20))
+    taken = asyncio.run(asyncio.wait_for(body(), 600))
     assert taken is not None
     assert [group.number for group in taken.groups] == ([0, 1] if is_learned_from else [1])
     assert taken.num_no_signal == (not is_learned_from)
