@@ -83,6 +83,7 @@ class Hub:
         timeout_s: float = 30.0,
     ) -> None:
         self.endpoint = _read_endpoint()
+        _check_client()
         self.timeout_s = timeout_s
         self._sleep, self._note = sleep, note
         token, self._token_source = _read_token(token_env)
@@ -280,6 +281,20 @@ def _read_endpoint() -> str:
             repair="unset HF_ENDPOINT, or set it to an address such as https://huggingface.co",
         )
     return endpoint.rstrip("/")
+
+
+def _check_client() -> None:
+    """Make the HTTP client, which reads proxies and certificates from the environment."""
+    try:
+        get_session()
+    except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
+        raise DownloadError(
+            "The environment's proxies or certificates cannot be used.",
+            path="HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE, SSL_CERT_DIR",
+            value=str(error),
+            rule="a proxy is http://, https://, or socks5:// if socksio is installed; certificates are a readable file",
+            repair="correct the variable, or unset it",
+        ) from error
 
 
 def _read_token(name: str | None) -> tuple[str | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 import shutil
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import close_session
 
 from hub_stand_in import Fault, HubStandIn, Repo, fetched, run_download, standing_in
 
 REPO = "org/tiny-1.5"
+HAS_SOCKS = importlib.util.find_spec("socksio") is not None
 SECRET = "hf_secretsecretsecret"
 BIG = "model.safetensors"
 FILES = {"config.json": b'{"hidden_size": 8}', BIG: bytes(range(256)) * 300, "original/consolidated.bin": b"o" * 1000}
@@ -177,6 +180,22 @@ class TestInput:
     def test_malformed_endpoint(self, hub: HubStandIn, out: Path, capsys: Any, monkeypatch: Any, value: str) -> None:
         monkeypatch.setenv("HF_ENDPOINT", value)
         refused(capsys, download(out), "address is malformed", "HF_ENDPOINT")
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("SSL_CERT_FILE", "/nowhere/ca.pem"),
+            ("HTTPS_PROXY", "odd://a b"),
+            pytest.param("ALL_PROXY", "socks5://127.0.0.1:1", marks=pytest.mark.skipif(HAS_SOCKS, reason="socksio")),
+        ],
+    )
+    def test_unusable_proxy_or_certificates(
+        self, hub: HubStandIn, out: Path, capsys: Any, monkeypatch: Any, name: str, value: str
+    ) -> None:
+        monkeypatch.setenv(name, value)
+        close_session()
+        refused(capsys, download(out), name)
+        assert hub.requests == []
 
     def test_offline(self, hub: HubStandIn, out: Path) -> None:
         argv = [sys.executable, "-m", "forge.cli", "download", REPO, "--output-dir", str(out)]
