@@ -21,8 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.request import getproxies
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 
 from forge.cli import download as command
 
@@ -41,9 +44,8 @@ class Seen:
 class Fault:
     """What happens to one request for a file (or to one listing) instead of the plain answer.
 
-    `waits_for` holds the answer back until another one has got so far. `status` answers with it and `headers`.
-    `cut_after` sends so many bytes and closes. `block_after` sends so many bytes, sets `reached`, and waits for `go`.
-    `body` replaces the bytes, and their length.
+    `status` answers with it and `headers`. `cut_after` sends so many bytes and closes. `block_after` sends so many
+    bytes, sets `reached`, and waits for `go`. `body` replaces the bytes, and their length. `waits_for` comes first.
     """
 
     status: int | None = None
@@ -92,7 +94,6 @@ class HubStandIn:
         self.requests: list[Seen] = []
         self.faults: dict[str, list[Fault]] = {}
         self.listing_body: bytes | None = None
-        self.moved: dict[str, str] = {}
         self._used: list[Fault] = []
         self._lock = threading.Lock()
         self._scheme = "http" if certificate is None else "https"
@@ -161,9 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
         stand_in = self.server.stand_in
         stand_in.requests.append(Seen(self.server.name, path, self.headers["Range"], self.headers["Authorization"]))
         try:
-            if path in stand_in.moved:
-                self._answer(307, {"Location": stand_in.moved[path]})
-            elif path.startswith("/api/"):
+            if path.startswith("/api/"):
                 self._list(url.path, parse_qs(url.query))
             else:
                 self._resolve(path)
@@ -251,13 +250,23 @@ class _Handler(BaseHTTPRequestHandler):
 def standing_in(repos: dict[str, Repo], *, home: Path, certificate: Path | None = None) -> Iterator[HubStandIn]:
     """A stand-in that serves `repos`, and an environment that leads to it and to no token of the machine."""
     with pytest.MonkeyPatch.context() as patch, HubStandIn(certificate=certificate) as stand_in:
-        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE"):
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "HF_OIDC_RESOURCE"):
             patch.delenv(name, raising=False)
-        patch.setenv("HF_HOME", str(home))
+        # huggingface_hub reads these once, on import.
+        patch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
+        patch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setenv("NO_PROXY", "127.0.0.1")
+        patch.setenv("HF_HOME", str(home))
         patch.setenv("HF_ENDPOINT", stand_in.endpoint)
         stand_in.repos = repos
+        # The client of huggingface_hub outlives a test; certificates and proxies are read when it is made.
+        has_own_client = certificate is not None or bool(getproxies())
+        if has_own_client:
+            close_session()
         yield stand_in
+        if has_own_client:
+            close_session()
 
 
 def run_download(repo: str, out: Path, *options: str, slept: list[float] | None = None) -> int:

@@ -77,23 +77,17 @@ def run(
 
 
 def _download(args: argparse.Namespace, *, sleep: Callable[[float], None], progress: Progress) -> str:
-    from forge.models import hub, hub_files, hub_http, hub_listing
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when huggingface_hub is imported
+    from forge.models.hub import download, plan_download
+    from forge.models.hub_files import Folder
+    from forge.models.hub_requests import Hub, Source, select
 
     _check_workers(args.max_workers)
-    source = hub_listing.Source(
-        args.repo, args.repo_type, args.revision, tuple(args.allow_patterns), tuple(args.ignore_patterns)
-    )
-    client = hub_http.HubClient(
-        hub_http.read_endpoint(os.environ),
-        token=hub_http.read_token(os.environ, name=args.token_env),
-        retry=hub_http.Retry(sleep=sleep),
-        note=progress.note,
-    )
-    folder = hub_files.Folder(args.output_dir)
-    listed = hub_listing.list_files(client, source=source)
-    plan = hub.plan_download(
-        hub_listing.select(listed, note=progress.note), folder=folder, max_workers=args.max_workers
-    )
+    source = Source(args.repo, args.repo_type, args.revision, tuple(args.allow_patterns), tuple(args.ignore_patterns))
+    hub = Hub(token_env=args.token_env, sleep=sleep, note=progress.note)
+    folder = Folder(args.output_dir)
+    chosen = select(hub.list_files(source), note=progress.note)
+    plan = plan_download(chosen, folder=folder, max_workers=args.max_workers)
     if args.dry_run:
         _print_plan(plan)
         folder.check_space(plan.num_bytes_to_fetch)
@@ -101,10 +95,10 @@ def _download(args: argparse.Namespace, *, sleep: Callable[[float], None], progr
             f"dry run: {len(plan.missing)} of {len(plan.snapshot.files)} files to fetch into {args.output_dir}, "
             f"{_bytes(plan.num_bytes_to_fetch)}; revision {source.revision} = {plan.snapshot.commit}"
         )
-    report = hub.download(plan, folder=folder, client=client, progress=progress, max_workers=args.max_workers)
+    record = download(plan, folder=folder, hub=hub, progress=progress, max_workers=args.max_workers)
     return (
-        f"{source.repo} is in {report.output_dir}: {report.num_files} files, {_bytes(report.num_bytes)}, "
-        f"{report.num_files_present} already there; revision {source.revision} = {report.commit}"
+        f"{source.repo} is in {args.output_dir}: {record['num_files']} files, {_bytes(record['num_bytes'])}, "
+        f"{record['num_files_present']} already there; revision {source.revision} = {record['commit']}"
     )
 
 

@@ -12,13 +12,14 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 from forge.errors import DownloadError
 
@@ -41,35 +42,24 @@ class RemoteFile:
     digest: str
 
 
-class FileEntry(TypedDict):
-    """A verified file in the record; while size and time stay the same, so does the digest."""
-
-    size: int
-    digest: str
-    mtime_ns: int
-
-
 class Folder:
     """The output directory. Nothing is created before `prepare`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        try:
-            is_other = root.exists() and not root.is_dir()
-        except OSError as error:
-            raise self._unusable(error) from error
-        if is_other:
-            raise DownloadError(
-                "The output directory is a file.",
-                path="--output-dir",
-                value=str(root),
-                rule="a directory, or a path where one can be made",
-                repair="choose another --output-dir, or move the file away",
-            )
+        with self._accessing():
+            if root.exists() and not root.is_dir():
+                raise DownloadError(
+                    "The output directory is a file.",
+                    path="--output-dir",
+                    value=str(root),
+                    rule="a directory, or a path where one can be made",
+                    repair="choose another --output-dir, or move the file away",
+                )
         self.record: dict[str, Any] = self._read_record()
 
     def target(self, name: str) -> Path:
-        """Where the file `name` goes. Refuses a name that would leave the directory or touch our own files."""
+        """Return where the file `name` goes. Refuse a name that would leave the directory or touch our own files."""
         parts = name.split("/")
         is_plain = name.isprintable() and "\\" not in name and not any(part in {"", ".", ".."} for part in parts)
         path = self.root / name
@@ -91,7 +81,7 @@ class Folder:
         return self.root / PARTIALS / f"{_key(file.path)}.{_key(file.digest)}.partial"
 
     def partial_size(self, file: RemoteFile) -> int:
-        """The bytes that need not be fetched again."""
+        """Return the number of bytes that need not be fetched again."""
         try:
             size = self.partial(file).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
@@ -99,31 +89,27 @@ class Folder:
         return size if file.size is None or size <= file.size else 0
 
     def holds(self, file: RemoteFile) -> bool:
-        """Whether the right content is there: by the record if the file was not touched since, else by its digest."""
+        """Return whether the right content is there: by the record if untouched since, else by its digest."""
         path = self.target(file.path)
-        try:
-            stat = path.stat()
+        with self._accessing(file.path):
+            try:
+                stat = path.stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return False
             if not path.is_file() or (file.size is not None and stat.st_size != file.size):
                 return False
-            known = self.record.get("files", {}).get(file.path)
-            if known == {"size": stat.st_size, "digest": file.digest, "mtime_ns": stat.st_mtime_ns}:
+            if self.record.get("files", {}).get(file.path) == self.entry(file):
                 return True
             return compute_digest(path, like=file.digest) == file.digest
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except OSError as error:
-            raise self._unusable(error, name=file.path) from error
 
     def free_bytes(self) -> int:
-        """Free space on the file system that holds the directory, or will."""
+        """Return the free space on the file system that holds the directory, or will."""
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         return shutil.disk_usage(existing).free
 
     def prepare(self) -> None:
-        try:
+        with self._accessing():
             (self.root / PARTIALS).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._unusable(error) from error
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -149,11 +135,28 @@ class Folder:
             os.close(descriptor)
 
     def drop_stale_partials(self, file: RemoteFile) -> None:
-        """Remove what was begun for other contents of the same path."""
+        """Remove what was fetched of other contents of the same path."""
         keep = self.partial(file)
         for path in keep.parent.glob(f"{_key(file.path)}.*.partial"):
             if path != keep:
                 path.unlink()
+
+    def open_partial(self, file: RemoteFile) -> io.FileIO:
+        """Open the partial at its end; one that is longer than the file is emptied first."""
+        offset = self.partial_size(file)
+        with self._accessing(file.path):
+            out = io.FileIO(self.partial(file), "ab")
+            if out.tell() > offset:
+                out.truncate(offset)
+                out.seek(offset)
+        return out
+
+    def append(self, out: io.FileIO, chunk: bytes, file: RemoteFile) -> None:
+        """Write all of `chunk`; on a full disk the partial keeps what fitted."""
+        rest = memoryview(chunk)
+        with self._accessing(file.path, num_bytes_missing=(file.size or 0) - out.tell()):
+            while rest:
+                rest = rest[out.write(rest) :]
 
     def publish(self, file: RemoteFile) -> None:
         """Verify the partial, flush it, and give it its final name. A wrong one is removed and never appears."""
@@ -162,25 +165,18 @@ class Folder:
         found = compute_digest(partial, like=file.digest)
         if (file.size is not None and size != file.size) or (found is not None and found != file.digest):
             partial.unlink()
-            raise corrupt(file, f"{size} bytes, {found or 'no digest'}")
-        try:
-            _flush(partial)
+            raise DownloadError(
+                "A file did not arrive as the hub describes it; it was thrown away.",
+                path=file.path,
+                value=f"{size} bytes, {found or 'no digest'}",
+                rule=f"{'any number of' if file.size is None else file.size} bytes, {file.digest}",
+                repair="run the command again; if it fails again, the copy on the hub or on a proxy is damaged",
+            )
+        with self._accessing(file.path):
+            with partial.open("rb") as content:
+                os.fsync(content.fileno())
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial, target)
-        except OSError as error:
-            raise self.write_failed(file, error, num_bytes_left=0) from error
-
-    def write_failed(self, file: RemoteFile, error: OSError, *, num_bytes_left: int) -> DownloadError:
-        """What to tell when the file system refused `file`; the partial stays."""
-        if error.errno not in _NO_ROOM:
-            return self._unusable(error, name=file.path)
-        return DownloadError(
-            "No space is left for the download; what was fetched is kept.",
-            path=str(self.root / file.path),
-            value=f"{error.strerror}; {self.free_bytes()} bytes free",
-            rule=f"{num_bytes_left} more bytes are needed",
-            repair="make room, then run the same command again: it continues where this one stopped",
-        )
 
     def check_space(self, num_bytes: int) -> None:
         free = self.free_bytes()
@@ -193,24 +189,20 @@ class Folder:
                 repair="make room, choose another --output-dir, or leave files out with --ignore-patterns",
             )
 
-    def entry(self, file: RemoteFile) -> FileEntry:
-        """What the record says about a verified file."""
-        try:
+    def entry(self, file: RemoteFile) -> dict[str, Any]:
+        """Return what the record says about a verified file; while size and time stay the same, so does the digest."""
+        with self._accessing(file.path):
             stat = self.target(file.path).stat()
-        except OSError as error:
-            raise self._unusable(error, name=file.path) from error
         return {"size": stat.st_size, "digest": file.digest, "mtime_ns": stat.st_mtime_ns}
 
     def write_record(self, record: Mapping[str, object]) -> None:
-        """Replace the record in one step, and remove the directory of partials if none is left."""
+        """Replace the record atomically, and remove the directory of partials if none is left."""
         draft = self.root / PARTIALS / "record"
-        try:
+        with self._accessing(RECORD):
             draft.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
             os.replace(draft, self.root / RECORD)
             if not any(draft.parent.iterdir()):
                 draft.parent.rmdir()
-        except OSError as error:
-            raise self._unusable(error, name=RECORD) from error
 
     def _read_record(self) -> dict[str, Any]:
         try:
@@ -219,28 +211,31 @@ class Folder:
             return {}
         return record if isinstance(record, dict) and isinstance(record.get("files"), dict) else {}
 
-    def _unusable(self, error: OSError, *, name: str = "") -> DownloadError:
-        return DownloadError(
-            "The output directory cannot be read or written.",
-            path=str(self.root / name),
-            value=error.strerror or str(error),
-            rule="its files must be readable and writable, and no directory may stand where a file goes",
-            repair="choose another --output-dir, or repair its permissions",
-        )
-
-
-def corrupt(file: RemoteFile, found: str) -> DownloadError:
-    return DownloadError(
-        "A file did not arrive as the hub describes it; it was thrown away.",
-        path=file.path,
-        value=found,
-        rule=f"{'any number of' if file.size is None else file.size} bytes, {file.digest}",
-        repair="run the same command again; if it fails again, the copy on the hub or the proxy between is damaged",
-    )
+    @contextlib.contextmanager
+    def _accessing(self, name: str = "", *, num_bytes_missing: int = 0) -> Iterator[None]:
+        """Turn what the file system refuses inside into a `DownloadError`."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise DownloadError(
+                    "No space is left for the download; what was fetched is kept.",
+                    path=str(self.root / name),
+                    value=f"{error.strerror}; {self.free_bytes()} bytes free",
+                    rule=f"{num_bytes_missing} more bytes are needed for this file",
+                    repair="make room, then run the same command again: it resumes",
+                ) from error
+            raise DownloadError(
+                "The output directory cannot be read or written.",
+                path=str(self.root / name),
+                value=error.strerror or str(error),
+                rule="its files must be readable and writable, and no directory may stand where a file goes",
+                repair="choose another --output-dir, or repair its permissions",
+            ) from error
 
 
 def compute_digest(path: Path, *, like: str) -> str | None:
-    """The digest of a file in the form of `like`, or None for a form that says nothing about the bytes."""
+    """Return the digest of a file in the form of `like`, or None for a form that says nothing about the bytes."""
     kind = like.split(":", 1)[0]
     if kind not in {"sha256", "git"}:
         return None
@@ -256,8 +251,3 @@ def compute_digest(path: Path, *, like: str) -> str | None:
 
 def _key(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
