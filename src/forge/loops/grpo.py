@@ -3,11 +3,11 @@
     prompts ──number──▶ rollouter ──▶ generators ──Completion──▶ rewards | reference ──Group──▶ buffer
                             ▲                                                                    │ batch
         admits by staleness │                                                                    ▼
-                          buffer ◀──version served── generators ◀──version── store ◀──── trainer.train_step
+                          buffer ◀──version served── generators ◀──version── store ◀── advantages, trainer.train_step
 
 Two coroutines run side by side. The `Feeder` begins a rollout whenever the buffer admits one, and puts finished groups
 into it. `_train` takes a batch when one is ready, learns from it, and hands the new weights to the generators. Whether
-training is synchronous is no other code: `rollout.staleness` alone says how far the feeder may run ahead.
+training is synchronous takes no other code: `rollout.staleness` alone says how far the feeder may run ahead.
 
 A checkpoint holds the weights, the optimizer, and which groups are pending. The ledger says what became of all others.
 So a run that is killed anywhere resumes with every group learned from once, or back in the queue.
