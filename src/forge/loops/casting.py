@@ -20,7 +20,7 @@ from forge.memory.model_size import Sizes
 from forge.memory.trainer import MASTER_BYTES
 from forge.rollout.reward_actor import RewardActor
 from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
-from forge.service.handle import Service
+from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
 from forge.trainer.handles import MeshTrainer, PolicyTrainer, trainer_options
 from forge.types import Batch, Completion, Prompt, Score
@@ -145,7 +145,7 @@ async def _start_trainer(trainer_config: TrainerConfig, loss: Loss, *, dtype: st
 class _Handle:
     """A service that ends with the run."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Any) -> None:
         self.service = service
 
     async def close(self) -> None:
@@ -157,7 +157,9 @@ class _Handle:
 class PolicyHandle(_Handle):
     """The generators of a run, as one policy."""
 
-    def __init__(self, service: Service, *, takes_turns: bool = False) -> None:
+    service: Service[Generator]
+
+    def __init__(self, service: Service[Generator] | Service[SharedPolicy], *, takes_turns: bool = False) -> None:
         super().__init__(service)
         self._takes_turns = takes_turns
         self._num_open = 0
@@ -183,8 +185,7 @@ class PolicyHandle(_Handle):
             while True:
                 done = self._one_less
                 try:
-                    completions: list[Completion] = await self.service.generate.route(**request)
-                    return completions
+                    return await self.service.generate.route(**request)
                 except Overloaded:
                     if self._num_open == 1:  # nothing of ours is under way: the request itself is too large
                         raise
@@ -303,18 +304,22 @@ def wants_gpus(chosen: bool | None) -> bool:
 class RewardsHandle(_Handle):
     """The service that scores completions."""
 
+    service: Service[RewardActor]
+
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """One score for each completion. A reward that fails is told in it, not raised."""
-        scores: list[Score] = await self.service.score.route(prompt, list(completions))
-        return scores
+        return await self.service.score.route(prompt, list(completions))
 
 
 class ReferenceHandle(_Handle):
     """The service of reference models."""
 
+    service: Service[ReferenceModel]
+
     async def logprobs(self, batch: Batch, *, temperature: float) -> list[Tensor]:
         """One tensor [L] for each sample."""
-        found: list[Tensor] = await self.service.forward_logprobs.route(batch, temperature=temperature)
+        found = await self.service.forward_logprobs.route(batch, temperature=temperature)
+        assert found is not None  # rank 0 answers
         return found
 
 
