@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge.losses import Loss
+    from forge.runtime.typed_endpoints import Endpoint
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _log = logging.getLogger("forge.grpo")
 
@@ -249,18 +253,18 @@ class RoutedTrainer(MeshTrainer):
     It publishes weights in `dtype`; None for what it keeps them in.
     """
 
-    def __init__(self, actor: Any, *, dtype: str | None = None) -> None:
-        super().__init__(actor)
+    def __init__(self, service: Service[Trainer], *, dtype: str | None = None) -> None:
+        super().__init__(service)
         self._dtype = dtype
 
     async def publish_weights(self, version: int, *, name: str) -> None:
-        await self._first("publish_weights", version, name=name, dtype=self._dtype)
+        await self._first(self._actor.publish_weights, version, name=name, dtype=self._dtype)
 
-    async def _first(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
-        return await getattr(self._actor, endpoint).route(*args, **kwargs)
+    async def _first(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await endpoint.route(*args, **kwargs)
 
     async def close(self) -> None:
-        await self._first("close")
+        await self._first(self._actor.close)
         await self._actor.shutdown()
 
 
