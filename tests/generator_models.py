@@ -24,7 +24,7 @@ from forge.config import GeneratorConfig, ModelConfig
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tiny import SPECIAL_IDS, VOCAB_SIZE, make_tiny
 from forge.models.tokenizer import ChatTokenizer
-from forge.models.weight_names import to_ours
+from hf_state import to_ours
 
 EOS = SPECIAL_IDS.eos
 _LARGER: dict[str, float] = {"layers": 4.0, "others": 8.0}

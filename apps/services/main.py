@@ -32,7 +32,7 @@ class Policy(ForgeActor):
         return f"process {os.getpid()} says: {question[::-1]}"
 
 
-async def keep_asking(policy: forge.Service, stop: asyncio.Event) -> int:
+async def keep_asking(policy: forge.Service[Policy], stop: asyncio.Event) -> int:
     """One caller: ask again and again, and count the answers."""
     count = 0
     while not stop.is_set():

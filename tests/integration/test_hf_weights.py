@@ -30,9 +30,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge.config import ModelConfig
 from forge.errors import CheckpointError, ForgeError, ModelError
-from forge.models.weight_names import to_ours, weight_map
+from forge.models.weight_names import weight_map
 from forge.models.weights import load_hf
 from forge.models.weights_out import export_hf
+from hf_state import to_ours
 from parameter_tree import tree
 
 LIMIT_S = 600

@@ -17,10 +17,10 @@ from engine_ranks import made_batch
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.errors import NonFiniteError
 from forge.losses import ClippedPolicy
-from forge.models.weight_names import to_ours
 from forge.store import Weights
 from forge.trainer.actor import Trainer
 from forge.types import Batch
+from hf_state import to_ours
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -15,8 +15,8 @@ from forge import _amx
 from forge.config import GeneratorConfig, ModelConfig
 from forge.models.locate import resolve
 from forge.models.tiny import make_tiny
-from forge.models.weight_names import to_ours
 from forge.store import Weights
+from hf_state import to_ours
 
 IDS = tuple(range(5, 45))
 ROUNDED = 0.012

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from forge.config import GeneratorConfig, ModelConfig, Sampling
 from forge.generator.engine import Request
 from forge.models.locate import ResolvedModel, resolve
-from forge.models.weight_names import hf_views, to_ours
+from forge.models.weight_names import hf_views
+from hf_state import to_ours
 
 PROMPT = tuple((7 * place + 3) % 400 + 20 for place in range(24))
 GREEDY = Sampling(temperature=0.0, max_tokens=12, ignore_eos=True)

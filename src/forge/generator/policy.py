@@ -9,10 +9,11 @@ from forge.config import GeneratorConfig, PolicyConfig
 from forge.errors import ConfigError
 
 if TYPE_CHECKING:
-    from forge.service.handle import Service
+    from forge.generator.actor import Generator
+    from forge.service import Service
 
 
-async def start_policy(config: PolicyConfig) -> Service:
+async def start_policy(config: PolicyConfig) -> Service[Generator]:
     """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
     from forge.generator.actor import Generator
 

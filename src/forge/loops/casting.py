@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
@@ -20,7 +20,7 @@ from forge.memory.model_size import Sizes
 from forge.memory.trainer import MASTER_BYTES
 from forge.rollout.reward_actor import RewardActor
 from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
-from forge.service.handle import Service
+from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
 from forge.trainer.handles import MeshTrainer, PolicyTrainer, trainer_options
 from forge.types import Batch, Completion, Prompt, Score
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge.losses import Loss
+    from forge.runtime.typed_endpoints import Endpoint
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _log = logging.getLogger("forge.grpo")
 
@@ -145,7 +149,7 @@ async def _start_trainer(trainer_config: TrainerConfig, loss: Loss, *, dtype: st
 class _Handle:
     """A service that ends with the run."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Any) -> None:
         self.service = service
 
     async def close(self) -> None:
@@ -157,7 +161,9 @@ class _Handle:
 class PolicyHandle(_Handle):
     """The generators of a run, as one policy."""
 
-    def __init__(self, service: Service, *, takes_turns: bool = False) -> None:
+    service: Service[Generator]
+
+    def __init__(self, service: Service[Generator] | Service[SharedPolicy], *, takes_turns: bool = False) -> None:
         super().__init__(service)
         self._takes_turns = takes_turns
         self._num_open = 0
@@ -183,8 +189,7 @@ class PolicyHandle(_Handle):
             while True:
                 done = self._one_less
                 try:
-                    completions: list[Completion] = await self.service.generate.route(**request)
-                    return completions
+                    return await self.service.generate.route(**request)
                 except Overloaded:
                     if self._num_open == 1:  # nothing of ours is under way: the request itself is too large
                         raise
@@ -248,18 +253,18 @@ class RoutedTrainer(MeshTrainer):
     It publishes weights in `dtype`; None for what it keeps them in.
     """
 
-    def __init__(self, actor: Any, *, dtype: str | None = None) -> None:
-        super().__init__(actor)
+    def __init__(self, service: Service[Trainer], *, dtype: str | None = None) -> None:
+        super().__init__(service)
         self._dtype = dtype
 
     async def publish_weights(self, version: int, *, name: str) -> None:
-        await self._first("publish_weights", version, name=name, dtype=self._dtype)
+        await self._first(self._actor.publish_weights, version, name=name, dtype=self._dtype)
 
-    async def _first(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
-        return await getattr(self._actor, endpoint).route(*args, **kwargs)
+    async def _first(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await endpoint.route(*args, **kwargs)
 
     async def close(self) -> None:
-        await self._first("close")
+        await self._first(self._actor.close)
         await self._actor.shutdown()
 
 
@@ -303,18 +308,22 @@ def wants_gpus(chosen: bool | None) -> bool:
 class RewardsHandle(_Handle):
     """The service that scores completions."""
 
+    service: Service[RewardActor]
+
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """One score for each completion. A reward that fails is told in it, not raised."""
-        scores: list[Score] = await self.service.score.route(prompt, list(completions))
-        return scores
+        return await self.service.score.route(prompt, list(completions))
 
 
 class ReferenceHandle(_Handle):
     """The service of reference models."""
 
+    service: Service[ReferenceModel]
+
     async def logprobs(self, batch: Batch, *, temperature: float) -> list[Tensor]:
         """One tensor [L] for each sample."""
-        found: list[Tensor] = await self.service.forward_logprobs.route(batch, temperature=temperature)
+        found = await self.service.forward_logprobs.route(batch, temperature=temperature)
+        assert found is not None  # rank 0 answers
         return found
 
 

@@ -192,17 +192,6 @@ def _lse(logits_CV: Tensor, probs_CV: Tensor) -> Tensor:
     return logits_CV.amax(-1).to(probs_CV.dtype) - probs_CV.amax(-1).log()
 
 
-def logprobs_of(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """The targets' logprobs and the softmax [C, V], of logits that exist already. It has no gradient.
-
-    On a CPU these are the bits that `chunked_logprobs` gives, in any chunk: for logits made by
-    `forge.models.linear.rows_linear`, and times 1 / temperature where there is one.
-    """
-    probs = torch.softmax(logits_CV, dim=-1, dtype=torch.promote_types(logits_CV.dtype, torch.float32))
-    found = logits_CV.gather(1, targets_C[:, None]).squeeze(1).to(probs.dtype)
-    return found - _lse(logits_CV, probs), probs
-
-
 class Gradients:
     """The gradients of hidden and weight, as far as they are wanted, as chunks come in."""
 

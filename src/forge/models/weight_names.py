@@ -113,29 +113,6 @@ def split(slot: WeightSlot, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield from zip(slot.hf_names, parts, strict=True)
 
 
-def to_ours(hf: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of `hf_views` for a whole model in memory; experts may be one by one or in one tensor."""
-    import torch
-
-    ours: dict[str, Tensor] = {}
-    for slot in weight_map(config):
-        if slot.fused is not None and slot.fused.hf_name in hf:
-            first = slot.fused.first_row
-            ours[slot.name] = hf[slot.fused.hf_name][:, first : first + slot.shape[1]]
-            continue
-        absent = [name for name in slot.hf_names if name not in hf]
-        if absent:
-            raise ModelError(
-                "A tensor of the model is missing.",
-                path=absent[0],
-                rule=f"{slot.name} is made from it",
-                repair="Give the tensors of the whole model.",
-            )
-        parts = [hf[name] for name in slot.hf_names]
-        ours[slot.name] = parts[0] if slot.fused is None else torch.stack(parts)
-    return ours
-
-
 def unknown_parameter(name: str) -> ModelError:
     return ModelError(
         "A parameter of the model has no place in a Hugging Face checkpoint.",

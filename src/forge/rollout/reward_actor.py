@@ -19,7 +19,9 @@ from forge.service.actor import ForgeActor
 from forge.types import Completion, Prompt, Score
 
 if TYPE_CHECKING:
-    from forge.service.handle import Service
+    from forge.generator.actor import Generator
+    from forge.rollout.reward_model import RewardModel
+    from forge.service import Service
 
 _log = logging.getLogger("forge.rollout")
 
@@ -39,10 +41,13 @@ class RewardActor(ForgeActor):
     """
 
     def __init__(
-        self, config: RewardsConfig, judge: Service | None = None, reward_model: Service | None = None
+        self,
+        config: RewardsConfig,
+        judge: Service[Generator] | None = None,
+        reward_model: Service[RewardModel] | None = None,
     ) -> None:
         self.config = config
-        self._services = {"judge": judge, "reward_model": reward_model}
+        self._judge, self._reward_model = judge, reward_model
         self._workers: RewardWorkers | None = None
         self._num_scored = 0
         self._num_failures: Counter[str] = Counter()
@@ -50,8 +55,9 @@ class RewardActor(ForgeActor):
     @endpoint
     async def setup(self) -> None:
         """Start the worker processes; a function that cannot be imported raises."""
+        services = {"judge": self._judge, "reward_model": self._reward_model}
         for index, function in enumerate(self.config.functions):
-            if is_served(function.kind) and self._services[function.kind] is None:
+            if is_served(function.kind) and services[function.kind] is None:
                 raise ConfigError(
                     f"nobody answers for the reward {function.label!r}",
                     path=f"rewards.functions[{index}].kind",
@@ -135,7 +141,8 @@ class RewardActor(ForgeActor):
             return explain(error)
 
     async def _ask_judge(self, function: RewardConfig, prompt: Prompt, completion: Completion) -> float:
-        judge: Any = self._services["judge"]
+        judge = self._judge
+        assert judge is not None  # see setup
         messages = judge_messages(prompt, completion, **function.args)
         answers = await judge.generate.options(timeout_s=function.timeout_s).route(messages=messages, n=1)
         score = judge_score(answers[0].text, scale=function.args.get("scale", 10))
@@ -144,7 +151,8 @@ class RewardActor(ForgeActor):
         return score
 
     async def _ask_model(self, function: RewardConfig, prompt: Prompt, completion: Completion) -> float:
-        model: Any = self._services["reward_model"]
+        model = self._reward_model
+        assert model is not None  # see setup
         asked: str | list[Any] = prompt.text + completion.text if prompt.text is not None else [
             *prompt.messages, {"role": "assistant", "content": completion.text}
         ]  # fmt: skip

@@ -8,13 +8,15 @@ first used: a rank process imports this package before anything heavy may load.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 if TYPE_CHECKING:
     from forge.runtime.actor import ActorOptions, MeshActor
     from forge.runtime.endpoints import endpoint
-    from forge.runtime.handle import ActorHandle
     from forge.runtime.lifetime import run, shutdown
+
+    T = TypeVar("T", bound=MeshActor)
+    ActorHandle = Annotated[T, "the handle of a spawned actor"]
 
 _HOMES = {
     "ActorHandle": "forge.runtime.handle",

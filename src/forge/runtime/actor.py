@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from monarch._src.actor.actor_mesh import ActorMesh
 
@@ -22,8 +22,17 @@ from forge.runtime.streams import ItemsTo
 from forge.runtime.travelling import portable
 from forge.runtime.wire import decode
 
+T = TypeVar("T")
 
-class MeshActor(Actor):  # type: ignore[misc]
+if TYPE_CHECKING:
+    import builtins
+
+    _Base = object  # and not Any: an endpoint that does not exist is an error
+else:
+    _Base = Actor
+
+
+class MeshActor(_Base):
     """Base of every actor. Subclass it, mark methods with `endpoint`, and spawn it with `options(...)`.
 
     If the class has an endpoint named `setup`, it runs on every rank before anything else is served, and again whenever
@@ -36,13 +45,21 @@ class MeshActor(Actor):  # type: ignore[misc]
     initialized: Any = None
     sizes: Any = None
 
+    if TYPE_CHECKING:  # of a handle, which type checkers see as its actor's class
+        pids: tuple[int, ...]
+        is_alive: bool
+
+        def slice(self, **coordinates: int | builtins.slice) -> Self: ...
+        def flatten(self, name: str) -> Self: ...
+        async def stop(self) -> None: ...
+
     @classmethod
-    def options(cls, **keywords: Any) -> Spawner:
+    def options(cls, **keywords: Any) -> Spawner[Self]:
         """This class with options for spawning (see `ActorOptions`). The class itself never changes."""
         return Spawner(cls, ActorOptions.from_keywords(**keywords))
 
     @classmethod
-    def as_actor(cls, *args: Any, **kwargs: Any) -> Starting[Any]:
+    def as_actor(cls, *args: Any, **kwargs: Any) -> Starting[Self]:
         """`options().as_actor(...)`."""
         return cls.options().as_actor(*args, **kwargs)
 
@@ -251,10 +268,10 @@ def check_seconds(name: str, value: object, *, optional: bool = False, zero: boo
 _MESH_NAMES = frozenset(name for name in dir(ActorMesh) if not name.startswith("_")) | {"pids", "is_alive"}
 
 
-class Spawner:
+class Spawner(Generic[T]):
     """What `options(...)` gives: a class with its options, ready to be spawned any number of times."""
 
-    def __init__(self, cls: type, options: ActorOptions) -> None:
+    def __init__(self, cls: type[T], options: ActorOptions) -> None:
         self.cls, self.chosen = cls, options
         for name in specs_of(cls):
             if name in _MESH_NAMES:
@@ -270,13 +287,13 @@ class Spawner:
         """The same with some options changed; this one stays as it is."""
         return type(self)(self.cls, self.chosen.replaced(**keywords))
 
-    def as_actor(self, *args: Any, **kwargs: Any) -> Starting[Any]:
+    def as_actor(self, *args: Any, **kwargs: Any) -> Starting[T]:
         """Spawn one mesh, run its `setup`, and return a handle with Monarch's verbs. To be awaited."""
         return Starting(self._spawn(args, kwargs), call=f"{self.cls.__name__}.as_actor")
 
-    async def _spawn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def _spawn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         from forge.runtime.lifetime import runtime
 
         label = self.chosen.mesh_name or self.cls.__name__
         spec = self.chosen.group_spec(self.cls, args, kwargs, label=label)
-        return await runtime().spawn_actor(spec, num_hosts=self.chosen.hosts)
+        return cast(T, await runtime().spawn_actor(spec, num_hosts=self.chosen.hosts))

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from monarch._src.actor.endpoint import EndpointProperty
 
 from forge.errors import OptionError
 
-F = TypeVar("F", bound=Callable[..., Any])
+if TYPE_CHECKING:
+    from forge.runtime.typed_endpoints import AsyncEndpoint, BatchMarking, Marking, PlainEndpoint, StreamEndpoint
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +96,15 @@ def _with_port(signature: inspect.Signature) -> inspect.Signature:
 
 
 @overload
-def endpoint(method: F) -> F: ...
+def endpoint(method: Callable[Concatenate[Any, P], AsyncIterator[R]], /) -> StreamEndpoint[P, R]: ...  # type: ignore[overload-overlap]
 @overload
-def endpoint(
-    *, retry: bool = False, concurrent: bool = False, batch: Batch | int | None = None
-) -> Callable[[F], F]: ...
+def endpoint(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncEndpoint[P, R]: ...  # type: ignore[overload-overlap]
+@overload
+def endpoint(method: Callable[Concatenate[Any, P], R], /) -> PlainEndpoint[P, R]: ...
+@overload
+def endpoint(*, retry: bool = False, concurrent: bool = False, batch: None = None) -> Marking: ...
+@overload
+def endpoint(*, retry: bool = False, concurrent: bool = False, batch: Batch | int) -> BatchMarking: ...
 def endpoint(
     method: Callable[..., Any] | None = None,
     *,

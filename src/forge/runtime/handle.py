@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncGenerator, Generator, Iterator
-from typing import Any, NoReturn
+from types import GenericAlias
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 from forge.errors import ActorFailure, CallTimeout
 from forge.runtime.control import control
@@ -24,18 +25,20 @@ from forge.runtime.wire import encode
 _EQUIVALENTS = {"route": "call_one", "fanout": "call", "call_all": "call"}
 """Verbs of services and of other libraries, and what an actor has instead."""
 
+R_co = TypeVar("R_co", covariant=True)
 
-class Reply:
+
+class Reply(Generic[R_co]):
     """The result of a call: `await` it, or `get()` it where no event loop runs."""
 
     def __init__(self, future: Any, calls: PendingCalls | None, label: str) -> None:
         self._future, self._calls, self._label = future, calls, label
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, R_co]:
         return self._wait().__await__()
 
-    async def _wait(self) -> Any:
-        reply = self._future.as_asyncio()
+    async def _wait(self) -> R_co:
+        reply: asyncio.Future[R_co] = self._future.as_asyncio()
         if self._calls is not None:
             self._calls.add(reply, asyncio.get_running_loop())
         try:
@@ -46,7 +49,7 @@ class Reply:
             if self._calls is not None:
                 self._calls.discard(reply)
 
-    def get(self, timeout: float | None = None) -> Any:
+    def get(self, timeout: float | None = None) -> R_co:
         """Block until the result is there. Not inside an event loop: `await` there."""
         waiting = control().start(self._wait())
         try:
@@ -64,19 +67,19 @@ class EndpointVerbs:
     def __init__(self, endpoint: Any, calls: PendingCalls | None, label: str) -> None:
         self._endpoint, self._calls, self._label = endpoint, calls, label
 
-    def call_one(self, *args: Any, **kwargs: Any) -> Reply:
+    def call_one(self, *args: Any, **kwargs: Any) -> Reply[Any]:
         """Call the only rank."""
         return Reply(self._endpoint.call_one(*args, **kwargs), self._calls, self._label)
 
-    def call(self, *args: Any, **kwargs: Any) -> Reply:
+    def call(self, *args: Any, **kwargs: Any) -> Reply[Any]:
         """Call every rank; the result is Monarch's `ValueMesh`."""
         return Reply(self._endpoint.call(*args, **kwargs), self._calls, self._label)
 
-    def choose(self, *args: Any, **kwargs: Any) -> Reply:
+    def choose(self, *args: Any, **kwargs: Any) -> Reply[Any]:
         """Call one rank, chosen at random."""
         return Reply(self._endpoint.choose(*args, **kwargs), self._calls, self._label)
 
-    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Reply[Any]]:
         """Call every rank and take the results as they come."""
         for future in self._endpoint.stream(*args, **kwargs):
             yield Reply(future, self._calls, self._label)
@@ -131,8 +134,10 @@ class StreamVerbs:
 class ActorHandle:
     """A spawned actor. Endpoints are attributes; mesh operations (`slice`, `sizes`, `flatten`…) are Monarch's.
 
-    It may be sent to other actors, where it can call but not stop.
+    It may be sent to other actors, where it can call but not stop. In annotations: `ActorHandle[Policy]`.
     """
+
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)
 
     def __init__(self, actor: Any, label: str, *, group: RankGroup | None = None) -> None:
         self._actor, self._label, self._group = actor, label, group

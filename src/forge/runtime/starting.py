@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Generator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 T = TypeVar("T")
 
@@ -30,11 +30,13 @@ class Starting(Coroutine[Any, Any, T]):
     def close(self) -> None:
         self._coroutine.close()
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        call = self.__dict__.get("_call", "as_service")
-        raise AttributeError(f"{call}(...) was not awaited, so there is no {name!r} yet: write `await {call}(...)`")
+    if not TYPE_CHECKING:  # a type checker is to report what is missing
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            call = self.__dict__.get("_call", "as_service")
+            raise AttributeError(f"{call}(...) was not awaited, so there is no {name!r} yet: write `await {call}(...)`")
 
     def __repr__(self) -> str:
         return f"<{self._call}(...), not awaited>"

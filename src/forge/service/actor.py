@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from forge.runtime.actor import MeshActor, Spawner
 from forge.runtime.starting import Starting
 from forge.service.options import ServiceOptions
 
 if TYPE_CHECKING:
-    from forge.service.handle import Service
+    from collections.abc import Callable, Coroutine
+    from contextlib import AbstractAsyncContextManager
+
+    from forge.service.records import ServiceMetrics
+
+T = TypeVar("T")
 
 
-class ServiceSpawner(Spawner):
+class ServiceSpawner(Spawner[T]):
     """A class with its options: spawn it as one actor, or as a service of replicas."""
 
     chosen: ServiceOptions
 
-    def as_service(self, *args: Any, **kwargs: Any) -> Starting[Service]:
+    def as_service(self, *args: Any, **kwargs: Any) -> Starting[T]:
         """Start the replicas, run their `setup`, and return the handle that routes to them. To be awaited."""
         from forge.service.handle import Service
 
         starting = Service.start(self.cls, self.chosen, args, kwargs)
-        return Starting(starting, call=f"{self.cls.__name__}.as_service")
+        return Starting(cast("Coroutine[Any, Any, T]", starting), call=f"{self.cls.__name__}.as_service")
 
 
 class ForgeActor(MeshActor):
@@ -38,12 +43,24 @@ class ForgeActor(MeshActor):
         1.0
     """
 
+    if TYPE_CHECKING:  # of a service's handle, which type checkers see as its actor's class; see `Service`
+        name: str
+
+        def session(self) -> AbstractAsyncContextManager[str]: ...
+        async def start_session(self) -> str: ...
+        async def terminate_session(self, session: str) -> None: ...
+        async def get_metrics(self) -> ServiceMetrics: ...
+        async def wait_until(
+            self, condition: Callable[[ServiceMetrics], bool], *, timeout_s: float | None = None
+        ) -> ServiceMetrics: ...
+        async def shutdown(self) -> None: ...
+
     @classmethod
-    def options(cls, **keywords: Any) -> ServiceSpawner:
+    def options(cls, **keywords: Any) -> ServiceSpawner[Self]:
         """This class with options (see `ServiceOptions`). The class itself never changes; unknown options raise."""
         return ServiceSpawner(cls, ServiceOptions.from_keywords(**keywords))
 
     @classmethod
-    def as_service(cls, *args: Any, **kwargs: Any) -> Starting[Service]:
+    def as_service(cls, *args: Any, **kwargs: Any) -> Starting[Self]:
         """`options().as_service(...)`: a service of one replica. To be awaited."""
         return cls.options().as_service(*args, **kwargs)

@@ -10,7 +10,8 @@ import threading
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from types import GenericAlias
+from typing import Any, ClassVar
 
 from forge.errors import CallTimeout, OptionError, ServiceStopped
 from forge.runtime.backend import Channel
@@ -36,7 +37,11 @@ class Service:
 
     A handle may be sent to other actors. There it routes by itself, from a table that the owner keeps up to date; the
     same service is the same object however often it is sent.
+
+    In annotations write `Service[Policy]`: a type checker then knows the signature of every endpoint.
     """
+
+    __class_getitem__: ClassVar[Any] = classmethod(GenericAlias)
 
     def __init__(self, cls: type, options: ServiceOptions, *, name: str, uid: str) -> None:
         self._cls, self._options, self._uid = cls, options, uid

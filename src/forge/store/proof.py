@@ -68,12 +68,6 @@ def _totals(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> tuple[_Tens
     return tensors, totals
 
 
-def tensor_digests(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> dict[str, int]:
-    """The digest of each tensor: the sum over its pieces, which the way it was cut does not change."""
-    tensors, totals = _totals(parts, layouts)
-    return dict(zip(tensors.names, totals.tolist(), strict=True))
-
-
 def version_digest(parts: Sequence[Part], layouts: Mapping[str, Layout], extra: bytes = b"") -> str:
     """One digest of everything: names, shapes, dtypes, values, and what is no tensor."""
     tensors, totals = _totals(parts, layouts)

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from forge.config import DistributedConfig, TrainerConfig
 from forge.trainer.actor import Trainer
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge.losses import Loss
+    from forge.runtime import ActorHandle
+    from forge.runtime.typed_endpoints import Endpoint
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class TrainerHandle(Protocol):
@@ -70,56 +75,53 @@ class MeshTrainer:
 
     is_leader = True
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: ActorHandle[Trainer]) -> None:
         self._actor = actor
 
-    async def _first(self, endpoint: str, *args: Any, **kwargs: Any) -> Any:
-        answers = await getattr(self._actor, endpoint).call(*args, **kwargs)
+    async def _first(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        answers = await endpoint.call(*args, **kwargs)
         return next(iter(answers.values()))
 
     async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
-        result: StepResult = await self._first("train_step", batch, keep_logprobs=keep_logprobs)
-        return result
+        return await self._first(self._actor.train_step, batch, keep_logprobs=keep_logprobs)
 
     async def abandon_step(self) -> None:
-        await self._first("abandon_step")
+        await self._first(self._actor.abandon_step)
 
     async def agree(self, *flags: bool) -> tuple[bool, ...]:
         return flags  # this process alone runs the loop
 
     async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
-        logprobs: list[Tensor] = await self._first("forward_logprobs", batch, temperature=temperature)
+        logprobs = await self._first(self._actor.forward_logprobs, batch, temperature=temperature)
+        assert logprobs is not None  # rank 0 answers
         return logprobs
 
     async def publish_weights(self, version: int, *, name: str) -> None:
-        await self._first("publish_weights", version, name=name)
+        await self._first(self._actor.publish_weights, version, name=name)
 
     async def give_back(self) -> None:
-        await self._first("give_back")
+        await self._first(self._actor.give_back)
 
     async def evaluate(self, batch: Batch) -> tuple[float, float]:
-        sums: tuple[float, float] = await self._first("evaluate", batch)
-        return sums
+        return await self._first(self._actor.evaluate, batch)
 
     async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
-        await self._first("save", dict(extra), metric)
+        await self._first(self._actor.save, dict(extra), metric)
 
     async def wait_saved(self) -> None:
-        await self._first("wait_saved")
+        await self._first(self._actor.wait_saved)
 
     async def load(self, resume: str) -> dict[str, Any] | None:
-        extra: dict[str, Any] | None = await self._first("load", resume)
-        return extra
+        return await self._first(self._actor.load, resume)
 
     async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None:
-        await self._first("export_hf", folder, overwrite=overwrite)
+        await self._first(self._actor.export_hf, folder, overwrite=overwrite)
 
     async def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = await self._first("state")
-        return state
+        return await self._first(self._actor.state)
 
     async def close(self) -> None:
-        await self._first("close")
+        await self._first(self._actor.close)
         await self._actor.stop()
 
 

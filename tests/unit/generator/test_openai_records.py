@@ -250,7 +250,7 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
 
 
 def test_an_exchange_as_a_sample() -> None:
-    sample = exchange((1, 2), (3, 4), id="a").to_sample()
+    (sample,) = exchanges_to_samples([exchange((1, 2), (3, 4), id="a")])
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
     assert sample.loss_weights.tolist() == [0, 0, 1, 1]
     assert sample.fields["logprobs"].tolist() == [0, 0, -0.5, -0.625]

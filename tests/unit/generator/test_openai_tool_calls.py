@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.generator.openai.tool_calls import CallReader, ToolCall, message_key, split_calls
+from forge.generator.openai.tool_calls import CallReader, ToolCall, message_key
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 
@@ -44,8 +44,10 @@ def plain(parts: list[str | ToolCall]) -> list[str | tuple[str, str]]:
     ],
 )
 def test_what_is_said_and_what_is_called(text: str, said: str, names: list[str]) -> None:
-    found, calls = split_calls(text)
-    assert found == said
+    reader = CallReader()
+    parts = [*reader.add(text), *reader.finish()]
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    assert "".join(part for part in parts if isinstance(part, str)) == said
     assert [call.name for call in calls] == names
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
 

@@ -49,10 +49,6 @@ class Exchange:
         """The prompt and what was drawn after it."""
         return self.prompt_ids + self.token_ids
 
-    def to_sample(self) -> Sample:
-        """The exchange as a sample: what was drawn counts 1, what was read 0; the field `logprobs` is the sampler's."""
-        return exchanges_to_samples([self])[0]
-
     def to_line(self) -> bytes:
         """The exchange as a line of JSON."""
         fields = {name: getattr(self, name) for name in self.__slots__}

@@ -100,14 +100,6 @@ def _read_call(body: str) -> ToolCall | None:
     return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False))
 
 
-def split_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """What a whole text says, and what it calls."""
-    reader = CallReader()
-    parts = [*reader.add(text), *reader.finish()]
-    said = "".join(part for part in parts if isinstance(part, str))
-    return said, [part for part in parts if isinstance(part, ToolCall)]
-
-
 def message_key(message: Mapping[str, Any]) -> str | None:
     """The same text for the same assistant's message with tool calls, however a framework formats its JSON."""
     calls = message.get("tool_calls")

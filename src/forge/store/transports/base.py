@@ -3,32 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from forge.errors import StoreError
 
 Range = tuple[int, memoryview]
 """An offset in a segment, and the local memory that is filled from there (or written there)."""
-
-Source_contra = TypeVar("Source_contra", contravariant=True)
-
-
-class RangeReader(Protocol[Source_contra]):
-    """Reads byte ranges of segments that another process holds.
-
-    What names a segment is the transport's own: its name for `tcp.DataClient`, a `rdma.Descriptor` for
-    `rdma.RdmaReader`. Safe to use from several threads.
-    """
-
-    def read(self, source: Source_contra, ranges: Sequence[Range]) -> None:
-        """Fill each target from its offset. Returns, or raises a `StoreError`, once nobody writes to them any more.
-
-        After an error some of the targets may be filled. Whether the holder changed the bytes meanwhile is not checked
-        here: whoever reads holds a lease, or checks afterwards.
-        """
-
-    def close(self) -> None:
-        """Let go of connections and registrations; a read in progress raises. May be called twice."""
 
 
 class SegmentSource(Protocol):

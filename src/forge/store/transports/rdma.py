@@ -122,7 +122,7 @@ class RdmaHolder:
 
 
 class RdmaReader:
-    """Reads ranges of segments that an `RdmaHolder` of another process registered. See `RangeReader`."""
+    """Reads ranges of segments that an `RdmaHolder` of another process registered."""
 
     def __init__(self, *, stall_s: int = STALL_S) -> None:
         if stall_s < 1:
@@ -132,7 +132,7 @@ class RdmaReader:
         self._closed = threading.Event()
 
     def read(self, source: Descriptor, ranges: Sequence[Range]) -> None:
-        """Fill each target from its offset. See `RangeReader.read`."""
+        """Fill each target from its offset; on the same terms as `tcp.DataClient.read`."""
         flat = as_bytes(source.name, ranges, writable=True)
         for offset, target in flat:
             if offset + len(target) > source.size:

@@ -65,7 +65,12 @@ class DataClient:
         self._helpers = ThreadPoolExecutor(max(1, num_streams - 1), "forge-data-client")
 
     def read(self, source: str, ranges: Sequence[Range]) -> None:
-        """Fill each target from its offset in the segment `source`. See `RangeReader.read`."""
+        """Fill each target from its offset in the segment `source`. Safe to call from several threads.
+
+        Returns, or raises a `StoreError`, once nothing is written to the targets any more. After an error some of them
+        may be filled. Whether the holder changed the bytes meanwhile is not checked here: hold a lease, or check
+        afterwards.
+        """
         transfer = _Transfer("reading", source, begin=Stream.ask_ranges, finish=Stream.take_ranges)
         self._move(transfer, as_bytes(source, ranges, writable=True))
 
