@@ -30,5 +30,5 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!forge\.).*"),
     (r"py:.*", r"forge\..*\._.*"),
-    (r"py:.*", r"forge\..*\.(F|C|Schema)"),
+    (r"py:.*", r"forge\..*\.(F|C|P|R|T|Schema)"),
 ]
