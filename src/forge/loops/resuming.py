@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from forge.config import GRPOConfig
 from forge.config.base import ConfigModel
@@ -28,6 +28,12 @@ from forge.trainer.checkpoint_folder import (
 
 _log = logging.getLogger("forge.loops")
 LEDGER_NAME = "ledger.jsonl"
+_STATES: Final[Mapping[str, Mapping[str, type]]] = {
+    "reinforcement learning": {"step": int, "buffer": dict, "prompts": str, "evaluations": list},
+    "fine-tuning": {"data": dict},
+}
+_BUFFER: Final[Mapping[str, type]] = {"next_number": int, "pending": list, "num_taken": int}
+"""What a loop stores with a checkpoint, by the name of the loop: keys and types that a resume relies on."""
 
 
 def check_folders(config: Placed) -> CheckpointInfo | None:
@@ -46,6 +52,26 @@ def check_folders(config: Placed) -> CheckpointInfo | None:
     if found is not None:
         check_checkpoint(found)
     return found
+
+
+def resumed_state(info: CheckpointInfo, loop: Literal["reinforcement learning", "fine-tuning"]) -> Mapping[str, Any]:
+    """Return what a loop stored with a checkpoint. Refuse a checkpoint that another loop, or none of ours, made."""
+    state = info.extra.get("caller")
+    if _has(state, _STATES[loop]) and (loop == "fine-tuning" or _has(state["buffer"], _BUFFER)):
+        return state  # type: ignore[no-any-return]
+    made_by = next((name for name, keys in _STATES.items() if name != loop and _has(state, keys)), None)
+    raise CheckpointError(
+        "this run cannot resume from the checkpoint: it has not the state of such a run",
+        path=str(info.path),
+        value=f"a checkpoint of {made_by}" if made_by else "no state of a run",
+        rule=f"a checkpoint of {loop}",
+        repair="name one of this run's checkpoints; to start from the weights of another run, set model.path to the "
+        "folder `hf` beside its checkpoints, and leave --resume out",
+    )
+
+
+def _has(state: object, keys: Mapping[str, type]) -> bool:
+    return isinstance(state, Mapping) and all(isinstance(state.get(key), kind) for key, kind in keys.items())
 
 
 def _check_writable(folder: Path, path: str) -> None:
