@@ -18,6 +18,7 @@ from forge.errors import CheckpointError, DataError, ForgeError, LaunchError
 from forge.loops.grpo import run_grpo
 from forge.loops.places import checkpoint_dir, run_dir
 from forge.loops.preflight import check_grpo, check_sft, prepare_sft
+from forge.loops.resuming import report_changes
 from forge.loops.sft import run_sft
 from forge.trainer.checkpoint_folder import (
     CheckpointInfo,
@@ -216,6 +217,42 @@ def test_other_changes_are_reported(run: Path, caplog: pytest.LogCaptureFixture)
         play(config(run, RESUME, "training.max_steps=7", "rollout.staleness=1"), resumed(run / "checkpoints"))
     assert "keys that differ from the run that is resumed" in caplog.text
     assert "rollout.staleness: 0 -> 1, training.max_steps: 6 -> 7" in caplog.text
+
+
+def test_a_key_that_was_unknown_then_is_not_reported_as_a_change(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A later version of the library has more keys, also in the elements of a list."""
+    path = run / "config.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("    timeout_s: 10.0\n", ""))
+    assert path.read_text() != text
+    with caplog.at_level(logging.WARNING, "forge.loops"):
+        report_changes(config(run, "rewards.functions.0.weight=2"), run)
+    assert "rewards.functions.0.weight: 1.0 -> 2.0" in caplog.text
+    assert "timeout_s" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"a: [1\n b: }", b"- 1\n", b"\xa1\xff", b"checkpointing: {output_dir: 5}\n"], ids=repr
+)
+def test_a_configuration_that_cannot_be_read_does_not_keep_a_run_from_resuming(content: bytes, run: Path) -> None:
+    (run / "config.yaml").write_bytes(content)
+    longer = config(run, RESUME, "training.max_steps=7")
+    assert check_grpo(longer).resume_step == 6
+    assert play(longer, resumed(run / "checkpoints")).step == 7
+    assert (run / "config.1.yaml").read_bytes() == content
+
+
+@pytest.mark.parametrize("words", [(), (RESUME,)])
+def test_metrics_that_cannot_be_read_are_refused_at_once(words: tuple[str, ...], run: Path, tmp_path: Path) -> None:
+    path = (run if words else tmp_path / "new") / "metrics.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"step": "a"}\n')
+    before = contents(run)
+    with pytest.raises(DataError, match="a line of a metrics file cannot be read") as caught:
+        check_grpo(config(path.parent, *words))
+    assert caught.value.path == f"{path}:1"
+    assert contents(run) == before
+    check_grpo(config(path.parent, *words, "metrics.jsonl=false"))
 
 
 @pytest.mark.parametrize(
