@@ -9,7 +9,6 @@ groups that were given up after the last step of a run, whose lines are written 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections import Counter
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from forge.errors import CheckpointError, DataError
-from forge.rollout.writing import recording
+from forge.rollout.writing import append
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +56,7 @@ class Ledger:
         text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines)
         if not text:
             return
-        data = text.encode()
-        start = os.fstat(self._file.fileno()).st_size
-        with recording(self.path):
-            try:
-                if self._file.write(data) != len(data):
-                    raise OSError(errno.ENOSPC, "only a part of the lines was written")
-                os.fsync(self._file.fileno())
-            except OSError:
-                os.ftruncate(self._file.fileno(), start)
-                raise
+        append(self._file, text.encode(), sync=True)
 
     def close(self) -> None:
         self._file.close()
