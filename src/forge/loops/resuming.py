@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeGuard
 
 from forge.config import GRPOConfig
 from forge.config.base import ConfigModel
@@ -33,8 +33,8 @@ _STATES: Final[Mapping[str, Mapping[str, type]]] = {
     "reinforcement learning": {"step": int, "buffer": dict, "prompts": str, "evaluations": list},
     "fine-tuning": {"data": dict},
 }
-_BUFFER: Final[Mapping[str, type]] = {"next_number": int, "pending": list, "num_taken": int}
 """What a loop stores with a checkpoint, by the name of the loop: keys and types that a resume relies on."""
+_BUFFER: Final[Mapping[str, type]] = {"next_number": int, "pending": list, "num_taken": int}
 
 
 def check_folders(config: Placed) -> CheckpointInfo | None:
@@ -63,10 +63,10 @@ def resumed_state(info: CheckpointInfo, loop: Literal["reinforcement learning", 
     """Return what a loop stored with a checkpoint. Refuse a checkpoint that another loop, or none of ours, made."""
     state = info.extra.get("caller")
     if _has(state, _STATES[loop]) and (loop == "fine-tuning" or _has(state["buffer"], _BUFFER)):
-        return state  # type: ignore[no-any-return]
+        return state
     made_by = next((name for name, keys in _STATES.items() if name != loop and _has(state, keys)), None)
     raise CheckpointError(
-        "this run cannot resume from the checkpoint: it has not the state of such a run",
+        "this run cannot resume from the checkpoint: it does not hold the state of such a run",
         path=str(info.path),
         value=f"a checkpoint of {made_by}" if made_by else "no state of a run",
         rule=f"a checkpoint of {loop}",
@@ -75,7 +75,7 @@ def resumed_state(info: CheckpointInfo, loop: Literal["reinforcement learning", 
     )
 
 
-def _has(state: object, keys: Mapping[str, type]) -> bool:
+def _has(state: object, keys: Mapping[str, type]) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(state, Mapping) and all(isinstance(state.get(key), kind) for key, kind in keys.items())
 
 

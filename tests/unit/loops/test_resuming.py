@@ -296,7 +296,7 @@ def changed_record(folder: Path, state: object) -> None:
 
 def test_a_checkpoint_of_fine_tuning_is_not_resumed_by_reinforcement_learning(run: Path, tmp_path: Path) -> None:
     foreign = keep(tmp_path / "sft" / "checkpoints", {"data": {}, "validation_loss": None}, step=2)
-    with pytest.raises(CheckpointError, match="has not the state of such a run") as caught:
+    with pytest.raises(CheckpointError, match="does not hold the state of such a run") as caught:
         check_grpo(config(tmp_path / "new", f"checkpointing.resume={foreign.path}"))
     error = caught.value
     assert (error.path, error.value) == (str(foreign.path), "a checkpoint of fine-tuning")
@@ -304,7 +304,7 @@ def test_a_checkpoint_of_fine_tuning_is_not_resumed_by_reinforcement_learning(ru
     assert "model.path" in str(error.repair)
     for state in (None, {}, {"step": 6}, {"step": "6", "buffer": {}, "prompts": "", "evaluations": []}):
         changed_record(run / "checkpoints", state)
-        with pytest.raises(CheckpointError, match="has not the state of such a run") as caught:
+        with pytest.raises(CheckpointError, match="does not hold the state of such a run") as caught:
             check_grpo(config(run, RESUME))
         assert caught.value.value == "no state of a run"
 
@@ -450,6 +450,6 @@ def test_fine_tuning_refuses_before_it_starts_anything(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_reinforcement_learning_is_not_resumed_by_fine_tuning(run: Path, tmp_path: Path) -> None:
     foreign = run / "checkpoints" / checkpoint_name(6)
-    with pytest.raises(CheckpointError, match="has not the state of such a run") as caught:
+    with pytest.raises(CheckpointError, match="does not hold the state of such a run") as caught:
         check_sft(sft(tmp_path / "new", f"checkpointing.resume={foreign}"))
     assert caught.value.value == "a checkpoint of reinforcement learning"
