@@ -30,7 +30,7 @@ def dump(config: ConfigModel) -> str:
 
 def _keep_other(target: Path, text: str) -> None:
     """Keep an earlier run's configuration that differs under a name of its own: `config.1.yaml` and so on."""
-    if not target.exists() or target.read_text(encoding="utf-8") == text:
+    if not target.exists() or target.read_bytes() == text.encode():
         return
     number = 1
     while (aside := target.with_name(f"config.{number}.yaml")).exists():

@@ -6,7 +6,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from forge.generator.engine import UpdateReport
 from forge.observe.sink import Value
@@ -54,11 +54,18 @@ class StepClock:
 class StepFigures:
     """Puts the figures of steps together."""
 
-    def __init__(self, rollouter: Rollouter, buffer: ReplayBuffer) -> None:
-        self._rollouter, self._buffer = rollouter, buffer
+    def __init__(
+        self, rollouter: Rollouter, buffer: ReplayBuffer, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rollouter, self._buffer, self._clock = rollouter, buffer, clock
+        self._last_at = clock()
         self._num_failed = 0
         self._num_samples = self._num_tokens = 0
         self._sync: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Rollouts begin: the throughput of the first step counts from now on."""
+        self._last_at = self._clock()
 
     def count_failures(self, failed: Sequence[Episode]) -> None:
         """Completions of which a reward failed."""
@@ -80,9 +87,11 @@ class StepFigures:
         values: dict[str, Value] = {**_of_rollouts(taken), **_of_training(result), **times, **self._sync}
         values["rollout/num_failed"], self._num_failed = self._num_failed, 0
         num_samples, num_tokens = self._rollouter.num_samples, self._rollouter.num_tokens
-        values["rollout/samples_per_s"] = (num_samples - self._num_samples) / times["time/step"]
-        values["rollout/tokens_per_s"] = (num_tokens - self._num_tokens) / times["time/step"]
-        self._num_samples, self._num_tokens = num_samples, num_tokens
+        now = self._clock()
+        seconds = max(now - self._last_at, 1e-9)  # rollouts go on while the loop evaluates and saves, between two steps
+        values["rollout/samples_per_s"] = (num_samples - self._num_samples) / seconds
+        values["rollout/tokens_per_s"] = (num_tokens - self._num_tokens) / seconds
+        self._num_samples, self._num_tokens, self._last_at = num_samples, num_tokens, now
         values["rollout/num_ready"] = self._buffer.num_ready
         return values
 

@@ -135,7 +135,7 @@ class GRPOLoop:
         plan: what is to be done.
         cast: who does it.
         stop: says when the run is asked to end.
-        clock: tells the seconds between two checkpoints.
+        clock: tells the seconds between two checkpoints, and those that throughput is taken over.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class GRPOLoop:
         self._evaluator = self._make_evaluator()
         self._records: Records | None = None
         self._has_begun = False
-        self._figures = StepFigures(self._rollouter, self._buffer)
+        self._figures = StepFigures(self._rollouter, self._buffer, clock=clock)
         self._feeder = Feeder(plan, self._rollouter, self._buffer, figures=self._figures)
         self._clock = StepClock()
         self._save_rule = SaveRule(self._config.checkpointing, clock=clock)
@@ -193,6 +193,7 @@ class GRPOLoop:
         return await self._finish()
 
     async def _train_and_feed(self) -> None:
+        self._figures.begin()
         feeding = self._watched(self._feeder.run(), "rollouts")
         try:
             await self._train()

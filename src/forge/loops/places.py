@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from forge.config import CheckpointConfig, RunConfig
+from forge.config import CheckpointConfig, MetricsConfig, RunConfig
 from forge.errors import ConfigError
 from forge.models.locate import ResolvedModel
 from forge.models.tokenizer import ChatTokenizer
@@ -19,6 +19,9 @@ class Placed(Protocol):
 
     @property
     def checkpointing(self) -> CheckpointConfig: ...
+
+    @property
+    def metrics(self) -> MetricsConfig: ...
 
 
 def run_dir(config: Placed) -> Path:

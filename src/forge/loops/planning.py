@@ -12,7 +12,7 @@ from forge.errors import ConfigError, LaunchError
 from forge.loops.casting import wants_gpus
 from forge.loops.evaluation import check_evaluation
 from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
-from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger
+from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger, resumed_state
 from forge.loops.worker_checks import check_workers
 from forge.memory import check_at_start
 from forge.models.locate import ResolvedModel, resolve
@@ -96,8 +96,9 @@ def plan_run(config: GRPOConfig) -> Plan:
     books = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
     order = PromptOrder(books.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
     if checkpoint is not None:
-        check_continues(config, checkpoint.extra["caller"], prompts_digest=order.digest)
-        check_resumed_ledger(run_dir(config), checkpoint.extra["caller"])
+        state = resumed_state(checkpoint, "reinforcement learning")
+        check_continues(config, state, prompts_digest=order.digest)
+        check_resumed_ledger(run_dir(config), state)
     num_groups, num_steps = _lengths(config, len(books.train))
     rate_factor(0, config=config.training, total_steps=num_steps * config.rollout.iterations)  # refuses what cannot be
     sampling = config.generator.sampling.model_copy(update={"n": config.rollout.group_size})

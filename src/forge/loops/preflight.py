@@ -20,7 +20,7 @@ from forge.data import BatchLoader, Loaders, open_loaders
 from forge.errors import DataError
 from forge.loops.places import checkpoint_dir, load_tokenizer
 from forge.loops.planning import Plan, plan_run
-from forge.loops.resuming import check_folders
+from forge.loops.resuming import check_folders, resumed_state
 from forge.loops.worker_checks import check_sft_workers
 from forge.memory import check_at_start
 from forge.memory.run import ACCUMULATION_NOTE
@@ -91,7 +91,7 @@ def prepare_sft(config: SFTConfig, *, num_ranks: int | None = None) -> Iterator[
             rate_factor(0, config=config.training, total_steps=trainer.total_steps)  # refuses what cannot be
         _check_validation(loaders.validation)
         if checkpoint is not None:
-            loaders.train.load_state_dict(checkpoint.extra["caller"]["data"])  # refuses other data
+            loaders.train.load_state_dict(resumed_state(checkpoint, "fine-tuning")["data"])  # refuses other data
         yield PreparedSFT(model, trainer, loaders, checkpoint)
 
 

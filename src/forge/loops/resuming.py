@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, TypeGuard
 
 from forge.config import GRPOConfig
 from forge.config.base import ConfigModel
@@ -17,6 +17,7 @@ from forge.config.saving import FILE_NAME, to_plain
 from forge.config.yaml_text import read_yaml
 from forge.errors import CheckpointError, ConfigError
 from forge.loops.places import Placed, checkpoint_dir, run_dir
+from forge.observe import read_jsonl
 from forge.rollout.ledger import check_ledger, read_ledger
 from forge.trainer.checkpoint_folder import (
     CheckpointInfo,
@@ -27,14 +28,20 @@ from forge.trainer.checkpoint_folder import (
 )
 
 _log = logging.getLogger("forge.loops")
-LEDGER_NAME = "ledger.jsonl"
+LEDGER_NAME, METRICS_NAME = "ledger.jsonl", "metrics.jsonl"
+_STATES: Final[Mapping[str, Mapping[str, type]]] = {
+    "reinforcement learning": {"step": int, "buffer": dict, "prompts": str, "evaluations": list},
+    "fine-tuning": {"data": dict},
+}
+"""What a loop stores with a checkpoint, by the name of the loop: keys and types that a resume relies on."""
+_BUFFER: Final[Mapping[str, type]] = {"next_number": int, "pending": list, "num_taken": int}
 
 
 def check_folders(config: Placed) -> CheckpointInfo | None:
     """Refuse folders that a run cannot use, and return the checkpoint that it resumes from; None to start anew.
 
-    Refused are folders that cannot be written, that another run writes to, that hold another run, and checkpoints that
-    are missing or damaged.
+    Refused are folders that cannot be written, that another run writes to, or that hold another run, metrics that
+    cannot be read, and checkpoints that are missing or damaged.
     """
     own, checkpoints = run_dir(config), checkpoint_dir(config)
     _check_writable(own, "run.output_dir")
@@ -45,7 +52,31 @@ def check_folders(config: Placed) -> CheckpointInfo | None:
     _check_other_run(own, found)
     if found is not None:
         check_checkpoint(found)
+    metrics = own / METRICS_NAME
+    if config.metrics.jsonl and metrics.is_file():
+        for _ in read_jsonl(metrics):
+            pass  # refuses what the run could not continue
     return found
+
+
+def resumed_state(info: CheckpointInfo, loop: Literal["reinforcement learning", "fine-tuning"]) -> Mapping[str, Any]:
+    """Return what a loop stored with a checkpoint. Refuse a checkpoint that another loop, or none of ours, made."""
+    state = info.extra.get("caller")
+    if _has(state, _STATES[loop]) and (loop == "fine-tuning" or _has(state["buffer"], _BUFFER)):
+        return state
+    made_by = next((name for name, keys in _STATES.items() if name != loop and _has(state, keys)), None)
+    raise CheckpointError(
+        "this run cannot resume from the checkpoint: it does not hold the state of such a run",
+        path=str(info.path),
+        value=f"a checkpoint of {made_by}" if made_by else "no state of a run",
+        rule=f"a checkpoint of {loop}",
+        repair="name one of this run's checkpoints; to start from the weights of another run, set model.path to the "
+        "folder `hf` beside its checkpoints, and leave --resume out",
+    )
+
+
+def _has(state: object, keys: Mapping[str, type]) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(state, Mapping) and all(isinstance(state.get(key), kind) for key, kind in keys.items())
 
 
 def _check_writable(folder: Path, path: str) -> None:
@@ -68,7 +99,7 @@ def _check_other_run(folder: Path, found: CheckpointInfo | None) -> None:
         return
     section = earlier.get("checkpointing")
     given = section.get("output_dir") if isinstance(section, Mapping) else None
-    theirs = Path(given) if given else folder / "checkpoints"
+    theirs = Path(given) if given and isinstance(given, str) else folder / "checkpoints"
     if found is not None and found.path.parent.resolve() == theirs.resolve():
         return
     infos = readable_checkpoints(theirs)
@@ -110,11 +141,12 @@ def report_changes(config: ConfigModel, folder: Path) -> None:
             _log.warning("keys that differ from the run that is resumed: %s", ", ".join(changed))
 
 
-def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(document: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in document.items():
         key = f"{prefix}{name}"
-        found |= _flat(value, f"{key}.") if isinstance(value, Mapping) and value else {key: value}
+        inner = dict(enumerate(value)) if isinstance(value, list) else value
+        found |= _flat(inner, f"{key}.") if isinstance(inner, Mapping) and inner else {key: value}
     return found
 
 

@@ -9,17 +9,16 @@ groups that were given up after the last step of a run, whose lines are written 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from forge.errors import CheckpointError, DataError
-from forge.rollout.writing import recording
+from forge.rollout.writing import append
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +56,7 @@ class Ledger:
         text = "".join(json.dumps(asdict(line), ensure_ascii=False) + "\n" for line in lines)
         if not text:
             return
-        data = text.encode()
-        start = os.fstat(self._file.fileno()).st_size
-        with recording(self.path):
-            try:
-                if self._file.write(data) != len(data):
-                    raise OSError(errno.ENOSPC, "only a part of the lines was written")
-                os.fsync(self._file.fileno())
-            except OSError:
-                os.ftruncate(self._file.fileno(), start)
-                raise
+        append(self._file, text.encode(), sync=True)
 
     def close(self) -> None:
         self._file.close()
@@ -74,7 +64,7 @@ class Ledger:
 
 def read_ledger(path: str | os.PathLike[str]) -> Iterator[LedgerLine]:
     """The lines in order. A last line that was cut off by a kill is left out."""
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         for number, raw in enumerate(file, start=1):
             fields = _decode(raw)
             if fields is not None:
@@ -89,6 +79,18 @@ def read_ledger(path: str | os.PathLike[str]) -> Iterator[LedgerLine]:
                 )
 
 
+def _opened(path: str | os.PathLike[str]) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise DataError(
+            f"the ledger cannot be read: {error.strerror or error}",
+            path=str(path),
+            rule="a file that can be read",
+            repair="correct its permissions, or move it away to continue without a record of what came before",
+        ) from error
+
+
 def check_ledger(
     lines: Iterable[LedgerLine],
     *,
@@ -97,9 +99,10 @@ def check_ledger(
     path: str | os.PathLike[str] = "ledger.jsonl",
     before: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise unless every group below `next_number` is settled exactly once or pending, none lost and none twice.
+    """Raise unless every group below `next_number` is settled exactly once or pending, none lost, twice or unknown.
 
-    The error names the line at which it shows: the second of a group, or the first after the place of a missing one.
+    The error names the line at which it shows: the second of a group, that of an unknown one, or the first after the
+    place of a missing one.
 
     Args:
         lines: the ledger's, all or those up to a step, in order from the first on.
@@ -118,17 +121,19 @@ def check_ledger(
         first.setdefault(line.group, place)
     begun = int(before["next_number"]) if before else 0
     open_before = set(before["pending"]) if before else set()
-    expected = (number for number in range(next_number) if number >= begun or number in open_before)
-    lost = [number for number in expected if number not in first and number not in waiting]
-    if not twice and not lost:
+    expected = {number for number in range(next_number) if number >= begun or number in open_before}
+    lost = sorted(expected - set(first) - waiting)
+    unknown = {group: place for group, place in first.items() if group not in expected}
+    if not twice and not lost and not unknown:
         return
     after_gap = min((place for group, place in first.items() if lost and group > lost[0]), default=None)
-    at = min(twice.values()) if twice else after_gap
+    at = min((*twice.values(), *unknown.values()), default=after_gap)
+    given = f"twice: {sorted(twice)[:8]}, lost: {lost[:8]}"
     raise CheckpointError(
         "the ledger does not add up",
         path=str(path) if at is None else f"{path}:{at}",
-        value=f"twice: {sorted(twice)[:8]}, lost: {lost[:8]}",
-        rule="every group is settled once or pending",
+        value=f"{given}, unknown: {sorted(unknown)[:8]}" if unknown else given,
+        rule="every group that was given out is settled once or pending, and no other is in it",
         repair="the file was changed, or two runs wrote to it: restore it, resume from a checkpoint of an earlier step "
         "(--resume PATH), or move the file away to continue without a record of what came before",
     )
@@ -139,7 +144,11 @@ def _decode(raw: bytes) -> Mapping[str, Any] | None:
         fields = json.loads(raw)
     except ValueError:
         return None
-    return fields if isinstance(fields, dict) and set(fields) == set(LedgerLine.__slots__) else None
+    if not isinstance(fields, dict) or set(fields) != set(LedgerLine.__slots__):
+        return None
+    numbers, texts = ("step", "group", "epoch"), ("prompt", "outcome")
+    is_ours = all(type(fields[key]) is int for key in numbers) and all(type(fields[key]) is str for key in texts)
+    return fields if is_ours else None
 
 
 def _keep_up_to(path: Path, last_step: int) -> list[LedgerLine]:

@@ -23,7 +23,7 @@ from forge.config import RecordConfig
 from forge.errors import DataError
 from forge.rollout.fruitless import Fruitless
 from forge.rollout.signal import REASONS
-from forge.rollout.writing import recording
+from forge.rollout.writing import append, recording
 from forge.types import Episode, Group
 
 TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
@@ -105,7 +105,7 @@ class RolloutRecorder:
         target = self.folder / f"fruitless_{step:06d}.jsonl"
         with recording(target), open(target, "ab", buffering=0) as file:
             reason = REASONS[fruitless.reason]
-            file.write(b"".join(self._lines(step, [fruitless.group], outcome=fruitless.outcome, reason=reason)))
+            append(file, b"".join(self._lines(step, [fruitless.group], outcome=fruitless.outcome, reason=reason)))
         return target
 
     def _chosen(self, groups: Sequence[Group]) -> list[Group]:

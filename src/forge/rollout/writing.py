@@ -1,10 +1,12 @@
-"""What a run raises when a file of its records cannot be written."""
+"""How a run writes its records, and what it raises when a file cannot be written."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
+from io import FileIO
 
 from forge.errors import RecordError
 
@@ -21,3 +23,20 @@ def recording(path: str | os.PathLike[str]) -> Iterator[None]:
             rule="a file that can be written, on a disk with room for it",
             repair="free space or correct the permissions, then continue with --resume",
         ) from error
+
+
+def append(file: FileIO, data: bytes, *, sync: bool = False) -> None:
+    """Append to an unbuffered file, all of it or nothing. On a full disk a write may take a part without an error.
+
+    With `sync` it is written through to the disk.
+    """
+    start = os.fstat(file.fileno()).st_size
+    with recording(os.fsdecode(file.name)):
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, "only a part of the lines was written")
+            if sync:
+                os.fsync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), start)
+            raise

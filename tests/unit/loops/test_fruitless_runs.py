@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forge.config import GRPOConfig
+from forge.config import GRPOConfig, Sampling
 from forge.errors import CheckpointError, NonFiniteError, RolloutError
 from forge.loops.casting import Cast
 from forge.loops.grpo import GRPOLoop
@@ -168,11 +168,23 @@ def test_throughput_counts_what_was_sampled_and_not_only_what_was_learned_from(t
             is_flat = number_of(prompt.id) % 2
             return [Score(0.5, {"all": 0.5}) if is_flat else score for score in scores]
 
-    chosen = config(tmp_path / "run", "rollout.no_signal=replace")
-    play(chosen, StandInTrainer(), rewards=Half())
+    class Slow(StandInTrainer):
+        async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
+            now[0] += 10
+            return await super().train_step(batch, keep_logprobs=keep_logprobs)
+
+    class SlowAnswers(StandInPolicy):
+        async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+            now[0] += 15 * (sampling.n == 1)  # four prompts are held out, and asked once
+            return await super().generate(prompt, sampling=sampling)
+
+    now = [0.0]
+    chosen = config(tmp_path / "run", "rollout.no_signal=replace", "evaluation.fraction=0.1", "evaluation.interval=3")
+    trainer = Slow()
+    play(chosen, trainer, policy=SlowAnswers(trainer), rewards=Half(), clock=lambda: now[0])
     by_step = Counter(line.step for line in ledger(chosen))
     assert sum(by_step.values()) > 12, "some were dropped"
-    seconds = figures(chosen, "time/step")
+    seconds = [10, 10, 10, 70, 10, 10]  # rollouts continue while the policy is evaluated after step 3
     for name, per_group in (("rollout/samples_per_s", 3), ("rollout/tokens_per_s", 3 * 4)):
         counted = [rate * time for rate, time in zip(figures(chosen, name), seconds, strict=True)]
         assert counted == pytest.approx([per_group * by_step[step] for step in range(1, 7)])

@@ -18,6 +18,7 @@ from forge.errors import CheckpointError, DataError, ForgeError, LaunchError
 from forge.loops.grpo import run_grpo
 from forge.loops.places import checkpoint_dir, run_dir
 from forge.loops.preflight import check_grpo, check_sft, prepare_sft
+from forge.loops.resuming import report_changes
 from forge.loops.sft import run_sft
 from forge.trainer.checkpoint_folder import (
     CheckpointInfo,
@@ -93,6 +94,10 @@ def renumbered(lines: list[str]) -> list[str]:
     return [line.replace('"group": 4', '"group": 5') for line in lines]
 
 
+def added(lines: list[str]) -> list[str]:
+    return [*lines[:5], lines[4].replace('"group": 4', '"group": 400'), *lines[5:]]
+
+
 @pytest.mark.parametrize(
     ("change", "place", "value"),
     [
@@ -100,8 +105,9 @@ def renumbered(lines: list[str]) -> list[str]:
         (removed_at_the_end, "", "twice: [], lost: [11]"),
         (copied, ":6", "twice: [2], lost: []"),
         (renumbered, ":6", "twice: [5], lost: [4]"),
+        (added, ":6", "twice: [], lost: [], unknown: [400]"),
     ],
-    ids=["removed", "removed at the end", "copied", "renumbered"],
+    ids=["removed", "removed at the end", "copied", "renumbered", "added"],
 )
 def test_a_changed_ledger_is_refused(
     change: Callable[[list[str]], list[str]], place: str, value: str, run: Path
@@ -117,12 +123,31 @@ def test_a_changed_ledger_is_refused(
     assert contents(run) == before
 
 
-def test_a_line_that_cannot_be_read_is_named(run: Path) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"outcome"', '"result"'),
+        ('"step": 1', '"step": "1"'),
+        ('"step": 1', '"step": null'),
+        ('"group": 0', '"group": [0]'),
+        ('"group": 0', '"group": 0.0'),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(old: str, new: str, run: Path) -> None:
     path = run / "ledger.jsonl"
-    path.write_text(path.read_text().replace('"outcome"', '"result"', 1))
+    path.write_text(path.read_text().replace(old, new, 1))
     with pytest.raises(DataError, match="cannot be read") as caught:
         check_grpo(config(run, RESUME))
     assert caught.value.path == f"{path}:1"
+
+
+def test_a_ledger_that_is_not_a_file_is_refused(run: Path) -> None:
+    path = run / "ledger.jsonl"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match="the ledger cannot be read") as caught:
+        check_grpo(config(run, RESUME))
+    assert caught.value.path == str(path)
 
 
 def test_lines_after_the_checkpoint_do_not_count(run: Path) -> None:
@@ -194,6 +219,42 @@ def test_other_changes_are_reported(run: Path, caplog: pytest.LogCaptureFixture)
     assert "rollout.staleness: 0 -> 1, training.max_steps: 6 -> 7" in caplog.text
 
 
+def test_a_key_that_was_unknown_then_is_not_reported_as_a_change(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A later version of the library has more keys, also in the elements of a list."""
+    path = run / "config.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("    timeout_s: 10.0\n", ""))
+    assert path.read_text() != text
+    with caplog.at_level(logging.WARNING, "forge.loops"):
+        report_changes(config(run, "rewards.functions.0.weight=2"), run)
+    assert "rewards.functions.0.weight: 1.0 -> 2.0" in caplog.text
+    assert "timeout_s" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"a: [1\n b: }", b"- 1\n", b"\xa1\xff", b"checkpointing: {output_dir: 5}\n"], ids=repr
+)
+def test_a_configuration_that_cannot_be_read_does_not_keep_a_run_from_resuming(content: bytes, run: Path) -> None:
+    (run / "config.yaml").write_bytes(content)
+    longer = config(run, RESUME, "training.max_steps=7")
+    assert check_grpo(longer).resume_step == 6
+    assert play(longer, resumed(run / "checkpoints")).step == 7
+    assert (run / "config.1.yaml").read_bytes() == content
+
+
+@pytest.mark.parametrize("words", [(), (RESUME,)])
+def test_metrics_that_cannot_be_read_are_refused_at_once(words: tuple[str, ...], run: Path, tmp_path: Path) -> None:
+    path = (run if words else tmp_path / "new") / "metrics.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"step": "a"}\n')
+    before = contents(run)
+    with pytest.raises(DataError, match="a line of a metrics file cannot be read") as caught:
+        check_grpo(config(path.parent, *words))
+    assert caught.value.path == f"{path}:1"
+    assert contents(run) == before
+    check_grpo(config(path.parent, *words, "metrics.jsonl=false"))
+
+
 @pytest.mark.parametrize(
     ("harm", "fault"),
     [
@@ -223,6 +284,29 @@ def test_of_a_large_checkpoint_the_index_alone_is_read(tmp_path: Path) -> None:
     (info.path / ".metadata").write_bytes(b"INDEX")
     with pytest.raises(CheckpointError, match="metadata has other content"):
         check_checkpoint(info, max_digest_bytes=8)
+
+
+def changed_record(folder: Path, state: object) -> None:
+    """Replace what the loop stored with the newest checkpoint."""
+    path = list_checkpoints(folder)[-1].path / "checkpoint.json"
+    record = json.loads(path.read_text())
+    record["extra"]["caller"] = state
+    path.write_text(json.dumps(record))
+
+
+def test_a_checkpoint_of_fine_tuning_is_not_resumed_by_reinforcement_learning(run: Path, tmp_path: Path) -> None:
+    foreign = keep(tmp_path / "sft" / "checkpoints", {"data": {}, "validation_loss": None}, step=2)
+    with pytest.raises(CheckpointError, match="does not hold the state of such a run") as caught:
+        check_grpo(config(tmp_path / "new", f"checkpointing.resume={foreign.path}"))
+    error = caught.value
+    assert (error.path, error.value) == (str(foreign.path), "a checkpoint of fine-tuning")
+    assert error.rule == "a checkpoint of reinforcement learning"
+    assert "model.path" in str(error.repair)
+    for state in (None, {}, {"step": 6}, {"step": "6", "buffer": {}, "prompts": "", "evaluations": []}):
+        changed_record(run / "checkpoints", state)
+        with pytest.raises(CheckpointError, match="does not hold the state of such a run") as caught:
+            check_grpo(config(run, RESUME))
+        assert caught.value.value == "no state of a run"
 
 
 # ---- Folders of other runs ------------------------------------------------------------------------------------------
@@ -362,3 +446,10 @@ def test_fine_tuning_refuses_before_it_starts_anything(tmp_path: Path) -> None:
     (info.path / "__0_0.distcp").write_bytes(b"half")
     with pytest.raises(CheckpointError, match="damaged"):
         asyncio.run(run_sft(sft(folder, NOWHERE, RESUME)))
+
+
+def test_a_checkpoint_of_reinforcement_learning_is_not_resumed_by_fine_tuning(run: Path, tmp_path: Path) -> None:
+    foreign = run / "checkpoints" / checkpoint_name(6)
+    with pytest.raises(CheckpointError, match="does not hold the state of such a run") as caught:
+        check_sft(sft(tmp_path / "new", f"checkpointing.resume={foreign}"))
+    assert caught.value.value == "a checkpoint of reinforcement learning"
