@@ -42,7 +42,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--config", metavar="FILE", action="append", default=[], help="a YAML file; may be given more than once"
     )
-    parser.add_argument("rest", metavar="OVERRIDE", nargs=argparse.REMAINDER, help="a.b=c or ~a.b, passed to SCRIPT")
+    rest = parser.add_argument(
+        "rest", metavar="OVERRIDE", nargs=argparse.REMAINDER, help="a.b=c or ~a.b, passed to SCRIPT"
+    )
+    rest.required = False  # argparse would name it as missing beside SCRIPT
     parser.set_defaults(handler=_run)
 
 
@@ -51,12 +54,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
     script: Path = arguments.script
     if not script.is_file():
+        inside = script / "main.py"
         raise ConfigError(
-            "there is no such script",
+            "this is a folder" if script.is_dir() else "there is no such script",
             path="SCRIPT",
             value=str(script),
             rule="a Python file that exists",
-            repair="check the path; it is relative to the working directory",
+            repair=f"name a file in it, such as {inside}"
+            if inside.is_file()
+            else "check the path; it is relative to the working directory",
         )
     configs, words = _split(list(arguments.config), list(arguments.rest))
     _check_script(script, [*configs, *words])

@@ -91,8 +91,12 @@ class _Found:
 
     def add(self, error: ForgeError) -> None:
         for problem in _as_problems(error):
-            if not problem.path or problem.path not in [known.path for known in self.problems]:
+            if not problem.path or not self.names(problem.path):
                 self.problems.append(problem)
+
+    def names(self, *paths: str | None) -> bool:
+        """Whether one of these paths has a problem already."""
+        return any(problem.path in paths for problem in self.problems)
 
     def attempt(self, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Return what a check returns, or keep what it raises."""
@@ -164,11 +168,17 @@ def _find_grpo(config: GRPOConfig, found: _Found) -> None:
 
 
 def _find_prompts(config: GRPOConfig, found: _Found) -> None:
-    """Read all prompts, and then every source by itself: one that cannot be read must not hide the next."""
-    found.attempt(open_prompts, config.prompts, evaluation=config.evaluation, seed=config.run.seed)
-    for source in (*config.prompts.sources, *config.evaluation.sources):
-        alone = config.prompts.model_copy(update={"sources": (source,)})
-        found.attempt(open_prompts, alone, evaluation=EvaluationConfig(), seed=config.run.seed)
+    """Read every source by itself, because one that cannot be read must not hide the next; then all together.
+
+    A source that is known to be a problem is not read again: one that cannot be reached takes long to fail.
+    """
+    sources = (*config.prompts.sources, *config.evaluation.sources)
+    for source in sources:
+        if not found.names(source.path, source.hf_dataset):
+            alone = config.prompts.model_copy(update={"sources": (source,)})
+            found.attempt(open_prompts, alone, evaluation=EvaluationConfig(), seed=config.run.seed)
+    if not any(found.names(source.path, source.hf_dataset) for source in sources):
+        found.attempt(open_prompts, config.prompts, evaluation=config.evaluation, seed=config.run.seed)
 
 
 def _describe_grpo(plan: Plan) -> Facts:
@@ -223,14 +233,18 @@ def _find_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> None:
     for error in sft_worker_errors(config):
         found.add(error)
     found.attempt(check_folders, config)
+    sources = (*config.data.sources, *config.validation.sources)
+    for source in sources:
+        if not found.names(source.path, source.hf_dataset):
+            found.attempt(open_corpus, [source], data=config.data, seed=config.run.seed)
+    if any(found.names(source.path, source.hf_dataset) for source in sources):
+        return
+    found.attempt(open_corpus, config.data.sources, data=config.data, seed=config.run.seed)
     if tokenizer is not None:
         with_tokenizer = partial(open_loaders, training=config.training, tokenizer=tokenizer, seed=config.run.seed)
         opened = found.attempt(with_tokenizer, config.data, validation=config.validation)
         if opened is not None:
             opened.close()
-    found.attempt(open_corpus, config.data.sources, data=config.data, seed=config.run.seed)
-    for source in (*config.data.sources, *config.validation.sources):
-        found.attempt(open_corpus, [source], data=config.data, seed=config.run.seed)
 
 
 def _describe_sft(config: SFTConfig, prepared: PreparedSFT, num_ranks: int | None) -> Facts:

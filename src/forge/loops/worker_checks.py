@@ -139,7 +139,8 @@ def _gpu_errors(asked: dict[str, bool | None], *, is_local: bool) -> Iterator[Fo
         path=" and ".join(wanted),
         value=True,
         rule="a machine with an NVIDIA GPU and its driver, and CUDA_VISIBLE_DEVICES unset or naming one",
-        repair="run it on such a machine (`forge doctor` shows what is found), or set with_gpus to false",
+        repair="run it on such a machine (`forge doctor` shows what is found), or add "
+        + " ".join(f"{path}=false" for path in wanted),
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -93,7 +96,9 @@ def specification(kind: str) -> Callable[..., Any]:
                 f"The module {module_name} ({getattr(module, '__file__', 'built in')}) has no {attribute!r}.",
                 kind=kind,
                 rule="must be `package.module:function`",
-                repair=_suggestion(step, dir(found)) or "check the name of the function",
+                repair=_hidden(module_name, module)
+                or _suggestion(step, dir(found))
+                or "check the name of the function",
             )
         found = getattr(found, step)
     return found  # type: ignore[no-any-return]
@@ -111,16 +116,41 @@ def _imported(kind: str, module_name: str) -> Any:
     try:
         return import_module(module_name)
     except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name is not None
         raise _refusal(
             f"The module {module_name} cannot be imported: {type(error).__name__}: {error}",
             kind=kind,
             rule="the module must be importable in every process that runs rewards",
-            repair="put it beside the script, beside the configuration, in the working directory or on PYTHONPATH, "
-            "or install it"
-            if missing
-            else f"mend the module; `python -c 'import {module_name}'` shows where it fails",
+            repair=_import_repair(module_name, error),
         ) from error
+
+
+def _import_repair(module_name: str, error: Exception) -> str:
+    """Say what to do about a module that cannot be imported: it is not found, or something in it fails."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        if module_name.endswith(".py"):
+            return f"write {module_name.removesuffix('.py')}, the module's name, not its file"
+        if f"{module_name}.".startswith(f"{error.name}."):
+            return (
+                "put it beside the script, beside the configuration, in the working directory or on PYTHONPATH, "
+                "or install it"
+            )
+        return f"the module was found, but not {error.name}, which it imports: install it, or put it beside the module"
+    if isinstance(error, SyntaxError):
+        return f"correct {error.filename}, line {error.lineno}"
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return f"correct the module; the error comes from {raised.filename}, line {raised.lineno}"
+
+
+def _hidden(module_name: str, module: object) -> str | None:
+    """Name a file of the user that a module of the same name, found earlier, keeps from being imported."""
+    used = os.path.realpath(getattr(module, "__file__", None) or "")
+    inside = module_name.replace(".", os.sep)
+    for folder in sys.path:
+        for place in (f"{inside}.py", os.path.join(inside, "__init__.py")):
+            file = os.path.join(folder or os.curdir, place)
+            if os.path.isfile(file) and os.path.realpath(file) != used:
+                return f"rename {file}: {module_name} is found elsewhere first"
+    return None
 
 
 def _check_callable(function: object, *, kind: str) -> None:

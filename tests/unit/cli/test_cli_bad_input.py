@@ -30,6 +30,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("broken.yaml").write_text("a: [1\n")
     Path("broken.py").write_text("x = (\n")
     Path("binary.py").write_bytes(b"\0\1\2")
+    Path("app").mkdir()
+    Path("app/main.py").write_text("")
     Path("run").mkdir()
     Path("run/metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, "values": {"train/loss": 2.0}}) + "\n")
     return tmp_path
@@ -40,7 +42,8 @@ CASES = [
     ("run 'nowhere.yaml'", "there is no such script"),
     ("run broken.py", r"never closed (line 1)"),
     ("run binary.py", "null bytes"),
-    ("run empty", "a Python file that exists"),
+    ("run empty", "this is a folder"),
+    ("run app --config grpo.yaml", "name a file in it, such as app/main.py"),
     ("run broken.py --config nowhere.yaml", "SCRIPT"),
     ("plan nowhere.yaml", "nowhere.yaml"),
     ("plan empty", "this is a directory"),
@@ -77,6 +80,14 @@ CASES = [
     ("worker --address nonsense", "--address"),
     ("worker --address tcp://192.0.2.1:1", "--address"),
 ]
+
+
+@pytest.mark.parametrize("line", ["run", "run --config grpo.yaml"])
+def test_only_the_script_is_named_as_missing(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("the following arguments are required: SCRIPT\n")
 
 
 @pytest.mark.parametrize(("line", "words"), CASES, ids=[line for line, _ in CASES])

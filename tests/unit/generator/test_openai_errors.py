@@ -193,6 +193,17 @@ def test_what_is_not_http_gets_an_error_of_the_same_form(server: OpenAIServer, r
     assert error["message"].startswith("The request is not valid HTTP: ")
 
 
+def test_a_body_that_is_announced_as_too_large_is_not_waited_for(server: OpenAIServer) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    with socket.create_connection((server.host, server.port), timeout=LIMIT_S) as line:
+        line.sendall(head.format(10**11).encode())
+        answer = http.client.HTTPResponse(line)
+        answer.begin()
+        error = json.loads(answer.read())["error"]
+    assert answer.status == 413
+    assert "serve.max_body_mb" in error["message"]
+
+
 def test_bodies_that_are_no_request(server: OpenAIServer) -> None:
     path = "/v1/chat/completions"
     for body in (b"{", b"[]", b'{"model": "fake", "temperature": NaN}', b'{"a": "\\ud800"}', b"[" * 9000):

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 from test_planning import REFUSED
 
 from forge.config import PolicyConfig, SFTConfig, load
-from forge.loops.dry_run import dry_run
+from forge.data.prompts import open_prompts
+from forge.errors import DataError
+from forge.loops.dry_run import _find_prompts, _Found, dry_run
 from forge.loops.preflight import for_ranks
 from forge.trainer.checkpoint_folder import CheckpointInfo, FileRecord, checkpoint_name, write_record
 from grpo_runs import config
+
+T = TypeVar("T")
 
 
 def sft(tmp_path: Path, *overrides: str) -> SFTConfig:
@@ -92,3 +98,31 @@ def test_ranks_that_do_not_fit_the_degrees_are_refused(tmp_path: Path) -> None:
     assert [problem.path for problem in dry_run(sft(tmp_path, "distributed.shard=2"), num_ranks=3).problems] == [
         "distributed"
     ]
+
+
+def test_a_source_that_cannot_be_read_is_tried_once(tmp_path: Path) -> None:
+    tried: list[object] = []
+
+    class Counted(_Found):
+        def attempt(self, check: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+            tried.append(check)
+            return super().attempt(check, *args, **kwargs)
+
+    absent, other = str(tmp_path / "absent.jsonl"), str(tmp_path / "other.jsonl")
+    asked = config(tmp_path / "run", f"prompts.sources=[{{path: {absent}}}, {{path: {other}}}]")
+    found = Counted()
+    found.add(DataError("it cannot be read", path=absent, rule="a file", repair="write it"))
+    _find_prompts(asked, found)
+    assert tried == [open_prompts]
+    assert [problem.path for problem in found.problems] == [absent, other]
+
+
+def test_the_keys_that_keep_a_run_off_gpus_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    on_gpu = ("distributed.with_gpus=true", "generator.with_gpus=true")
+    (problem,) = [
+        problem for problem in dry_run(config(tmp_path / "run", *on_gpu)).problems if "asks for GPUs" in problem.rule
+    ]
+    added = problem.repair.rpartition("or add ")[2].split()
+    assert added == ["distributed.with_gpus=false", "generator.with_gpus=false"]
+    assert dry_run(config(tmp_path / "run", *on_gpu, *added)).problems == ()

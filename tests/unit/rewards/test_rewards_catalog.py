@@ -77,11 +77,12 @@ constant = 3
 
 @pytest.fixture(autouse=True)
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's module beside the script, and two that do not import."""
+    """A user's module beside the script, and some that do not import."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     (tmp_path / "own_rewards.py").write_text(MODULE)
     (tmp_path / "broken_rewards.py").write_text("1 / 0\n")
+    (tmp_path / "misspelt_rewards.py").write_text("x = 1\ndef f(prompt, completion)\n")
     (tmp_path / "lacking_rewards.py").write_text("import no_such_package\n")
     for name in ("own_rewards", "broken_rewards", "lacking_rewards"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -123,6 +124,15 @@ def test_served_rewards_are_no_functions() -> None:
         assert caught.value.value == kind
 
 
+def test_a_module_that_another_one_hides_is_named(own_module: Path) -> None:
+    (own_module / "json.py").write_text(
+        "def f(prompt, completion):\n    return 1.0\n"
+    )  # Python's own is loaded already
+    with pytest.raises(ConfigError) as caught:
+        find("json:f")
+    assert caught.value.repair == f"rename {own_module}/json.py: json is found elsewhere first"
+
+
 NOT_FOUND = (
     "put it beside the script, beside the configuration, in the working directory or on PYTHONPATH, or install it"
 )
@@ -141,14 +151,19 @@ NOT_FOUND = (
         ("own_rewards:lonely", "write it as a function"),
         ("own_rewards:constant", "write it as a function"),
         ("no_such_module:f", NOT_FOUND),
-        ("lacking_rewards:f", NOT_FOUND),
-        ("broken_rewards:f", "mend the module; `python -c 'import broken_rewards'` shows where it fails"),
-        ("own_rewards.py:plain", NOT_FOUND),
+        (
+            "lacking_rewards:f",
+            "the module was found, but not no_such_package, which it imports: install it, or put it beside the module",
+        ),
+        ("broken_rewards:f", "correct the module; the error comes from {folder}/broken_rewards.py, line 1"),
+        ("misspelt_rewards:f", "correct {folder}/misspelt_rewards.py, line 2"),
+        ("own_rewards.py:plain", "write own_rewards, the module's name, not its file"),
         ("./own_rewards:plain", "write the module's dotted name, not its file"),
         (":plain", "write the module's dotted name, not its file"),
     ],
 )
-def test_what_cannot_be_found_is_refused_with_a_repair(kind: str, says: str) -> None:
+def test_what_cannot_be_found_is_refused_with_a_repair(kind: str, says: str, own_module: Path) -> None:
+    says = says.format(folder=own_module)
     with pytest.raises(ConfigError) as caught:
         find(kind)
     assert (caught.value.path, caught.value.value, caught.value.repair) == ("kind", kind, says)

@@ -202,6 +202,9 @@ async def _read_body(request: web.Request) -> Mapping[str, Any]:
         # It also keeps web pages of other origins out: they may not send this type without asking first.
         text = "The request must be of the type application/json."
         raise RequestError(text, status=415, code="unsupported_media_type")
+    announced = request.content_length or 0
+    if announced > request.client_max_size:  # refused before any of it is awaited
+        raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=announced)
     try:
         raw = await request.read()
         body = json.loads(raw, parse_constant=_no_constant)
