@@ -66,6 +66,7 @@ def settings_of(plan: Plan, folder: Path, side: str) -> list[str]:
         "distributed.shard=1",
         f"distributed.with_gpus={str(is_cuda).lower()}",
         "checkpointing.save_interval=null",
+        "checkpointing.save_interval_s=null",
         "checkpointing.export_hf=false",
         "record.rollouts=some",
         "record.num_groups=4",

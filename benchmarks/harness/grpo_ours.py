@@ -164,6 +164,7 @@ def settings_of(plan: Plan, folder: Path, *, side: Sequence[str] = ()) -> list[s
         "training.warmup_steps=0",
         "distributed.with_gpus=false",
         "checkpointing.save_interval=null",
+        "checkpointing.save_interval_s=null",
         "checkpointing.export_hf=false",
         "record.report=false",
         *side,

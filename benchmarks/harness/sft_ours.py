@@ -107,6 +107,7 @@ def settings_of(plan: Plan, folder: Path) -> list[str]:
         f"distributed.num_threads={plan.threads}",
         "distributed.with_gpus=false",
         "checkpointing.save_interval=null",
+        "checkpointing.save_interval_s=null",
         "checkpointing.export_hf=false",
         *plan.settings,
     ]
@@ -119,8 +120,8 @@ def serve(folder: Path, plan: Plan) -> None:
 
     open_trainer = sft.open_trainer
 
-    async def in_turns(*args: Any) -> Turns:
-        return Turns(await open_trainer(*args), plan, folder / "held_out.ids.jsonl")
+    async def in_turns(*args: Any, **named: Any) -> Turns:
+        return Turns(await open_trainer(*args, **named), plan, folder / "held_out.ids.jsonl")
 
     sft.open_trainer = in_turns  # type: ignore[assignment]
     config = load(SFTConfig, overrides=settings_of(plan, folder))
