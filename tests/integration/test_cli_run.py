@@ -59,6 +59,17 @@ def test_two_ranks_of_a_script_meet(folder: Path) -> None:
     assert not (folder / "rank2.json").exists()
 
 
+@pytest.mark.parametrize(("code", "is_summarised"), [(2, False), (1, True)])
+def test_wrong_input_keeps_its_exit_code_and_its_message_stands_alone(
+    folder: Path, code: int, is_summarised: bool
+) -> None:
+    (folder / "refuses.py").write_text(f"import sys\nprint('this is wrong', file=sys.stderr)\nsys.exit({code})\n")
+    ended = forge_run(folder, "--nproc_per_node", "2", "refuses.py")
+    assert ended.returncode == code
+    assert "this is wrong" in ended.stderr
+    assert ("refuses.py FAILED" in ended.stderr) is is_summarised
+
+
 SAVING = """
 import os, signal, sys
 from pathlib import Path

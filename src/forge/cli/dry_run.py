@@ -53,11 +53,13 @@ def dry_run_script(script: Path, arguments: Sequence[str], *, num_ranks: int | N
 def check(chosen: Chosen, files: Sequence[str], overrides: Sequence[str], *, num_ranks: int | None = None) -> int:
     """Check a configuration against its schema and as a run, and print the result. Return the exit code."""
     from forge.config import load
+    from forge.config.kinds import other_program
 
     try:
         config = load(chosen.schema, files=files, overrides=overrides)
     except ConfigError as error:
-        print(f"{error}\n(The schema is {chosen}.)", file=sys.stderr)
+        lines = [str(error), other_program(chosen.schema, files, overrides), f"(The schema is {chosen}.)"]
+        print("\n".join(filter(None, lines)), file=sys.stderr)
         return 2
     if not _is_run(config):
         print(f"The keys are valid. Schema: {chosen}.")

@@ -99,10 +99,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _check_script(script: Path, words: Sequence[str]) -> None:
     """Refuse a configuration in place of the script, and what Python cannot read."""
     if script.suffix in (".yaml", ".yml"):
-        from forge.config.kinds import detect_kind
+        from forge.config.kinds import detect_kind, program_of
 
-        kind = detect_kind([str(script)], []).kind
-        app = f"apps/{'vllm' if kind == 'policy' else kind}/main.py"
+        app = program_of(detect_kind([str(script)], []).kind)
         command = ["forge", "run", app if Path(app).is_file() else "SCRIPT", "--config", str(script), *words]
         raise ConfigError(
             "a configuration was given in place of the script",

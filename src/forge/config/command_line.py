@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TypeVar
 
+from forge.config.kinds import other_program
 from forge.config.loading import load
 from forge.config.module_folders import add_module_folders
 from forge.config.overrides import split_words
@@ -28,7 +29,7 @@ def from_command_line(schema: type[Schema], arguments: Sequence[str] | None = No
     try:
         return load(schema, files=files, overrides=overrides)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print("\n".join(filter(None, [str(error), other_program(schema, files, overrides)])), file=sys.stderr)
         raise SystemExit(2) from None
 
 

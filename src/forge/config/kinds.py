@@ -45,6 +45,24 @@ def detect_kind(files: Sequence[str], overrides: Sequence[str]) -> Detected:
     return Detected(best[0], tuple(sorted(sections & own)), tuple(best[1:]))
 
 
+def program_of(kind: str) -> str:
+    """Return the path of the program in `apps/` that runs configurations of this kind."""
+    return f"apps/{'vllm' if kind == 'policy' else kind}/main.py"
+
+
+def other_program(schema: type[ForgeConfig], files: Sequence[str], overrides: Sequence[str]) -> str | None:
+    """Return a line that names the right program, where a configuration is one of another kind; else None."""
+    if schema not in SCHEMAS.values():
+        return None
+    found = detect_kind(files, overrides)
+    foreign = set(found.evidence) - set(schema.model_fields)
+    if not foreign:
+        return None
+    sections = ", ".join(sorted(foreign))
+    which = f"{found.schema.__name__} has the keys {sections}, {schema.__name__} does not."
+    return f"{which} Is {program_of(found.kind)} the right program?"
+
+
 def _sections(files: Sequence[str], overrides: Sequence[str]) -> set[str]:
     """What stands at the top of files and overrides. A file that cannot be read is refused when it is loaded."""
     found = {word.lstrip("~").partition("=")[0].partition(".")[0] for word in overrides}

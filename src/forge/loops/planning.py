@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
 from forge.data.prompts import PromptBook, PromptOrder, open_prompts
-from forge.errors import ConfigError, LaunchError
+from forge.errors import ConfigError
 from forge.loops.casting import wants_gpus
 from forge.loops.evaluation import check_evaluation
 from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
@@ -125,9 +125,9 @@ def plan_run(config: GRPOConfig) -> Plan:
     )
 
 
-def refuse_ranks() -> LaunchError:
+def refuse_ranks() -> ConfigError:
     """Return the error for a program that was started once per rank."""
-    return LaunchError(
+    return ConfigError(
         "reinforcement learning has one controller, which starts all others",
         path="--nproc_per_node",
         rule="the program is started once",

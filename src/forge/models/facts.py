@@ -67,7 +67,7 @@ def complete(model: ModelConfig) -> ModelConfig:
     if missing:
         raise ModelError(
             "The model is not described completely.",
-            path=", ".join(missing),
+            path=", ".join(missing) if len(missing) < len(needed) else "model",
             value=None,
             rule=f"a model of family {model.family} needs all of {', '.join(needed)}"
             if model.family

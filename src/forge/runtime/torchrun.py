@@ -1,7 +1,8 @@
 """`python -m forge.runtime.torchrun`: start the ranks of a script as torchrun does.
 
 A signal is passed on to every rank, which saves and ends; the exit code is then 128 plus the signal's number, and no
-traceback is printed. Signals that were ignored from the start, as SIGHUP is under nohup, stay ignored.
+traceback is printed. Signals that were ignored from the start, as SIGHUP is under nohup, stay ignored. A rank that
+refuses its input ends all of them, with its own message and exit code 2.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_WRONG_INPUT = 2
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,6 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     except SignalException as received:
         return 128 + int(received.sigval)
     except ChildFailedError as failure:
+        if failure.get_first_failure()[1].exitcode == _WRONG_INPUT:
+            return _WRONG_INPUT  # the rank has said what is wrong
         print(failure, file=sys.stderr)
         return 1
     return 0

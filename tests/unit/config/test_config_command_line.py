@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.config import ActorConfig, ForgeConfig, ServiceConfig, from_command_line
+from forge.config import ActorConfig, ForgeConfig, GRPOConfig, ServiceConfig, from_command_line
 from forge.runtime import ActorOptions
 from forge.service import ServiceOptions
 
@@ -25,6 +25,26 @@ def test_a_broken_rule_ends_the_program_with_code_2(capsys):
     said = capsys.readouterr().err
     assert "run.sed" in said
     assert "seed" in said
+
+
+def test_a_configuration_of_another_kind_names_its_program(tmp_path, capsys):
+    file = tmp_path / "a.yaml"
+    file.write_text("data: {sources: [{path: train.jsonl}]}\nvalidation: {fraction: 0.1}\n")
+    with pytest.raises(SystemExit):
+        from_command_line(GRPOConfig, ["--config", str(file)])
+    hint = capsys.readouterr().err.splitlines()[-1]
+    assert hint == (
+        "SFTConfig has the keys data, validation, GRPOConfig does not. Is apps/sft/main.py the right program?"
+    )
+
+
+@pytest.mark.parametrize("text", ["trainning: {max_steps: 1}\n", "rollout: {group_size: x}\n", "a: [1\n"])
+def test_an_ordinary_mistake_names_no_other_program(text, tmp_path, capsys):
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        from_command_line(GRPOConfig, ["--config", str(file)])
+    assert "right program" not in capsys.readouterr().err
 
 
 def test_configured_actors_and_services_have_the_defaults_of_the_options():

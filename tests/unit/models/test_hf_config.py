@@ -315,6 +315,7 @@ def test_complete(tmp_path: Path) -> None:
     assert complete(ModelConfig(preset="llama3_1_8b", rope_scaling=None)).rope_scaling is None
     with pytest.raises(ModelError, match="not described completely") as caught:
         complete(ModelConfig())
+    assert caught.value.path == "model"
     assert "tiny" in (caught.value.repair or "")
     whole = read_hf_config(folder_with(tmp_path, MOE))
     with pytest.raises(ModelError) as caught:
