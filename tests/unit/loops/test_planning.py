@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge.config import SFTConfig, load
-from forge.errors import ConfigError, ForgeError, LaunchError, ModelError
+from forge.errors import ConfigError, ForgeError, ModelError
 from forge.loops.planning import plan_run
 from forge.loops.sft import run_sft
 from forge.memory import Card
@@ -95,7 +95,7 @@ def test_ranks_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     chosen = config(tmp_path / "run")
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
-    with pytest.raises(LaunchError, match="one controller"):
+    with pytest.raises(ConfigError, match="one controller"):
         plan_run(chosen)
 
 
