@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from forge.config import SFTConfig, load
-from forge.errors import ConfigError, ForgeError, LaunchError, ModelError
+from forge.errors import ConfigError, ForgeError, ModelError
 from forge.loops.planning import plan_run
 from forge.loops.sft import run_sft
 from forge.memory import Card
@@ -88,14 +90,24 @@ def test_a_folder_that_cannot_be_is_refused(key: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ConfigError, match="cannot write to its folder") as caught:
         plan_run(config(tmp_path / "run", f"{key}={tmp_path / 'file' / 'below'}"))
-    assert (caught.value.path, caught.value.rule) == (key, f"a folder that can be written; {tmp_path / 'file'} is none")
+    assert caught.value.path == key
+    assert caught.value.rule == (
+        f"a folder that can be written; no file can be created in {tmp_path / 'file'}: {os.strerror(errno.ENOTDIR)}"
+    )
+
+
+def test_a_folder_that_root_only_seems_to_be_able_to_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write to its folder") as caught:
+        plan_run(config(tmp_path / "run", "run.output_dir=/proc/nowhere"))
+    assert caught.value.path == "run.output_dir"
+    assert "no file can be created in /proc: " in str(caught.value.rule)
 
 
 def test_ranks_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = config(tmp_path / "run")
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
-    with pytest.raises(LaunchError, match="one controller"):
+    with pytest.raises(ConfigError, match="one controller"):
         plan_run(chosen)
 
 
