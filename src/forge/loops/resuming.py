@@ -1,12 +1,12 @@
 """What a run refuses about its folders and its checkpoint, before any process is started.
 
-Nothing here writes, locks or creates anything.
+Nothing here locks, changes or leaves anything.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
@@ -80,15 +80,19 @@ def _has(state: object, keys: Mapping[str, type]) -> TypeGuard[Mapping[str, Any]
 
 
 def _check_writable(folder: Path, path: str) -> None:
+    """Create a file without a name where the folder is or would be: permissions alone tell root nothing."""
     place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return
+    except OSError as error:
         raise ConfigError(
             "the run cannot write to its folder",
             path=path,
             value=str(folder),
-            rule=f"a folder that can be written; {place} is {'none' if not place.is_dir() else 'not'}",
+            rule=f"a folder that can be written; no file can be created in {place}: {error.strerror}",
             repair="choose another one, or correct its permissions",
-        )
+        ) from None
 
 
 def _check_other_run(folder: Path, found: CheckpointInfo | None) -> None:

@@ -161,7 +161,8 @@ def test_a_script_that_is_not_there_is_named(script: str, capsys: pytest.Capture
     Path("folder").mkdir()
     assert main(["run", script]) == 2
     text = capsys.readouterr().err
-    assert text.startswith("forge run: there is no such script\n  path:   SCRIPT\n")
+    what = "there is no such script" if script == "absent.py" else "this is a folder"
+    assert text.startswith(f"forge run: {what}\n  path:   SCRIPT\n")
     for part in (f"value:  {script!r}", "rule:   a Python file that exists", "repair: check the path"):
         assert part in text
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -88,7 +90,17 @@ def test_a_folder_that_cannot_be_is_refused(key: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ConfigError, match="cannot write to its folder") as caught:
         plan_run(config(tmp_path / "run", f"{key}={tmp_path / 'file' / 'below'}"))
-    assert (caught.value.path, caught.value.rule) == (key, f"a folder that can be written; {tmp_path / 'file'} is none")
+    assert caught.value.path == key
+    assert caught.value.rule == (
+        f"a folder that can be written; no file can be created in {tmp_path / 'file'}: {os.strerror(errno.ENOTDIR)}"
+    )
+
+
+def test_a_folder_that_root_only_seems_to_be_able_to_write_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write to its folder") as caught:
+        plan_run(config(tmp_path / "run", "run.output_dir=/proc/nowhere"))
+    assert caught.value.path == "run.output_dir"
+    assert "no file can be created in /proc: " in str(caught.value.rule)
 
 
 def test_ranks_of_their_own_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
