@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import forge
-from leftovers import lasting_children, lasting_orphans, shared_memory_files
+from leftovers import lasting_children, lasting_orphans, running_children, shared_memory_files
 
 pytest_plugins = ["bounded_tests"]
 
@@ -34,9 +34,9 @@ def drive() -> Callable[[Coroutine[Any, Any, Any]], Any]:
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
     """Fail if the test leaves a child process or a shared-memory file behind."""
-    before = shared_memory_files()
+    before, children = shared_memory_files(), running_children()
     yield
-    assert lasting_children() == []
+    assert lasting_children(children) == []
     assert lasting_orphans(before) == set()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -24,10 +24,15 @@ def running_children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if is_running(child)]
 
 
-def lasting_children(*, limit_s: float = LIMIT_S) -> list[str]:
-    """Wait until the processes that this one started have ended, and return the command lines of those that stay."""
-    until = time.monotonic() + limit_s
-    while (children := running_children()) and (left_s := until - time.monotonic()) > 0:
+def lasting_children(before: Iterable[psutil.Process] = (), *, limit_s: float = LIMIT_S) -> list[str]:
+    """Wait until the processes that this one started have ended, and return the command lines of those that stay.
+
+    Those of `before` may stay: an engine that several tests of a module share, for example.
+    """
+    until, known = time.monotonic() + limit_s, set(before)
+    while (children := [each for each in running_children() if each not in known]) and (
+        left_s := until - time.monotonic()
+    ) > 0:
         psutil.wait_procs(children, timeout=left_s)
     return [line for line in map(_command_line, children) if line]
 
