@@ -11,7 +11,7 @@ import pytest
 
 import forge
 import forge.store as ts
-from leftovers import lasting_children, lasting_orphans, shared_memory_files
+from leftovers import lasting_children, lasting_orphans, running_children, shared_memory_files
 from store_actors import (
     Rank,
     check_as,
@@ -107,7 +107,7 @@ class Place:
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: way.name.replace(" ", "-"))
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    before = shared_memory_files()
+    before, children = shared_memory_files(), running_children()
     opened = Place(request.param)
     try:
         opened.do(opened.open())
@@ -115,7 +115,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     finally:
         opened.do(opened.close())
         opened.end()
-    assert lasting_children() == []
+    assert lasting_children(children) == []
     assert lasting_orphans(before) == set()
 
 
