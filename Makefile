@@ -31,28 +31,20 @@ env-test:
 quickstart: env ## Teach a tiny model a task by reinforcement learning, on the CPU
 	@$(py) apps/quickstart/main.py $(ARGS)
 
-# These have the machine to themselves: they kill processes and count what is left, watch heartbeats and memory, spread
-# over hosts, or have vLLM beside them. All others share two cores, a file to a core. An exit status of 5 says that ARGS
-# chose no test of that part.
-alone := tests/vllm_engine tests/gpu $(addprefix tests/contract/test_,generators.py store_transports.py) \
-  $(addprefix tests/faults/test_,generator_faults.py lifetime.py reward_faults.py service_faults.py store_faults.py \
-  stream_faults.py) \
-  $(addprefix tests/integration/test_,actors.py engine_memory.py generator_storm.py hosts.py meeting_processes.py rdma.py \
-  services.py store.py store_hosts.py store_volume_leak.py streams.py)
-
-# A worker that crashes is replaced, also where there is only one. Each part ends within its limit, which is several times
-# what it takes on two busy cores.
+# Tests that carry the marker `alone` run in order, after all others, which share two cores, a file to a core. A
+# worker that crashes is replaced, also where there is only one. Each part ends within its limit, which is several times
+# what it takes on two busy cores. An exit status of 5 says that ARGS chose no test of that part.
 test: env-test ## Run every test
 	@first=0; rest=0; \
-	$(py) scripts/run_tests.py --limit-s 2700 -n 2 --durations 15 tests $(addprefix --ignore=,$(alone)) $(ARGS) || first=$$?; \
-	$(py) scripts/run_tests.py --limit-s 1800 -n 1 --durations 20 $(alone) $(ARGS) || rest=$$?; \
+	$(py) scripts/run_tests.py --limit-s 2700 -n 2 -m "not alone" --durations 15 tests $(ARGS) || first=$$?; \
+	$(py) scripts/run_tests.py --limit-s 1800 -n 1 --no-loadscope-reorder -m alone --durations 20 tests $(ARGS) || rest=$$?; \
 	if [[ $$first == [05] ]]; then exit $${rest/#5/$$first}; else exit $$first; fi
 
 coverage: env-test ## Run every test once more slowly, with a coverage report
 	@rc=0; $(py) -m coverage run -m pytest tests $(ARGS) || rc=$$?; $(py) -m coverage report || rc=$${rc/#0/1}; exit $$rc
 
 test-fast: env-dev ## Run the unit tests only, on two cores
-	@$(py) scripts/run_tests.py --limit-s 1800 -n 2 tests/unit $(ARGS)
+	@$(py) scripts/run_tests.py --limit-s 1800 -n 2 -m "not alone" tests/unit $(ARGS)
 
 lint: env-dev ## Check style, types and import layers
 	@rc=0; \

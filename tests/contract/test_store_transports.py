@@ -23,6 +23,8 @@ from store_actors import (
     used,
 )
 
+pytestmark = pytest.mark.alone
+
 LIMIT_S = 600
 LARGE = {"embed": (96, 64), "norm": (48,), "odd": (7, 5, 6), "scalar": (), "large": (256, 300)}
 SMALL = {"embed": (32, 16), "norm": (48,), "odd": (7, 5, 6), "scalar": ()}

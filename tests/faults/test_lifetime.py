@@ -21,7 +21,9 @@ import forge
 from actors import Worker
 from signals import hear_ctrl_c
 
-CONTROLLER = Path(__file__).parent.parent / "controller.py"
+pytestmark = pytest.mark.alone
+
+CONTROLLER = Path(__file__).parents[1] / "support" / "controller.py"
 GRACE_S = 120
 """How long workers may take to end by themselves. Seen: well under a second."""
 

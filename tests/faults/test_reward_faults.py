@@ -19,7 +19,7 @@ from forge.rollout.reward_actor import RewardActor
 from forge.rollout.reward_workers import RewardFailed, RewardWorkers, pack
 from forge.types import Completion, Prompt
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
 LIMIT_S = 600
 
 

@@ -13,7 +13,7 @@ import pytest
 from actors import Caller, DiesSoon, DiesWhenRestarted, Holder, Owner, SlowToStart, Worker
 from forge.errors import ActorFailure, LaunchError, ServiceStopped
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
 NUM_CALLERS = 64
 
 

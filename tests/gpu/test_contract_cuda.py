@@ -20,7 +20,10 @@ from forge.generator.native.engine import NativeEngine
 from generator_bench import MAX_BATCH, MAX_QUEUE, Bench, native_engine
 from generator_models import FIRST, config
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here"),
+]
 
 EMBEDDED = "native on a GPU"
 """Its tests ask for the same bits only of the engine that is called `native`: on a GPU they depend on the batch."""

@@ -23,7 +23,10 @@ from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
 from forge.types import Completion
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here"),
+]
 
 PROMPTS = [tuple((7 * place + 13 * number) % 500 + 3 for place in range(5 + 37 * number)) for number in range(6)]
 GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)

@@ -30,7 +30,10 @@ IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.fi
 DEVICE = "cuda" if ON_GPU and not IN_INTERPRETER else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
-pytestmark = pytest.mark.skipif(not (ON_GPU or IN_INTERPRETER), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not (ON_GPU or IN_INTERPRETER), reason="no NVIDIA GPU is visible here"),
+]
 only_on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="only a real GPU has this")
 
 LENGTHS = (0, 1, 15, 16, 17, 511, 512, 513, 1023, 1024, 1025, 2500)

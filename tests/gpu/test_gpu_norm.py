@@ -21,7 +21,10 @@ DEVICE = "cuda" if ON_GPU and not IN_INTERPRETER else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 BOUND = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # relative
 
-pytestmark = pytest.mark.skipif(not (ON_GPU or IN_INTERPRETER), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not (ON_GPU or IN_INTERPRETER), reason="no NVIDIA GPU is visible here"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

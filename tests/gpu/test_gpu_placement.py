@@ -13,6 +13,7 @@ from forge.runtime.placement import count_gpus, visible_gpus
 
 NUM_GPUS = len(visible_gpus(os.environ, count_gpus()))
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.skipif(NUM_GPUS == 0, reason="no NVIDIA GPU is visible here"),
     pytest.mark.usefixtures("leaves_nothing"),
 ]

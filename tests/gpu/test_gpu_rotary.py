@@ -21,7 +21,10 @@ IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.fi
 DEVICE = "cuda" if ON_GPU and not IN_INTERPRETER else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
-pytestmark = pytest.mark.skipif(not (ON_GPU or IN_INTERPRETER), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not (ON_GPU or IN_INTERPRETER), reason="no NVIDIA GPU is visible here"),
+]
 
 
 def table_of(width: int, max_seq_len: int = 64) -> Tensor:

@@ -23,7 +23,10 @@ DEVICE = "cuda" if ON_GPU and not IN_INTERPRETER else "cpu"
 NEAR = 1e-6
 """How far a boundary between two tokens may be off, as a part of all probability."""
 
-pytestmark = pytest.mark.skipif(not (ON_GPU or IN_INTERPRETER), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not (ON_GPU or IN_INTERPRETER), reason="no NVIDIA GPU is visible here"),
+]
 
 
 def uniforms_of(num_rows: int) -> Tensor:

@@ -15,7 +15,10 @@ import torch
 from forge.config import GRPOConfig
 from grpo_runs import config, episodes, figures, train
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here"),
+]
 
 HALF = ("distributed.precision=bfloat16", "model.head_precision=float32")
 NUM_STEPS = 30

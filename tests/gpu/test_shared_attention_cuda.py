@@ -11,7 +11,10 @@ from forge.models.copies import copied, sum_copies
 from forge.models.flash_attention import Situation, choose_kernel, load_kernel
 from forge.models.rows import Documents, RowTask, Sharing
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here"),
+]
 
 LENGTHS = (700, 300, 650, 513, 1, 90, 128, 200)
 PREFIXES = (0, 256, 256, 256, 0, 0, 0, 77)

@@ -27,7 +27,10 @@ from forge.trainer.actor import _empty_cache
 from forge.types import Batch, Sample
 from generator_models import FIRST, SECOND, prompt
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here"),
+]
 
 GIB = 1 << 30
 CACHE_GIB = 4.0

@@ -17,7 +17,10 @@ from forge.store.digest import digest_tensor
 from forge.store.rects import Rects, row_major
 from store_peers import Peer
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here"),
+]
 
 SHAPES = {
     "embed": (1000, 256),

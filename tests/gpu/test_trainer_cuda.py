@@ -18,7 +18,10 @@ from forge.trainer.engine import Engine
 from forge.trainer.keeping import Keeper
 from forge.types import Batch, Sample
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here"),
+]
 
 LOGPROB_BF16 = 0.05  # the largest difference of one token's logprob between bfloat16 and float32, at this size
 

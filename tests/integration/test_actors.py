@@ -13,7 +13,7 @@ from actors import Cleaner, DiesInSetup, Extended, FailsInInit, FailsInSetup, Ha
 from forge import endpoint
 from forge.errors import ActorFailure, LaunchError, OptionError, PlacementError, RemoteError
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
 
 
 def test_one_actor_answers_with_monarchs_verbs(drive):

@@ -12,7 +12,7 @@ import pytest
 
 from forge import _amx
 
-TESTS = Path(__file__).parent.parent
+SUPPORT = Path(__file__).parents[1] / "support"
 TRAPPED = {**_amx.LIMITS, _amx.VARIABLE: f"traps@{os.uname().nodename}"}
 RANK = """
 import json, os, sys, forge
@@ -22,7 +22,7 @@ open(sys.argv[-1] + os.environ["RANK"], "w").write(line)
 
 
 def run(command: list[str], **variables: str) -> str:
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -31,7 +31,7 @@ def run(command: list[str], **variables: str) -> str:
 
 @pytest.mark.usefixtures("leaves_nothing")
 def test_children_actors_and_engines_inherit_the_limits() -> None:
-    found = json.loads(run([sys.executable, str(TESTS / "amx_tree.py")]).splitlines()[-1])
+    found = json.loads(run([sys.executable, str(SUPPORT / "amx_tree.py")]).splitlines()[-1])
     expected = list(TRAPPED.values())
     assert found == {"plain": expected, "actors": [expected, expected], "engine": expected}
 

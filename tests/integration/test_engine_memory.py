@@ -24,6 +24,8 @@ from forge.models.weights import named_parameters
 from forge.observe import num_parameters
 from forge.types import Batch, StepResult
 
+pytestmark = pytest.mark.alone
+
 if TYPE_CHECKING:
     from forge.trainer.engine import Engine
 

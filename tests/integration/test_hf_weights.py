@@ -319,8 +319,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment_of_ranks() -> dict[str, str]:
-    """This file runs itself, and what it shares with other tests lies a folder higher."""
-    folders = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    """This file runs itself, and what it shares with other tests is in tests/support."""
+    folders = [str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(folder for folder in folders if folder)
     return {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 

@@ -16,7 +16,9 @@ import pytest
 
 from forge.runtime.hosts import free_port
 
-CONTROLLER = Path(__file__).parent.parent / "hosts_controller.py"
+pytestmark = pytest.mark.alone
+
+CONTROLLER = Path(__file__).parents[1] / "support" / "hosts_controller.py"
 
 
 class Workers:

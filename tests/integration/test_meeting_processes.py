@@ -22,7 +22,9 @@ from forge.runtime import meeting
 from forge.runtime.meeting import LineError, meet
 from meeters import Meeter
 
-PROGRAM = Path(__file__).parents[1] / "meeters.py"
+pytestmark = pytest.mark.alone
+
+PROGRAM = Path(__file__).parents[1] / "support" / "meeters.py"
 
 
 def run_program(*words: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "demo.ipynb"
-RUNNER = ROOT / "tests" / "run_notebook.py"
+RUNNER = ROOT / "tests" / "support" / "run_notebook.py"
 
 
 @pytest.fixture(scope="module")

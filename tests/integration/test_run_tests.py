@@ -47,7 +47,7 @@ class Suite:
             command += ["-p", plugin]
         env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
         env |= {
-            "PYTHONPATH": str(ROOT / "tests"),
+            "PYTHONPATH": str(ROOT / "tests" / "support"),
             "FORGE_SUITE": str(self.folder),
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         }

@@ -15,7 +15,9 @@ import pytest
 
 from forge.runtime.hosts import free_port
 
-CONTROLLER = Path(__file__).parent.parent / "store_hosts_controller.py"
+pytestmark = pytest.mark.alone
+
+CONTROLLER = Path(__file__).parents[1] / "support" / "store_hosts_controller.py"
 HOSTS = ("first", "second")
 
 

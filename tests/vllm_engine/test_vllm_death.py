@@ -10,11 +10,13 @@ from typing import Any
 
 import psutil
 import pytest
-from vllm_kit import PROMPT, config, greedy, request, token_logprobs, weights
 
 from forge.errors import EngineDead, PromptError
 from forge.generator.vllm.engine import VllmEngine
 from forge.store import Weights
+from vllm_kit import PROMPT, config, greedy, request, token_logprobs, weights
+
+pytestmark = pytest.mark.alone
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 REPEATING = [(3 * place) % 37 + 8 for place in range(64)]

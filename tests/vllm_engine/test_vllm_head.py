@@ -18,6 +18,8 @@ from forge.models.tiny import make_tiny
 from forge.store import Weights
 from hf_state import to_ours
 
+pytestmark = pytest.mark.alone
+
 IDS = tuple(range(5, 45))
 ROUNDED = 0.012
 """The mean error of a logprob where logits of 30 are rounded to bfloat16 is above it."""

@@ -9,13 +9,15 @@ import re
 
 import pytest
 import torch
-from vllm_kit import PROMPT, config, greedy, judged, request, tiny, token_logprobs, weights
 
 from forge.config import Sampling
 from forge.errors import ConfigError, OptionError, Overloaded, PromptError
 from forge.generator.vllm.engine import VllmEngine
 from forge.store import Weights
 from forge.types import VersionSpan
+from vllm_kit import PROMPT, config, greedy, judged, request, tiny, token_logprobs, weights
+
+pytestmark = pytest.mark.alone
 
 DRAWN = Sampling(temperature=0.7, max_tokens=12, seed=11, ignore_eos=True)
 

@@ -14,15 +14,18 @@ from typing import Any
 
 import psutil
 import pytest
+
 from vllm_kit import PROMPT, greedy
 
-PROGRAM = Path(__file__).parent / "vllm_traps.py"
+pytestmark = pytest.mark.alone
+
+PROGRAM = Path(__file__).parents[1] / "support" / "vllm_traps.py"
 
 
 @pytest.fixture(scope="module")
 def program() -> Iterator[tuple[subprocess.Popen[str], dict[str, dict[str, Any]]]]:
     """The program that walked into all of them, and what it said."""
-    paths = [str(PROGRAM.parent), str(PROGRAM.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(PROGRAM.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, PROGRAM], stdout=subprocess.PIPE, text=True, env=environment)
     said: dict[str, dict[str, Any]] = {}

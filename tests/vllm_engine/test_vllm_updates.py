@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm_kit import PROMPT, greedy, judge, judged, request, tiny, token_logprobs, weights
 
 from forge.errors import ConfigError, ModelError, OptionError, PromptError, StoreKeyError, WeightMismatch
 from forge.generator.vllm.adapters import Adapters
 from forge.store import Weights
 from forge.types import Delta, VersionSpan
+from vllm_kit import PROMPT, greedy, judge, judged, request, tiny, token_logprobs, weights
+
+pytestmark = pytest.mark.alone
 
 LONG = [(11 * place) % 450 + 20 for place in range(200)]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from byte_tokenizer import ByteTokenizer, content, names, open_train, write_lines, write_texts
 
+from byte_tokenizer import ByteTokenizer, content, names, open_train, write_lines, write_texts
 from forge.config import DataConfig, SourceConfig, TrainingConfig, ValidationConfig
 from forge.data import Loaders, open_loaders
 from forge.data.counting import count_batches

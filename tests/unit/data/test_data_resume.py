@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from byte_tokenizer import ByteTokenizer, content, open_train, write_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from byte_tokenizer import ByteTokenizer, content, open_train, write_texts
 from forge.config import DataConfig, TrainingConfig, ValidationConfig
 from forge.data import IndexedCorpus, Layout, Record, open_loaders
 from forge.errors import DataError

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from byte_tokenizer import END, EOS, ByteTokenizer
 from jinja2 import TemplateError
 
+from byte_tokenizer import END, EOS, ByteTokenizer
 from forge.config import DataConfig
 from forge.data import Counters, Encoder, Layout, Record, Tokenizer
 from forge.errors import DataError, ModelError

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from openai_serving import client_of, serving
 
 from forge.config import Sampling
 from forge.generator.openai import OpenAIServer
 from forge.testing.generators import FakeGenerator, FakeRequest
+from openai_serving import client_of, serving
 
 QUESTION = [{"role": "user", "content": "2 + 2?"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]

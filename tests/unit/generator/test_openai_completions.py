@@ -8,9 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from openai_serving import client_of, serving
 
 from forge.testing.generators import FakeGenerator
+from openai_serving import client_of, serving
 
 
 @pytest.fixture(scope="module")

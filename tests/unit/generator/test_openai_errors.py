@@ -12,7 +12,6 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from openai_serving import LIMIT_S, client_of, serving
 
 from forge.config import ServeConfig
 from forge.errors import (
@@ -30,6 +29,7 @@ from forge.errors import (
 from forge.generator.engine import EngineStats
 from forge.generator.openai import OpenAIServer, check_serving, serve_openai
 from forge.testing.generators import FakeGenerator
+from openai_serving import LIMIT_S, client_of, serving
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
 PLAIN = {"model": "fake", "prompt": "Hi"}

@@ -9,7 +9,6 @@ from typing import Any
 
 import openai
 import pytest
-from openai_serving import LIMIT_S, TokenService, client_of, serving
 
 from forge.generator.openai import read_exchanges
 from forge.generator.openai.prompts import ExactPrompts, PrefixIndex
@@ -17,6 +16,7 @@ from forge.models.long_text import LONG_TEXT
 from forge.models.tiny import CHAT_TEMPLATE, make_tiny
 from forge.models.tokenizer import ChatTokenizer
 from forge.types import Completion
+from openai_serving import LIMIT_S, TokenService, client_of, serving
 
 # As Qwen3's: tools stand in front, and calls are written as the model writes them, with the spacing of JSON's default.
 TOOL_TEMPLATE = """\

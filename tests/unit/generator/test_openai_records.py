@@ -11,13 +11,13 @@ from typing import Any
 
 import openai
 import pytest
-from openai_serving import client_of, serving
 
 from forge.errors import ConfigError, DataError
 from forge.generator.openai import Exchange, exchanges_to_samples, read_exchanges
 from forge.generator.openai.recorder import Recorder, RecordError
 from forge.testing.generators import FakeGenerator
 from forge.types import Completion, VersionSpan
+from openai_serving import client_of, serving
 
 SPANS = (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2))
 

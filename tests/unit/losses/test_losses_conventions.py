@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from policy_views import doubles, joined, random_views
 
 from forge.config.algorithm import AlgorithmConfig
 from forge.errors import ConfigError
 from forge.losses import Correction, KLPenalty, PolicyLoss, TokenView, make_loss
 from forge.types import Batch, Sample
+from policy_views import doubles, joined, random_views
 
 # Three completions of three, two and two tokens. Of the last one no token counts, as with rollout.mask_truncated. The
 # reference of the third token is so low that every estimate of the divergence leaves [-10, 10].

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from policy_views import TOTAL, doubles, hand_view
 
 from forge.config.algorithm import AlgorithmConfig
 from forge.errors import ConfigError
 from forge.losses import Correction, KLPenalty, PolicyLoss, TokenView, clipped_value_loss, effective_samples, make_loss
 from forge.losses.surrogates import sequence_log_ratio
 from forge.types import Batch, Sample
+from policy_views import TOTAL, doubles, hand_view
 
 
 def tried(loss: PolicyLoss, view: TokenView | None = None) -> tuple[float, list[float], dict[str, float]]:

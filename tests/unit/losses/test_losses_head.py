@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 import torch.utils._python_dispatch
 import torch.utils._pytree
-from head_reference import Case, gradients_of, make_case, plain_logprobs
 
 from forge.errors import ConfigError, DataError, ForgeError, ModelError
 from forge.losses import chunked_logprobs, chunked_nll
+from head_reference import Case, gradients_of, make_case, plain_logprobs
 
 CHUNKS = (1, 2, 5, 12, 13, 14, 1000, None)
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from policy_views import doubles
 
 from forge.losses import Correction, PolicyLoss, TokenView
 from forge.trainer.sums import Sums
+from policy_views import doubles
 
 RATIOS = [7.0, 1.0, 0.899, 0.901, 1.099, 1.101, 0.5]
 WEIGHTS = [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0]

@@ -8,18 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from policy_views import (
-    ADVANTAGES,
-    RATIOS,
-    TOTAL,
-    WEIGHTS,
-    doubles,
-    hand_batch,
-    hand_view,
-    joined,
-    put_together,
-    random_views,
-)
 
 from forge.errors import ConfigError, DataError
 from forge.losses import (
@@ -34,6 +22,18 @@ from forge.losses import (
     estimate_kl,
 )
 from forge.types import Batch, Sample
+from policy_views import (
+    ADVANTAGES,
+    RATIOS,
+    TOTAL,
+    WEIGHTS,
+    doubles,
+    hand_batch,
+    hand_view,
+    joined,
+    put_together,
+    random_views,
+)
 
 
 def test_the_clipped_surrogate_by_hand() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import ALTERNATING, HEADERS, THINKING, chatml_folder, llama_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from chat_templates import ALTERNATING, HEADERS, THINKING, chatml_folder, llama_folder
 from forge.errors import DataError, ModelError
 from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer

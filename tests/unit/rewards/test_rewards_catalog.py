@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scored_texts import asked, said
 
 from forge.cli import main
 from forge.config import InvalidConfig, RewardConfig, RewardsConfig
@@ -31,6 +30,7 @@ from forge.rewards import (
     rescaled,
     tags,
 )
+from scored_texts import asked, said
 
 MODULE = """
 from __future__ import annotations

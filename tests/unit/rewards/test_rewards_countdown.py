@@ -7,10 +7,10 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scored_texts import asked, said
 
 from forge.errors import DataError
 from forge.rewards.countdown import countdown, evaluate
+from scored_texts import asked, said
 
 TASK = asked("(3 + 5) * 2", numbers=[3, 5, 2], target=16)
 

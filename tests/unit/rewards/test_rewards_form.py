@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scored_texts import asked, said
 
 from forge.rewards import length, tags
+from scored_texts import asked, said
 
 GOOD = "<think>a</think><answer>b</answer>"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from scored_texts import asked, said
 
 from forge.cli import main
 from forge.config import RewardsConfig
 from forge.rewards import arguments, check, find, names
+from scored_texts import asked, said
 
 GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "guides" / "rewards.md").read_text(encoding="utf-8")
 

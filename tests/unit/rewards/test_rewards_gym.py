@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from scored_texts import asked, said
 
 from forge.errors import DataError
 from forge.rewards.gym import reasoning_gym
 from forge.types import Prompt
+from scored_texts import asked, said
 
 
 @pytest.fixture

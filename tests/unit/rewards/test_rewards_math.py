@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 import pytest
-from scored_texts import asked, said
 
 from forge.errors import DataError
 from forge.rewards import answer_in_tags, math
 from forge.rewards.numbers import plain_numbers
+from scored_texts import asked, said
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scored_texts import asked, said
 
 from forge.errors import DataError
 from forge.rewards import last_number, number, read_number
 from forge.rewards.answers import find_number
 from forge.rewards.numbers import only_number
+from scored_texts import asked, said
 
 WHOLE = {
     "18": "18", "18 dollars": "18", "$1,234.50": "1234.5", "\\$18.00": "18", "-$5": "-5", "$-5$": "-5", "+7": "7",

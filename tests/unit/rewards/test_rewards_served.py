@@ -7,12 +7,12 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scored_texts import asked, said
 
 from forge.errors import OptionError
 from forge.rewards import judge_messages, judge_score, model_score
 from forge.rewards.served import check_judge, question_text
 from forge.types import Prompt
+from scored_texts import asked, said
 
 
 def content(*args: object, **named: object) -> str:

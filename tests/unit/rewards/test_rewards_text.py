@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scored_texts import asked, said
 
 from forge.errors import DataError
 from forge.rewards import contains, exact, fuzzy, regex
 from forge.rewards.matching import likeness
+from scored_texts import asked, said
 
 
 @pytest.mark.parametrize(

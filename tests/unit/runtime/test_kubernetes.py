@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_in_programs import Programs
 
 from forge.config import KubernetesConfig, LauncherConfig
 from forge.errors import LaunchError
@@ -18,6 +17,7 @@ from forge.runtime.launchers import make_launcher
 from forge.runtime.launchers.attach import Allocation
 from forge.runtime.launchers.kubernetes import KubernetesLauncher, addresses, manifests, object_name
 from forge.runtime.worker import TLS_VARIABLES, check_address
+from stand_in_programs import Programs
 
 GOLDEN = Path(__file__).parent / "golden"
 READY = {

@@ -26,7 +26,7 @@ from forge.runtime.control import ControlLoop
 from forge.runtime.meeting import Line, LineError, MeetingPoint
 
 SECRET = secrets.token_bytes(32)
-TESTS = Path(__file__).parents[2]
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
 class Site:

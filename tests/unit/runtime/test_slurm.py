@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import yaml
-from stand_in_programs import Programs
 
 from forge.config import LauncherConfig, SlurmConfig
 from forge.errors import LaunchError
@@ -23,6 +22,7 @@ from forge.runtime.launchers import make_launcher
 from forge.runtime.launchers.attach import Allocation
 from forge.runtime.launchers.slurm import JobState, SlurmLauncher, job_script, parse_state
 from forge.runtime.worker import TLS_VARIABLES
+from stand_in_programs import Programs
 
 GOLDEN = Path(__file__).parent / "golden"
 ACCEPTED = {"sbatch": [{"out": "41;cluster\n"}], "scancel": [{}]}

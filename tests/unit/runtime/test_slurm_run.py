@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from stand_in_programs import Programs
 
 from forge.runtime.hosts import free_port
 from signals import hear_ctrl_c
+from stand_in_programs import Programs
 
 RUN = """
 import asyncio, logging, os, sys

@@ -10,13 +10,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from stand_in_replica import LIMIT_S, drive, entry, make_table, queue_up, request, settle, take
 
 from forge.errors import ActorFailure, OptionError, Overloaded, ServiceStopped
 from forge.runtime.group import PendingCalls
 from forge.service.records import ReplicaState, Request
 from forge.service.routing import least_loaded, round_robin
 from forge.service.table import RoutingTable, Target
+from stand_in_replica import LIMIT_S, drive, entry, make_table, queue_up, request, settle, take
 
 # ---- choosing
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_reference import digest_of_bytes
 
 from forge.errors import StoreError
 from forge.store import digest
 from forge.store.boxes import Box
 from forge.store.digest import digest_on_device, digest_tensor
+from kernel_reference import digest_of_bytes
 
 CALM = settings(derandomize=True, deadline=None, max_examples=100)
 

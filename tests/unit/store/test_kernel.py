@@ -16,11 +16,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_reference import Rectangle, digest_of_bytes, splitmix64, to_bf16
 
 from forge.errors import StoreError
 from forge.store import kernel, native_build
 from forge.store.rects import COPY, DIGEST, SAMPLES, STREAM, Share
+from kernel_reference import Rectangle, digest_of_bytes, splitmix64, to_bf16
 
 FLAGS = {"native": native_build.FLAG_SETS, "plain": (("-O3",),), "avx2": (("-O3", "-mavx2"),)}
 

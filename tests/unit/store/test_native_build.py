@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_reference import digest_of_bytes
 
 from forge.errors import StoreError
 from forge.store import kernel, native_build
 from forge.store.native_build import NoNativeKernel, build
+from kernel_reference import digest_of_bytes
 
 COMPILER = shutil.which("cc") or "cc"
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from dtensor_ranks import MeshRanks, Part, PlacementCode, Ranks, full_value, placements_of, raw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dtensor_ranks import MeshRanks, Part, PlacementCode, Ranks, full_value, placements_of, raw
 from forge.store.boxes import Piece
 from forge.store.layout import dtype_name, itemsize, pieces_at
 from forge.store.plan import Copy, Stored, plan

@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_segments import MemorySegments
 
 import forge.runtime.dispatch  # noqa: F401 - brings Monarch, whose own descriptors are to be there before the first test
 from forge.errors import RemoteError, StoreError, StoreKeyError
@@ -28,6 +27,7 @@ from forge.runtime import lines
 from forge.store.transports import tcp_frames as frames
 from forge.store.transports.base import batches
 from forge.store.transports.tcp import DataClient, DataServer
+from memory_segments import MemorySegments
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 LIMIT_S = 600
@@ -67,7 +67,7 @@ client.read("large", [(0, memoryview(bytearray(64 << 20)))])
 
 
 def program(body: str, *words: str) -> subprocess.Popen[str]:
-    text = PROGRAM.format(here=str(Path(__file__).parent), secret=SECRET) + body
+    text = PROGRAM.format(here=str(Path(__file__).parents[2] / "support"), secret=SECRET) + body
     command = [sys.executable, "-c", text, *words]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

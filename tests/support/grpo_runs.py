@@ -21,7 +21,7 @@ from forge.observe import read_jsonl
 from forge.rollout.ledger import LedgerLine, read_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NUM_STEPS = 6
 LIMIT_S = 600
 
@@ -40,7 +40,7 @@ SMALL: Mapping[str, Any] = {
 
 def config(folder: Path, *overrides: str) -> GRPOConfig:
     """A run of a few steps on the tiny model, which takes seconds; overrides as on the command line."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     path = folder.parent / f"{folder.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**SMALL, "run": {"name": folder.name, "output_dir": str(folder.parent)}}))

@@ -1,6 +1,6 @@
 """Run the code cells of a notebook one after the other in one event loop, as a Jupyter kernel does.
 
-python tests/run_notebook.py NOTEBOOK
+python tests/support/run_notebook.py NOTEBOOK
 
 The cells are the module `__main__`, as in a kernel: what they define travels to other processes by value. A cell may
 `await` at its top level. The first cell that fails ends it, with a traceback that shows the cell's lines.

@@ -11,13 +11,12 @@ import multiprocessing
 import os
 from typing import Any
 
-from vllm_kit import PROMPT, config, judged, request, tiny, weights
-
 from forge.config import Sampling
 from forge.generator.vllm.engine import VllmEngine
 from forge.generator.vllm.environment import engine_environment, hide_broken
 from forge.models.weight_names import hf_views
 from forge.store import Weights
+from vllm_kit import PROMPT, config, judged, request, tiny, weights
 
 PLAIN: dict[str, Any] = {
     "dtype": "float32",
