@@ -248,6 +248,7 @@ class Agent:
         turn = Turn(
             index=len(state.turns),
             parent=parent,
+            previous=self._last,
             path=self.path,
             messages=tuple(messages),
             context_ids=extension.appended_ids,

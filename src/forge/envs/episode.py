@@ -186,8 +186,9 @@ def _ordered(state: EpisodeState) -> tuple[tuple[Turn, ...], dict[int, float]]:
     """Return turns by branch and number instead of by arrival, and their rewards by their new index."""
     order = sorted(state.turns, key=lambda turn: (turn.path, turn.index))  # within a branch, arrival is the order
     place = {turn.index: number for number, turn in enumerate(order)}
+    place_of: dict[int | None, int | None] = {None: None, **place}
     turns = tuple(
-        replace(turn, index=place[turn.index], parent=None if turn.parent is None else place[turn.parent])
+        replace(turn, index=place[turn.index], parent=place_of[turn.parent], previous=place_of[turn.previous])
         for turn in order
     )
     return turns, {place[index]: value for index, value in sorted(state.turn_rewards.items())}

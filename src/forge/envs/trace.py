@@ -32,7 +32,8 @@ class Turn:
 
     Attributes:
         index: the turn's position in the episode, in the order in which turns were requested.
-        parent: the index of the turn that this one extends; None for a root.
+        parent: the index of the turn whose tokens this one extends; None for a root.
+        previous: the index of the turn before it in its branch, whose tokens it need not extend; None for the first.
         path: the branch that requested it: () for the agent itself, (0,) for its first fork.
         messages: the messages appended before it.
         context_ids: the tokens appended since the parent's last token; the whole prompt of a root.
@@ -52,6 +53,7 @@ class Turn:
 
     index: int
     parent: int | None
+    previous: int | None
     path: tuple[int, ...]
     messages: tuple[Message, ...]
     context_ids: tuple[int, ...]

@@ -143,6 +143,7 @@ def test_compaction_starts_a_new_root_and_is_counted(codec):
 
     done = run(program, ScriptedPolicy(codec, [f"One.{END}", f"Two.{END}"]))
     assert [turn.prefix_break for turn in done.turns] == [None, "compaction"]
+    assert [(turn.parent, turn.previous) for turn in done.turns] == [(None, None), (None, 0)]
     assert done.counts.prefix_breaks == {"compaction": 1}
     assert [len(row.turns) for row in rows_of(done.turns)] == [1, 1]
 

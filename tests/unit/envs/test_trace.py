@@ -13,7 +13,7 @@ def turn(index: int, parent: int | None, context=(1,), sampled=(2,), *, is_deliv
     logprobs = (-0.5,) * len(sampled)
     spans = (VersionSpan(0, 0, len(sampled)),)
     return Turn(
-        *(index, parent, (), (), tuple(context), tuple(sampled), logprobs, None, "", "stop", spans, 0),
+        *(index, parent, parent, (), (), tuple(context), tuple(sampled), logprobs, None, "", "stop", spans, 0),
         is_delivered=is_delivered,
     )
 
