@@ -186,9 +186,12 @@ def _ordered(state: EpisodeState) -> tuple[tuple[Turn, ...], dict[int, float]]:
     """Return turns by branch and number instead of by arrival, and their rewards by their new index."""
     order = sorted(state.turns, key=lambda turn: (turn.path, turn.index))  # within a branch, arrival is the order
     place = {turn.index: number for number, turn in enumerate(order)}
-    place_of: dict[int | None, int | None] = {None: None, **place}
+
+    def moved(index: int | None) -> int | None:
+        return None if index is None else place[index]
+
     turns = tuple(
-        replace(turn, index=place[turn.index], parent=place_of[turn.parent], previous=place_of[turn.previous])
+        replace(turn, index=place[turn.index], parent=moved(turn.parent), previous=moved(turn.previous))
         for turn in order
     )
     return turns, {place[index]: value for index, value in sorted(state.turn_rewards.items())}
