@@ -16,7 +16,7 @@ from forge.config.base import ConfigModel
 from forge.config.saving import FILE_NAME, to_plain
 from forge.config.yaml_text import read_yaml
 from forge.errors import CheckpointError, ConfigError
-from forge.loops.places import Placed, checkpoint_dir, run_dir
+from forge.loops.run_paths import HasRunPaths, checkpoint_dir, run_dir
 from forge.observe import read_jsonl
 from forge.rollout.ledger import check_ledger, read_ledger
 from forge.trainer.checkpoint_folder import (
@@ -37,7 +37,7 @@ _STATES: Final[Mapping[str, Mapping[str, type]]] = {
 _BUFFER: Final[Mapping[str, type]] = {"next_number": int, "pending": list, "num_taken": int}
 
 
-def check_folders(config: Placed) -> CheckpointInfo | None:
+def check_folders(config: HasRunPaths) -> CheckpointInfo | None:
     """Refuse folders that a run cannot use, and return the checkpoint that it resumes from; None to start anew.
 
     Refused are folders that cannot be written, that another run writes to, or that hold another run, metrics that

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forge.config import GenerationConfig, GRPOConfig, ModelConfig, PolicyConfig, RewardsConfig, SFTConfig
 from forge.errors import ConfigError, ForgeError, ModelError
-from forge.loops.casting import gpus_beside, wants_gpus
+from forge.loops.workers import gpus_beside, wants_gpus
 from forge.models.locate import resolve
 from forge.runtime.placement import count_gpus, visible_gpus
 from forge.trainer.handles import planned_ranks

@@ -1,4 +1,4 @@
-"""The figures of a step: what was rolled out, what was learned, and where the time went."""
+"""The metrics of a step: what was rolled out, what was learned, and where the time went."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class StepClock:
         return {f"time/{name}": seconds for name, seconds in parts.items()} | {"time/step": total}
 
 
-class StepFigures:
-    """Puts the figures of steps together."""
+class StepMetrics:
+    """Puts the metrics of steps together."""
 
     def __init__(
         self, rollouter: Rollouter, buffer: ReplayBuffer, *, clock: Callable[[], float] = time.monotonic

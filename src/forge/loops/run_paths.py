@@ -11,7 +11,7 @@ from forge.models.locate import ResolvedModel
 from forge.models.tokenizer import ChatTokenizer
 
 
-class Placed(Protocol):
+class HasRunPaths(Protocol):
     """A configuration that says where a run writes."""
 
     @property
@@ -24,12 +24,12 @@ class Placed(Protocol):
     def metrics(self) -> MetricsConfig: ...
 
 
-def run_dir(config: Placed) -> Path:
+def run_dir(config: HasRunPaths) -> Path:
     """Where a run writes everything but its checkpoints."""
     return config.run.output_dir / config.run.name
 
 
-def checkpoint_dir(config: Placed) -> Path:
+def checkpoint_dir(config: HasRunPaths) -> Path:
     """Where a run's checkpoints are, and in `hf` beside them the model that it made."""
     return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
 

@@ -7,8 +7,8 @@ import logging
 from collections import Counter
 
 from forge.errors import ActorFailure, CallTimeout, EngineDead, PromptError, RewardError
-from forge.loops.figures import StepFigures
-from forge.loops.planning import Plan
+from forge.loops.planning import GRPOPlan
+from forge.loops.step_metrics import StepMetrics
 from forge.rollout.buffer import ReplayBuffer
 from forge.rollout.rollouter import Rollouter
 from forge.types import Group
@@ -16,7 +16,7 @@ from forge.types import Group
 _log = logging.getLogger("forge.grpo")
 
 
-class Feeder:
+class RolloutRunner:
     """Begins a rollout whenever the buffer admits one.
 
     A group whose generator or reward process died goes back to the queue, `rollout.max_task_retries` times. One that
@@ -24,8 +24,8 @@ class Feeder:
     buffer remembers, and the ledger says so.
     """
 
-    def __init__(self, plan: Plan, rollouter: Rollouter, buffer: ReplayBuffer, *, figures: StepFigures) -> None:
-        self._plan, self._rollouter, self._buffer, self._figures = plan, rollouter, buffer, figures
+    def __init__(self, plan: GRPOPlan, rollouter: Rollouter, buffer: ReplayBuffer, *, metrics: StepMetrics) -> None:
+        self._plan, self._rollouter, self._buffer, self._metrics = plan, rollouter, buffer, metrics
         self._tries: Counter[int] = Counter()
 
     async def run(self) -> None:
@@ -52,7 +52,7 @@ class Feeder:
             self._buffer.put_back(number)
             return
         failed = [episode for episode in group.episodes if episode.score.failures]
-        self._figures.count_failures(failed)
+        self._metrics.count_failures(failed)
         if failed and self._plan.config.rewards.on_error != "zero" and not self._buffer.is_stale(group):
             self._deal_with_failure(group)
         else:

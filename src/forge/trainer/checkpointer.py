@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forge.trainer.engine import Engine
 
 
-class Keeper:
+class Checkpointer:
     """Saves and loads the whole state of an engine. All ranks make the same calls in the same order."""
 
     def __init__(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The figures of a step."""
+"""The metrics of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from episodes import make_group
-from forge.loops.figures import StepClock, _of_rollouts
+from forge.loops.step_metrics import StepClock, _of_rollouts
 from forge.rollout.buffer import Scored, TakenBatch
 from forge.types import Group
 

@@ -13,10 +13,10 @@ import torch
 
 from forge.config import GRPOConfig, Sampling
 from forge.generator.engine import UpdateReport
-from forge.loops.casting import Cast
 from forge.loops.grpo import GRPOLoop, GRPOResult
 from forge.loops.planning import plan_run
 from forge.loops.stopping import Stop
+from forge.loops.workers import Workers
 from forge.types import Batch, Completion, Prompt, Score, StepResult, VersionSpan
 
 
@@ -73,8 +73,8 @@ class StandInTrainer:
 class StandInPolicy:
     """Draws tokens that depend on the weights, the seed and the index alone."""
 
-    def __init__(self, trainer: StandInTrainer, *, on_take: Callable[[int], None] = lambda version: None) -> None:
-        self._trainer, self._on_take, self.version = trainer, on_take, 0
+    def __init__(self, trainer: StandInTrainer, *, on_update: Callable[[int], None] = lambda version: None) -> None:
+        self._trainer, self._on_update, self.version = trainer, on_update, 0
 
     async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
         await asyncio.sleep(0)
@@ -91,18 +91,18 @@ class StandInPolicy:
         spans = (VersionSpan(version, 0, 4),)
         return Completion((1, 2), tokens, (-0.5,) * 4, None, "text", "stop", versions=spans, index=index)
 
-    async def go_on(self, completion: Completion, *, sampling: Sampling) -> Completion:
+    async def extend(self, completion: Completion, *, sampling: Sampling) -> Completion:
         raise AssertionError
 
-    async def take(self, version: int) -> list[UpdateReport]:
+    async def update_weights(self, version: int) -> list[UpdateReport]:
         await asyncio.sleep(0)
-        self._on_take(version)
+        self._on_update(version)
         self.version = version
         return [UpdateReport(version, "keep", 0.0, 0.0)]
 
-    async def rest(self) -> None: ...
+    async def sleep(self) -> None: ...
 
-    async def rise(self) -> None: ...
+    async def wake(self) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -118,7 +118,7 @@ class StandInRewards:
     async def close(self) -> None: ...
 
 
-def play(
+def run_loop(
     chosen: GRPOConfig,
     trainer: StandInTrainer,
     *,
@@ -130,8 +130,8 @@ def play(
     """Run the loop with stand-ins, in this process alone."""
 
     async def body() -> GRPOResult:
-        players: Any = (trainer, policy or StandInPolicy(trainer), rewards or StandInRewards(), None)
-        loop = GRPOLoop(plan_run(chosen), Cast(*players), stop=stop, clock=clock)
+        workers: Any = (trainer, policy or StandInPolicy(trainer), rewards or StandInRewards(), None)
+        loop = GRPOLoop(plan_run(chosen), Workers(*workers), stop=stop, clock=clock)
         try:
             return await asyncio.wait_for(loop.run(), 600)
         finally:

@@ -1,4 +1,4 @@
-"""Who plays in a run of reinforcement learning, and where: a configuration becomes running actors and services."""
+"""The workers of a reinforcement learning run: start the services that a configuration asks for, where it says."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ NEVER_REPLACED: Mapping[str, Any] = {"max_restarts": 0, "heartbeat_timeout_s": 1
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
-    """Everyone in a run. `reference` is None where nothing holds the policy."""
+class Workers:
+    """The workers of a run. `reference` is None where the algorithm has no KL term."""
 
     trainer: PolicyTrainer
     policy: PolicyHandle
@@ -50,18 +50,18 @@ class Cast:
     reference: ReferenceHandle | None
 
     async def close(self) -> None:
-        """Let everyone end in order. However a run ends, nobody is left: this is the quiet way."""
+        """Shut all workers down in order. `forge.run` ends the ones that are left, however a run ends."""
         others = (self.policy, self.rewards, *(() if self.reference is None else (self.reference,)))
         ends = await asyncio.gather(self.trainer.close(), *(other.close() for other in others), return_exceptions=True)
         for end in ends[1:]:
             if isinstance(end, Exception):  # all that counted is done: this does not make the run a failed one
-                _log.warning("a service did not end in order: %s", end)
+                _log.warning("a service did not shut down cleanly: %s", end)
         if isinstance(ends[0], BaseException):  # it completes the last checkpoint
             raise ends[0]
 
 
-async def open_cast(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Cast:
-    """Start everyone, at the same time. Called inside `async with forge.run(...)`, which ends them."""
+async def start_workers(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Workers:
+    """Start all workers concurrently. Call it inside `async with forge.run(...)`, which ends them."""
     try:
         async with asyncio.TaskGroup() as tasks:
             rewards = tasks.create_task(_start_rewards(config))
@@ -69,7 +69,7 @@ async def open_cast(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: 
             policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss))
     except BaseExceptionGroup as errors:
         raise _first_of(errors) from None
-    return Cast(*policy.result(), rewards.result(), reference.result())
+    return Workers(*policy.result(), rewards.result(), reference.result())
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -175,7 +175,7 @@ class PolicyHandle(_Handle):
             return await self._ask(messages=[dict(message) for message in prompt.messages], sampling=sampling)
         return await self._ask(prompt=prompt.text, sampling=sampling)
 
-    async def go_on(self, completion: Completion, *, sampling: Sampling) -> Completion:
+    async def extend(self, completion: Completion, *, sampling: Sampling) -> Completion:
         """The completion with more tokens."""
         token_ids = completion.prompt_ids + completion.token_ids
         (later,) = await self._ask(token_ids=token_ids, sampling=sampling)
@@ -199,8 +199,8 @@ class PolicyHandle(_Handle):
             self._one_less.set()
             self._one_less = asyncio.Event()
 
-    async def take(self, version: int) -> list[UpdateReport]:
-        """Let every generator take a version.
+    async def update_weights(self, version: int) -> list[UpdateReport]:
+        """Let every generator load a version.
 
         One that dies meanwhile is not waited for: it is started again at the newest version. What else fails is raised:
         a lost update must not pass for one that was made.
@@ -208,13 +208,13 @@ class PolicyHandle(_Handle):
         reports = await _of_the_living(self.service.update_weights.fanout(version), f"the update to version {version}")
         return [report for report in reports if report is not None]
 
-    async def rest(self) -> None:
-        """Give the device's memory to the trainer, where both use the same one."""
+    async def sleep(self) -> None:
+        """Let generators release the device's memory, where the trainer uses the same device in turns."""
         if self._takes_turns:
             await _of_the_living(self.service.sleep.fanout(), "sleep")
 
-    async def rise(self) -> None:
-        """Take it back."""
+    async def wake(self) -> None:
+        """Let generators restore the memory that `sleep` released."""
         if self._takes_turns:
             await _of_the_living(self.service.wake.fanout(), "wake")
 
@@ -239,7 +239,7 @@ async def _of_the_living(fanout: Awaitable[list[Any]], what: str) -> list[Any]:
 class SharedHandle(PolicyHandle):
     """The policy of placement `shared`: the trainer itself."""
 
-    async def take(self, version: int) -> list[UpdateReport]:
+    async def update_weights(self, version: int) -> list[UpdateReport]:
         """`publish_weights` has done it."""
         return [UpdateReport(version, "keep", 0.0, 0.0)]
 

@@ -14,10 +14,10 @@ from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped, SyncError
 from forge.generator.engine import UpdateReport
 from forge.generator.native.guest import GuestConfig
-from forge.loops.casting import (
-    Cast,
+from forge.loops.workers import (
     PolicyHandle,
     RoutedTrainer,
+    Workers,
     generator_config,
     gpus_beside,
     published_dtype,
@@ -79,7 +79,7 @@ def updated(*outcomes: Outcome) -> Any:
             return [outcome.value for outcome in outcomes]
         raise FanoutError("some failed", outcomes=outcomes)
 
-    return asyncio.run(policy(update_weights=SimpleNamespace(fanout=fanout)).take(3))
+    return asyncio.run(policy(update_weights=SimpleNamespace(fanout=fanout)).update_weights(3))
 
 
 def test_a_generator_that_dies_during_an_update_is_not_waited_for() -> None:
@@ -108,12 +108,12 @@ def test_a_service_that_does_not_end_in_order_cuts_nobody_short() -> None:
         async def close(self) -> None:
             raise ServiceStopped("all its replicas were given up")
 
-    players: Any = (Slow(), Lost(), Slow(), None)
-    asyncio.run(Cast(*players).close())
+    workers: Any = (Slow(), Lost(), Slow(), None)
+    asyncio.run(Workers(*workers).close())
     assert done == ["closed", "closed"]
-    players = (Lost(), Slow(), Slow(), None)
+    workers = (Lost(), Slow(), Slow(), None)
     with pytest.raises(ServiceStopped):
-        asyncio.run(Cast(*players).close())
+        asyncio.run(Workers(*workers).close())
 
 
 @pytest.mark.parametrize(
