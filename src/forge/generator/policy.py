@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 async def start_policy(config: PolicyConfig) -> Service[Generator]:
     """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
     from forge.generator.actor import Generator
+    from forge.generator.engine import engine_class
 
     section = config.generator
-    if section.tensor_parallel > 1 and section.engine == "native":
+    if section.tensor_parallel > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
         raise ConfigError(
-            "the embedded engine runs in one process",
+            f"the engine `{section.engine}` runs in one process",
             path="generator.tensor_parallel",
             value=section.tensor_parallel,
             rule="1, unless `engine: vllm`",

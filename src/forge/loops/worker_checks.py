@@ -16,6 +16,7 @@ from forge.config import (
     SFTConfig,
 )
 from forge.errors import ConfigError, ForgeError, ModelError
+from forge.generator.engine import engine_class
 from forge.loops.casting import gpus_beside, wants_gpus
 from forge.models.locate import resolve
 from forge.runtime.placement import count_gpus, visible_gpus
@@ -86,9 +87,9 @@ def _placement_errors(config: GRPOConfig) -> Iterator[ForgeError]:
 
 
 def _tensor_parallel_errors(section: GeneratorServiceConfig, *, path: str = "generator") -> Iterator[ForgeError]:
-    if section.tensor_parallel > 1 and section.engine == "native":
+    if section.tensor_parallel > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
         yield ConfigError(
-            "the native engine runs in one process",
+            f"the engine `{section.engine}` runs in one process",
             path=f"{path}.tensor_parallel",
             value=section.tensor_parallel,
             rule="1, unless `engine: vllm`",
@@ -97,17 +98,9 @@ def _tensor_parallel_errors(section: GeneratorServiceConfig, *, path: str = "gen
 
 
 def _engine_errors(section: GenerationConfig, *, path: str = "generator") -> Iterator[ForgeError]:
-    if section.engine != "vllm":
-        return
-    from forge.generator.vllm.arguments import check_owned
-    from forge.generator.vllm.environment import installed_build
-
-    for check in (installed_build, lambda: check_owned(section.engine_args)):
-        try:
-            check()
-        except ConfigError as error:
-            error.path = (error.path or path).replace("generator", path, 1)
-            yield error
+    for error in engine_class(section.engine).config_errors(section):
+        error.path = (error.path or path).replace("generator", path, 1)
+        yield error
 
 
 def _reward_model_errors(section: RewardsConfig) -> Iterator[ForgeError]:
