@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.runtime.native_build import FLAG_SETS, Kernel, NoNativeKernel, build, cache_directory
+from forge.kernels.native_build import FLAG_SETS, Kernel, NoNativeKernel, build, cache_directory
 
 
 @pytest.fixture
