@@ -342,7 +342,7 @@ def test_what_proves_weights_waits_for_no_request() -> None:
             ]
             await asyncio.sleep(0)  # all are asked for
             line = prompt(33)
-            first = await engine.score_first(line)
+            first = (await engine.score([line], urgent=True))[0]
             assert not any(task.done() for task in asked), "it overtook those that are under way"
             found = [completion for (completion,) in await asyncio.gather(*asked)]
             assert [completion.token_ids for completion in found] == [

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 async def start_policy(config: PolicyConfig) -> Service[Generator]:
     """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
     from forge.generator.actor import Generator
+    from forge.generator.engine import engine_class
 
-    if config.tensor_parallel > 1 and config.generator.engine == "native":
+    engine = config.generator.engine
+    if config.tensor_parallel > 1 and not engine_class(engine).capabilities.tensor_parallel:
         raise ConfigError(
-            "the embedded engine runs in one process",
+            f"the engine `{engine}` runs in one process",
             path="tensor_parallel",
             value=config.tensor_parallel,
             rule="1, unless `engine: vllm`",

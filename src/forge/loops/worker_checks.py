@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forge.config import GenerationConfig, GRPOConfig, ModelConfig, PolicyConfig, RewardsConfig, SFTConfig
 from forge.errors import ConfigError, ForgeError, ModelError
+from forge.generator.engine import engine_class
 from forge.loops.casting import gpus_beside, wants_gpus
 from forge.models.locate import resolve
 from forge.runtime.placement import count_gpus, visible_gpus
@@ -79,9 +80,9 @@ def _placement_errors(config: GRPOConfig) -> Iterator[ForgeError]:
 
 
 def _tensor_parallel_errors(section: GenerationConfig, degree: int, *, path: str) -> Iterator[ForgeError]:
-    if degree > 1 and section.engine == "native":
+    if degree > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
         yield ConfigError(
-            "the native engine runs in one process",
+            f"the engine `{section.engine}` runs in one process",
             path=path,
             value=degree,
             rule="1, unless `engine: vllm`",
@@ -90,17 +91,9 @@ def _tensor_parallel_errors(section: GenerationConfig, degree: int, *, path: str
 
 
 def _engine_errors(section: GenerationConfig, *, path: str = "generator") -> Iterator[ForgeError]:
-    if section.engine != "vllm":
-        return
-    from forge.generator.vllm.arguments import check_owned
-    from forge.generator.vllm.environment import installed_build
-
-    for check in (installed_build, lambda: check_owned(section.engine_args)):
-        try:
-            check()
-        except ConfigError as error:
-            error.path = (error.path or path).replace("generator", path, 1)
-            yield error
+    for error in engine_class(section.engine).config_errors(section):
+        error.path = (error.path or path).replace("generator", path, 1)
+        yield error
 
 
 def _reward_model_errors(section: RewardsConfig) -> Iterator[ForgeError]:
