@@ -117,7 +117,8 @@ def row_floor() -> int:
     Measured with torch's own library (MKL) on AMD: from four rows for each thread on. On Intel that holds for most
     shapes only, so where there is no kernel, products are padded to this number, and nothing is promised.
     """
-    return max(_LEAST_ROWS, _ROWS_PER_THREAD * torch.get_num_threads())
+    num_threads: int = torch.get_num_threads()
+    return max(_LEAST_ROWS, _ROWS_PER_THREAD * num_threads)
 
 
 def is_rowwise(tensor: Tensor) -> bool:
