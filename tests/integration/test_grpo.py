@@ -117,7 +117,7 @@ def test_one_process_may_keep_more_digits_than_it_generates_with(tmp_path: Path)
 
 
 def test_asynchronous_training_keeps_its_bound(tmp_path: Path) -> None:
-    chosen = config(tmp_path / "late", "rollout.staleness=2", "training.max_steps=12", "generators.num_replicas=2")
+    chosen = config(tmp_path / "late", "rollout.staleness=2", "training.max_steps=12", "generator.num_replicas=2")
     train(chosen)
     stale = figures(chosen, "rollout/staleness_max")
     assert max(stale) in (1.0, 2.0)
@@ -181,7 +181,7 @@ def test_a_reward_that_always_raises_is_named_and_what_it_was_given_can_be_read(
     reward = "rewards.functions=[{kind: 'grpo_rewards:raises', name: even}]"
     chosen = config(
         tmp_path / "raises",
-        *(reward, "rollout.max_fruitless=6", "evaluation.fraction=0.1", "record.report=true"),
+        *(reward, "rollout.max_no_signal_groups=6", "evaluation.fraction=0.1", "record.report=true"),
     )
     with pytest.raises(RolloutError, match="6 groups in a row") as caught:
         train(chosen)

@@ -105,7 +105,7 @@ def generator_config(config: GRPOConfig, model: ModelConfig) -> GeneratorConfig:
         return made
     expected = 0 if config.placement == "shared" else _published_bytes(config, made)
     fields = {name: getattr(made, name) for name in GeneratorConfig.model_fields}
-    return GuestConfig(**fields, expected_bytes=expected, num_guests=config.generators.num_replicas)
+    return GuestConfig(**fields, expected_bytes=expected, num_guests=config.generator.num_replicas)
 
 
 def _published_bytes(config: GRPOConfig, generator: GeneratorConfig) -> int:
@@ -120,7 +120,7 @@ def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
     if tensor_parallel > len(gpus):
         raise ConfigError(
             "generators are to be split over more GPUs than the trainer has, whose GPUs they use",
-            path="generators.tensor_parallel",
+            path="generator.tensor_parallel",
             value=tensor_parallel,
             rule=f"at most {len(gpus)} with placement `beside` or `turns`, where the trainer has GPU {trainer}",
             repair="lower it, give the trainer more ranks (distributed.shard), or set placement: apart",
@@ -271,7 +271,7 @@ class RoutedTrainer(MeshTrainer):
 async def _start_generators(
     config: GRPOConfig, generator: GeneratorConfig, *, on_gpus: str | None = None
 ) -> PolicyHandle:
-    section = config.generators
+    section = config.generator
     service = await Generator.options(
         procs=section.tensor_parallel,
         num_replicas=section.num_replicas,
@@ -334,8 +334,9 @@ async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
     if "judge" in kinds:
         assert section.judge is not None  # see worker_checks
         judge = await Generator.options(
-            num_replicas=section.judge.num_replicas,
-            num_threads=section.judge.num_threads,
+            procs=section.judge.generator.tensor_parallel,
+            num_replicas=section.judge.generator.num_replicas,
+            num_threads=section.judge.generator.num_threads,
             with_gpus=wants_gpus(section.judge.generator.with_gpus),
             mesh_name="judge",
         ).as_service(_judge_config(section.judge))

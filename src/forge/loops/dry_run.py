@@ -198,7 +198,7 @@ def _describe_grpo(plan: Plan) -> Facts:
     facts.append(("rewards", ", ".join(rewards)))
     facts.append(("steps", f"{plan.num_steps:,}, each from {groups}"))
     facts.append(("trainer", f"{planned_ranks(config.distributed)} rank(s), placement {config.placement}"))
-    facts.append(("generators", f"{config.generators.num_replicas} of engine {config.generator.engine}"))
+    facts.append(("generators", f"{config.generator.num_replicas} of engine {config.generator.engine}"))
     return [*facts, *_describe_memory(config)]
 
 
@@ -286,7 +286,7 @@ def _try_policy(config: PolicyConfig, found: _Found) -> Facts:
     if model is None or found.problems:
         return []
     facts = [("run", config.run.name), ("model", _described(model))]
-    facts.append(("generators", f"{config.num_replicas} of engine {config.generator.engine}"))
+    facts.append(("generators", f"{config.generator.num_replicas} of engine {config.generator.engine}"))
     return [*facts, *_describe_memory(config)]
 
 

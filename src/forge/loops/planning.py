@@ -190,13 +190,13 @@ def _lengths(config: GRPOConfig, num_prompts: int) -> tuple[int | None, int]:
 
 def _capacity(config: GRPOConfig) -> int:
     """Completions that the generators take at once, the queue included."""
-    return config.generators.num_replicas * (config.generator.max_batch + config.generator.max_queue)
+    return config.generator.num_replicas * (config.generator.max_batch + config.generator.max_queue)
 
 
 def _rollout(config: GRPOConfig) -> RolloutConfig:
     """With as many groups in flight as the generators have room for."""
     section = config.rollout
-    room = _capacity(config) // config.generators.num_replicas // section.group_size
+    room = _capacity(config) // config.generator.num_replicas // section.group_size
     if room < 1:
         raise ConfigError(
             "a group has more completions than a generator takes",
@@ -205,7 +205,7 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
             rule=f"at most generator.max_batch + generator.max_queue, which is {_capacity(config)}",
             repair="raise generator.max_queue, or lower it",
         )
-    most = room * config.generators.num_replicas
+    most = room * config.generator.num_replicas
     return section.model_copy(update={"max_in_flight": min(section.max_in_flight or most, most)})
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeGuard
 
 from forge.config import GRPOConfig
 from forge.config.base import ConfigModel
+from forge.config.renames import move_old_keys
 from forge.config.saving import FILE_NAME, to_plain
 from forge.config.yaml_text import read_yaml
 from forge.errors import CheckpointError, ConfigError
@@ -135,6 +136,8 @@ def report_changes(config: ConfigModel, folder: Path) -> None:
     """Log which keys differ from the configuration of the run that is resumed in `folder`."""
     earlier = _earlier_config(folder)
     if earlier:
+        for _ in move_old_keys(type(config), earlier):
+            pass  # a run of an earlier release is compared by today's names
         before, now = _flat(earlier), _flat(to_plain(config))
         changed = [
             f"{key}: {before[key]!r} -> {value!r}"

@@ -125,8 +125,8 @@ def test_a_service_that_does_not_end_in_order_cuts_nobody_short() -> None:
         ("turns", {"generator": {"engine": "vllm"}}, 0.5),
         ("turns", {"generator": {"gpu_memory_share": 0.3}}, 0.3),
         ("shared", {}, None),
-        ("beside", {"generators": {"num_replicas": 2}}, 0.175),
-        ("beside", {"generator": {"gpu_memory_share": 0.2}, "generators": {"num_replicas": 2}}, 0.2),
+        ("beside", {"generator": {"num_replicas": 2}}, 0.175),
+        ("beside", {"generator": {"gpu_memory_share": 0.2, "num_replicas": 2}}, 0.2),
         ("apart", {"generator": {"gpu_memory_share": 0.9}}, 0.9),
     ],
 )
@@ -148,7 +148,7 @@ QWEN3_1_7B |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936,
     [
         ({"placement": "shared"}, 0, 1),
         ({"placement": "turns"}, 6.88, 1),
-        ({"placement": "turns", "generators": {"num_replicas": 3}}, 6.88, 3),
+        ({"placement": "turns", "generator": {"num_replicas": 3}}, 6.88, 3),
         ({"placement": "turns", "generator": {"precision": "float32"}}, 13.77, 1),
         ({"placement": "turns", "generator": {"engine": "vllm"}}, None, None),
         ({"placement": "beside"}, None, None),
@@ -203,6 +203,6 @@ def test_beside_a_trainer_generators_use_its_first_gpus() -> None:
     with pytest.raises(ConfigError) as caught:
         gpus_beside("3,5", tensor_parallel=4)
     error = caught.value
-    assert (error.path, error.value) == ("generators.tensor_parallel", 4)
+    assert (error.path, error.value) == ("generator.tensor_parallel", 4)
     assert "at most 2" in error.rule
     assert "placement: apart" in error.repair

@@ -23,7 +23,7 @@ from forge.types import Batch, Completion, Prompt, Score, StepResult
 from grpo_players import StandInPolicy, StandInRewards, StandInTrainer, number_of, play
 from grpo_runs import config, figures, ledger
 
-NO_STEP = ("rollout.max_fruitless=20", "record.report=true")
+NO_STEP = ("rollout.max_no_signal_groups=20", "record.report=true")
 
 
 class Raising(StandInRewards):
@@ -147,7 +147,9 @@ def test_rewards_that_are_whitened_over_the_batch_end_the_run_and_are_saved(tmp_
 
 @pytest.mark.parametrize("preset", ["reinforce", "reinforce_pp"])
 def test_groups_of_one_are_learned_from_where_no_group_is_the_baseline(preset: str, tmp_path: Path) -> None:
-    chosen = config(tmp_path / "run", f"algorithm.preset={preset}", "rollout.group_size=1", "rollout.max_fruitless=4")
+    chosen = config(
+        tmp_path / "run", f"algorithm.preset={preset}", "rollout.group_size=1", "rollout.max_no_signal_groups=4"
+    )
     assert play(chosen, StandInTrainer()).step == 6
     assert {line.outcome for line in ledger(chosen)} == {"trained"}
 

@@ -117,7 +117,7 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_run_without_signal_ends_and_says_so(tmp_path: Path) -> None:
-    chosen = config(tmp_path / "flat", "rollout.no_signal=replace", "rollout.max_fruitless=8")
+    chosen = config(tmp_path / "flat", "rollout.no_signal=replace", "rollout.max_no_signal_groups=8")
     trainer = StandInTrainer()
     with pytest.raises(RolloutError, match="8 groups in a row"):
         play(chosen, trainer, rewards=StandInRewards(lambda completion: 1.0))
