@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from forge.runtime import native_build
-from forge.runtime.native_build import FLAG_SETS, NoNativeKernel, cache_directory
+from forge.kernels import native_build
+from forge.kernels.native_build import FLAG_SETS, NoNativeKernel, cache_directory
 from forge.store.weighing import WORD_WEIGHTS
 
 __all__ = ["FLAG_SETS", "KERNEL", "NoNativeKernel", "build", "cache_directory"]

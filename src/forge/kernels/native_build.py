@@ -1,4 +1,4 @@
-"""Compiles a file of C once per machine and loads it.
+"""Compile a file of C once per machine and load it.
 
 The library lies in the user's cache under a name made of everything that its code depends on, so an upgrade or another
 kind of processor gets a file of its own. Each file ends with the hash of what precedes it: a truncated or altered one
@@ -29,7 +29,7 @@ EXACT_FLAG_SETS: Final = tuple((*flags, "-ffp-contract=off") for flags in FLAG_S
 COMPILE_LIMIT_S: Final = 120
 _SEAL_BYTES: Final = 32
 
-_log = logging.getLogger("forge.runtime")
+_log = logging.getLogger("forge.kernels")
 
 
 class NoNativeKernel(ForgeError, RuntimeError):
@@ -41,7 +41,7 @@ class Kernel:
     """One file of C that makes a library.
 
     Attributes:
-        source: the file. Libraries in the cache begin with its name.
+        source: the file. It may include headers of its folder. Libraries in the cache begin with its name.
         without: what a user has who cannot compile it, as the end of a sentence.
         libraries: what it is linked with, such as "-lm".
     """
@@ -58,7 +58,7 @@ class Kernel:
 def build(
     kernel: Kernel, environ: Mapping[str, str], *, flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS
 ) -> ctypes.CDLL:
-    """The loaded kernel, from the cache if it is there. Prints nothing."""
+    """Return the loaded kernel, from the cache if it is there."""
     compiler = _find_compiler(kernel, environ)
     problems = []
     for flags in flag_sets:
@@ -89,11 +89,13 @@ def load(
     kernel: Kernel,
     functions: Sequence[str],
     *,
-    flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS,
+    flag_sets: tuple[tuple[str, ...], ...] = EXACT_FLAG_SETS,
     level: int = logging.WARNING,
 ) -> ctypes.CDLL | None:
-    """The kernel, whose functions each take one pointer and return an int; None, and one line in the log, where it
-    cannot be built or `FORGE_NATIVE=0` forbids it, and something else has to stand in."""
+    """Load a kernel whose functions each take one pointer and return an int.
+
+    Returns None and logs one line where it cannot be built or `FORGE_NATIVE=0` forbids it: then torch computes.
+    """
     name = kernel.source.stem
     if os.environ.get("FORGE_NATIVE") == "0":
         _log.log(level, "FORGE_NATIVE=0: the kernel %s is not used; %s", name, kernel.without)
@@ -101,7 +103,7 @@ def load(
     try:
         library = build(kernel, os.environ, flag_sets=flag_sets)
     except NoNativeKernel as error:
-        _log.log(level, "the kernel %s could not be built, and torch stands in: %s", name, error)
+        _log.log(level, "the kernel %s could not be built, and torch computes instead: %s", name, error)
         return None
     for function in functions:
         entry = getattr(library, function)
@@ -130,8 +132,9 @@ def _find_compiler(kernel: Kernel, environ: Mapping[str, str]) -> str:
 
 
 def _read(source: Path) -> bytes:
+    """Return the source and the headers beside it."""
     try:
-        return source.read_bytes()
+        return b"\0".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
     except OSError as error:
         raise NoNativeKernel(f"the kernel's source cannot be read: {error}", path=str(source)) from None
 

@@ -11,13 +11,11 @@
    A page has 16 tokens: keys [Hkv][D][16], values [Hkv][16][D]. Compile with -ffp-contract=off. */
 
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
-#include <immintrin.h>
-#endif
+#include "threads.h"
+#include "vector_math.h"
 
 #define PAGE 16
 #define BLOCK_ROWS 24  /* query rows times heads of a group that are computed together */
@@ -27,21 +25,9 @@
 #define BLOCK_FLOATS (64 * 1024) /* of scores: with long contexts, blocks have fewer rows */
 #define SMALL_WORK (1 << 16)     /* multiplications below which other threads are not worth waking */
 
-#define INLINE static inline __attribute__((always_inline))
-
-#if defined(__AVX512F__)
-#define LANES 16
-#define REGISTERS 24 /* for sums */
-#else
-#define LANES 8
-#define REGISTERS 12
-#endif
+#define REGISTERS (LANES == 16 ? 24 : 12) /* for sums */
 #define PARTS (PAGE / LANES) /* vectors of a page's keys */
 #define MOST 8 /* vectors of one row in registers at the same time */
-
-typedef float vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES), may_alias));
 
 struct attention {
     const float *q, *k_cache, *v_cache;
@@ -61,59 +47,12 @@ struct work {
     int32_t out_of_memory;
 };
 
-INLINE vec load(const float *from) { return *(const loose *)from; }
-INLINE void store(float *to, vec value) { *(loose *)to = value; }
-INLINE vec all(float value) { return value - (vec){}; }
-
-INLINE vec fused(vec a, vec b, vec c) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__FP_FAST_FMAF)
-    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-    return c;
-#else
-    return a * b + c;
-#endif
-}
-
 INLINE float fused_one(float a, float b, float c) {
 #if defined(__FP_FAST_FMAF) || defined(__FMA__)
     return __builtin_fmaf(a, b, c);
 #else
     return a * b + c;
 #endif
-}
-
-INLINE vec larger(vec a, vec b) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    bits chosen = (bits)(a > b);
-    return (vec)(((bits)a & chosen) | ((bits)b & ~chosen));
-#endif
-}
-
-/* exp(x) for x <= 0, to about one unit in the last place; 0 below -87, where float32 has no more normal numbers. */
-INLINE vec exponential(vec x) {
-    const vec shift = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
-    vec shifted = fused(x, all(1.44269504f), shift);
-    vec whole = shifted - shift;
-    vec rest = fused(whole, all(-0.693359375f), x);
-    rest = fused(whole, all(2.12194440e-4f), rest);
-    vec series = all(1.9875691500e-4f);
-    series = fused(series, rest, all(1.3981999507e-3f));
-    series = fused(series, rest, all(8.3334519073e-3f));
-    series = fused(series, rest, all(4.1665795894e-2f));
-    series = fused(series, rest, all(1.6666665459e-1f));
-    series = fused(series, rest, all(5.0000001201e-1f));
-    series = fused(series, rest * rest, rest) + all(1.0f);
-    bits power = ((bits)shifted - (bits)shift + 127u) << 23;
-    bits vanishes = (bits)(x < all(-87.0f));
-    return (vec)((bits)(series * (vec)power) & ~vanishes);
 }
 
 /* Scores of R rows with the keys of P pages. On the way it asks for memory that will be needed: the same number of
@@ -374,15 +313,6 @@ static int is_sound(const struct attention *of) {
     return before == of->num_tokens;
 }
 
-/* The OpenMP runtime that torch has loaded, and with it torch's own pool of threads; absent if there is none. */
-#if defined(__linux__)
-extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
-#define HAS_THREADS (GOMP_parallel != NULL)
-#else
-#define GOMP_parallel(function, argument, count, flags) function(argument)
-#define HAS_THREADS 0
-#endif
-
 int forge_has_threads(void) { return HAS_THREADS; }
 
 /* 0, or 1 for a layout that names what does not exist, or 2 if there is not enough memory. */
@@ -403,10 +333,7 @@ int forge_attend(const struct attention *of) {
         size += (double)count * of->context_lens[s] * of->heads * of->width;
     }
     first_units[of->num_sequences] = work.num_units;
-    if (HAS_THREADS && of->num_threads > 1 && size > SMALL_WORK)
-        GOMP_parallel(work_on, &work, (unsigned)of->num_threads, 0);
-    else
-        work_on(&work);
+    run_on_threads(work_on, &work, size > SMALL_WORK ? of->num_threads : 1);
     free(first_units);
     return work.out_of_memory ? 2 : 0;
 }

@@ -6,8 +6,11 @@
    thread, so that threads meet once in a step, at its end, and not after every operation. */
 
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
+
+#include "threads.h"
+#define LANES 8 /* as torch adds */
+#include "vectors.h"
 
 struct call {
     int (*function)(const void *);
@@ -44,35 +47,20 @@ static void work_on(void *argument) {
     }
 }
 
-#if defined(__linux__)
-extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak)); /* torch's pool */
-#define HAS_THREADS (GOMP_parallel != NULL)
-#else
-#define GOMP_parallel(function, argument, count, flags) function(argument)
-#define HAS_THREADS 0
-#endif
-
 /* 0, or 1 if a call did not return 0: then the rest of its part was not computed. The team always has the same size: the
    pool would end threads that are not asked for. */
 int forge_run(const struct step *of) {
     struct work work = {.of = of};
-    if (HAS_THREADS && of->num_threads > 1 && of->num_parts > 1)
-        GOMP_parallel(work_on, &work, (unsigned)of->num_threads, 0);
-    else
-        work_on(&work);
+    run_on_threads(work_on, &work, of->num_parts > 1 ? of->num_threads : 1);
     return work.has_failed;
 }
 
 /* ---- RMS norm. torch adds squares in vectors of 8, four chains of them side by side, and every 16 terms, 256 and 4096
    carries a chain's sum to one of the next level. -------------------------------------------------------------------- */
 
-#define LANES 8
 #define CHAINS 4
 #define LEVELS 4
 #define CARRY 16
-
-typedef float vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 struct norm {
     const float *x, *weight;
@@ -82,7 +70,7 @@ struct norm {
 };
 
 static inline vec square(const float *from) {
-    vec x = *(const loose *)from;
+    vec x = load(from);
     return x * x;
 }
 

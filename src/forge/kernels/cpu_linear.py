@@ -19,10 +19,9 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from forge.runtime import native_build, row_check
-from forge.runtime.row_floor import row_floor
+from forge.kernels import native_build, row_check
 
 KERNEL: Final = native_build.Kernel(
     Path(__file__).with_name("cpu_linear.c"),
@@ -32,7 +31,10 @@ KERNEL: Final = native_build.Kernel(
 _NARROW: Final = 16
 """For fewer outputs libraries read rows at whatever address they lie, and add in an order that depends on it."""
 _ALIGNED: Final = 4
-_log = logging.getLogger("forge.runtime")
+_LEAST_ROWS: Final = 16
+_ROWS_PER_THREAD: Final = 4
+_PLAIN: Final = (torch.Tensor, nn.Parameter)
+_log = logging.getLogger("forge.kernels")
 
 
 class Product(ctypes.Structure):
@@ -107,6 +109,23 @@ def dependent_cases(cases: Iterable[row_check.Case]) -> tuple[row_check.Case, ..
         return row_check.dependent_cases(multiply, cases)
     finally:
         torch.set_num_threads(before)
+
+
+def row_floor() -> int:
+    """Return the least number of rows with which a row's bits do not depend on their number.
+
+    Measured with torch's own library (MKL) on AMD: from four rows for each thread on. On Intel that holds for most
+    shapes only, so where there is no kernel, products are padded to this number, and nothing is promised.
+    """
+    num_threads: int = torch.get_num_threads()
+    return max(_LEAST_ROWS, _ROWS_PER_THREAD * num_threads)
+
+
+def is_rowwise(tensor: Tensor) -> bool:
+    """Whether rows of this tensor are kept independent of their number: plain float32 on a CPU, not being compiled."""
+    return (
+        type(tensor) in _PLAIN and tensor.dtype == torch.float32 and tensor.is_cpu and not torch.compiler.is_compiling()
+    )
 
 
 def torch_product(x: Tensor, weight: Tensor) -> Tensor:

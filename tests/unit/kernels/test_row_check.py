@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.runtime import row_check
-from forge.runtime.row_check import Case, cases, dependent_cases, problem_of
+from forge.kernels import row_check
+from forge.kernels.row_check import Case, cases, dependent_cases, problem_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = cases((1, 2))

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from forge.errors import ModelError
-from forge.models.cpu_attention import FLAG_SETS
-from forge.models.paged import PagedLayout, num_pages_of
-from forge.runtime import native_build
+from forge.kernels import native_build
+from forge.kernels.paged import PagedLayout, num_pages_of
 
 KERNEL: Final = native_build.Kernel(
     Path(__file__).with_name("cpu_attention_backward.c"),
@@ -79,14 +78,14 @@ class SharedLayout:
         return cls(own, torch.tensor(owners_S, dtype=torch.int32), torch.cat(sources), starts[-1], num_pages)
 
 
-def build(flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS) -> ctypes.CDLL | None:
-    """The kernel as these flags compile it; None where it cannot be built."""
+def build(flag_sets: tuple[tuple[str, ...], ...] = native_build.EXACT_FLAG_SETS) -> ctypes.CDLL | None:
+    """Load the kernel as these flags compile it; None where it cannot be built."""
     return native_build.load(KERNEL, ["forge_attend_backward"], flag_sets=flag_sets)
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernel of this process, compiled if nobody has yet; None where torch stands in."""
+    """Return the kernel of this process, compiled if it is not in the cache; None where torch computes."""
     return build()
 
 
@@ -99,7 +98,7 @@ def differentiate(
     scale: float,
     num_threads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of queries, keys and values, contiguous, of the P places of `layout`.
+    """Return the gradients of queries, keys and values, contiguous, of the P places of `layout`.
 
     Args:
         grad_PHD: of the outputs.
@@ -146,5 +145,5 @@ def _bad_layout(layout: SharedLayout, num_places: int) -> ModelError:
         path="layout",
         value=(layout.paged.query_starts.tolist(), layout.paged.context_lens.tolist(), layout.owners.tolist()),
         rule=f"documents that fill {num_places} places in order, and take tokens from the last that took none",
-        repair="build the layout with forge.models.cpu_attention_backward.SharedLayout.of",
+        repair="build the layout with forge.kernels.cpu_attention_backward.SharedLayout.of",
     )

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from forge.errors import ModelError
+from forge.kernels.paged import PagedLayout, find_shares
 from forge.models.gpu_attention import Tuning, decode_attend, decode_shares, share_out
-from forge.models.paged import PagedLayout, find_shares
 
 Item = tuple[int, int, int]
 

@@ -1,25 +1,26 @@
 /* Norms, rotary embeddings and gates in float32 on a CPU, with their gradients: one pass over memory for each.
 
-   Forward results have the bits of the torch operations that they stand for: each product is rounded, and so is each
-   sum. Gradients do not depend on the number of threads: what is added up over rows is added up in parts of a fixed
-   number of rows first. Compile with -ffp-contract=off. */
+   Forward results of norms and rotary embeddings have the bits of the torch operations that they stand for: each product
+   is rounded, and so is each sum. A gate's bits do not depend on where an element lies: torch's own silu computes the last
+   few elements of a tensor, or of a thread's part of it, by another exponential than the rest. Gradients do not depend on
+   the number of threads: what is added up over rows is added up in parts of a fixed number of rows first. Compile with
+   -ffp-contract=off. */
 
 #include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
+
+#include "threads.h"
+#define LANES 16
+#include "vectors.h"
 
 #define PART_ROWS 64      /* rows whose contributions to a weight's gradient are added up together */
 #define PART_ELEMENTS 8192 /* elements that a thread takes at once */
-#define LANES 16
 
 #if defined(__FP_FAST_FMAF) || defined(__FMA__)
 #define FUSED(a, b, c) __builtin_fmaf(a, b, c)
 #else
 #define FUSED(a, b, c) ((a) * (b) + (c))
 #endif
-
-typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 /* Work in parts of `size` out of `count`, in any order and by any thread. */
 struct work {
@@ -32,22 +33,11 @@ static void work_on(void *argument) {
     struct work *work = argument;
     int64_t start;
     while ((start = __atomic_fetch_add(&work->next, work->size, __ATOMIC_RELAXED)) < work->count)
-        work->part(work->job, start, start + work->size < work->count ? start + work->size : work->count);
+        work->part(work->job, start, least(start + work->size, work->count));
 }
 
-#if defined(__linux__)
-extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak)); /* torch's pool */
-#define HAS_THREADS (GOMP_parallel != NULL)
-#else
-#define GOMP_parallel(function, argument, count, flags) function(argument)
-#define HAS_THREADS 0
-#endif
-
 static int run(struct work work, int num_threads) {
-    if (HAS_THREADS && num_threads > 1 && work.count > 2 * work.size)
-        GOMP_parallel(work_on, &work, (unsigned)num_threads, 0);
-    else
-        work_on(&work);
+    run_on_threads(work_on, &work, work.count > 2 * work.size ? num_threads : 1);
     return 0;
 }
 
@@ -78,7 +68,7 @@ static float projected(const float *grad, const float *weight, const float *x, i
     float sum = 0;
     int64_t i = 0;
     for (; i + LANES <= width; i += LANES)
-        lanes += *(const vec *)(grad + i) * *(const vec *)(weight + i) * *(const vec *)(x + i);
+        lanes += load(grad + i) * load(weight + i) * load(x + i);
     for (; i < width; i++) sum += grad[i] * weight[i] * x[i];
     for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
     return sum;
@@ -113,17 +103,17 @@ int forge_norm_backward(const struct norm *of) {
     return 0;
 }
 
-struct turning {
+struct rotation {
     const float *x, *table; /* table [positions, 2, width]: cosines, then sines, each for both halves */
     float *out;             /* [tokens, heads, width] without gaps */
     const int64_t *positions;
     int64_t tokens, heads, width, x_token, x_head, num_positions;
-    int32_t backward; /* whether `x` is a gradient of what was turned */
+    int32_t backward; /* whether `x` is a gradient of what was rotated */
     int32_t num_threads;
 };
 
-/* One head. `sign` is 1, or -1 for the gradient: to turn back is to turn by the opposite angle. */
-static inline void turn_head(const float *restrict x, const float *restrict cosines, const float *restrict sines,
+/* One head. `sign` is 1, or -1 for the gradient: to rotate back is to rotate by the opposite angle. */
+static inline void rotate_head(const float *restrict x, const float *restrict cosines, const float *restrict sines,
                              float *restrict out, int64_t half, float sign) {
     for (int64_t i = 0; i < half; i++) {
         out[i] = x[i] * cosines[i] + -x[i + half] * (sign * sines[i]);
@@ -131,28 +121,30 @@ static inline void turn_head(const float *restrict x, const float *restrict cosi
     }
 }
 
-static void turn_tokens(const void *job, int64_t start, int64_t end) {
-    const struct turning *of = job;
+static void rotate_tokens(const void *job, int64_t start, int64_t end) {
+    const struct rotation *of = job;
     int64_t width = of->width;
     for (int64_t t = start; t < end; t++) {
         const float *cosines = of->table + of->positions[t] * 2 * width;
         for (int64_t h = 0; h < of->heads; h++)
-            turn_head(of->x + t * of->x_token + h * of->x_head, cosines, cosines + width,
+            rotate_head(of->x + t * of->x_token + h * of->x_head, cosines, cosines + width,
                       of->out + (t * of->heads + h) * width, width / 2, of->backward ? -1.0f : 1.0f);
     }
 }
 
 /* 0, or 1 for a position that the table does not have: then nothing is written. */
-int forge_turn(const struct turning *of) {
+int forge_rotate(const struct rotation *of) {
     for (int64_t t = 0; t < of->tokens; t++)
         if (of->positions[t] < 0 || of->positions[t] >= of->num_positions) return 1;
     int64_t size = PART_ELEMENTS / (of->heads * of->width);
-    return run((struct work){turn_tokens, of, of->tokens, size < 1 ? 1 : size, 0}, of->num_threads);
+    return run((struct work){rotate_tokens, of, of->tokens, size < 1 ? 1 : size, 0}, of->num_threads);
 }
 
 struct gating {
-    const float *gate, *up, *grad;
-    float *gate_grad, *up_grad;
+    const float *gate, *up;
+    float *out; /* forward */
+    const float *grad;
+    float *gate_grad, *up_grad; /* backward */
     int64_t count;
     int32_t num_threads;
 };
@@ -184,6 +176,18 @@ static inline float exponential(float x) {
     float result = series * from_bits((to_bits(shifted) - to_bits(shift) + 127u) << 23);
     result = x < -87.0f ? 0.0f : result;
     return x > 88.0f ? INFINITY : result;
+}
+
+static void gate_part(const void *job, int64_t start, int64_t end) {
+    const struct gating *of = job;
+    const float *restrict gates = of->gate, *restrict ups = of->up;
+    float *restrict out = of->out;
+    for (int64_t i = start; i < end; i++) out[i] = gates[i] / (1.0f + exponential(-gates[i])) * ups[i];
+}
+
+/* silu(gate) * up */
+int forge_gate(const struct gating *of) {
+    return run((struct work){gate_part, of, of->count, PART_ELEMENTS, 0}, of->num_threads);
 }
 
 static void gate_part_backward(const void *job, int64_t start, int64_t end) {

@@ -1,7 +1,7 @@
 """Whether a matrix product gives a row the same bits in any batch: checked by computing, not by knowing the library.
 
 What is checked is any function (x [R, K], weight [N, K], num_threads) -> [R, N], so that a test can hand in one that
-fails. `forge.runtime.cpu_linear` checks its kernel with it before the first use, and `forge doctor` what this machine
+fails. `forge.kernels.cpu_linear` checks its kernel with it before the first use, and `forge doctor` what this machine
 computes with.
 """
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from forge.errors import ModelError
-from forge.models import cpu_attention
+from forge.kernels import cpu_attention
+from forge.kernels.cpu_attention import attend, attend_pages, new_cache, write_kv
+from forge.kernels.paged import PAGE_TOKENS, PagedLayout, num_pages_of
 from forge.models.attention import DocumentAttention
-from forge.models.cpu_attention import attend, new_cache, write_kv
-from forge.models.paged import PAGE_TOKENS, PagedLayout, num_pages_of
-from forge.models.plain_attention import attend_pages
 from forge.models.rows import Documents, RowBook, RowTask
 
 SHAPES = [(8, 4, 64), (4, 4, 8), (6, 2, 24), (32, 1, 128), (3, 3, 256), (5, 5, 40)]
@@ -320,7 +319,7 @@ def test_without_the_kernel_it_is_said_once(
         monkeypatch.setenv(name, value)
     cpu_attention.library.cache_clear()
     try:
-        with caplog.at_level(logging.WARNING, logger=cpu_attention.__name__):
+        with caplog.at_level(logging.WARNING, logger="forge.kernels"):
             query, key, value = tokens(20, (4, 2, 16), seed=0)
             [out] = Cache(2, 2, 16).step([("a", query, key, value)])
     finally:

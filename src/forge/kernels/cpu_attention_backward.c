@@ -7,13 +7,11 @@
 
    Compile with -ffp-contract=off. */
 
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
-#include <immintrin.h>
-#endif
+#include "threads.h"
+#include "vector_math.h"
 
 #define STEP 16        /* keys and dimensions are padded to whole multiples */
 #define BLOCK_ROWS 48  /* query rows times heads of a group that are computed together */
@@ -21,19 +19,7 @@
 #define TILE_ROWS 6
 #define SMALL_WORK (1 << 16) /* multiplications below which other threads are not worth waking */
 
-#define INLINE static inline __attribute__((always_inline))
-
-#if defined(__AVX512F__)
-#define LANES 16
-#define MOST 4 /* vectors of a row whose sums are in registers at the same time */
-#else
-#define LANES 8
-#define MOST 2
-#endif
-
-typedef float vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES), may_alias));
+#define MOST (LANES == 16 ? 4 : 2) /* vectors of a row whose sums are in registers at the same time */
 
 struct backward {
     const float *q, *k, *v, *grad; /* [places, heads, width] with strides */
@@ -66,41 +52,7 @@ struct piece {
     float *q, *grad, *dq, *weights, *slopes, *lse, *delta;     /* of a block of query rows */
 };
 
-INLINE vec load(const float *from) { return *(const loose *)from; }
-INLINE void store(float *to, vec value) { *(loose *)to = value; }
-INLINE vec all(float value) { return value - (vec){}; }
 INLINE int64_t padded(int64_t count) { return (count + STEP - 1) / STEP * STEP; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-INLINE vec fused(vec a, vec b, vec c) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-    return a * b + c;
-#endif
-}
-
-/* exp(x) to about one unit in the last place for x up to 80; 0 below -87. */
-INLINE vec exponential(vec x) {
-    const vec shift = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
-    vec shifted = fused(x, all(1.44269504f), shift);
-    vec whole = shifted - shift;
-    vec rest = fused(whole, all(-0.693359375f), x);
-    rest = fused(whole, all(2.12194440e-4f), rest);
-    vec series = all(1.9875691500e-4f);
-    series = fused(series, rest, all(1.3981999507e-3f));
-    series = fused(series, rest, all(8.3334519073e-3f));
-    series = fused(series, rest, all(4.1665795894e-2f));
-    series = fused(series, rest, all(1.6666665459e-1f));
-    series = fused(series, rest, all(5.0000001201e-1f));
-    series = fused(series, rest * rest, rest) + all(1.0f);
-    bits power = ((bits)shifted - (bits)shift + 127u) << 23;
-    bits vanishes = (bits)(x < all(-87.0f));
-    return (vec)((bits)(series * (vec)power) & ~vanishes);
-}
-
 /* A product of matrices: c[m, n] (+)= sum over k of a[m, k] * b[k, n]. */
 struct product {
     const float *a, *b;
@@ -342,14 +294,6 @@ static int is_sound(const struct backward *of) {
     return 1;
 }
 
-#if defined(__linux__)
-extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak)); /* torch's pool */
-#define HAS_THREADS (GOMP_parallel != NULL)
-#else
-#define GOMP_parallel(function, argument, count, flags) function(argument)
-#define HAS_THREADS 0
-#endif
-
 /* 0, or 1 for documents that name what does not exist, or 2 if there is not enough memory. */
 int forge_attend_backward(const struct backward *of) {
     if (!is_sound(of)) return 1;
@@ -367,12 +311,7 @@ int forge_attend_backward(const struct backward *of) {
     }
     work.shared = malloc((size_t)(taken * of->kv_heads * 2 * of->width + 1) * sizeof(float));
     work.out_of_memory = !work.first_taken || !work.remaining || !work.shared;
-    if (work.out_of_memory)
-        ;
-    else if (HAS_THREADS && of->num_threads > 1 && size > SMALL_WORK)
-        GOMP_parallel(work_on, &work, (unsigned)of->num_threads, 0);
-    else
-        work_on(&work);
+    if (!work.out_of_memory) run_on_threads(work_on, &work, size > SMALL_WORK ? of->num_threads : 1);
     free(work.first_taken);
     free(work.remaining);
     free(work.shared);

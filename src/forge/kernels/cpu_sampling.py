@@ -1,6 +1,6 @@
-"""Drawing tokens on a CPU by one call: two dozen operations on small tensors take far longer than what they compute.
+"""Sample tokens on a CPU by one call: two dozen operations on small tensors take far longer than what they compute.
 
-`forge.generator.native.sampler.pick` says what is drawn, and uses this. The arithmetic is the same operation by
+`forge.generator.native.sampler.pick` says what is sampled, and uses this. The arithmetic is the same operation by
 operation, in the order in which torch adds on x86; where torch adds in another, a token can be another one if its
 uniform number lies within a rounding error of the boundary to the next.
 """
@@ -18,14 +18,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from forge.models.cpu_attention import FLAG_SETS
-from forge.runtime import native_build
+from forge.kernels import native_build
 
-KERNEL: Final = native_build.Kernel(Path(__file__).with_name("cpu_pick.c"), without="drawing tokens on a CPU is slower")
+KERNEL: Final = native_build.Kernel(
+    Path(__file__).with_name("cpu_sampling.c"), without="sampling tokens on a CPU is slower"
+)
 BLOCK: Final = 128
 
 
-class _Picking(ctypes.Structure):
+class _Sampling(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("probs", "uniforms", "sums", "tokens")),
         *((name, ctypes.c_int64) for name in ("rows", "width")),
@@ -34,12 +35,14 @@ class _Picking(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernel of this process, compiled if nobody has yet; None where torch stands in."""
-    return native_build.load(KERNEL, ["forge_pick", "forge_use_threads"], flag_sets=FLAG_SETS, level=logging.INFO)
+    """Return the kernel of this process, compiled if it is not in the cache; None where torch computes."""
+    return native_build.load(KERNEL, ["forge_sample", "forge_use_threads"], level=logging.INFO)
 
 
-def picked(probs_SW: Tensor, uniforms_S: Tensor) -> Tensor | None:
-    """For each row the token at which the running sum first exceeds its share, int64 [S]; None without the kernel.
+def sample_tokens(probs_SW: Tensor, uniforms_S: Tensor) -> Tensor | None:
+    """Return for each row the token at which the running sum first exceeds its share, int64 [S].
+
+    Returns None without the kernel.
 
     Args:
         probs_SW: float32 without gaps on a CPU, W a multiple of 128. Rows that are not distributions get token 0.
@@ -50,14 +53,14 @@ def picked(probs_SW: Tensor, uniforms_S: Tensor) -> Tensor | None:
         return None
     rows, width = probs_SW.shape
     tokens, sums = torch.empty(rows, dtype=torch.int64), torch.empty(width // BLOCK, dtype=torch.int64)
-    job = _Picking(*(tensor.data_ptr() for tensor in (probs_SW, uniforms_S, sums, tokens)), rows, width)
-    native.forge_pick(ctypes.addressof(job))
+    job = _Sampling(*(tensor.data_ptr() for tensor in (probs_SW, uniforms_S, sums, tokens)), rows, width)
+    native.forge_sample(ctypes.addressof(job))
     return tokens
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Within it, torch's operations on this thread wake no other threads; nothing changes without the kernel.
+def single_thread() -> Iterator[None]:
+    """Keep torch's operations on this thread from waking other threads; nothing changes without the kernel.
 
     `torch.set_num_threads` would change the library of products for the whole process, and with it the bits of a
     trainer that computes on another thread. This is a number of this thread's own.

@@ -2,18 +2,15 @@
    forge.generator.native.sampler, operation by operation, in one pass and on one thread. Compile with
    -ffp-contract=off. */
 
-#include <stdint.h>
+#define LANES 8
+#include "vectors.h"
 
 #define BLOCK 128
-#define LANES 8
 #define CHAINS 4
 #define BLOCK_UNITS 0x1p60
 #define TOKEN_UNITS 0x1p52
 
-typedef float vec __attribute__((vector_size(4 * LANES), may_alias));
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-struct picking {
+struct sampling {
     const float *probs;     /* [rows, width] */
     const double *uniforms; /* [rows] */
     int64_t *sums;          /* [width / BLOCK], to work in */
@@ -30,7 +27,7 @@ struct found {
 static float block_sum(const float *probs) {
     vec sums[CHAINS] = {};
     for (int i = 0; i < BLOCK; i += CHAINS * LANES)
-        for (int c = 0; c < CHAINS; c++) sums[c] += *(const loose *)(probs + i + c * LANES);
+        for (int c = 0; c < CHAINS; c++) sums[c] += load(probs + i + c * LANES);
     for (int c = 1; c < CHAINS; c++) sums[0] += sums[c];
     float total = 0;
     for (int i = 0; i < LANES; i++) total += sums[0][i];
@@ -47,7 +44,7 @@ static struct found invert(const int64_t *sums, int64_t count, double uniform) {
 }
 
 /* 0 for a row that is not a distribution. */
-static int64_t pick(const struct picking *of, const float *probs, double uniform) {
+static int64_t sample(const struct sampling *of, const float *probs, double uniform) {
     int64_t num_blocks = of->width / BLOCK, sum = 0, inside[BLOCK];
     for (int64_t b = 0; b < num_blocks; b++) {
         float block = block_sum(probs + b * BLOCK);
@@ -65,8 +62,8 @@ static int64_t pick(const struct picking *of, const float *probs, double uniform
 }
 
 /* Returns 0. */
-int forge_pick(const struct picking *of) {
-    for (int64_t r = 0; r < of->rows; r++) of->tokens[r] = pick(of, of->probs + r * of->width, of->uniforms[r]);
+int forge_sample(const struct sampling *of) {
+    for (int64_t r = 0; r < of->rows; r++) of->tokens[r] = sample(of, of->probs + r * of->width, of->uniforms[r]);
     return 0;
 }
 

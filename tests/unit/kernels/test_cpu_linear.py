@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge.runtime import cpu_linear, native_build, row_check
+from forge.kernels import cpu_linear, native_build, row_check
 
 pytestmark = pytest.mark.skipif(cpu_linear.build() is None, reason="no compiler for the CPU kernels")
 SHAPES = ((1, 1), (8, 16), (64, 48), (100, 13), (192, 49), (257, 130), (384, 96), (385, 6), (1408, 64))

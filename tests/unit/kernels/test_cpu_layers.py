@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge.errors import ModelError
-from forge.models import cpu_training
+from forge.kernels import cpu_layers
 from forge.models.gate import gated
 from forge.models.rotary import Rotary
 from forge.models.row_norm import RowNorm
@@ -68,7 +68,7 @@ def test_a_gradient_of_a_norms_weight_that_almost_cancels() -> None:
     """200,000 rows: sums are taken in parts, so that rounding does not pile up."""
     x, grad = drawn(200_000, 8), drawn(200_000, 8, seed=1)
     factors = x.square().mean(-1).add_(1e-6).rsqrt_()
-    _, found = cpu_training.norm_gradients(grad, x, factors, torch.ones(8))
+    _, found = cpu_layers.norm_gradients(grad, x, factors, torch.ones(8))
     expected = (grad.double() * x.double() * factors.double()[:, None]).sum(0)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-3)
 
@@ -96,7 +96,7 @@ def test_turning_has_torchs_bits_and_its_gradient(heads: tuple[int, int], width:
     table = rotary.cache[positions[0]][None, :, None]
     leaves = [tensor.clone().requires_grad_() for tensor in both]
     turned = rotary(*leaves, positions)
-    assert type(turned[0].grad_fn).__name__ == "_TurnedBackward"
+    assert type(turned[0].grad_fn).__name__ == "_RotatedBackward"
     for ours, expected in zip(turned, Rotary.apply_rotary_emb(*both, table), strict=True):
         assert the_same(ours.detach(), expected)
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_threads_do_not_change_the_bits() -> None:
 
 def test_without_the_kernels_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = every_gradient()
-    monkeypatch.setattr(cpu_training, "library", lambda: None)
+    monkeypatch.setattr(cpu_layers, "library", lambda: None)
     for ours, known in zip(every_gradient(), expected, strict=True):
         torch.testing.assert_close(ours, known, rtol=1e-4, atol=1e-4)
 
@@ -168,8 +168,8 @@ def test_without_the_kernels_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("flags", [("-O2",), ("-O3",)], ids=" ".join)
 def test_other_processors(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     expected = every_gradient()
-    built = cpu_training.build(((*flags, "-ffp-contract=off"),))
+    built = cpu_layers.build(((*flags, "-ffp-contract=off"),))
     assert built is not None
-    monkeypatch.setattr(cpu_training, "library", lambda: built)
+    monkeypatch.setattr(cpu_layers, "library", lambda: built)
     for ours, known in zip(every_gradient(), expected, strict=True):
         torch.testing.assert_close(ours, known, rtol=1e-5, atol=1e-4)

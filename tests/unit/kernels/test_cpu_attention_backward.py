@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from forge.errors import ModelError
-from forge.models import attention, cpu_attention, cpu_attention_backward
+from forge.kernels import cpu_attention, cpu_attention_backward
+from forge.kernels.cpu_attention_backward import SharedLayout, differentiate
+from forge.models import attention
 from forge.models.attention import DocumentAttention
-from forge.models.cpu_attention_backward import SharedLayout, differentiate
 from forge.models.rows import Documents, RowTask, Sharing
 
 SHAPES = [(8, 4, 64), (4, 4, 8), (6, 2, 24), (50, 1, 16), (3, 3, 256), (5, 5, 40)]

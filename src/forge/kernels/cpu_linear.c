@@ -7,29 +7,28 @@
    Lanes of a vector are rows of x, which is transposed first; the weight is read as it lies.
    Compile with -ffp-contract=off. */
 
-#include <stdint.h>
 #include <stdlib.h>
 
-#define INLINE static inline __attribute__((always_inline))
+#include "threads.h"
 
 #if defined(__AVX2__) && defined(__FMA__)
 #define HAS_AVX2 1
-#define VEC 8 /* floats of a vector */
-#include <immintrin.h>
+#define LANES 8
 #else
 #define HAS_AVX2 0
-#define VEC 4
+#define LANES 4
 #endif
 #if HAS_AVX2 && defined(__AVX512F__)
 #define HAS_AVX512 1
-#define LANES 64 /* rows that are computed together */
+#define BATCH 64 /* rows that are computed together */
 #elif HAS_AVX2
 #define HAS_AVX512 0
-#define LANES 16
+#define BATCH 16
 #else
 #define HAS_AVX512 0
-#define LANES 8
+#define BATCH 8
 #endif
+#include "vectors.h"
 
 #define CHAIN 384            /* terms that are added in one go */
 #define TILE 48              /* outputs that are put in place together */
@@ -37,9 +36,6 @@
 #define LINE 16              /* floats of one line of the cache */
 #define ITEMS_PER_THREAD 4   /* so that threads finish at about the same time */
 #define SMALL_WORK (1 << 18) /* multiplications below which other threads are not worth waking */
-
-typedef float vec __attribute__((vector_size(4 * VEC), may_alias));
-typedef float loose __attribute__((vector_size(4 * VEC), aligned(4), may_alias));
 
 struct product {
     const float *x, *weight;
@@ -55,16 +51,13 @@ struct work {
     int32_t out_of_memory;
 };
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
-INLINE vec load(const float *from) { return *(const loose *)from; }
-INLINE void store(float *to, vec value) { *(loose *)to = value; }
 
 INLINE vec fused(vec terms, float factor, vec sums) {
 #if HAS_AVX2
     return (vec)_mm256_fmadd_ps((__m256)terms, _mm256_set1_ps(factor), (__m256)sums);
 #elif defined(__FP_FAST_FMAF)
-    for (int i = 0; i < VEC; i++) sums[i] = __builtin_fmaf(terms[i], factor, sums[i]);
+    for (int i = 0; i < LANES; i++) sums[i] = __builtin_fmaf(terms[i], factor, sums[i]);
     return sums;
 #else
     return terms * factor + sums;
@@ -95,11 +88,11 @@ typedef vec wide;
 #define EACH_NARROW(NARROW, ...) _Pragma("GCC unroll 2") for (int v = 0; v < NARROW; v++) __VA_ARGS__
 #define EACH_OUTPUT(NR, ...) _Pragma("GCC unroll 8") for (int n = 0; n < NR; n++) __VA_ARGS__
 
-/* One chain of NR outputs for lanes of WIDE vectors of 16 and NARROW ones of VEC, added to tile [NR, lanes]. */
+/* One chain of NR outputs for lanes of WIDE vectors of 16 and NARROW ones of LANES, added to tile [NR, lanes]. */
 #define STRIP(NAME, WIDE, NARROW, NR)                                                                              \
     static void NAME(const float *restrict turned, const float *restrict weight, float *restrict tile,             \
                      int64_t width, int64_t count, int is_first) {                                                 \
-        enum { lanes = 16 * WIDE + VEC * NARROW };                                                                   \
+        enum { lanes = 16 * WIDE + LANES * NARROW };                                                                   \
         wide sums[NR][WIDE + 1];                                                                                   \
         vec few[NR][NARROW + 1];                                                                                   \
         EACH_OUTPUT(NR, {                                                                                          \
@@ -111,7 +104,7 @@ typedef vec wide;
             wide terms[WIDE + 1];                                                                                  \
             vec few_terms[NARROW + 1];                                                                             \
             EACH_WIDE(WIDE, terms[v] = _mm512_loadu_ps(from + 16 * v);)                                            \
-            EACH_NARROW(NARROW, few_terms[v] = load(from + 16 * WIDE + VEC * v);)                                    \
+            EACH_NARROW(NARROW, few_terms[v] = load(from + 16 * WIDE + LANES * v);)                                    \
             if (k % LINE == 0) EACH_OUTPUT(NR, __builtin_prefetch(weight + (NR + n) * width + k);)                 \
             EACH_OUTPUT(NR, {                                                                                      \
                 float factor = weight[n * width + k];                                                              \
@@ -122,7 +115,7 @@ typedef vec wide;
         EACH_OUTPUT(NR, {                                                                                          \
             float *to = tile + n * lanes;                                                                          \
             EACH_WIDE(WIDE, add_wide(to + 16 * v, sums[n][v], is_first);)                                          \
-            EACH_NARROW(NARROW, add(to + 16 * WIDE + VEC * v, few[n][v], is_first);)                                 \
+            EACH_NARROW(NARROW, add(to + 16 * WIDE + LANES * v, few[n][v], is_first);)                                 \
         })                                                                                                         \
     }
 
@@ -223,11 +216,11 @@ static void put(const float *tile, int64_t lanes, float *out, int64_t row, int64
         for (int64_t m = 0; m < rows; m++) out[m * row + n] = tile[n * lanes + m];
 }
 
-INLINE int64_t lanes_for(int64_t rows) { return parts_of(least(rows, LANES), 8) * 8; }
+INLINE int64_t lanes_for(int64_t rows) { return parts_of(least(rows, BATCH), 8) * 8; }
 
 /* A tile of outputs for some lanes of rows: computed, and put in place. */
 static void compute(const struct product *of, const float *turned, int64_t row, int64_t rows, int64_t start) {
-    float tile[TILE * LANES] __attribute__((aligned(64)));
+    float tile[TILE * BATCH] __attribute__((aligned(64)));
     int64_t lanes = lanes_for(rows), count = least(of->outputs - start, TILE), width = of->width;
     int64_t step = strips[lanes / 8].count;
     for (int64_t k = 0; k < width; k += CHAIN) {
@@ -243,10 +236,10 @@ static void compute(const struct product *of, const float *turned, int64_t row, 
         put(tile + m, lanes, out + m * of->out_row, of->out_row, least(rows - m, 8), count);
 }
 
-/* Rows [first, first + num_rows) of x in parts of LANES (the last may be narrower), each [width, lanes]. */
+/* Rows [first, first + num_rows) of x in parts of BATCH (the last may be narrower), each [width, lanes]. */
 static void turn_block(const struct product *of, int64_t first, int64_t num_rows, float *turned) {
     for (int64_t row = 0; row < num_rows; row += 8) {
-        int64_t part = row / LANES * LANES, lanes = lanes_for(num_rows - part);
+        int64_t part = row / BATCH * BATCH, lanes = lanes_for(num_rows - part);
         turn(of->x + (first + row) * of->x_row, of->x_row, least(num_rows - row, 8), of->width,
              turned + part * of->width + row - part, lanes);
     }
@@ -270,19 +263,11 @@ static void work_on(void *argument) {
         if (block != present) turn_block(of, first, num_rows, turned);
         present = block;
         for (; start < end; start += TILE)
-            for (int64_t row = 0; row < num_rows; row += LANES)
-                compute(of, turned + row * of->width, first + row, least(num_rows - row, LANES), start);
+            for (int64_t row = 0; row < num_rows; row += BATCH)
+                compute(of, turned + row * of->width, first + row, least(num_rows - row, BATCH), start);
     }
     free(turned);
 }
-
-#if defined(__linux__)
-extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak)); /* torch's pool */
-#define HAS_THREADS (GOMP_parallel != NULL)
-#else
-#define GOMP_parallel(function, argument, count, flags) function(argument)
-#define HAS_THREADS 0
-#endif
 
 /* 0, or 1 where there is no memory. */
 int forge_linear(const struct product *of) {
@@ -295,9 +280,6 @@ int forge_linear(const struct product *of) {
     work.items_per_block = parts_of(num_tiles, work.tiles_per_item);
     work.num_items = num_blocks * work.items_per_block;
     num_threads = least(num_threads, work.num_items);
-    if (num_threads > 1)
-        GOMP_parallel(work_on, &work, (unsigned)num_threads, 0);
-    else
-        work_on(&work);
+    run_on_threads(work_on, &work, (int)num_threads);
     return work.out_of_memory;
 }

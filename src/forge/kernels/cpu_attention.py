@@ -7,7 +7,7 @@ how a sequence was cut into prefill chunks and decode steps, on where its pages 
 Caches are made of pages of 16 tokens: keys [pages, Hkv, D, 16], so that the keys of a page are one vector for each
 dimension, and values [pages, Hkv, 16, D]. A cache need not be cleared: what was not written is not looked at. The work
 is done in C that is compiled at first use. Without a compiler, or with `FORGE_NATIVE=0`, torch does it
-(`forge.models.plain_attention`); results then do not depend on the batch either, but may differ in the last bits
+(`attend_pages`); results then do not depend on the batch either, but may differ in the last bits
 between a prefill and a decode step.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from pathlib import Path
 from typing import Final
 
@@ -23,23 +22,19 @@ import torch
 from torch import Tensor
 
 from forge.errors import ModelError
-from forge.models.paged import PAGE_TOKENS, PagedLayout
-from forge.models.plain_attention import attend_pages, write_pages
-from forge.runtime import native_build
+from forge.kernels import native_build
+from forge.kernels.paged import PAGE_TOKENS, PagedLayout
 
 MAX_WIDTH: Final = 256
 WIDTH_MULTIPLE: Final = 8
-FLAG_SETS: Final = native_build.EXACT_FLAG_SETS
 KERNEL: Final = native_build.Kernel(
     Path(__file__).with_name("cpu_attention.c"),
     without="attention on a CPU is slower, and logprobs of trainer and generator differ in the last bits",
     libraries=("-lm",),
 )
 
-_log = logging.getLogger(__name__)
 
-
-class _Attention(ctypes.Structure):
+class Attention(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "out", "lse")),
         *((name, ctypes.c_void_p) for name in ("query_starts", "context_lens", "table")),
@@ -51,7 +46,7 @@ class _Attention(ctypes.Structure):
     )
 
 
-class _Writing(ctypes.Structure):
+class Writing(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("k", "v", "k_cache", "v_cache", "slots")),
         *((name, ctypes.c_int64) for name in ("k_token", "k_head", "v_token", "v_head")),
@@ -61,14 +56,14 @@ class _Writing(ctypes.Structure):
     )
 
 
-def build(flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS) -> ctypes.CDLL | None:
-    """The kernel as these flags compile it; None where it cannot be built."""
+def build(flag_sets: tuple[tuple[str, ...], ...] = native_build.EXACT_FLAG_SETS) -> ctypes.CDLL | None:
+    """Load the kernel as these flags compile it; None where it cannot be built."""
     return native_build.load(KERNEL, ["forge_attend", "forge_write"], flag_sets=flag_sets)
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernel of this process, compiled if nobody has yet; None where torch stands in."""
+    """Return the kernel of this process, compiled if it is not in the cache; None where torch computes."""
     return build()
 
 
@@ -78,7 +73,7 @@ def takes(width: int) -> bool:
 
 
 def new_cache(num_pages: int, *, num_kv_heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """A cache of keys and one of values. Their memory is not cleared."""
+    """Return a cache of keys and one of values. Their memory is not cleared."""
     keys = torch.empty(num_pages, num_kv_heads, width, PAGE_TOKENS, dtype=torch.float32)
     return keys, torch.empty(num_pages, num_kv_heads, PAGE_TOKENS, width, dtype=torch.float32)
 
@@ -104,7 +99,7 @@ def write_kv(
     if native is None:
         _write_by_torch((k_RHD, v_RHD), slots_T, (k_cache, v_cache), sources_T)
         return
-    job = _Writing(
+    job = Writing(
         *(tensor.data_ptr() for tensor in (k_RHD, v_RHD, k_cache, v_cache, slots_T)),
         *k_RHD.stride()[:2],
         *v_RHD.stride()[:2],
@@ -129,7 +124,7 @@ def _write_by_torch(
         if bool(((sources_T < 0) | (sources_T >= num_rows)).any()):
             raise _bad_source(sources_T, num_rows)
         kv = kv[0].index_select(0, sources_T), kv[1].index_select(0, sources_T)
-    write_pages(*kv, slots_T, *caches)
+    _write_pages(*kv, slots_T, *caches)
 
 
 def attend(
@@ -143,7 +138,7 @@ def attend(
     lse: Tensor | None = None,
     num_threads: int | None = None,
 ) -> Tensor:
-    """Causal attention of each query row to what its sequence has in the cache; returns [T, H, D].
+    """Compute causal attention of each query row to what its sequence has in the cache; returns [T, H, D].
 
     Args:
         q_THD: float32; H is a multiple of the cache's heads, and consecutive query heads share one of those. D is a
@@ -167,8 +162,8 @@ def attend(
     _check_layout(layout)
     native = library()
     if native is None:
-        return _stand_in(q_THD, (k_cache, v_cache), layout, scale, out, lse)
-    job = _Attention(
+        return _attend_by_torch(q_THD, (k_cache, v_cache), layout, scale, out, lse)
+    job = Attention(
         *(tensor.data_ptr() for tensor in (q_THD, k_cache, v_cache, out)),
         None if lse is None else lse.data_ptr(),
         *(tensor.data_ptr() for tensor in (layout.query_starts, layout.context_lens, layout.table)),
@@ -188,7 +183,7 @@ def attend(
     return out
 
 
-def _stand_in(
+def _attend_by_torch(
     q: Tensor, caches: tuple[Tensor, Tensor], layout: PagedLayout, scale: float, out: Tensor, lse: Tensor | None
 ) -> Tensor:
     problem = _find_problem(layout, q.shape[0], caches[0].shape[0])
@@ -197,6 +192,41 @@ def _stand_in(
     lse = torch.empty(q.shape[:2]) if lse is None else lse
     attend_pages(q, *caches, layout=layout, scale=scale, out=out, lse=lse)
     return out
+
+
+def _write_pages(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Put each token's key and value where its slot says."""
+    kept = slots_T >= 0
+    slots = slots_T[kept]
+    pages, places = slots // PAGE_TOKENS, slots % PAGE_TOKENS
+    k_cache[pages, :, :, places] = k_THD[kept]
+    v_cache[pages, :, places] = v_THD[kept]
+
+
+def attend_pages(
+    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, *, layout: PagedLayout, scale: float, out: Tensor, lse: Tensor
+) -> None:
+    """Fill `out` [T, H, D] and `lse` [T, H] without the kernel: slower, and right to about 1e-6.
+
+    Each sequence is attended to by itself, so what a sequence gets does not depend on the others; but a token may get
+    other last bits in a prefill than in a decode step.
+    """
+    starts, lengths = layout.query_starts.tolist(), layout.context_lens.tolist()
+    group = q_THD.shape[1] // k_cache.shape[1]
+    for sequence, length in enumerate(lengths):
+        rows = slice(starts[sequence], starts[sequence + 1])
+        if rows.start == rows.stop:
+            continue
+        pages = layout.table[sequence, : -(-length // PAGE_TOKENS)].long()
+        k_HDC = k_cache[pages].permute(1, 2, 0, 3).flatten(2)[..., :length].repeat_interleave(group, dim=0)
+        v_HCD = v_cache[pages].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, dim=0)
+        num_rows = rows.stop - rows.start
+        seen = torch.arange(length) <= torch.arange(length - num_rows, length)[:, None]
+        scores = (q_THD[rows].transpose(0, 1) * scale) @ k_HDC
+        scores = scores.masked_fill(~seen, -torch.inf)
+        lse_HR = scores.logsumexp(-1)
+        out[rows] = ((scores - lse_HR[..., None]).exp() @ v_HCD).transpose(0, 1)
+        lse[rows] = lse_HR.T
 
 
 def _heads(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -237,7 +267,7 @@ def _refusal(path: str, value: object, rule: str) -> ModelError:
         path=path,
         value=value,
         rule=rule,
-        repair="build the tensors as forge.models.paged and forge.models.cpu_attention describe them",
+        repair="build the tensors as forge.kernels.paged and forge.kernels.cpu_attention describe them",
     )
 
 
@@ -258,7 +288,7 @@ def _bad_layout(layout: PagedLayout, num_tokens: int, num_pages: int) -> ModelEr
 
 
 def _find_problem(layout: PagedLayout, num_tokens: int, num_pages: int) -> tuple[str, object, str] | None:
-    """The first thing that is wrong with a layout: path, value and rule."""
+    """Return the first thing that is wrong with a layout: path, value and rule."""
     starts, contexts = layout.query_starts.tolist(), layout.context_lens.tolist()
     if starts[0] != 0 or starts[-1] != num_tokens:
         return "layout.query_starts", [starts[0], starts[-1]], f"from 0 to {num_tokens}, the number of query rows"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forge.runtime.native_build import FLAG_SETS, Kernel, NoNativeKernel, build, cache_directory
+from forge.kernels.native_build import FLAG_SETS, Kernel, NoNativeKernel, build, cache_directory
 
 
 @pytest.fixture
@@ -31,6 +31,15 @@ def test_a_library_is_named_after_its_source(environ: dict[str, str], tmp_path: 
     assert path.name.startswith("squares-")
     build(kernel(tmp_path, text), environ)
     assert len(list(cache_directory(environ).iterdir())) == 2, "other libraries make another file"
+
+
+def test_a_changed_header_makes_another_library(environ: dict[str, str], tmp_path: Path) -> None:
+    found = []
+    for number in (1, 2):
+        (tmp_path / "number.h").write_text(f"#define NUMBER {number}")
+        library = build(kernel(tmp_path, '#include "number.h"\nint number(void) { return NUMBER; }'), environ)
+        found.append(library.number())
+    assert found == [1, 2]
 
 
 def test_the_repair_says_what_is_lost(environ: dict[str, str], tmp_path: Path) -> None:

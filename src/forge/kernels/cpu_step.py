@@ -1,22 +1,31 @@
-"""The calls of kernels that make up one part of a step, written down once and then only pointed at other rows."""
+"""The kernel calls that make up one part of a generation step, written once and then only pointed at other rows."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from forge.models import cpu_attention, cpu_rotary, gate
-from forge.models.cpu_attention import _Attention, _Writing
-from forge.models.cpu_rotary import Rotation
-from forge.models.gate import _Gating
-from forge.models.paged import PAGE_TOKENS
-from forge.runtime import cpu_linear
-from forge.runtime.cpu_linear import Product
+from forge.kernels import cpu_attention, cpu_layers, cpu_linear, native_build
+from forge.kernels.cpu_attention import Attention, Writing
+from forge.kernels.cpu_layers import Gating, Rotation
+from forge.kernels.cpu_linear import Product
+from forge.kernels.paged import PAGE_TOKENS
+
+KERNEL: Final = native_build.Kernel(
+    Path(__file__).with_name("cpu_step.c"),
+    without="generation on a CPU is slower, with the same results",
+    libraries=("-lm",),
+)
+
+_PROBE_ROWS: Final = 24
 
 
 class Call(ctypes.Structure):
@@ -48,6 +57,36 @@ class _Lookup(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("table", "ids", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "width", "size")),
     )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the kernel of this process, compiled if it is not in the cache; None: the model computes by layers."""
+    functions = ("forge_run", "forge_norm", "forge_add", "forge_look_up")
+    return native_build.load(KERNEL, functions, level=logging.INFO)
+
+
+def normed(x_RK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm of plain float32 rows without gaps, by the kernel, which must be there."""
+    native = library()
+    assert native is not None, "there is no kernel"
+    out = torch.empty_like(x_RK)
+    job = Norm(x_RK.data_ptr(), weight_K.data_ptr(), out.data_ptr(), *x_RK.shape, eps)
+    native.forge_norm(ctypes.addressof(job))
+    return out
+
+
+@functools.cache
+def norms_as_torch(width: int, num_threads: int) -> bool:
+    """Whether the kernel's norm has the bits of torch's here, found out by trying."""
+    draw = torch.Generator().manual_seed(0)
+    rows = max(_PROBE_ROWS, 2 * num_threads * (1 << 15) // width)  # torch shares out the work of so many
+    x, weight = torch.randn(rows, width, generator=draw), torch.randn(width, generator=draw)
+    with torch.inference_mode():
+        whole = torch.rms_norm(x, (width,), weight, 1e-6)
+        few = torch.rms_norm(x[:_PROBE_ROWS], (width,), weight, 1e-6)
+    found = normed(x, weight, 1e-6)
+    return bool(torch.equal(found, whole) and torch.equal(found[:_PROBE_ROWS], few))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,20 +201,20 @@ class Calls:
             self._norm("k", layer.k_norm, "k")
         num_pages, kv_heads, width, _ = layer.k_cache.shape
         heads = len(layer.wq) // width
-        rotate = _loaded(cpu_rotary.library()).forge_rotate
+        rotate = _loaded(cpu_layers.library()).forge_rotate
         for name, count in (("q", heads), ("k", kv_heads)):
             job = Rotation(x=self._at(name), table=layer.rotations.data_ptr(), out=self._at(f"turned_{name}"))
             job.heads, job.width, job.x_token, job.x_head = count, width, count * width, width
-            job.num_positions = len(layer.rotations)
+            job.num_positions, job.num_threads = len(layer.rotations), 1
             self._add(rotate, job, tokens=_ROWS, positions="positions")
         caches = {"k_cache": layer.k_cache.data_ptr(), "v_cache": layer.v_cache.data_ptr()}
-        writing = _Writing(k=self._at("turned_k"), v=self._at("v"), kv_heads=kv_heads, width=width, **caches)
+        writing = Writing(k=self._at("turned_k"), v=self._at("v"), kv_heads=kv_heads, width=width, **caches)
         writing.k_token = writing.v_token = kv_heads * width
         writing.k_head = writing.v_head = width
         writing.num_slots = num_pages * PAGE_TOKENS
         attention = _loaded(cpu_attention.library())
         self._add(attention.forge_write, writing, num_tokens=_ROWS, slots="slots")
-        attending = _Attention(q=self._at("turned_q"), out=self._at("attended"), lse=None, **caches)
+        attending = Attention(q=self._at("turned_q"), out=self._at("attended"), lse=None, **caches)
         attending.q_token = attending.out_token = heads * width
         attending.q_head = attending.out_head = attending.width = width
         attending.heads, attending.kv_heads, attending.num_pages = heads, kv_heads, num_pages
@@ -189,8 +228,8 @@ class Calls:
         self._norm("x", layer.ffn_norm, "normed")
         self._product("normed", layer.w1, "gate")
         self._product("normed", layer.w3, "up")
-        job = _Gating(self._at("gate"), self._at("up"), self._at("gated"), 0, 1)
-        self._add(_loaded(gate.library()).forge_gate, job, count=(_ROWS, len(layer.w1)))
+        job = Gating(gate=self._at("gate"), up=self._at("up"), out=self._at("gated"), num_threads=1)
+        self._add(_loaded(cpu_layers.library()).forge_gate, job, count=(_ROWS, len(layer.w1)))
         self._product("gated", layer.w2, "y")
         self._add_y()
 
