@@ -19,8 +19,8 @@ from typing import Final, Literal, Protocol
 import numpy as np
 
 from forge.errors import StoreError
-from forge.runtime import native_build
-from forge.runtime.native_build import FLAG_SETS
+from forge.kernels import native_build
+from forge.kernels.native_build import FLAG_SETS
 from forge.store.copy_table import (
     COPY,
     DIGEST,

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge.errors import StoreError
-from forge.runtime import native_build
+from forge.kernels import native_build
 from forge.store import kernel
 from forge.store.copy_table import COPY, DIGEST, SAMPLES, STREAM, CopyTable, PieceLocations, TableSlice, row_major
 from kernel_reference import Rectangle, digest_of_bytes, splitmix64, to_bf16

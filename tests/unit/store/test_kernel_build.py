@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from forge.errors import StoreError
-from forge.runtime import native_build
-from forge.runtime.native_build import NoNativeKernel
+from forge.kernels import native_build
+from forge.kernels.native_build import NoNativeKernel
 from forge.store import kernel
 from forge.store.copy_table import CopyTable
 from forge.store.kernel import build
