@@ -53,17 +53,17 @@ class Evaluation:
         return cls(**{**fields, "pass_at": {int(k): value for k, value in fields["pass_at"].items()}})
 
     def values(self) -> dict[str, float]:
-        """The figures under the names that sinks and the report know."""
+        """The metrics under the names that sinks and the report know."""
         most = max(self.pass_at)
-        figures = {
+        metrics = {
             "evaluation/reward": self.reward,
             f"evaluation/avg@{most}": self.solved,
             "evaluation/length": self.length,
             "evaluation/num_prompts": float(self.num_prompts),
         }
         if self.num_failed:
-            figures["evaluation/num_failed"] = float(self.num_failed)
-        return figures | {f"evaluation/pass@{k}": value for k, value in self.pass_at.items()}
+            metrics["evaluation/num_failed"] = float(self.num_failed)
+        return metrics | {f"evaluation/pass@{k}": value for k, value in self.pass_at.items()}
 
 
 class Evaluator:
@@ -112,7 +112,7 @@ class Evaluator:
                 "no held-out prompt can be answered",
                 path="evaluation",
                 value=f"{len(tasks)} prompts",
-                rule="at least one that a generator takes",
+                rule="at least one prompt that a generator accepts",
                 repair="the warnings before this say why each was refused; shorten them, or raise training.max_seq_len",
             )
         if record is not None:

@@ -69,7 +69,7 @@ def find(kind: str) -> Callable[..., float]:
     """
     if is_served(kind):
         raise _refusal(
-            f"The reward {kind!r} is no function.",
+            f"The reward {kind!r} is not a function.",
             kind=kind,
             rule="a model behind a service gives it",
             repair="use it in `rewards.functions` of a run, with the section rewards."
@@ -157,7 +157,7 @@ def _check_callable(function: object, *, kind: str) -> None:
     """Refuse what cannot be called with a prompt and a completion."""
     rule, repair = "must be a plain function (prompt, completion, **arguments) -> float", "write it as a function"
     if not callable(function):
-        raise _refusal("This is no function.", kind=kind, rule=rule, repair=repair)
+        raise _refusal("This is not a function.", kind=kind, rule=rule, repair=repair)
     called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
         raise _refusal("This is a coroutine.", kind=kind, rule=rule, repair="write `def` instead of `async def`")

@@ -25,7 +25,13 @@ async def complete_text(
     policy: Policy, request: web.Request, body: Mapping[str, Any], *, conversation: str | None
 ) -> web.StreamResponse:
     """Go on from one prompt or several, whole or piece by piece."""
-    wish = read_wish(body, own=_OWN, engine=policy.engine, logprobs=_wants_logprobs(body), header=conversation)
+    wish = read_wish(
+        body,
+        own=_OWN,
+        has_structured_output=policy.has_structured_output,
+        logprobs=_wants_logprobs(body),
+        header=conversation,
+    )
     prompts = _read_prompts(body.get("prompt"), policy)
     await policy.check_number(len(prompts), wish.n)
     reply = _Reply(policy, [policy.ask_text(prompt, wish=wish) for prompt in prompts], wish)
@@ -37,7 +43,7 @@ async def complete_text(
 def _wants_logprobs(body: Mapping[str, Any]) -> bool:
     wanted = body.get("logprobs")
     if wanted is not None and (wanted != 0 or isinstance(wanted, bool)):
-        rule = "may be 0, for the logprobs of the tokens that were drawn; those of others are not given"
+        rule = "may be 0, for the logprobs of the sampled tokens; logprobs of other tokens are not supported"
         raise refuse("logprobs", rule, code="unsupported_value")
     return wanted is not None
 
