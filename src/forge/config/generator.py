@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -227,6 +227,16 @@ class GeneratorConfig(GenerationConfig):
         return cls(model=model, **{name: getattr(section, name) for name in GenerationConfig.model_fields})
 
 
+class GeneratorServiceConfig(GenerationConfig):
+    """Which engine generates tokens, its settings, and the number of generators."""
+
+    num_replicas: int = Field(default=1, ge=1, description="Generators that share the requests.")
+    tensor_parallel: int = Field(
+        default=1, ge=1, description="GPUs (or processes) over which each generator is split. Only with `engine: vllm`."
+    )
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each replica; null for one.")
+
+
 class ServeConfig(ConfigModel):
     """The OpenAI-compatible endpoint."""
 
@@ -253,10 +263,11 @@ class ServeConfig(ConfigModel):
 class PolicyConfig(ForgeConfig):
     """What programs that only generate are configured with: `forge chat`, `forge serve`, apps/vllm."""
 
-    generator: GenerationConfig = Field(default_factory=GenerationConfig, description="What makes tokens.")
-    num_replicas: int = Field(default=1, ge=1, description="Generators that share the requests.")
-    tensor_parallel: int = Field(
-        default=1, ge=1, description="GPUs (or processes) over which each generator is split. Only with `engine: vllm`."
-    )
+    old_keys: ClassVar[Mapping[str, str | None]] = {
+        "num_replicas": "generator.num_replicas",
+        "tensor_parallel": "generator.tensor_parallel",
+    }
+
+    generator: GeneratorServiceConfig = Field(default_factory=GeneratorServiceConfig, description="What makes tokens.")
     system_prompt: str | None = Field(default=None, description="System message of a conversation.")
     serve: ServeConfig = Field(default_factory=ServeConfig, description="The OpenAI-compatible endpoint.")

@@ -82,7 +82,7 @@ def _placement(config: GRPOConfig, run: PlannedRun) -> Iterator[Words]:
     fresh = ("rollout.staleness=0",) if config.rollout.staleness else ()
     if config.placement in ("apart", "beside"):
         yield ("placement=turns", *fresh)
-    is_alone = run.layout is not None and run.layout.num_ranks == 1 and config.generators.num_replicas == 1
+    is_alone = run.layout is not None and run.layout.num_ranks == 1 and config.generator.num_replicas == 1
     if config.placement != "shared" and is_alone and config.generator.engine == "native":
         yield ("placement=shared", *fresh)
 
@@ -119,17 +119,16 @@ def _more_gpus(config: GRPOConfig | PolicyConfig, run: PlannedRun) -> Iterator[W
     """vLLM can be split over GPUs, as far as its heads can."""
     if config.generator.engine != "vllm" or not run.generator_on_gpu or run.placement != "apart":
         return
-    section = "generators." if isinstance(config, GRPOConfig) else ""
     for tensor in (2, 4, 8):
         if tensor > run.tensor_parallel and run.sizes.num_kv_heads % tensor == 0:
-            yield (f"{section}tensor_parallel={tensor}",)
+            yield (f"generator.tensor_parallel={tensor}",)
 
 
 def _elsewhere(config: GRPOConfig) -> Iterator[Words]:
     if config.placement != "apart":
         yield ("placement=apart",)
-    if config.generators.num_replicas > 1:
-        yield ("generators.num_replicas=1",)
+    if config.generator.num_replicas > 1:
+        yield ("generator.num_replicas=1",)
 
 
 def shorter_contexts(config: ForgeConfig) -> Iterator[Words]:
