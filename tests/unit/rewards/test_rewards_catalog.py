@@ -149,7 +149,7 @@ NOT_FOUND = (
         ("own_rewards:later", "write `def` instead of `async def`"),
         ("own_rewards:several", "return one number"),
         ("own_rewards:lonely", "write it as a function"),
-        ("own_rewards:constant", "write it as a function"),
+        ("own_rewards:constant", f"write a reward, or name one of {', '.join(names())}"),
         ("no_such_module:f", NOT_FOUND),
         (
             "lacking_rewards:f",
