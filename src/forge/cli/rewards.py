@@ -46,7 +46,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _described(name: str) -> str:
     """The reward's name and arguments, and what it is in a sentence, for a terminal."""
-    from forge.config.registry import REWARDS
+    from forge.registry import REWARDS
     from forge.rewards import arguments
 
     words = []

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
 from forge.config.problems import Problem
-from forge.config.suggest import did_you_mean
+from forge.errors import did_you_mean
 
 _NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from pydantic import AfterValidator
-
-from forge.config.registry import Registry, call, import_attribute
+from forge.config.rules import registered
 from forge.errors import ConfigError
+from forge.registry import Registry, call, import_attribute
 
 if TYPE_CHECKING:
     from forge.config.generator import GenerationConfig
@@ -77,7 +76,7 @@ ENGINES: Final[Registry[EngineSpec | Callable[..., Any]]] = Registry(
     rule="must be an engine class, or a forge.config.EngineSpec",
     accepts=lambda found: callable(found) or isinstance(found, EngineSpec),
 )
-EngineName = Annotated[str, AfterValidator(ENGINES.check_name)]
+EngineName = Annotated[str, registered(ENGINES)]
 
 
 def find_engine(name: str, *, path: str = "generator.engine") -> EngineSpec:

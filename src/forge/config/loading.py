@@ -20,9 +20,8 @@ from forge.config.overrides import parse_override
 from forge.config.paths import Path, format_path
 from forge.config.problems import InvalidConfig, Problem
 from forge.config.saving import to_plain
-from forge.config.suggest import did_you_mean
 from forge.config.yaml_text import read_yaml, write_yaml
-from forge.errors import ConfigError
+from forge.errors import ConfigError, did_you_mean
 
 C = TypeVar("C", bound=ConfigModel)
 FilePath = str | os.PathLike[str]

@@ -10,8 +10,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from forge.config.registry import REWARDS
 from forge.errors import ConfigError, ForgeError
+from forge.registry import REWARDS
 
 if TYPE_CHECKING:
     from forge.config import Problem, RewardsConfig

@@ -69,7 +69,7 @@ def check_judge(args: Mapping[str, Any]) -> None:
     if template is None:
         return
     for word in re.findall(r"\{([A-Za-z_]+)\}", template):
-        from forge.config.suggest import did_you_mean
+        from forge.errors import did_you_mean
 
         question = did_you_mean(word, PLACES)
         if word not in PLACES and question:

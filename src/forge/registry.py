@@ -14,13 +14,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
-from typing import Annotated, Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, cast
 
-from pydantic import AfterValidator
-
-from forge.config.base import broken_rule
-from forge.config.suggest import did_you_mean
-from forge.errors import ConfigError
+from forge.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
@@ -61,12 +57,12 @@ class Registry(Generic[T]):
         """Whether this is the name of an object of the library."""
         return self._entry(name) is not None
 
-    def check_name(self, name: str) -> str:
-        """Return a name that is built in, or has the form `module:attribute`. Schemas validate with it."""
-        if not self.is_built_in(name) and ":" not in name:
-            rule = f"must be one of {', '.join(self.names)}, or `module:attribute` of your own"
-            raise broken_rule(rule, repair=did_you_mean(name, self.names) or self._repair)
-        return name
+    def problem(self, name: str) -> tuple[str, str] | None:
+        """Return rule and repair for a name that is neither built in nor of the form `module:attribute`."""
+        if self.is_built_in(name) or ":" in name:
+            return None
+        rule = f"must be one of {', '.join(self.names)}, or `module:attribute` of your own"
+        return rule, did_you_mean(name, self.names) or self._repair
 
     def find(self, name: str, *, path: str) -> T:
         """Return the object of that name. `path` is the configuration key, for errors.
@@ -74,15 +70,11 @@ class Registry(Generic[T]):
         Raises ConfigError for an unknown name, a module that cannot be imported, an attribute that the module does not
         have, and an object of another kind. Only the module that is asked for is imported.
         """
+        unknown = self.problem(name)
+        if unknown is not None:
+            rule, repair = unknown
+            raise ConfigError(f"there is no {self.kind} {name!r}", path=path, value=name, rule=rule, repair=repair)
         entry = self._entry(name)
-        if entry is None and ":" not in name:
-            raise ConfigError(
-                f"there is no {self.kind} {name!r}",
-                path=path,
-                value=name,
-                rule=f"must be one of {', '.join(self.names)}, or `module:attribute` of your own",
-                repair=did_you_mean(name, self.names) or self._repair,
-            )
         if entry is not None and not isinstance(entry, str):
             return entry
         found = import_attribute(entry or name, path=path)
@@ -250,10 +242,3 @@ SINKS: Final[Registry[Factory]] = Registry(
     },
     rule="must be a class or function that returns a forge.observe.Sink",
 )
-
-LossName = Annotated[str, AfterValidator(LOSSES.check_name)]
-SurrogateName = Annotated[str, AfterValidator(SURROGATES.check_name)]
-AdvantageName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]
-TaskName = Annotated[str, AfterValidator(TASKS.check_name)]
-RewardName = Annotated[str, AfterValidator(REWARDS.check_name)]
-SinkName = Annotated[str, AfterValidator(SINKS.check_name)]
