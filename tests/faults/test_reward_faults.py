@@ -75,8 +75,8 @@ def test_what_functions_answer_and_how_they_fail() -> None:
         assert [await ask(workers, text=text) for text in ("2.5", "-1e3", "7")] == [2.5, -1000.0, 7.0]
         assert (await failure(workers, 1)).startswith("KeyError: 'no such\\nword' (reward_functions.py:")
         assert (await failure(workers, 2)).startswith("SystemExit: 3")
-        assert "returned str, which is no number" in await failure(workers, 3)
-        assert "returned NoneType, which is no number" in await failure(workers, 4)
+        assert "returned str, which is not a number" in await failure(workers, 3)
+        assert "returned NoneType, which is not a number" in await failure(workers, 4)
         assert "returned nan" in await failure(workers, 5)
         assert "returned -inf" in await failure(workers, 6)
         assert await ask(workers, 7) == 1.0

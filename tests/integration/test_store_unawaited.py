@@ -39,4 +39,4 @@ def test_a_publication_that_nobody_keeps_logs_its_error(
 
     with caplog.at_level(logging.ERROR, "forge.store"):
         drive(body())
-    assert [record for record in caplog.messages if "nobody awaited" in record and "did not begin" in record]
+    assert [record for record in caplog.messages if "not awaited" in record and "did not begin" in record]

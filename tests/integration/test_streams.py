@@ -184,7 +184,7 @@ async def other_verbs_are_refused(service):
         assert (caught.value.path, caught.value.value) == (f"Streamer.count.{verb}", verb)
         assert caught.value.rule
         assert caught.value.repair == "async for item in Streamer.count.stream(...)"
-    with pytest.raises(OptionError, match="is no streaming endpoint") as caught:
+    with pytest.raises(OptionError, match="is not a streaming endpoint") as caught:
         service.open.stream("gate")
     assert (caught.value.path, caught.value.value) == ("Streamer.open.stream", "stream")
     assert caught.value.rule

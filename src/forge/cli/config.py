@@ -54,7 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.add_argument(
             "--schema",
             metavar="MODULE:CLASS",
-            help="the schema, such as my_app.config:MyConfig; default: the one that its sections point to",
+            help="the schema, such as my_app.config:MyConfig; default: found from the sections of the file",
         )
 
     presets = commands.add_parser("presets", help="list the model presets")

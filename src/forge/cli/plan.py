@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--gpus", metavar="N", type=int, help="how many GPUs there are; default: this machine's, or what the run needs"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, with every moment and every part in bytes")
-    parser.add_argument("--kind", choices=_KINDS, help="which configuration it is; default: told by its sections")
+    parser.add_argument("--kind", choices=_KINDS, help="kind of configuration; default: found from its sections")
     parser.set_defaults(handler=_plan)
 
 

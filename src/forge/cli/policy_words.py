@@ -80,7 +80,7 @@ def model_folder(given: str) -> str:
             path="MODEL_DIR",
             value=given,
             rule=f"a model is in {candidates[0]} once the run has ended",
-            repair="let the run end (--resume continues one that was stopped), or name the folder of another model",
+            repair="let the run finish (--resume continues a stopped run), or name the folder of another model",
         )
     return given
 

@@ -26,19 +26,23 @@ class AdvantageConfig(ConfigModel):
 
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = Field(
         default="group_mean",
-        description="What a reward is compared with: the mean of its group, of the others of its group, of the whole "
-        "batch, or nothing.",
+        description="Baseline subtracted from a reward: the mean of its group, of the other rewards of its group, of "
+        "the whole batch, or nothing.",
     )
     scale: Literal["group_std", "others_std", "batch_std", "none"] = Field(
         default="group_std",
-        description="What the difference is divided by: the standard deviation of its group's rewards, of those of the "
-        "others of its group, of the whole batch, or nothing. A deviation of 0 does not divide.",
+        description="Divisor of the difference: the standard deviation of the group's rewards, of the other rewards "
+        "of the group, of the whole batch, or nothing. A standard deviation of 0 does not divide.",
     )
     std_ddof: Literal[0, 1] = Field(
-        default=1, description="What is taken from n in the standard deviation: 1 for the sample's, 0 for the set's."
+        default=1,
+        description="Degrees of freedom subtracted from n in the standard deviation: 1 for the sample's, 0 for the "
+        "population's.",
     )
     epsilon: float = Field(
-        default=1e-4, gt=0, description="What keeps a small deviation from dividing: see `epsilon_place`."
+        default=1e-4,
+        gt=0,
+        description="Protection against division by a small standard deviation: see `epsilon_place`.",
     )
     epsilon_place: Literal["std", "variance", "floor"] = Field(
         default="std",
@@ -46,69 +50,73 @@ class AdvantageConfig(ConfigModel):
         "`floor`: it is the smallest variance.",
     )
     whiten: bool = Field(
-        default=False, description="Whether the batch's advantages are moved and scaled to mean 0 and deviation 1."
+        default=False, description="Whether the batch's advantages are normalized to mean 0 and standard deviation 1."
     )
     whiten_over: Literal["completions", "tokens"] = Field(
         default="completions",
-        description="What counts once in the mean and deviation of `whiten`: a completion, or a token that counts in "
-        "the loss.",
+        description="Unit of the mean and standard deviation of `whiten`: completions, or tokens that count in the "
+        "loss.",
     )
-    clip: float | None = Field(default=None, gt=0, description="Largest advantage that counts; null for no limit.")
+    clip: float | None = Field(
+        default=None, gt=0, description="Largest absolute advantage; larger ones are clipped. Null for no limit."
+    )
 
 
 class KLConfig(ConfigModel):
-    """What holds the policy to the reference model."""
+    """The penalty that keeps the policy close to the reference model."""
 
     coefficient: float = Field(
         default=0.0, ge=0, description="Weight of the divergence. With 0 no reference model is loaded."
     )
     estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="How the divergence is estimated.")
     place: Literal["loss", "reward"] = Field(
-        default="loss", description="Whether it is added to the loss, or taken from the reward, as `credit` says."
+        default="loss",
+        description="Whether it is added to the loss, or subtracted from the reward according to `credit`.",
     )
     credit: Literal["completion", "return_to_go", "token"] = Field(
         default="completion",
-        description="What `place: reward` takes it from. `completion`: the sum over a completion, from its reward, "
+        description="Where `place: reward` subtracts it. `completion`: the sum over a completion from its reward, "
         "before the baseline. `return_to_go`: after the baseline, from each token's advantage the sum over that token "
-        "and all later ones. `token`: after the baseline, from each token's advantage its own.",
+        "and all later ones. `token`: after the baseline, from each token's advantage that token's own.",
     )
     clamp: float | None = Field(
         default=None,
         gt=0,
-        description="Largest size of a token's estimate; beyond it there is no gradient. null for no limit.",
+        description="Largest absolute estimate of a token; beyond it there is no gradient. Null for no limit.",
     )
     weighted: bool = Field(
         default=False,
-        description="Whether the policy's ratio weighs it in the loss, gradient included, so that its gradient is "
-        "right for tokens of older weights, too.",
+        description="Whether it is multiplied by the policy's ratio in the loss, gradient included, so that the "
+        "gradient is also right for tokens sampled by older weights.",
     )
     score_gradient: bool = Field(
         default=False,
-        description="Whether the gradient in the loss includes the estimate times that of the logprob, since the "
-        "policy itself samples the tokens. The value stays as it is; `weighted` includes the term by itself.",
+        description="Whether the gradient in the loss includes the score term (the estimate times the gradient of the "
+        "logprob), since the policy itself samples the tokens. The value does not change; `weighted` already "
+        "includes this term.",
     )
 
 
 class CorrectionConfig(ConfigModel):
-    """What is done about the difference between the sampler's probabilities and the trainer's."""
+    """Correction of the difference between the sampler's probabilities and the trainer's."""
 
     kind: Literal["none", "truncate", "mask"] = Field(
         default="none",
-        description="`truncate`: the ratio trainer / sampler, cut to [low, high], weighs the loss (TIS). `mask`: it "
-        "weighs the loss, and what has a ratio outside [low, high] does not count (MIS, IcePop).",
+        description="`truncate`: the loss is weighted by the ratio trainer / sampler, clipped to [low, high] (TIS). "
+        "`mask`: the loss is weighted by the ratio, and is 0 where the ratio is outside [low, high] (MIS, IcePop).",
     )
     level: Literal["token", "sequence"] = Field(
-        default="token", description="Whether the ratio is a token's, or that of a whole completion."
+        default="token", description="Whether the ratio is per token or per completion."
     )
     low: float = Field(
         default=0.0,
         ge=0,
-        description="Smallest ratio: `truncate` raises smaller ones to it, `mask` leaves them out.",
+        description="Smallest ratio: `truncate` raises smaller ones to it, `mask` excludes them.",
     )
     high: Limit = Field(
         default=2.0,
         gt=0,
-        description="Largest ratio: `truncate` cuts larger ones to it, `mask` leaves them out. `inf` for no limit.",
+        description="Largest ratio: `truncate` lowers larger ones to it, `mask` excludes them. `inf` for no limit.",
     )
 
     @model_validator(mode="after")
@@ -119,41 +127,43 @@ class CorrectionConfig(ConfigModel):
 
 
 class PolicyLossConfig(ConfigModel):
-    """The loss of a token, and how the tokens of a batch become one number."""
+    """The loss per token, and how it is averaged over a batch."""
 
     kind: Literal["clip", "gspo", "cispo", "reinforce"] = Field(
         default="clip",
-        description="`clip`: PPO's clipped ratio. `gspo`: the same with one ratio for a whole completion. `cispo`: the "
-        "clipped ratio, without gradient, weighs the logprob. `reinforce`: advantage times logprob.",
+        description="`clip`: PPO's clipped ratio. `gspo`: the same with one ratio per completion. `cispo`: the logprob "
+        "weighted by the clipped ratio, which has no gradient. `reinforce`: advantage times logprob.",
     )
-    clip_low: float = Field(default=0.2, ge=0, le=1, description="How far below 1 a ratio may count; 1 for no limit.")
-    clip_high: Limit = Field(default=0.2, ge=0, description="How far above 1 a ratio may count; `inf` for no limit.")
+    clip_low: float = Field(
+        default=0.2, ge=0, le=1, description="How far below 1 the ratio is clipped; 1 for no limit."
+    )
+    clip_high: Limit = Field(default=0.2, ge=0, description="How far above 1 the ratio is clipped; `inf` for no limit.")
     dual_clip: float | None = Field(
         default=None,
         gt=1,
-        description="For negative advantages the loss of `clip` and `gspo` is at most so many times the advantage; "
-        "null for no limit.",
+        description="Upper bound of the loss of `clip` and `gspo` for negative advantages, as a multiple of the "
+        "advantage; null for no limit.",
     )
     average: Literal["token_mean", "sequence_mean", "constant"] = Field(
-        default="token_mean", description="How the losses of tokens become one number."
+        default="token_mean", description="How token losses are averaged."
     )
     length: int | None = Field(
         default=None, ge=1, description="Length of `average: constant`; null for generator.sampling.max_tokens."
     )
     count_masked: bool = Field(
         default=False,
-        description="Whether `average: sequence_mean` divides by all completions, also those of which no token counts "
-        "(rollout.mask_truncated).",
+        description="Whether `average: sequence_mean` divides by all completions, including those without a token "
+        "that counts (rollout.mask_truncated).",
     )
     proximal: Literal["sampler", "trainer"] = Field(
         default="sampler",
-        description="Whose logprobs the ratio is taken against: the sampler's, or the trainer's own before the first "
+        description="Logprobs in the denominator of the ratio: the sampler's, or the trainer's own before the first "
         "update on a batch.",
     )
     correction: CorrectionConfig = Field(
         default_factory=CorrectionConfig, description="Correction between sampler and trainer."
     )
-    entropy_coefficient: float = Field(default=0.0, ge=0, description="How much a nat of entropy lowers the loss.")
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus, per nat.")
 
     @model_validator(mode="after")
     def _check_correction(self) -> Self:
@@ -172,15 +182,17 @@ class PolicyLossConfig(ConfigModel):
 
 
 class AlgorithmConfig(ConfigModel):
-    """The section `algorithm`."""
+    """The reinforcement learning algorithm."""
 
-    preset: Preset = Field(default="grpo", description="Which published algorithm the other keys are laid out for.")
+    preset: Preset = Field(default="grpo", description="Published algorithm that sets the defaults of the other keys.")
     convention: Convention | None = Field(
-        default=None, description="Whose choices to follow where libraries differ; null for ours."
+        default=None, description="Library whose choices to follow where libraries differ; null for ours."
     )
-    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="From rewards to advantages.")
-    loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="From advantages to a loss.")
-    kl: KLConfig = Field(default_factory=KLConfig, description="What holds the policy to the reference model.")
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="How rewards become advantages.")
+    loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="How advantages become a loss.")
+    kl: KLConfig = Field(
+        default_factory=KLConfig, description="The penalty that keeps the policy close to the reference model."
+    )
 
     @property
     def charges_tokens(self) -> bool:

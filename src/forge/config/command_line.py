@@ -44,7 +44,7 @@ def read_arguments(
         metavar="CHECKPOINT",
         nargs="?",
         const="must",
-        help="go on from the newest checkpoint, or from this one; the same as checkpointing.resume=must",
+        help="resume from the newest checkpoint, or from this one; the same as checkpointing.resume=must",
     )
     parser.add_argument("words", metavar="OVERRIDE", nargs="*", help="a.b=c sets a value, ~a.b removes one")
     parsed = parser.parse_intermixed_args(arguments)

@@ -18,17 +18,18 @@ _LEAST_PENALTY: Final = 1e-30
 
 
 class Sampling(ConfigModel):
-    """How the tokens of a completion are drawn. Requests give one; the configuration's is used where they do not."""
+    """Sampling parameters. A request may override the configuration's."""
 
-    temperature: float = Field(
-        default=1.0, ge=0, description="What logits are divided by; 0 takes the likeliest token."
-    )
+    temperature: float = Field(default=1.0, ge=0, description="Divisor of the logits; 0 for greedy decoding.")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Draw among the likeliest tokens whose probabilities reach this sum."
+        default=1.0, gt=0, le=1, description="Sample among the likeliest tokens whose probabilities reach this sum."
     )
-    top_k: int = Field(default=0, ge=0, description="Draw among so many of the likeliest tokens; 0 for all.")
+    top_k: int = Field(default=0, ge=0, description="Sample among this many of the likeliest tokens; 0 for all.")
     min_p: float = Field(
-        default=0.0, ge=0, le=1, description="Leave out tokens less likely than this part of the likeliest one's."
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Exclude tokens less likely than this fraction of the likeliest token's probability.",
     )
     repetition_penalty: float = Field(
         default=1.0,
@@ -36,35 +37,42 @@ class Sampling(ConfigModel):
         description="Divides positive logits, and multiplies negative ones, of tokens in prompt or completion.",
     )
     presence_penalty: float = Field(
-        default=0.0, ge=-2, le=2, description="Taken from the logit of every token that the completion has already."
+        default=0.0,
+        ge=-2,
+        le=2,
+        description="Subtracted from the logit of every token that the completion already contains.",
     )
     frequency_penalty: float = Field(
-        default=0.0, ge=-2, le=2, description="Taken from a token's logit once for each time the completion has it."
+        default=0.0,
+        ge=-2,
+        le=2,
+        description="Subtracted from a token's logit once for each occurrence in the completion.",
     )
     max_tokens: int | None = Field(
         default=None, ge=1, description="Longest completion; null for what the context has room for."
     )
-    min_tokens: int = Field(default=0, ge=0, description="Tokens before which nothing ends a completion.")
+    min_tokens: int = Field(default=0, ge=0, description="Minimum length: nothing ends a completion before it.")
     stop: tuple[str, ...] = Field(default=(), description="Strings that end a completion. The text ends before them.")
     stop_token_ids: tuple[int, ...] = Field(
-        default=(), description="Tokens that end a completion, besides those of the model."
+        default=(), description="Tokens that end a completion, in addition to the model's own."
     )
-    ignore_eos: bool = Field(default=False, description="Whether the model's own end tokens are ordinary ones.")
-    include_stop: bool = Field(default=False, description="Whether the text keeps the string that ended it.")
+    ignore_eos: bool = Field(default=False, description="Whether the model's own end tokens do not end a completion.")
+    include_stop: bool = Field(default=False, description="Whether the text keeps the stop string.")
     seed: int | None = Field(
         default=None,
         ge=0,
         le=2**63 - 1,
-        description="The same seed draws the same tokens, whatever else is generated; null for another each time.",
+        description="The same seed samples the same tokens, whatever else is in the batch; null for a new seed each "
+        "time.",
     )
-    n: int = Field(default=1, ge=1, description="Completions of one prompt. They share the work on the prompt.")
+    n: int = Field(default=1, ge=1, description="Completions per prompt. They share its prefill.")
     structured: Mapping[str, Any] | None = Field(
         default=None,
-        description="What the text must follow: one of {json_schema: …}, {regex: …}, {choice: […]}, {grammar: …}. "
-        "Only with `engine: vllm`.",
+        description="Constraint on the text: one of {json_schema: …}, {regex: …}, {choice: […]}, {grammar: …}. Only "
+        "with `engine: vllm`.",
     )
     adapter: str | None = Field(
-        default=None, min_length=1, description="A LoRA adapter that was loaded before. Only with `engine: vllm`."
+        default=None, min_length=1, description="Name of a loaded LoRA adapter. Only with `engine: vllm`."
     )
 
     @model_validator(mode="after")
@@ -100,20 +108,23 @@ class Sampling(ConfigModel):
 
 
 class UpdateConfig(ConfigModel):
-    """How new weights come in while completions are under way."""
+    """How weights are updated while completions are in progress."""
 
     mode: UpdateMode = Field(
         default="keep",
-        description="What happens to completions under way. `drain`: they end first, on the old weights. `keep`: they "
-        "go on, and what they have read stays as the old weights read it. `recompute`: they go on, and it is read "
-        "again with the new weights. `abort`: they end at once, as they are, to be continued later.",
+        description="What happens to completions in progress. `drain`: they finish first, on the old weights. `keep`: "
+        "they continue with the KV cache that the old weights computed. `recompute`: they continue after the new "
+        "weights have recomputed their KV cache. `abort`: they end at once with what they have, to be continued "
+        "later.",
     )
-    max_attempts: int = Field(default=3, ge=1, description="How often an update that fails is tried in all.")
-    retry_wait_s: float = Field(default=0.5, ge=0, description="The wait before the second attempt; it doubles.")
+    max_attempts: int = Field(default=3, ge=1, description="Maximum attempts of an update.")
+    retry_wait_s: float = Field(
+        default=0.5, ge=0, description="Seconds before the second attempt; doubled for each further one."
+    )
 
 
 class CanaryConfig(ConfigModel):
-    """The proof that generator and trainer compute with the same weights."""
+    """The check that generator and trainer compute with the same weights."""
 
     enabled: bool = Field(
         default=True,
@@ -123,18 +134,17 @@ class CanaryConfig(ConfigModel):
     bound: float | None = Field(
         default=None,
         gt=0,
-        description="The largest difference of a logprob that is let pass; null for 1e-3 in float32 and 0.5 in half "
-        "precision.",
+        description="Largest difference of a logprob that passes; null for 1e-3 in float32 and 0.5 in half precision.",
     )
 
 
 class GenerationConfig(ConfigModel):
-    """The section `generator`: which engine makes tokens, and with what."""
+    """Which engine generates tokens, and its settings."""
 
     engine: Literal["native", "vllm"] = Field(
         default="native",
         description="`native`: the trainer's own model definition, on the CPU or one GPU, nothing to install. `vllm`: "
-        "vLLM in a process of its own.",
+        "vLLM in a separate process.",
     )
     weights: str = Field(
         default="policy", min_length=1, description="Name under which the trainer publishes weights in the store."
@@ -142,57 +152,61 @@ class GenerationConfig(ConfigModel):
     max_seq_len: int | None = Field(
         default=None, ge=2, description="Longest prompt and completion together; null for the model's, up to 4096."
     )
-    max_batch: int = Field(default=64, ge=1, description="Completions that are under way at once.")
+    max_batch: int = Field(default=64, ge=1, description="Completions in progress at once.")
     max_queue: int = Field(
-        default=1024, ge=0, description="Completions that may wait besides; beyond it requests raise `Overloaded`."
+        default=1024,
+        ge=0,
+        description="Completions that may wait in addition; beyond that, requests raise `Overloaded`.",
     )
     prefill_chunk_tokens: int | None = Field(
         default=None,
         ge=16,
-        description="Tokens of prompts that one step reads, so that long prompts stall nobody; null for 512 on the CPU "
-        "and 8192 on a GPU.",
+        description="Prompt tokens that one step prefills, so that long prompts do not stall other requests; null for "
+        "512 on the CPU and 8192 on a GPU.",
     )
     kv_cache_gb: float | None = Field(
         default=None,
         gt=0,
-        description="Memory for keys and values, in GiB. Null: on the CPU what max_batch completions of full length "
-        "need, at most a quarter of the free memory; on a GPU four times that, at most 80% of what is free; on a GPU "
-        "that a trainer uses too, once that, at most gpu_memory_share of it; with placement `turns` and `shared`, at "
-        "most what the trainer leaves between its steps.",
+        description="Memory of the KV cache, in GiB. Null on the CPU: what max_batch completions of full length need, "
+        "at most a quarter of the free memory. Null on a GPU: four times that, at most 80% of the free memory. Null "
+        "on a GPU shared with a trainer: once that, at most gpu_memory_share of the GPU; with placement `turns` or "
+        "`shared`, at most what the trainer leaves free between its steps.",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default="auto",
-        description="The precision of cached keys and values. `auto`: that of the model. `fp8` (e4m3, on GPUs of "
-        "compute capability 8.9 and newer): half the memory, and faster with long contexts, but logprobs are further "
-        "from the trainer's.",
+        description="Precision of the KV cache. `auto`: that of the model. `fp8` (e4m3, on GPUs of compute capability "
+        "8.9 and newer): half the memory, and faster with long contexts, but logprobs are further from the trainer's.",
     )
     gpu_memory_share: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="The part of a GPU's memory that an engine may take: with `native` the cache for keys and values, "
-        "with `vllm` everything that it holds (its gpu_memory_utilization). Null where it has the GPU to itself: 0.8. "
-        "Null on a trainer's GPU: 0.35 with placement `beside`, and 0.5 with `turns` and vLLM, for all "
-        "replicas together; none with `turns` and `shared` and the embedded engine, whose cache is away while the "
-        "trainer works.",
+        description="Fraction of a GPU's memory that an engine may use: with `native` for the KV cache, with `vllm` "
+        "for everything (its gpu_memory_utilization). Null on a GPU of its own: 0.8. Null on the trainer's GPU, for "
+        "all replicas together: 0.35 with placement `beside`, 0.5 with `turns` and vLLM, and no limit with `turns` or "
+        "`shared` and the native engine, which frees its cache while the trainer works.",
     )
-    prefix_sharing: bool = Field(
-        default=True, description="Whether requests that begin alike share what was computed for the beginning."
-    )
+    prefix_sharing: bool = Field(default=True, description="Whether requests with a common prefix share its KV cache.")
     precision: Annotated[Literal["float32", "bfloat16"] | None, SHORT_DTYPES] = Field(
         default=None, description="What the model computes in; null for float32 on the CPU and bfloat16 on a GPU."
     )
     cuda_graphs: bool = Field(default=True, description="Whether decode steps on a GPU are captured and replayed.")
-    with_gpus: bool | None = Field(default=None, description="Whether to use a GPU; null for where there is one.")
-    sampling: Sampling = Field(default_factory=Sampling, description="How tokens are drawn where a request is silent.")
+    with_gpus: bool | None = Field(
+        default=None, description="Whether to use a GPU; null to use one where there is one."
+    )
+    sampling: Sampling = Field(
+        default_factory=Sampling, description="Sampling parameters for what a request does not set."
+    )
     chat_template: str | None = Field(
         default=None, min_length=1, description="A file with a Jinja chat template; null for the tokenizer's own."
     )
-    update: UpdateConfig = Field(default_factory=UpdateConfig, description="How new weights come in.")
-    canary: CanaryConfig = Field(default_factory=CanaryConfig, description="The proof that weights arrived.")
+    update: UpdateConfig = Field(default_factory=UpdateConfig, description="How weights are updated.")
+    canary: CanaryConfig = Field(
+        default_factory=CanaryConfig, description="The check that updated weights are the trainer's."
+    )
     engine_args: Mapping[str, Any] = Field(
         default_factory=FrozenDict,
-        description="Arguments of vLLM's engine by name, such as {gpu_memory_utilization: 0.8}. They win over ours.",
+        description="Arguments of vLLM's engine by name, such as {gpu_memory_utilization: 0.8}. They override ours.",
     )
 
     @model_validator(mode="after")
@@ -214,15 +228,15 @@ class GeneratorConfig(GenerationConfig):
 
 
 class ServeConfig(ConfigModel):
-    """The section `serve`: the OpenAI-compatible endpoint."""
+    """The OpenAI-compatible endpoint."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 for a free one. It is printed.")
     api_key: str | None = Field(
         default=None,
         min_length=1,
-        description="Key that requests must bear; null for the environment variable FORGE_API_KEY, or none at all. "
-        "Needed to listen on other addresses than loopback.",
+        description="API key that requests must send; null for the environment variable FORGE_API_KEY, or none if "
+        "that is unset. Required to listen on any address other than loopback.",
     )
     model_name: str | None = Field(
         default=None, min_length=1, description="Name under /v1/models; null for the model's."
@@ -230,10 +244,10 @@ class ServeConfig(ConfigModel):
     record: str | None = Field(
         default=None,
         min_length=1,
-        description="A .jsonl file to which every exchange is added, with token ids, logprobs and versions; null for "
-        "none.",
+        description="A .jsonl file to append every exchange to, with token ids, logprobs and weight versions; null "
+        "for none.",
     )
-    max_body_mb: float = Field(default=16.0, gt=0, description="Largest request that is read.")
+    max_body_mb: float = Field(default=16.0, gt=0, description="Largest accepted request body.")
 
 
 class PolicyConfig(ForgeConfig):

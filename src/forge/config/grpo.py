@@ -27,78 +27,84 @@ and `shared`: its cache is away while the trainer works, and has all that the tr
 
 
 class RolloutConfig(ConfigModel):
-    """The section `rollout`: how completions become batches."""
+    """How completions become batches."""
 
-    batch_groups: int = Field(default=8, ge=1, description="Groups (prompts) that one step learns from.")
-    group_size: int = Field(default=8, ge=1, description="Completions of each prompt.")
+    batch_groups: int = Field(default=8, ge=1, description="Groups (prompts) per step.")
+    group_size: int = Field(default=8, ge=1, description="Completions per prompt.")
     staleness: int = Field(
         default=0,
         ge=0,
-        description="By how many steps the weights that made a token may be older than those that learn from it. 0: "
-        "generating and training take turns, on the same weights.",
+        description="Maximum number of steps by which the weights that sampled a token may be older than the weights "
+        "being trained. 0: generation and training alternate, on the same weights.",
     )
     iterations: int = Field(default=1, ge=1, description="Optimizer steps on each batch.")
     no_signal: Literal["drop", "replace", "keep"] = Field(
         default="drop",
-        description="What happens to a group without signal, whose advantages are all 0: left out of its batch, "
+        description="What happens to a group without signal, whose advantages are all 0: dropped from its batch, "
         "replaced by another (dynamic sampling, which also replaces a group whose rewards are equal before shaping), "
-        "or learned from like any other.",
+        "or kept.",
     )
     max_fruitless: int = Field(
-        default=1000, ge=1, description="Groups in a row without signal, or with failed rewards, that end the run."
+        default=1000,
+        ge=1,
+        description="Consecutive groups without signal, or with failed rewards, after which the run ends.",
     )
     max_in_flight: int | None = Field(
-        default=None, ge=1, description="Groups that are being generated or scored at once; null for all admitted."
+        default=None, ge=1, description="Groups generated or scored at once; null for all admitted ones."
     )
     mask_truncated: bool = Field(
-        default=False, description="Whether completions that were cut off by length do not count in the loss."
+        default=False, description="Whether completions cut off by length are excluded from the loss."
     )
     share_prompts: bool = Field(
         default=True,
-        description="Whether the prompt of a group goes through the trainer once instead of once for each completion. "
+        description="Whether the prompt of a group goes through the trainer once instead of once per completion. "
         "Gradients do not depend on it.",
     )
     report_wait_s: float = Field(
-        default=60.0, gt=0, description="Seconds after which a trainer that waits for a batch says for what."
+        default=60.0, gt=0, description="Seconds after which a trainer that waits for a batch logs what it waits for."
     )
     max_task_retries: int = Field(
-        default=3, ge=0, description="How often a group is tried again after a process that worked on it died."
+        default=3, ge=0, description="How often a group is retried after a process that worked on it died."
     )
 
 
 class GeneratorsConfig(ConfigModel):
-    """The section `generators`: how many, and where."""
+    """Number and size of the generators."""
 
     num_replicas: int = Field(default=1, ge=1, description="Generators that share the requests.")
     tensor_parallel: int = Field(
-        default=1, ge=1, description="GPUs (or processes) over which each is split. Only with `engine: vllm`."
+        default=1, ge=1, description="GPUs (or processes) over which each generator is split. Only with `engine: vllm`."
     )
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each; null for one.")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each replica; null for one.")
 
 
 class ReferenceConfig(ConfigModel):
-    """The section `reference`: the model that the policy is held to. Loaded only with algorithm.kl.coefficient > 0."""
+    """The reference model of the KL penalty. Loaded only with algorithm.kl.coefficient > 0."""
 
-    path: PathText | None = Field(default=None, description="Its folder; null for the policy as it starts.")
+    path: PathText | None = Field(
+        default=None, description="Folder of the model; null for the policy's initial weights."
+    )
     num_replicas: int = Field(default=1, ge=1, description="Replicas.")
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each; null for one.")
-    with_gpus: bool | None = Field(default=None, description="Whether it gets a GPU; null for where there is one.")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each replica; null for one.")
+    with_gpus: bool | None = Field(
+        default=None, description="Whether it gets a GPU; null to use one where there is one."
+    )
 
 
 class RecordConfig(ConfigModel):
-    """The section `record`: what is written down of rollouts."""
+    """What is recorded of rollouts."""
 
     rollouts: Literal["all", "some", "none"] = Field(
         default="all",
-        description="Which episodes are written to rollouts/: those of every group that a step learned from and of "
-        "every evaluation, of some, or of none. Of groups that taught nothing a few of each step are written.",
+        description="Which episodes are written to rollouts/: those of every trained group and every evaluation, of "
+        "some, or none. A few groups without signal are written for each step.",
     )
-    num_groups: int = Field(default=2, ge=1, description="For `some`: groups of each step and of each evaluation.")
+    num_groups: int = Field(default=2, ge=1, description="For `some`: groups per step and per evaluation.")
     trainer_logprobs: bool = Field(
-        default=True, description="Whether the trainer's logprobs are written beside the sampler's."
+        default=True, description="Whether the trainer's logprobs are recorded next to the sampler's."
     )
-    trace: bool = Field(default=True, description="Whether trace.json shows who waited for whom.")
-    report: bool = Field(default=True, description="Whether report.html is made when the run ends.")
+    trace: bool = Field(default=True, description="Whether trace.json is written, which shows what waited for what.")
+    report: bool = Field(default=True, description="Whether report.html is written when the run ends.")
 
 
 class GRPOConfig(ForgeConfig):
@@ -113,16 +119,16 @@ class GRPOConfig(ForgeConfig):
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="What the policy is held to.")
     placement: Placement = Field(
         default="apart",
-        description="`apart`: trainer and generators have processes (and GPUs) of their own. `beside`: they have "
-        "processes of their own on the same GPU, and work at the same time. `turns`: the same, but generators sleep "
-        "while the trainer works. `shared`: one process, and the embedded engine computes with the trainer's own "
+        description="`apart`: trainer and generators run in separate processes, on separate GPUs. `beside`: separate "
+        "processes on the same GPU, running concurrently. `turns`: the same, but generators sleep while the "
+        "trainer works. `shared`: one process, in which the native engine computes with the trainer's own "
         "weights.",
     )
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="The optimizer's steps.")
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="The trainer's ranks.")
     checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved, and when.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How the policy is judged.")
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where figures go.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are written.")
     record: RecordConfig = Field(default_factory=RecordConfig, description="What is written down of rollouts.")
 
     @model_validator(mode="after")

@@ -31,25 +31,27 @@ class PromptSourceConfig(ConfigModel):
     task: str | None = Field(
         default=None,
         min_length=1,
-        description="A task that is made up by seed: `arithmetic`, `countdown`, or `reasoning_gym/NAME` with the extra "
-        "`reasoning-gym`.",
+        description="A task that generates prompts from a seed: `arithmetic`, `countdown`, or `reasoning_gym/NAME` "
+        "with the extra `reasoning-gym`.",
     )
     task_args: Mapping[str, Any] = Field(
         default_factory=FrozenDict, description="Arguments of the task, such as {level: 2}."
     )
     num_prompts: int | None = Field(
-        default=None, ge=1, description="How many prompts a task makes (null for 1000); of a file, at most so many."
+        default=None,
+        ge=1,
+        description="Prompts that a task generates (null for 1000), or the maximum to read from a file.",
     )
     format: Literal["auto", "plain", "gsm8k"] = Field(
         default="auto",
-        description="How a record is laid out. `plain`: `messages`, `prompt` or `question`, and `answer`. `gsm8k`: the "
-        "answer is what stands behind `####`. `auto` goes by the first record.",
+        description="Record format. `plain`: `messages`, `prompt` or `question`, and `answer`. `gsm8k`: the answer is "
+        "the text after `####`. `auto` detects it from the first record.",
     )
     columns: Mapping[str, str] = Field(
         default_factory=FrozenDict,
-        description="Other names of the keys, such as {prompt: problem, answer: solution}.",
+        description="Column names that differ from the format's, such as {prompt: problem, answer: solution}.",
     )
-    seed: int | None = Field(default=None, ge=0, description="Seed of a task; null for one made from run.seed.")
+    seed: int | None = Field(default=None, ge=0, description="Seed of a task; null to derive it from run.seed.")
 
     @model_validator(mode="after")
     def _check_place(self) -> Self:
@@ -75,19 +77,21 @@ class PromptSourceConfig(ConfigModel):
 
 
 class PromptsConfig(ConfigModel):
-    """The section `prompts`: what the policy is asked."""
+    """What the policy is asked."""
 
-    sources: tuple[PromptSourceConfig, ...] = Field(default=(), description="Where prompts come from. Needed.")
+    sources: tuple[PromptSourceConfig, ...] = Field(default=(), description="Where prompts come from. Required.")
     system_prompt: str | None = Field(default=None, description="A system message before every prompt.")
     template: str | None = Field(
         default=None, description="Text around every prompt, such as `Solve: {prompt}`; null for the prompt alone."
     )
     chat: bool = Field(
-        default=True, description="Whether a prompt becomes a user's message; else it is text to go on from."
+        default=True, description="Whether a prompt becomes a user message; otherwise it is text to continue."
     )
-    shuffle: bool = Field(default=True, description="Whether each epoch has an order of its own.")
+    shuffle: bool = Field(default=True, description="Whether each epoch is shuffled differently.")
     on_bad_record: Literal["error", "skip"] = Field(
-        default="error", description="What happens to a record that cannot be read: named by file and line, or counted."
+        default="error",
+        description="What happens to a record that cannot be read: an error that names file and line, or skipped and "
+        "counted.",
     )
 
     @model_validator(mode="after")
@@ -102,27 +106,27 @@ class PromptsConfig(ConfigModel):
 
 
 class EvaluationConfig(ConfigModel):
-    """The section `evaluation`: how the policy is judged on prompts that it does not learn from."""
+    """Evaluation of the policy on held-out prompts."""
 
     interval: int | None = Field(default=None, ge=1, description="Steps between two evaluations; null for none.")
     at_start: bool = Field(default=True, description="Whether to evaluate before the first step.")
     at_end: bool = Field(default=True, description="Whether to evaluate after the last step.")
-    sources: tuple[PromptSourceConfig, ...] = Field(default=(), description="Held-out prompts of their own.")
+    sources: tuple[PromptSourceConfig, ...] = Field(default=(), description="Separate held-out prompts.")
     fraction: float = Field(
-        default=0.0, ge=0, lt=1, description="Part of the prompts to hold out, if there are no sources here."
+        default=0.0, ge=0, lt=1, description="Fraction of the prompts to hold out, if `sources` is empty."
     )
-    max_prompts: int | None = Field(default=None, ge=1, description="At most so many prompts; null for all.")
-    num_samples: int = Field(default=1, ge=1, description="Completions of each prompt (k).")
-    temperature: float = Field(default=0.0, ge=0, description="Temperature; 0 takes the likeliest token.")
-    solved_at: float = Field(default=1.0, description="The reward from which on a completion counts as solved.")
+    max_prompts: int | None = Field(default=None, ge=1, description="Maximum number of prompts; null for all.")
+    num_samples: int = Field(default=1, ge=1, description="Completions per prompt (k).")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0 for greedy decoding.")
+    solved_at: float = Field(default=1.0, description="Reward from which a completion counts as solved.")
     reward: str | None = Field(
         default=None,
         min_length=1,
-        description="Name of the reward that says whether a completion is right; null for the weighted sum of all.",
+        description="Name of the reward that decides whether a completion is solved; null for the weighted sum of all.",
     )
 
     stop_at: float | None = Field(
-        default=None, description="Part of completions solved (avg@k) at which the run ends; null to go on to the end."
+        default=None, description="Fraction of completions solved (avg@k) at which the run ends; null to run all steps."
     )
 
     @property

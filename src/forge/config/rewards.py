@@ -19,12 +19,12 @@ class RewardConfig(ConfigModel):
         min_length=1,
         description="Name of a built-in reward (`forge rewards` lists them), or `package.module:function` of your own.",
     )
-    name: Name | None = Field(default=None, description="Name in metrics; null for the kind's.")
-    weight: float = Field(default=1.0, description="What it is multiplied by before all are added.")
+    name: Name | None = Field(default=None, description="Name in metrics; null to use the kind.")
+    weight: float = Field(default=1.0, description="Factor before the rewards are added up.")
     shaping: bool | None = Field(
         default=None,
         description="Whether it only shapes the reward, as a bonus for brevity does: it counts in the reward, but "
-        "`rollout.no_signal: replace` does not look at it. Null for yes with the kind `length` beside other rewards.",
+        "`rollout.no_signal: replace` ignores it. Null: true for the kind `length` when there are other rewards.",
     )
     args: Mapping[str, Any] = Field(default_factory=FrozenDict, description="Keyword arguments of the function.")
     timeout_s: float = Field(
@@ -38,11 +38,11 @@ class RewardConfig(ConfigModel):
 
 
 class OverlongConfig(ConfigModel):
-    """Soft punishment of long completions (DAPO): none up to `max_tokens - buffer`, then falling to `-penalty`."""
+    """Soft penalty for long completions (DAPO): 0 up to `max_tokens - buffer`, then falling to `-penalty`."""
 
-    max_tokens: int = Field(ge=1, description="Length at which the whole penalty is due.")
-    buffer: int = Field(ge=1, description="Tokens before it over which the penalty grows.")
-    penalty: float = Field(default=1.0, ge=0, description="The whole penalty.")
+    max_tokens: int = Field(ge=1, description="Length from which the full penalty applies.")
+    buffer: int = Field(ge=1, description="Tokens before `max_tokens` over which the penalty grows.")
+    penalty: float = Field(default=1.0, ge=0, description="The full penalty.")
 
     @model_validator(mode="after")
     def _check_buffer(self) -> Self:
@@ -52,37 +52,39 @@ class OverlongConfig(ConfigModel):
 
 
 class JudgeConfig(ConfigModel):
-    """A model that judges completions, behind a service of its own: what the reward `judge` asks."""
+    """A language model that scores completions, behind its own service; used by the reward `judge`."""
 
     path: PathText = Field(description="Folder of the model.")
     generator: GenerationConfig = Field(default_factory=GenerationConfig, description="The engine that runs it.")
     num_replicas: int = Field(default=1, ge=1, description="Replicas.")
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each; null for one.")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each replica; null for one.")
 
 
 class RewardModelConfig(ConfigModel):
-    """A classifier that gives completions a number, behind a service: what the reward `reward_model` asks."""
+    """A classifier that scores completions, behind its own service; used by the reward `reward_model`."""
 
     path: PathText = Field(description="Folder of a Hugging Face model for sequence classification with one label.")
     num_replicas: int = Field(default=1, ge=1, description="Replicas.")
-    batch_size: int = Field(default=8, ge=1, description="Completions that go through it at once.")
+    batch_size: int = Field(default=8, ge=1, description="Completions per forward pass.")
     max_seq_len: int = Field(default=4096, ge=2, description="Longest prompt and completion, in tokens.")
     with_gpus: bool = Field(default=False, description="Whether each replica gets a GPU.")
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each; null for one.")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each replica; null for one.")
 
 
 class RewardsConfig(ConfigModel):
-    """The section `rewards`."""
+    """How completions are scored."""
 
-    functions: tuple[RewardConfig, ...] = Field(default=(), description="The rewards that are added up. Needed.")
+    functions: tuple[RewardConfig, ...] = Field(
+        default=(), description="The rewards, added up with their weights. Required."
+    )
     on_error: Literal["zero", "skip", "stop"] = Field(
         default="zero",
-        description="What happens when a reward fails or takes too long: it counts as 0, its group is skipped, or the "
-        "run stops. It is counted in any case.",
+        description="What happens when a reward fails or times out: it scores 0, its group is skipped, or the run "
+        "stops. Failures are counted in every case.",
     )
-    overlong: OverlongConfig | None = Field(default=None, description="Punishment of long completions; null for none.")
-    num_replicas: int = Field(default=1, ge=1, description="Replicas of the service that scores.")
-    num_workers: int = Field(default=1, ge=1, description="Processes of each replica that run rewards.")
+    overlong: OverlongConfig | None = Field(default=None, description="Penalty for long completions; null for none.")
+    num_replicas: int = Field(default=1, ge=1, description="Replicas of the reward service.")
+    num_workers: int = Field(default=1, ge=1, description="Processes per replica that run rewards.")
     judge: JudgeConfig | None = Field(default=None, description="The model behind the reward `judge`; null for none.")
     reward_model: RewardModelConfig | None = Field(
         default=None, description="The model behind the reward `reward_model`; null for none."

@@ -37,14 +37,14 @@ class RunConfig(ConfigModel):
 
 
 class RopeScalingConfig(ConfigModel):
-    """Llama 3's way of stretching rotary embeddings over a longer context."""
+    """Llama 3's scaling of rotary embeddings to a longer context."""
 
-    factor: float = Field(gt=0, description="By how much the context was stretched.")
+    factor: float = Field(gt=0, description="Factor by which the context was extended.")
     low_freq_factor: float = Field(
-        gt=0, description="Wave lengths above original_max_seq_len / this are stretched whole."
+        gt=0, description="Wavelengths above original_max_seq_len / this are scaled by the full factor."
     )
-    high_freq_factor: float = Field(gt=0, description="Wave lengths below original_max_seq_len / this are kept.")
-    original_max_seq_len: int = Field(ge=1, description="Context length before stretching, in tokens.")
+    high_freq_factor: float = Field(gt=0, description="Wavelengths below original_max_seq_len / this are not scaled.")
+    original_max_seq_len: int = Field(ge=1, description="Context length before scaling, in tokens.")
 
 
 class ModelConfig(ConfigModel):
@@ -52,18 +52,18 @@ class ModelConfig(ConfigModel):
 
     preset: str | None = Field(
         default=None,
-        description="Name of a preset (`forge config presets` lists them). It is laid beneath the user's own keys.",
+        description="Name of a preset (`forge config presets` lists them). Keys that you set win over the preset's.",
     )
     name: str | None = Field(
         default=None,
         min_length=1,
-        description="Name in logs. If there is no preset and the name is one, or a preset's hf_repo, that preset is "
-        "taken.",
+        description="Name in logs. Without `preset`, a name that matches a preset or a preset's hf_repo selects that "
+        "preset.",
     )
     path: PathText | None = Field(
         default=None,
-        description="Folder with the model's Hugging Face files: config.json, weights, tokenizer. Its config.json wins "
-        "over the preset. Null for random weights, of the architecture that the keys below describe.",
+        description="Folder with the model's Hugging Face files: config.json, weights, tokenizer. Its config.json "
+        "wins over the preset. Null for random weights in the architecture that the keys below describe.",
     )
     hf_repo: str | None = Field(
         default=None, description="Hugging Face repository that the weights come from, such as Qwen/Qwen3-1.7B."
@@ -88,18 +88,18 @@ class ModelConfig(ConfigModel):
     )
     rope_theta: float | None = Field(default=None, gt=0, description="Base of the rotary embedding's frequencies.")
     rope_scaling: RopeScalingConfig | None = Field(
-        default=None, description="Stretching of the rotary embedding; null for none."
+        default=None, description="Scaling of the rotary embedding; null for none."
     )
     norm_eps: float | None = Field(default=None, gt=0, description="Epsilon of the RMS norms.")
     num_experts: int | None = Field(
-        default=None, ge=1, description="Experts of a mixture layer; null for a dense model."
+        default=None, ge=1, description="Experts of a mixture-of-experts layer; null for a dense model."
     )
-    num_experts_per_token: int | None = Field(default=None, ge=1, description="Experts that a token is sent to.")
+    num_experts_per_token: int | None = Field(default=None, ge=1, description="Experts that each token is routed to.")
     expert_intermediate_size: int | None = Field(default=None, ge=1, description="Width inside one expert.")
     head_precision: Annotated[Literal["float32"] | None, SHORT_DTYPES] = Field(
         default=None,
-        description="`float32`: where the model computes in bfloat16, trainer and generators sum and keep logits in "
-        "float32, which brings their logprobs closer together. Null: logits are rounded to bfloat16.",
+        description="`float32`: when the model computes in bfloat16, trainer and generators accumulate and keep "
+        "logits in float32, which brings their logprobs closer together. Null: logits are rounded to bfloat16.",
     )
 
     @model_validator(mode="after")
@@ -126,10 +126,10 @@ class SlurmConfig(ConfigModel):
     qos: str | None = Field(default=None, description="Quality of service; null for the default.")
     exclusive: bool = Field(
         default=True,
-        description="Whether the nodes are shared with no other job: all their cores and memory are yours.",
+        description="Whether the job has its nodes to itself, with all their cores and memory.",
     )
     extra_sbatch: tuple[SbatchLine, ...] = Field(
-        default=(), description="More options of sbatch, one per element, such as --constraint=a100."
+        default=(), description="Additional sbatch options, one per element, such as --constraint=a100."
     )
     port: int = Field(default=22222, ge=1, le=65535, description="Port on which the workers listen on their nodes.")
     tls: bool = Field(
@@ -216,8 +216,8 @@ class ActorConfig(ConfigModel):
     """One actor: a mesh of processes that run the same class."""
 
     procs: int = Field(default=1, ge=1, description="Processes on each host.")
-    hosts: int | None = Field(default=None, ge=1, description="Hosts to spread over; null to share those there are.")
-    with_gpus: bool = Field(default=False, description="Whether each process gets a GPU of its own.")
+    hosts: int | None = Field(default=None, ge=1, description="Hosts to spread over; null to share the available ones.")
+    with_gpus: bool = Field(default=False, description="Whether each process gets its own GPU.")
     mesh_name: Name | None = Field(
         default=None, description="Name in logs, metrics and errors; null to take the class's."
     )
@@ -238,9 +238,9 @@ class ActorConfig(ConfigModel):
 
 
 class ServiceConfig(ActorConfig):
-    """One service: replicas of an actor behind a router that heals itself."""
+    """One service: replicas of an actor behind a router that replaces failed replicas."""
 
-    num_replicas: int = Field(default=1, ge=1, description="Replicas, each a mesh of its own.")
+    num_replicas: int = Field(default=1, ge=1, description="Replicas, each with its own mesh of processes.")
     routing: Literal["round_robin", "least_loaded"] = Field(
         default="round_robin", description="How a replica is chosen for a call outside a session."
     )
@@ -259,20 +259,24 @@ class ServiceConfig(ActorConfig):
     )
     heartbeat_s: float = Field(default=1.0, gt=0, description="Seconds between two heartbeats to a replica.")
     heartbeat_timeout_s: float = Field(
-        default=30.0, gt=0, description="Seconds without an answer after which a replica counts as dead."
+        default=30.0, gt=0, description="Seconds without a heartbeat answer after which a replica counts as dead."
     )
     max_restarts: int = Field(
-        default=5, ge=0, description="Restarts in a row after which a replica is given up; 0 for no restart."
+        default=5, ge=0, description="Consecutive restarts after which a replica is dropped; 0 for no restart."
     )
     restart_backoff_s: float = Field(
-        default=0.1, ge=0, description="Seconds before the second restart in a row; doubled for each further one."
+        default=0.1, ge=0, description="Seconds before the second consecutive restart; doubled for each further one."
     )
     max_backoff_s: float = Field(default=30.0, gt=0, description="Longest wait before a restart, in seconds.")
     stable_s: float = Field(
-        default=2.0, ge=0, description="A replica that was up for so many seconds counts as having served."
+        default=2.0,
+        ge=0,
+        description="Seconds of uptime after which a replica counts as stable and its restart count is reset.",
     )
     max_retries: int = Field(
-        default=10, ge=0, description="How often a call of an endpoint with retry=True is sent again after a loss."
+        default=10,
+        ge=0,
+        description="How often a call of an endpoint with retry=True is sent again after its replica was lost.",
     )
 
     @model_validator(mode="after")
@@ -291,14 +295,14 @@ class StoreConfig(ConfigModel):
         ge=0,
         description="Storage volumes to start, spread over the hosts; 0 keeps data with its publishers.",
     )
-    copies: int = Field(default=1, ge=1, description="On how many volumes each part of a version is kept.")
+    copies: int = Field(default=1, ge=1, description="Number of volumes that keep each part of a version.")
     keep: int = Field(
         default=2,
         ge=1,
-        description="For how many versions of the weights there is memory, the one being written included.",
+        description="Versions of the weights to keep memory for, including the one being written.",
     )
     verify: Literal["cheap", "full", "off"] = Field(
-        default="cheap", description="How readers check that what they got is what was published."
+        default="cheap", description="How readers check that they received what was published."
     )
 
     @model_validator(mode="after")

@@ -29,17 +29,17 @@ class SourceConfig(ConfigModel):
     hf_config: str | None = Field(default=None, description="Its configuration; null for the default one.")
     split: str = Field(default="train", min_length=1, description="Split of a Hugging Face dataset.")
     format: Format = Field(
-        default="auto", description="How a record is laid out; `auto` goes by the keys of the first record."
+        default="auto", description="Record format; `auto` detects it from the keys of the first record."
     )
     columns: Mapping[str, str] = Field(
         default_factory=FrozenDict,
-        description="Other names of a format's keys, such as {prompt: question, response: answer}.",
+        description="Column names that differ from the format's, such as {prompt: question, response: answer}.",
     )
     weight: float = Field(
         default=1.0,
         gt=0,
-        description="How often an epoch goes through it: 2 for twice, 0.5 for one half, another one each epoch. With "
-        "data.streaming: how often it is drawn from, relative to the others.",
+        description="Passes per epoch: 2 for two passes, 0.5 for half of it, another half each epoch. With "
+        "data.streaming: sampling weight relative to the other sources.",
     )
 
     @model_validator(mode="after")
@@ -53,10 +53,10 @@ class DataConfig(ConfigModel):
     """Where samples come from, and how they become tokens."""
 
     sources: tuple[SourceConfig, ...] = Field(
-        default=(), description="Where samples come from; drawn from by weight. Needed."
+        default=(), description="Where samples come from, mixed by weight. Required."
     )
     loss_on: Literal["answers", "all"] = Field(
-        default="answers", description="Which tokens count: only what the assistant says, or all but the first."
+        default="answers", description="Which tokens count: only the assistant's, or all but the first."
     )
     system_prompt: str | None = Field(
         default=None, description="A system message to put before conversations that have none."
@@ -68,34 +68,39 @@ class DataConfig(ConfigModel):
         default=True, description="Whether a row holds as many samples as fit into training.max_seq_len."
     )
     pack_lookahead: int = Field(
-        default=256, ge=1, description="Samples among which the packer chooses the one that fits best."
+        default=256, ge=1, description="Number of samples from which the packer chooses the best fit."
     )
     oversize: Literal["drop", "truncate", "error"] = Field(
-        default="drop", description="What happens to a sample longer than training.max_seq_len. It is counted."
+        default="drop",
+        description="What happens to a sample longer than training.max_seq_len. Such samples are counted.",
     )
     on_bad_record: Literal["error", "skip"] = Field(
-        default="error", description="What happens to a record that cannot be read: named by file and line, or counted."
+        default="error",
+        description="What happens to a record that cannot be read: an error that names file and line, or skipped and "
+        "counted.",
     )
-    shuffle: bool = Field(default=True, description="Whether each epoch has an order of its own.")
+    shuffle: bool = Field(default=True, description="Whether each epoch is shuffled differently.")
     streaming: bool = Field(
         default=False, description="Whether files are read as they come instead of being indexed first."
     )
     shuffle_buffer: int = Field(
-        default=10_000, ge=1, description="For streaming: among how many samples the next one is drawn."
+        default=10_000,
+        ge=1,
+        description="For streaming: number of buffered samples from which the next one is sampled.",
     )
 
 
 class ValidationConfig(ConfigModel):
-    """How training is judged while it runs."""
+    """Validation during training."""
 
     interval: int | None = Field(
         default=None, ge=1, description="Optimizer steps between two validations; null for none but the last."
     )
-    sources: tuple[SourceConfig, ...] = Field(default=(), description="Held-out samples of their own.")
+    sources: tuple[SourceConfig, ...] = Field(default=(), description="Separate held-out samples.")
     fraction: float = Field(
-        default=0.0, ge=0, lt=1, description="Part of the training samples to hold out, if there are no sources here."
+        default=0.0, ge=0, lt=1, description="Fraction of the training samples to hold out, if `sources` is empty."
     )
-    max_samples: int | None = Field(default=None, ge=1, description="At most so many samples; null for all.")
+    max_samples: int | None = Field(default=None, ge=1, description="Maximum number of samples; null for all.")
 
     @property
     def enabled(self) -> bool:
@@ -104,7 +109,7 @@ class ValidationConfig(ConfigModel):
 
 
 class MetricsConfig(ConfigModel):
-    """Where figures go."""
+    """Where metrics are written."""
 
     log_interval: int = Field(default=10, ge=1, description="Optimizer steps between two lines on the console.")
     progress: bool | None = Field(
@@ -112,8 +117,8 @@ class MetricsConfig(ConfigModel):
     )
     jsonl: bool = Field(default=True, description="Whether every step is written to metrics.jsonl.")
     tensorboard: bool = Field(default=True, description="Whether TensorBoard files are written.")
-    wandb: bool = Field(default=False, description="Whether Weights & Biases is told; needs the extra `wandb`.")
-    wandb_project: str = Field(default="torchforge", min_length=1, description="Its project.")
+    wandb: bool = Field(default=False, description="Whether metrics go to Weights & Biases; needs the extra `wandb`.")
+    wandb_project: str = Field(default="torchforge", min_length=1, description="Project in Weights & Biases.")
 
 
 class SFTConfig(ForgeConfig):
@@ -124,7 +129,7 @@ class SFTConfig(ForgeConfig):
     checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved, and when.")
     data: DataConfig = Field(default_factory=DataConfig, description="Where samples come from.")
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description="How training is judged.")
-    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where figures go.")
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are written.")
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:

@@ -13,7 +13,7 @@ from forge.config.schema import ModelConfig
 
 
 class TrainingConfig(ConfigModel):
-    """The optimizer's steps and the memory that they may take."""
+    """Optimizer steps, and how much memory they use."""
 
     batch_size: int = Field(
         default=8,
@@ -24,10 +24,9 @@ class TrainingConfig(ConfigModel):
     gradient_accumulation_steps: int = Field(
         default=1,
         ge=1,
-        description="How many such batches make one optimizer step. Memory does not depend on it: see "
-        "microbatch_tokens.",
+        description="Batches per optimizer step. Memory does not depend on it: see microbatch_tokens.",
     )
-    num_epochs: int = Field(default=1, ge=1, description="How often the data is gone through.")
+    num_epochs: int = Field(default=1, ge=1, description="Passes over the data.")
     max_steps: int | None = Field(
         default=None, ge=1, description="Optimizer steps after which to stop; null for the end of the last epoch."
     )
@@ -35,30 +34,32 @@ class TrainingConfig(ConfigModel):
     microbatch_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens that one rank takes through the model at once; null for max_seq_len. Gradients do not "
-        "depend on it, memory does: this is the number to lower, down to max_seq_len, when memory runs out.",
+        description="Tokens that one rank runs through the model at once; null for max_seq_len. Gradients do not "
+        "depend on it, memory does: lower it, down to max_seq_len, when memory runs out.",
     )
 
     share_prefixes: bool = Field(
         default=False,
-        description="Whether the beginning that consecutive samples have in common, such as the prompt of a group of "
-        "completions, goes through the model once. Gradients do not depend on it. Not with a pipeline.",
+        description="Whether a prefix that consecutive samples share, such as the prompt of a group of completions, "
+        "goes through the model once. Gradients do not depend on it. Not with a pipeline.",
     )
 
     learning_rate: float = Field(default=1e-5, gt=0, description="Highest learning rate of the schedule.")
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="cosine",
-        description="How the rate goes on after the warm-up. `wsd`: warm-up, stable, decay.",
+        description="Shape of the learning rate after the warm-up. `wsd`: warm-up, stable, decay.",
     )
     warmup_steps: int | None = Field(
         default=None, ge=0, description="Steps over which the rate rises from 0; null to use warmup_ratio."
     )
-    warmup_ratio: float = Field(default=0.03, ge=0, lt=1, description="The warm-up as a part of all steps, rounded up.")
+    warmup_ratio: float = Field(
+        default=0.03, ge=0, lt=1, description="The warm-up as a fraction of all steps, rounded up."
+    )
     decay_ratio: float = Field(
-        default=0.2, gt=0, le=1, description="For `wsd`: the last part of all steps, over which the rate falls."
+        default=0.2, gt=0, le=1, description="For `wsd`: the final fraction of all steps, over which the rate decays."
     )
     min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Where the rate ends, as a part of learning_rate; not for `constant`."
+        default=0.0, ge=0, le=1, description="Final rate as a fraction of learning_rate; not for `constant`."
     )
     weight_decay: float = Field(default=0.0, ge=0, description="Decay of AdamW. Norms and biases are left out.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients.")
@@ -72,27 +73,28 @@ class TrainingConfig(ConfigModel):
     )
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
-        description="What happens when loss or gradient is NaN or infinite: `stop` keeps the state and ends the run, "
-        "`skip` leaves the step out. Both name the samples.",
+        description="What happens when loss or gradient is NaN or infinite: `stop` saves the state and ends the run, "
+        "`skip` skips the step. Both name the samples.",
     )
 
     head_chunk_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens whose logits exist at once; null for 1024 on a GPU and 256 on a CPU. Gradients do not "
-        "depend on it, memory does.",
+        description="Tokens whose logits are in memory at once; null for 1024 on a GPU and 256 on a CPU. Gradients do "
+        "not depend on it, memory does.",
     )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="What is computed again in the backward pass: nothing, all but costly products, or whole layers.",
+        description="What the backward pass recomputes: nothing, everything except expensive matrix products, or whole "
+        "layers.",
     )
     activation_offload: bool = Field(
-        default=False, description="Whether what the backward pass needs waits in the host's memory."
+        default=False, description="Whether activations for the backward pass are kept in host memory."
     )
     attention: Literal["auto", "torch", "flash_attn_4"] = Field(
         default="auto",
         description="The attention kernel on a GPU in half precision. `auto`: FlashAttention 4 where it is installed "
-        "and the GPU is a Hopper or a Blackwell, else torch's. A CPU has its own.",
+        "and the GPU is a Hopper or a Blackwell, otherwise torch's. The CPU uses its own kernel.",
     )
     compile: bool = Field(default=False, description="Whether each layer is compiled with torch.compile.")
 
@@ -108,34 +110,37 @@ class TrainingConfig(ConfigModel):
 
 
 class DistributedConfig(ConfigModel):
-    """How a model is laid out over ranks. Their number is the product of the degrees (expert excluded)."""
+    """How a model is distributed over ranks. The number of ranks is the product of the degrees, without `expert`."""
 
     strategy: Literal["auto", "none", "replicate", "fsdp", "hsdp"] = Field(
         default="auto",
-        description="How data parallel ranks hold the weights. `auto` goes by the degrees; the other words check them: "
-        "`none` one rank, `replicate` whole copies, `fsdp` shards, `hsdp` copies of shards.",
+        description="How data-parallel ranks hold the weights. `auto` follows the degrees; the other values check "
+        "them: `none` one rank, `replicate` whole copies, `fsdp` shards, `hsdp` copies of shards.",
     )
     precision: Annotated[Literal["float32", "bfloat16", "bfloat16_pure", "float64"], SHORT_DTYPES] = Field(
         default="float32",
-        description="`bfloat16`: computed in bfloat16 with float32 weights and gradients' sums. `bfloat16_pure`: "
-        "everything in bfloat16. `float64`: for tests. `bf16`, `fp32` and `fp64` are short for them.",
+        description="`bfloat16`: compute in bfloat16, with weights and gradient accumulation in float32. "
+        "`bfloat16_pure`: everything in bfloat16. `float64`: for tests. `bf16`, `fp32` and `fp64` are accepted as "
+        "short forms.",
     )
-    replicate: int = Field(default=1, ge=1, description="Data parallel ranks that hold whole copies.")
+    replicate: int = Field(default=1, ge=1, description="Data-parallel ranks that hold whole copies.")
     shard: int = Field(
         default=-1,
         ge=-1,
-        description="Data parallel ranks that share one copy (FSDP); -1 for all GPUs that are left, or 1 on a CPU.",
+        description="Data-parallel ranks that share one copy (FSDP); -1 for all remaining GPUs, or 1 on a CPU.",
     )
-    tensor: int = Field(default=1, ge=1, description="Ranks that split every layer's heads and widths.")
+    tensor: int = Field(default=1, ge=1, description="Ranks that split the heads and widths of every layer.")
     pipeline: int = Field(default=1, ge=1, description="Ranks that split the layers.")
     expert: int = Field(
-        default=1, ge=1, description="Ranks that split the experts of a mixture; they are among the others."
+        default=1,
+        ge=1,
+        description="Ranks that split the experts of a mixture-of-experts model; they are part of the other degrees.",
     )
     sequence_parallel: bool = Field(
-        default=True, description="Whether tensor parallel ranks also split the tokens between layers."
+        default=True, description="Whether tensor-parallel ranks also split the tokens between layers."
     )
     pipeline_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = Field(
-        default="1F1B", description="In which order pipeline stages go forward and backward."
+        default="1F1B", description="Order in which pipeline stages run forward and backward."
     )
     pipeline_microbatches: int | None = Field(
         default=None, ge=1, description="Rows in the pipeline at once; null for twice the stages."
@@ -184,31 +189,32 @@ class CheckpointConfig(ConfigModel):
         default=None, description="Folder of the checkpoints; null for `checkpoints` in the run's folder."
     )
     save_interval: int | None = Field(
-        default=500, ge=1, description="Optimizer steps between two checkpoints; null for no rule by steps."
+        default=500, ge=1, description="Optimizer steps between two checkpoints; null to save by time only."
     )
     save_interval_s: float | None = Field(
         default=900.0,
         gt=0,
-        description="Seconds after which a checkpoint is saved at the end of a step, if none was saved meanwhile; null "
-        "for no rule by time. The last step is saved in any case.",
+        description="Seconds after which a checkpoint is saved at the end of a step, if none was saved meanwhile; "
+        "null for no time limit. The last step is always saved.",
     )
     grace_s: float | None = Field(
         default=30.0,
         gt=0,
         description="Seconds that a scheduler leaves between SIGTERM (or SIGHUP) and SIGKILL. A training step that is "
-        "still running after half of it is abandoned, and the state before it is saved; null to always finish it.",
+        "still running after half of that time is abandoned, and the state before it is saved; null to always finish "
+        "the step.",
     )
     keep: int = Field(default=2, ge=1, description="How many of the newest checkpoints are kept.")
     keep_best: bool = Field(
         default=True, description="Whether the checkpoint with the lowest validation loss is kept as well."
     )
     asynchronous: bool = Field(
-        default=True, description="Whether training goes on while a checkpoint is being written."
+        default=True, description="Whether training continues while a checkpoint is being written."
     )
     resume: Literal["never", "auto", "must"] | PathText = Field(
         default="never",
-        description="`never` starts anew and refuses a folder with checkpoints; `auto` resumes from the newest one if "
-        "there is one; `must` insists on one; anything else is the path of a checkpoint.",
+        description="`never` starts a new run and refuses a folder that holds checkpoints; `auto` resumes from the "
+        "newest checkpoint if there is one; `must` requires one; any other value is the path of a checkpoint.",
     )
     export_hf: bool = Field(
         default=True, description="Whether the final weights are also written as a Hugging Face folder."

@@ -118,7 +118,7 @@ def _elements(file: IO[bytes], *, name: str, offset: int, line: int, chunk_size:
             scan = (len(window) if token is None else token.start()) - begin
             chunk = file.read(chunk_size)
             if not chunk:
-                raise _not_an_array(name, line, "the array that goes on here is not closed")
+                raise _not_an_array(name, line, "the array that continues here is not closed")
             window, offset, begin = window[begin:] + chunk, offset + begin, 0
             continue
         scan = token.end()

@@ -162,7 +162,7 @@ def _text(value: Mapping[str, Any], key: str, *, layout: Layout, place: str) -> 
     name = layout.name(key)
     text = value.get(name)
     if not isinstance(text, str) or not text.strip():
-        what = f"has no text under `{name}`" if text is None else f"has something under `{name}` that is no text"
+        what = f"has no text under `{name}`" if text is None else f"has something under `{name}` that is not text"
         _refuse(place, f"this record {what}", text, f"format {layout.format}: `{name}` is text that is not empty")
     return text
 

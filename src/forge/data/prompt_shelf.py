@@ -74,7 +74,7 @@ class Shelf:
         prompt = self.sources[int(self.owners[index])].read(int(self.numbers[index]))
         if fingerprint(prompt) != self.prints[index].tobytes():
             raise DataError(
-                f"{prompt.id}: this prompt is not the one that was there when the run began",
+                f"{prompt.id}: this prompt changed after the run started",
                 path=prompt.id,
                 rule="files of prompts stay as they are while a run reads them",
                 repair="start again, or restore the file and resume",

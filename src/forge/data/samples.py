@@ -106,7 +106,7 @@ class Encoder:
             return token_ids, [1.0] * len(token_ids)
         answers = [turn["role"] == "assistant" for turn in conversation.messages]
         if self._data.loss_on == "answers" and not any(answers):
-            raise _bad(place, "nobody answers", "with data.loss_on: answers a record has a message of the assistant")
+            raise _bad(place, "there is no assistant message", "with data.loss_on: answers each record needs one")
         token_ids, said = self._call(place, self._tokenizer.encode_chat, conversation.messages)
         if len(token_ids) != len(said):
             raise RuntimeError(f"the tokenizer gave {len(token_ids)} tokens and a mask of {len(said)}")
@@ -168,7 +168,7 @@ def _take_out(
     wanted = [trained for turn, trained in flags if turn["role"] == "assistant"]
     runs = [(mark, len(list(group))) for mark, group in itertools.groupby(said)]
     if sum(mark for mark, _ in runs) != len(wanted):
-        raise _bad(place, "the chat template does not tell its messages apart", "`train: false` needs each one marked")
+        raise _bad(place, "the chat template does not separate its messages", "`train: false` needs each one marked")
     answers, start = iter(wanted), 0
     for mark, length in runs:
         if mark and not next(answers):

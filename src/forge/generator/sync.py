@@ -124,7 +124,7 @@ class Sync:
                 raise
             except (StoreError, OSError) as error:
                 _log.warning(
-                    "the update to version %s failed (attempt %d of %d): %s; version %d goes on serving",
+                    "the update to version %s failed (attempt %d of %d): %s; still serving version %d",
                     *(version, attempt, most, error, self._engine.version),
                 )
                 if attempt == most:
@@ -255,7 +255,7 @@ def _unproven(version: Version) -> SyncError:
 
 def _told(differing: Mapping[str, tuple[int, int]] | None, most: int = 4) -> str:
     if differing is None:
-        return "which tensors differ this engine cannot tell"
+        return "this engine cannot report which tensors differ"
     if not differing:
         return "every tensor has the digest that was published"
     shown = [f"{name} ({here:016x}, published {published:016x})" for name, (published, here) in differing.items()]

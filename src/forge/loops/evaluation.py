@@ -112,7 +112,7 @@ class Evaluator:
                 "no held-out prompt can be answered",
                 path="evaluation",
                 value=f"{len(tasks)} prompts",
-                rule="at least one that a generator takes",
+                rule="at least one prompt that a generator accepts",
                 repair="the warnings before this say why each was refused; shorten them, or raise training.max_seq_len",
             )
         if record is not None:

@@ -69,7 +69,7 @@ class ChatTemplate:
             ends = self._message_ends(messages, text, options, marks_all=marks_all)
             if ends is not None:
                 return text, self._spans(messages, text, ends, self._turn(options))
-        raise self._inexact("it changes with what is appended to a message, so that messages cannot be told apart")
+        raise self._inexact("it changes with what is appended to a message, so message boundaries cannot be found")
 
     def end_of_turn(self) -> str | None:
         """The token that ends an assistant's turn; None where the template uses none."""
@@ -112,7 +112,7 @@ class ChatTemplate:
 
     def _inexact(self, reason: str) -> ModelError:
         return ModelError(
-            "The chat template does not tell exactly what the assistant says.",
+            "The chat template does not mark exactly which text is the assistant's.",
             path=self.name,
             rule=f"without {{% generation %}} blocks, the assistant's turns must be recognisable: {reason}",
             repair=_REPAIR,
@@ -207,7 +207,7 @@ class ChatTemplate:
         prompt = prompted[len(asked) :]
         header = next((prompt[:size] for size in range(len(prompt), 0, -1) if parts[1].endswith(prompt[:size])), "")
         if not header.strip():
-            raise self._inexact("the assistant's header is not the one that add_generation_prompt adds")
+            raise self._inexact("the assistant's header differs from what add_generation_prompt adds")
         found = [(parts[2].find(token), -len(token), token) for token in self.special_tokens if token in parts[2]]
         if not found or min(found)[2] not in parts[4]:
             raise self._inexact("no special token ends the assistant's turn")

@@ -30,7 +30,7 @@ class ChatTokenizer:
         """`tokenizer` is a fast one of `transformers`, `name` says where it is from, `stop_ids` end generation too."""
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(
-                "The tokenizer cannot tell which characters a token stands for.",
+                "The tokenizer cannot map tokens to characters.",
                 path=name,
                 value=type(tokenizer).__name__,
                 rule="a tokenizer of the library `tokenizers`, with a tokenizer.json",

@@ -84,7 +84,7 @@ class MetricsLog:
 
     def _report(self, name: str, error: Exception, *, when: str) -> None:
         self._failures[name] = error
-        text = "the metrics sink %r failed %s; it gets no more figures, and the run goes on: %s: %s"
+        text = "the metrics sink %r failed %s; it receives no more metrics; the run continues: %s: %s"
         _log.warning(text, name, when, type(error).__name__, error)
 
 

@@ -262,7 +262,7 @@ def _number(key: str, value: object) -> float:
         except (TypeError, ValueError, RuntimeError) as error:
             cause = error
     raise DataError(
-        "the value of a metric is no number",
+        "the value of a metric is not a number",
         path=str(key),
         value=value,
         rule="one number: a float, an int, or a tensor of one element",
@@ -273,7 +273,7 @@ def _number(key: str, value: object) -> float:
 def _check(key: object, reduce: object, num_keys: int) -> None:
     if not isinstance(key, str) or len(key) > _MAX_KEY or _KEY.fullmatch(key) is None or key.startswith(NONFINITE):
         raise DataError(
-            "this is no key of a metric",
+            "this is not a valid metric key",
             path="record_metric(key)",
             value=key,
             rule=f"words of letters, digits and _.@%+=:,[]- joined by /, {_MAX_KEY} characters at most, and not "

@@ -63,7 +63,7 @@ class TraceFile:
             self._append(events)
         except OSError as error:
             self.failure = error
-            _log.warning("the trace %s cannot be written any more, and the run goes on: %s", self.path, error)
+            _log.warning("writing the trace %s failed; the run continues without it: %s", self.path, error)
 
     def close(self) -> None:
         """Remove the room at the end. May be called twice."""
@@ -132,7 +132,7 @@ class TraceFile:
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             self._pids.clear()
             self._lanes.clear()
-            _log.warning("%s is no trace of ours, and is moved aside: %s: %s", self.path, type(error).__name__, error)
+            _log.warning("%s is not a trace of ours; moved aside: %s: %s", self.path, type(error).__name__, error)
             return []
         found: list[dict[str, Any]] = events
         return found

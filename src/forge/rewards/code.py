@@ -144,7 +144,7 @@ def read_tests(prompt: Prompt, tests: Sequence[Any] | None) -> list[str | Stream
         elif isinstance(test, Mapping) and isinstance(test.get("stdout"), str) and set(test) <= {"stdin", "stdout"}:
             read.append(StreamTest(str(test.get("stdin") or ""), test["stdout"]))
         else:
-            raise kind("This is no test.", path=f"{path}[{number}]", value=test, rule=rule, repair="correct the test")
+            raise kind("This is not a test.", path=f"{path}[{number}]", value=test, rule=rule, repair="correct it")
     return read
 
 

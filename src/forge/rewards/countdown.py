@@ -96,7 +96,7 @@ def _expression(text: str) -> tuple[str, Fraction | None]:
         return expression, None
     claim = re.fullmatch(r"\s*(-?\s?[0-9]{1,30}(?:\.[0-9]{1,30}|/[1-9][0-9]{0,29})?)\s*", claimed)
     if claim is None:
-        raise _Refused("what stands behind = is no number")
+        raise _Refused("the text after = is not a number")
     return expression, Fraction(claim[1].replace(" ", ""))
 
 

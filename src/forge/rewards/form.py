@@ -75,7 +75,7 @@ def check_tag_name(name: str, *, path: str) -> None:
     """Refuse `<answer>`, `/answer` and the like: only the name is wanted."""
     if not _TAG_NAME.fullmatch(name):
         raise OptionError(
-            "This is no name of a tag.",
+            "This is not a valid tag name.",
             path=path,
             value=name,
             rule="must be a letter, then letters, digits, - and _",

@@ -194,7 +194,7 @@ def check_regex(args: Mapping[str, Any]) -> None:
             path="pattern",
             value=args["pattern"],
             rule=f"must be a regular expression of Python's re: {error}",
-            repair="mend it; in YAML, put it between single quotes",
+            repair="correct the pattern; in YAML, put it in single quotes",
         ) from error
     group = args.get("group")
     if group is None:

@@ -112,7 +112,7 @@ def token_kl(
             path="ref_logprobs",
             value=len(ref_logprobs),
             rule=f"{len(logprobs)} numbers, one for each token",
-            repair="score the tokens that were drawn, without the prompt",
+            repair="score the sampled tokens, without the prompt",
         )
     log_rs = [reference - own for own, reference in zip(logprobs, ref_logprobs, strict=True)]
     if estimator == "k1":
@@ -146,7 +146,7 @@ def gae(
             path="values_T",
             value=len(values_T),
             rule=f"{len(rewards_T)} numbers, one for each reward",
-            repair="give the critic's value before each token that was drawn",
+            repair="give the critic's value before each sampled token",
         )
     _check_fraction("gamma", gamma)
     _check_fraction("lam", lam)
@@ -260,7 +260,7 @@ def _check_rewards(rewards: Sequence[Sequence[float]]) -> None:
                     path=f"rewards[{number}][{index}]",
                     value=reward,
                     rule="finite",
-                    repair="mend the reward function; a reward that cannot tell gives 0",
+                    repair="fix the reward function; return 0 when it cannot score a completion",
                 )
 
 

@@ -59,7 +59,7 @@ class RewardActor(ForgeActor):
         for index, function in enumerate(self.config.functions):
             if is_served(function.kind) and services[function.kind] is None:
                 raise ConfigError(
-                    f"nobody answers for the reward {function.label!r}",
+                    f"no service answers the reward {function.label!r}",
                     path=f"rewards.functions[{index}].kind",
                     value=function.kind,
                     rule=f"RewardActor needs the service that is its argument `{function.kind}`",

@@ -51,7 +51,7 @@ class RewardModel(ForgeActor):
 
     def _unfit(self, value: object, rule: str) -> ModelError:
         return ModelError(
-            "this is no reward model",
+            "this is not a reward model",
             path="rewards.reward_model.path",
             value=str(value),
             rule=rule,

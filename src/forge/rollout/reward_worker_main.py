@@ -93,7 +93,7 @@ def as_number(value: Any) -> float:
     """The reward as a float. What is no finite number raises."""
     convert: Callable[[Any], float] | None = getattr(type(value), "__float__", None)
     if convert is None:
-        raise TypeError(f"the reward returned {type(value).__name__}, which is no number")
+        raise TypeError(f"the reward returned {type(value).__name__}, which is not a number")
     number = float(convert(value))
     if not math.isfinite(number):
         raise ValueError(f"the reward returned {number}")

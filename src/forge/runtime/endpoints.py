@@ -138,7 +138,7 @@ def endpoint(
             "an endpoint must be a plain method or an async method",
             path=where,
             value=method,
-            rule="def or async def, not a class or property, and one that yields is async def",
+            rule="a def or async def method, not a class or property; a method that yields must be async def",
             repair="write `async def` and yield, or return a list",
         )
     if not inspect.signature(method).parameters:
@@ -174,7 +174,7 @@ def _check_stream(method: Callable[..., Any], where: str, batch: object) -> None
             "setup cannot be a streaming endpoint",
             path=where,
             value=method,
-            rule="setup is awaited before anything is served, and nobody reads items of it",
+            rule="setup is awaited before the actor serves calls, and nothing reads items from it",
             repair="return instead of yielding",
         )
 

@@ -73,7 +73,7 @@ class FrameReader:
         while self._filled - start >= _HEAD.size:
             size, kind, number = head = _HEAD.unpack_from(self._small, start)
             if size > MAX_BODY or not JOIN <= kind <= BYE:
-                raise LineError("what came is no frame")
+                raise LineError("received bytes are not a frame")
             begin = start + _HEAD.size
             if begin + size <= self._filled:
                 frames.append((kind, number, self._small[begin : begin + size]))

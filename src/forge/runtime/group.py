@@ -316,7 +316,7 @@ class RankGroup:
             ActorFailure(
                 f"{self.spec.label} was lost: {reason}",
                 path=self.spec.label,
-                repair="catch ActorFailure and spawn it again; a service does that by itself, and repeats calls of "
+                repair="catch ActorFailure and spawn it again; a service does so automatically, and repeats calls of "
                 "endpoints that are declared @endpoint(retry=True)",
             )
         )
@@ -357,7 +357,7 @@ class RankGroup:
         try:
             await asyncio.wait_for(self._procs.stop(), STOP_S)
         except TimeoutError:
-            _log.info("%s did not stop by itself within %s s", self.spec.label, STOP_S)
+            _log.info("%s did not stop within %s s; killing its processes", self.spec.label, STOP_S)
         except Exception as error:  # noqa: BLE001 - its processes are killed all the same
             _log.debug("%s: stop failed: %s", self.spec.label, error)
 

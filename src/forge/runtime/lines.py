@@ -165,7 +165,7 @@ def check_peer(sock: socket.socket) -> None:
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if uid != os.geteuid():
         raise LineError(
-            f"process {pid} of user {uid} is no part of this run",
+            f"process {pid} of user {uid} does not belong to this run",
             path="SO_PEERCRED",
             value=uid,
             rule=f"the peer of a Unix line is a process of this user ({os.geteuid()})",

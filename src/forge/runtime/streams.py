@@ -87,7 +87,7 @@ class Room:
             self._port.probe()
             if not await self._is_done(granted):
                 raise CallTimeout(
-                    "a stream was closed: its reader showed no sign of life",
+                    "a stream was closed: its reader sent no heartbeat",
                     value=f"{self._patience_s} s",
                     rule="the process that reads a stream answers the actor's question whether it still does",
                     repair="read it in a process that lives on and does not hold the interpreter for so long",

@@ -66,7 +66,7 @@ def check_free(address: str) -> None:
             f"this machine cannot listen there: {error.strerror or error}",
             path="forge worker --address",
             value=address,
-            rule="an address of this machine, and a port that nobody uses",
+            rule="an address of this machine, and a free port",
             repair="choose another port, or end the worker that listens there",
         ) from error
 

@@ -264,7 +264,7 @@ class ServiceEndpoint:
         """Read the items of a streaming endpoint (see `StreamEndpoint`); an ordinary one, as this, has none."""
         where = f"{self._path.table.name}.{self._spec.name}"
         raise OptionError(
-            f"{where} is no streaming endpoint: it returns one value",
+            f"{where} is not a streaming endpoint: it returns one value",
             path=f"{where}.stream",
             value="stream",
             rule="only a method that yields can be read item by item",

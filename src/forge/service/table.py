@@ -267,8 +267,8 @@ class RoutingTable:
                 f"service {self.name} has no replica left: all were given up",
                 path=self.name,
                 value=reasons,
-                rule="a replica is given up after max_restarts tries in a row",
-                repair="read the failure above, mend its cause, and start the service again",
+                rule="a replica is dropped after max_restarts failed restarts in a row",
+                repair="read the failure above, fix its cause, and start the service again",
             )
 
     def _overloaded(self) -> Overloaded:

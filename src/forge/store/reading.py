@@ -291,7 +291,7 @@ def check_names(what: str, stored: Mapping[str, Any], into: Mapping[str, Any], *
     for label, place in into.items():
         if not is_place(place):
             raise StoreError(
-                f"{label!r} is no memory to fill",
+                f"{label!r} is not memory that can be filled",
                 path=f"into[{label!r}]",
                 value=type(place).__name__,
                 rule="a tensor, a DTensor, an At, or a list of Ats",
@@ -314,7 +314,7 @@ def check_names(what: str, stored: Mapping[str, Any], into: Mapping[str, Any], *
     left = sorted(set(stored) - wanted)
     if strict and left:
         raise WeightMismatch(
-            f"{what} has tensors that nobody asked for: {', '.join(left[:8])}"
+            f"{what} has tensors that `into` does not name: {', '.join(left[:8])}"
             + (" and others" if len(left) > 8 else ""),
             tensors=left,
             path="into",

@@ -169,7 +169,7 @@ class Registry:
         writer = self._writers.get(commit.ticket)
         if writer is None:
             self._drop_part(commit.part)
-            raise StoreError("a part was committed that nobody began", value=commit.ticket, rule="begin, then commit")
+            raise StoreError("a part was committed before it was begun", value=commit.ticket, rule="begin, then commit")
         building = writer.building
         building.parts[writer.rank] = commit.part
         took = {holder.session for holder in commit.part.segment.holders}

@@ -81,7 +81,7 @@ def write_structure(key: str, structure: Any) -> bytes:
         data = encode(structure)
     except Exception as error:
         raise StoreError(
-            f"a part of the value of {key!r} that is no tensor cannot be pickled: {error}",
+            f"a part of the value of {key!r} that is not a tensor cannot be pickled: {error}",
             path=key,
             value=type(error).__name__,
             rule="values are tensors, nested dicts, lists and tuples of them, and small picklable objects",
@@ -92,7 +92,7 @@ def write_structure(key: str, structure: Any) -> bytes:
             f"the value of {key!r} is too large without its tensors",
             path=key,
             value=f"{len(data)} bytes",
-            rule=f"at most {MAX_REST} bytes of objects that are no tensors",
+            rule=f"at most {MAX_REST} bytes of objects that are not tensors",
             repair="put large data as tensors (bytes as uint8)",
         )
     return data

@@ -69,7 +69,7 @@ class Publication:
 
 def _tell_failure(done: Future[Published]) -> None:
     if (error := done.exception()) is not None:
-        _log.error("a publication that nobody awaited failed: %s", error)
+        _log.error("a publication that was not awaited failed: %s", error)
 
 
 class Weights:

@@ -19,7 +19,7 @@ class ListSink:
         if self.closed:
             raise closed_error(self)
         if step == self._fail_at:
-            raise OSError(f"told to fail at step {step}")
+            raise OSError(f"configured to fail at step {step}")
         self.entries.append((step, dict(values)))
 
     def close(self) -> None:

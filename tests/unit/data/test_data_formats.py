@@ -114,13 +114,13 @@ REFUSED = [
     ("messages", {"messages": [{**PAIR[0], "train": True}]}, "`train` that cannot be followed"),
     ("sharegpt", {"conversations": [{"from": "alien", "value": "a"}]}, "does not say who speaks"),
     ("sharegpt", {"conversations": [{"from": "human", "value": 3}]}, "has no text"),
-    ("alpaca", {"instruction": " ", "output": "A"}, "no text"),
+    ("alpaca", {"instruction": " ", "output": "A"}, "not text"),
     ("alpaca", {"instruction": "Q"}, "no text under `output`"),
-    ("alpaca", {"instruction": "Q", "input": 3, "output": "A"}, "`input` that is no text"),
+    ("alpaca", {"instruction": "Q", "input": 3, "output": "A"}, "`input` that is not text"),
     ("prompt_response", {"prompt": "Q"}, "no text under `response`"),
-    ("prompt_response", {"prompt": PAIR, "response": "A"}, "`prompt` that is no text"),
-    ("text", {"text": 7}, "`text` that is no text"),
-    ("alpaca", {"instruction": "Q", "output": "A", "system": 7}, "`system` that is no text"),
+    ("prompt_response", {"prompt": PAIR, "response": "A"}, "`prompt` that is not text"),
+    ("text", {"text": 7}, "`text` that is not text"),
+    ("alpaca", {"instruction": "Q", "output": "A", "system": 7}, "`system` that is not text"),
     ("messages", {"messages": PAIR, "tools": [{"name": "add"}]}, "the record has tools"),
 ]
 

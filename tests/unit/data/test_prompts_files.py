@@ -217,7 +217,7 @@ def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path) -> None:
     book = book_of(path)
     written(path, [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "3"}])
     assert book.read(0).answer == "1"
-    with pytest.raises(DataError, match="not the one that was there") as caught:
+    with pytest.raises(DataError, match="changed after the run started") as caught:
         book.read(1)
     assert caught.value.path == f"{path}:2"
 

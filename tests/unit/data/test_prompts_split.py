@@ -203,7 +203,7 @@ def test_a_failed_save_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     book = opened(source).train
     (tmp_path / "frozen.jsonl").write_text("before")
     written(tmp_path / "a.jsonl", ["a", "c"])
-    with pytest.raises(DataError, match="not the one that was there"):
+    with pytest.raises(DataError, match="changed after the run started"):
         save_prompts(book, tmp_path / "frozen.jsonl")
     assert (tmp_path / "frozen.jsonl").read_text() == "before"
     assert len(list(tmp_path.iterdir())) == 2

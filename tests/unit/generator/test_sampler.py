@@ -340,7 +340,7 @@ def test_no_rows_are_no_tokens() -> None:
 
 @pytest.mark.parametrize("logits", [torch.zeros(2, 299), torch.zeros(1, 300), torch.zeros(2, 300).double()])
 def test_logits_of_other_rows_are_refused(logits: Tensor) -> None:
-    with pytest.raises(ModelError, match="not the logits") as caught:
+    with pytest.raises(ModelError, match="the logits do not match") as caught:
         Sampler(300, "cpu").draw(logits, [make_row(), make_row()])
     assert caught.value.path == "logits_SV"
     assert "(2, 300)" in str(caught.value.rule)

@@ -300,7 +300,7 @@ def test_a_template_that_drops_an_answer_is_named(tmp_path: Path) -> None:
     for number, template in enumerate((drops, shortens)):
         tokenizer = ChatTokenizer.load(chatml_folder(tmp_path / str(number), template))
         answer = ("secret", "a long answer that is not all there")[number]
-        with pytest.raises(ModelError, match="does not tell exactly"):
+        with pytest.raises(ModelError, match="does not mark exactly"):
             tokenizer.encode_chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}])
 
 

@@ -154,7 +154,7 @@ def test_an_impossible_head_is_no_frame_and_takes_no_memory(size, kind):
     reader = frames.FrameReader()
     head = frames._HEAD.pack(size, kind, 1)
     reader.buffer()[: len(head)] = head
-    with pytest.raises(LineError, match="no frame"):
+    with pytest.raises(LineError, match="not a frame"):
         reader.advance(len(head))
 
 

@@ -240,7 +240,7 @@ def test_a_reader_is_asked_for_a_sign_of_life_and_closed_without_one() -> None:
             while len(bench.line.told()) < num_probes:
                 await settle(1)
             room.grant(0)
-        with pytest.raises(CallTimeout, match="no sign of life") as caught:  # and then no more
+        with pytest.raises(CallTimeout, match="no heartbeat") as caught:  # and then no more
             await taking
         assert bench.line.told() == ["probe"] * 4
         assert (caught.value.value, bool(caught.value.rule), bool(caught.value.repair)) == ("0.02 s", True, True)

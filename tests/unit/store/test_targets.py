@@ -225,7 +225,7 @@ def test_fetched_tensors_are_copied_into_places() -> None:
         fetched.copy_into({"q": ts.At(half, ts.Chunk(0, 1, 2)), "k": whole}, strict=False, cast=True)
         assert torch.equal(half, stored["q"][4:])
         assert torch.equal(whole, stored["k"].bfloat16())
-        with pytest.raises(StoreError, match="nobody asked for"):
+        with pytest.raises(StoreError, match="`into` does not name"):
             fetched.copy_into({"k": torch.zeros(4, 6)})
         with pytest.raises(StoreError, match="another dtype"):
             fetched.copy_into({"k": whole}, strict=False)

@@ -96,7 +96,7 @@ class Drawn:
         tokens, logprobs, full = found.tolist()
         if broken:
             raise NonFiniteError(
-                f"no token can be drawn for {len(broken)} of {len(tokens)} completions: the model's logits are NaN or "
+                f"cannot sample a token for {len(broken)} of {len(tokens)} completions: the model's logits are NaN or "
                 "infinite, or every token is ruled out",
                 path="logits",
                 value=broken,
@@ -213,7 +213,7 @@ class Sampler:
         dtypes = (torch.float32, torch.bfloat16) if logits.is_cuda else (torch.float32,)
         if tuple(logits.shape) != wanted or logits.dtype not in dtypes:
             raise ModelError(
-                "these are not the logits of the rows that tokens are to be drawn for",
+                "the logits do not match the rows to sample tokens for",
                 path="logits_SV",
                 value=(tuple(logits.shape), str(logits.dtype)),
                 rule=f"float32 of the shape {wanted}: one row for each completion, one column for each token",

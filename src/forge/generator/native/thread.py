@@ -146,7 +146,7 @@ class EngineThread:
             "the generator's engine has ended",
             value=repr(self._dead),
             rule="the thread that makes tokens runs as long as the generator",
-            repair="start the generator again; a service does so by itself",
+            repair="restart the generator; a service restarts it automatically",
         )
 
     # ---- On the thread ------------------------------------------------------------------------------------------

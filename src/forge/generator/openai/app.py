@@ -221,7 +221,7 @@ async def _read_body(request: web.Request) -> Mapping[str, Any]:
 
 
 def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _check_model(policy: Policy, name: str) -> None:

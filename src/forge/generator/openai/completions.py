@@ -37,7 +37,7 @@ async def complete_text(
 def _wants_logprobs(body: Mapping[str, Any]) -> bool:
     wanted = body.get("logprobs")
     if wanted is not None and (wanted != 0 or isinstance(wanted, bool)):
-        rule = "may be 0, for the logprobs of the tokens that were drawn; those of others are not given"
+        rule = "may be 0, for the logprobs of the sampled tokens; logprobs of other tokens are not supported"
         raise refuse("logprobs", rule, code="unsupported_value")
     return wanted is not None
 

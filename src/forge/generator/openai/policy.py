@@ -141,5 +141,5 @@ def _check_tools(messages: Sequence[Mapping[str, Any]], template: Mapping[str, A
         names += [("messages", call["function"]["name"]) for call in message.get("tool_calls") or ()]
     for param, name in names:
         if name not in text:
-            rule = f"the model's chat template leaves {name!r} out: give one that knows tools (generator.chat_template)"
+            rule = f"the model's chat template leaves {name!r} out: set generator.chat_template to one with tools"
             raise refuse(param, rule, code="unsupported_value")

@@ -73,7 +73,7 @@ class Adapters:
             raise OptionError("An adapter needs a name.", path="load_adapter(name)", value=name, rule="is not empty")
         if not (Path(path) / "adapter_config.json").is_file():
             raise ModelError(
-                "This is no LoRA adapter.",
+                "This is not a LoRA adapter.",
                 path="load_adapter(path)",
                 value=path,
                 rule="a folder with adapter_config.json and adapter_model.safetensors, as PEFT writes them",

@@ -117,7 +117,7 @@ class Updates:
                 path=f"Weights({self._name!r})",
                 value=version,
                 rule=f"versions that can be fetched: {numbers}",
-                repair="publish it first, or ask for one that is kept",
+                repair="publish it first, or request one of those versions",
             )
         return max(numbers) if version == "latest" else version
 
