@@ -14,6 +14,7 @@ from forge.config.algorithm import (
 )
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.command_line import from_command_line
+from forge.config.engines import EngineSpec
 from forge.config.generator import (
     CanaryConfig,
     GenerationConfig,
@@ -65,6 +66,7 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DistributedConfig",
+    "EngineSpec",
     "EvaluationConfig",
     "ForgeConfig",
     "FrozenDict",

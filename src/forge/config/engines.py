@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from forge.config.base import broken_rule
 from forge.config.rules import registered
-from forge.errors import ConfigError
+from forge.errors import MISSING, ConfigError
 from forge.registry import Registry, call, import_attribute
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class EngineSpec:
 
     def errors(self, section: GenerationConfig) -> Iterable[ConfigError]:
         """Yield what is wrong with a section before an engine is started."""
-        return () if self.check is None else _imported(self.check)(section)  # type: ignore[no-any-return]
+        return () if self.check is None else _imported(self.check)(section)
 
 
 def _imported(found: Any) -> Any:
@@ -88,12 +89,23 @@ def find_engine(name: str, *, path: str = "generator.engine") -> EngineSpec:
     return EngineSpec(found, **declared)
 
 
+def require_capability(name: str, capability: str, *, key: str, repair: str) -> None:
+    """Raise, for a schema, if an engine does not declare a capability. `key` is the field that the error names."""
+    try:
+        spec = find_engine(name)
+    except ConfigError as error:
+        raise broken_rule(f"{error.message}: {error.rule}", repair=str(error.repair), key=key) from error
+    if not getattr(spec, capability):
+        rule = f"needs an engine that declares {capability}: {engines_with(capability)}"
+        raise broken_rule(rule, repair=repair, key=key)
+
+
 def engines_with(capability: str) -> str:
     """Return the built-in engines that declare a capability, for messages."""
     return " or ".join(name for name in ENGINES.names if getattr(find_engine(name), capability))
 
 
-def unsupported(engine: str, capability: str, *, path: str, value: object = None) -> ConfigError:
+def unsupported(engine: str, capability: str, *, path: str, value: object = MISSING) -> ConfigError:
     """Return the error for a key that needs a capability which an engine does not declare."""
     what = capability.removeprefix("supports_").replace("_", " ")
     return ConfigError(

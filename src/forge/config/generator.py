@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.engines import EngineName, EngineSpec, find_engine, require_capability
 from forge.config.rules import SHORT_DTYPES
 from forge.config.schema import ForgeConfig, ModelConfig
 
@@ -141,10 +142,10 @@ class CanaryConfig(ConfigModel):
 class GenerationConfig(ConfigModel):
     """Which engine generates tokens, and its settings."""
 
-    engine: Literal["native", "vllm"] = Field(
+    engine: EngineName = Field(
         default="native",
         description="`native`: the trainer's own model definition, on the CPU or one GPU, nothing to install. `vllm`: "
-        "vLLM in a separate process.",
+        "vLLM in a separate process. `module:attribute`: an engine class of your own.",
     )
     weights: str = Field(
         default="policy", min_length=1, description="Name under which the trainer publishes weights in the store."
@@ -211,9 +212,15 @@ class GenerationConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        if self.engine == "native" and self.engine_args:
-            raise broken_rule("only for `engine: vllm`", repair="set engine: vllm, or remove it", key="engine_args")
+        if self.engine_args:
+            repair = "set engine: vllm, or remove it"
+            require_capability(self.engine, "supports_engine_args", key="engine_args", repair=repair)
         return self
+
+    @property
+    def engine_spec(self) -> EngineSpec:
+        """What the engine declares."""
+        return find_engine(self.engine)
 
 
 class GeneratorConfig(GenerationConfig):

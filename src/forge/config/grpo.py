@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from forge.config.algorithm import AlgorithmConfig
 from forge.config.base import ConfigModel, broken_rule
+from forge.config.engines import require_capability
 from forge.config.generator import GenerationConfig
 from forge.config.prompts import EvaluationConfig, PromptsConfig
 from forge.config.rewards import RewardsConfig
@@ -163,9 +164,9 @@ class GRPOConfig(ForgeConfig):
             rule = f"0 with placement `{self.placement}`: the policy generates and learns in turns"
             repair = "set placement: beside or apart, or staleness: 0"
             raise broken_rule(rule, repair=repair, key="rollout.staleness")
-        if self.placement == "shared" and self.generator.engine != "native":
-            rule = "`native` with placement `shared`: only it computes with the trainer's own weights"
-            raise broken_rule(rule, repair="set placement: turns or beside", key="generator.engine")
+        if self.placement == "shared":
+            engine, repair = self.generator.engine, "set engine: native, or placement: turns or beside"
+            require_capability(engine, "supports_shared_weights", key="generator.engine", repair=repair)
         if self.placement == "shared" and self.generators.num_replicas > 1:
             rule = "1 with placement `shared`: there is one process"
             raise broken_rule(rule, repair="set placement: apart", key="generators.num_replicas")
@@ -187,4 +188,4 @@ class GRPOConfig(ForgeConfig):
     def gives_way(self) -> bool:
         """Whether the generators' cache is chosen to fill what a trainer at rest leaves of a GPU, and is given back
         while it works."""
-        return self.placement in ("turns", "shared") and self.generator.engine == "native"
+        return self.placement in ("turns", "shared") and self.generator.engine_spec.releases_cache

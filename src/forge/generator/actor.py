@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forge.config import GeneratorConfig, Sampling, UpdateMode
-from forge.errors import ConfigError, OptionError, SyncError
+from forge.config.engines import unsupported
+from forge.errors import OptionError, SyncError
 from forge.generator.engine import EngineStats, GenerationEngine, Request, UpdateReport
 from forge.generator.limits import most_open
 from forge.generator.long_texts import LongTexts, is_long
@@ -53,14 +54,9 @@ class Generator(ForgeActor):
     async def setup(self) -> None:
         """Load the model, and the newest weights if any were published."""
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if world_size > 1 and self.config.engine == "native":
-            raise OptionError(
-                "the embedded engine runs in one process",
-                path="Generator.options(procs=)",
-                value=world_size,
-                rule="1 with `engine: native`",
-                repair="procs=1 and more replicas, or engine: vllm",
-            )
+        if world_size > 1 and not self.config.engine_spec.supports_tensor_parallel:
+            path = "Generator.options(procs=)"
+            raise unsupported(self.config.engine, "supports_tensor_parallel", path=path, value=world_size)
         devices = await asyncio.to_thread(_all_devices, rank, world_size)
         self._is_front = rank == 0
         self._catching_up = asyncio.Lock()
@@ -91,13 +87,15 @@ class Generator(ForgeActor):
         return model, ChatTokenizer.load(model.folder, chat_template=self.config.chat_template)
 
     def _make_engine(self, world_size: int, devices: Sequence[str]) -> GenerationEngine:
-        if self.config.engine == "native":
-            from forge.generator.native.engine import NativeEngine
-
-            return NativeEngine(self.config, model=self.model, tokenizer=self._tokenizer, on_death=_end_process)
-        from forge.generator.vllm.engine import VllmEngine
-
-        return VllmEngine(self.config, tensor_parallel=world_size, devices=devices, on_death=_end_process)
+        engine: GenerationEngine = self.config.engine_spec.create(
+            config=self.config,
+            model=self.model,
+            tokenizer=self._tokenizer,
+            tensor_parallel=world_size,
+            devices=devices,
+            on_death=_end_process,
+        )
+        return engine
 
     def _make_reader(self) -> PromptReader:
         from forge.generator.limits import context_limit
@@ -193,8 +191,7 @@ class Generator(ForgeActor):
         else:
             ids = self._reader.token_ids(prompt, **read)
         chosen = self._reader.sampling(sampling, n)
-        if self.config.engine == "native":
-            _refuse_for_native(chosen)
+        self._check_supported(chosen)
         return Request(uuid.uuid4().hex, ids, chosen)
 
     @endpoint(retry=True, concurrent=True)
@@ -307,25 +304,16 @@ class Generator(ForgeActor):
             await self._adapters().unload_adapter(name)
 
     def _adapters(self) -> Any:
-        if self.config.engine == "native":
-            raise _only_vllm("load_adapter", "adapters")
+        if not self.config.engine_spec.supports_adapters:
+            raise unsupported(self.config.engine, "supports_adapters", path="load_adapter")
         return self._engine
 
-
-def _refuse_for_native(sampling: Sampling) -> None:
-    if sampling.structured is not None:
-        raise _only_vllm("sampling.structured", "structured output")
-    if sampling.adapter is not None:
-        raise _only_vllm("sampling.adapter", "adapters")
-
-
-def _only_vllm(path: str, what: str) -> ConfigError:
-    return ConfigError(
-        f"the embedded engine has no {what}",
-        path=path,
-        rule="only with `engine: vllm`",
-        repair="set generator.engine=vllm, or leave it out",
-    )
+    def _check_supported(self, sampling: Sampling) -> None:
+        spec = self.config.engine_spec
+        if sampling.structured is not None and not spec.supports_structured_output:
+            raise unsupported(self.config.engine, "supports_structured_output", path="sampling.structured")
+        if sampling.adapter is not None and not spec.supports_adapters:
+            raise unsupported(self.config.engine, "supports_adapters", path="sampling.adapter")
 
 
 def _all_devices(rank: int, world_size: int) -> tuple[str, ...]:

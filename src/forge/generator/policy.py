@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from forge.config import GeneratorConfig, PolicyConfig
+from forge.config.engines import unsupported
 from forge.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,14 +18,9 @@ async def start_policy(config: PolicyConfig) -> Service[Generator]:
     """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
     from forge.generator.actor import Generator
 
-    if config.tensor_parallel > 1 and config.generator.engine == "native":
-        raise ConfigError(
-            "the embedded engine runs in one process",
-            path="tensor_parallel",
-            value=config.tensor_parallel,
-            rule="1, unless `engine: vllm`",
-            repair="set generator.engine=vllm, or num_replicas instead",
-        )
+    if config.tensor_parallel > 1 and not config.generator.engine_spec.supports_tensor_parallel:
+        engine, degree = config.generator.engine, config.tensor_parallel
+        raise unsupported(engine, "supports_tensor_parallel", path="tensor_parallel", value=degree)
     with_gpus = _wants_gpus(config.generator.with_gpus)
     if with_gpus and config.launcher.kind == "local" and not _num_gpus():
         raise ConfigError(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forge.config import GenerationConfig, GRPOConfig, ModelConfig, PolicyConfig, RewardsConfig, SFTConfig
+from forge.config.engines import unsupported
 from forge.errors import ConfigError, ForgeError, ModelError
 from forge.loops.casting import gpus_beside, wants_gpus
 from forge.models.locate import resolve
@@ -79,28 +80,14 @@ def _placement_errors(config: GRPOConfig) -> Iterator[ForgeError]:
 
 
 def _tensor_parallel_errors(section: GenerationConfig, degree: int, *, path: str) -> Iterator[ForgeError]:
-    if degree > 1 and section.engine == "native":
-        yield ConfigError(
-            "the native engine runs in one process",
-            path=path,
-            value=degree,
-            rule="1, unless `engine: vllm`",
-            repair="set generator.engine=vllm, or num_replicas instead",
-        )
+    if degree > 1 and not section.engine_spec.supports_tensor_parallel:
+        yield unsupported(section.engine, "supports_tensor_parallel", path=path, value=degree)
 
 
 def _engine_errors(section: GenerationConfig, *, path: str = "generator") -> Iterator[ForgeError]:
-    if section.engine != "vllm":
-        return
-    from forge.generator.vllm.arguments import check_owned
-    from forge.generator.vllm.environment import installed_build
-
-    for check in (installed_build, lambda: check_owned(section.engine_args)):
-        try:
-            check()
-        except ConfigError as error:
-            error.path = (error.path or path).replace("generator", path, 1)
-            yield error
+    for error in section.engine_spec.errors(section):
+        error.path = (error.path or path).replace("generator", path, 1)
+        yield error
 
 
 def _reward_model_errors(section: RewardsConfig) -> Iterator[ForgeError]:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from forge.config import Sampling
 from forge.config.diagnosis import diagnose
+from forge.config.engines import engines_with, find_engine
 from forge.errors import did_you_mean
 from forge.generator.openai.errors import RequestError, refuse
 
@@ -152,8 +153,9 @@ def _read_format(wanted: Any, engine: str) -> dict[str, Any] | None:
             raise refuse("response_format", "needs json_schema.schema, an object")
     else:
         raise refuse("response_format", "its type must be text, json_object or json_schema")
-    if engine == "native":
-        rule = "needs structured output, which the engine `native` does not have; serve with generator.engine=vllm"
+    if not find_engine(engine).supports_structured_output:
+        serve = f"serve with generator.engine={engines_with('supports_structured_output')}"
+        rule = f"needs structured output, which the engine `{engine}` does not have; {serve}"
         raise refuse("response_format", rule, code="unsupported_value")
     return {"json_schema": schema}
 

@@ -6,15 +6,15 @@ What is wrong with an argument is said before anything starts, with its path in 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from forge.config import GeneratorConfig, ModelConfig
+from forge.config import GenerationConfig, GeneratorConfig, ModelConfig
 from forge.errors import ConfigError, did_you_mean
 from forge.generator.limits import context_limit
-from forge.generator.vllm.environment import Build
+from forge.generator.vllm.environment import Build, installed_build
 
 PATH: Final = "generator.engine_args"
 EXTENSION: Final = "forge.generator.vllm.transfer.ForgeWorker"
@@ -124,6 +124,15 @@ def thawed(value: Any) -> Any:
     if isinstance(value, tuple | list | frozenset):
         return [thawed(item) for item in value]
     return value
+
+
+def section_errors(section: GenerationConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with a section before an engine is started: vLLM is missing, or an argument is ours."""
+    for check in (installed_build, lambda: check_owned(section.engine_args)):
+        try:
+            check()
+        except ConfigError as error:
+            yield error
 
 
 def check_owned(given: Mapping[str, Any]) -> None:
