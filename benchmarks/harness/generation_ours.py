@@ -48,14 +48,13 @@ def _sampling(wanted: Wanted, *, greedy: bool = False) -> Any:
 
 def _make_engine(folder: Path, plan: Plan, engine: Engine) -> Any:
     config = _config(folder, plan, engine)
-    if engine == "vllm":
-        from forge.generator.vllm.engine import VllmEngine
-
-        return VllmEngine(config)
-    from forge.generator.native.engine import NativeEngine
+    from forge.generator.engine import engine_class
     from forge.models.locate import resolve
+    from forge.models.tokenizer import ChatTokenizer
 
-    return NativeEngine(config, model=resolve(config.model))
+    model = resolve(config.model)
+    tokenizer = ChatTokenizer.load(folder) if engine == "vllm" else None
+    return engine_class(engine)(config, model=model, tokenizer=tokenizer)
 
 
 class EngineSide:

@@ -233,6 +233,12 @@ REWARDS: Final[Registry[Callable[..., float]]] = Registry(
     rule="must be a plain function (prompt, completion, **arguments) -> float",
     repair="`forge rewards` lists the built-in ones",
 )
+ENGINES: Final[Registry[Any]] = Registry(
+    "engine",
+    {"native": "forge.generator.native.engine:NativeEngine", "vllm": "forge.generator.vllm.engine:VllmEngine"},
+    rule="must be a class that has the methods of forge.generator.engine.GenerationEngine, and its `capabilities`",
+    accepts=lambda found: hasattr(found, "capabilities"),
+)
 SINKS: Final[Registry[Factory]] = Registry(
     "sink",
     {

@@ -17,7 +17,7 @@ import torch
 import forge
 import generator_bench
 from forge.generator.native.engine import NativeEngine
-from generator_bench import MAX_BATCH, MAX_QUEUE, Bench, native_engine
+from generator_bench import MAX_BATCH, MAX_QUEUE, Bench, make_engine, native_engine
 from generator_models import FIRST, config
 
 pytestmark = [
@@ -70,9 +70,7 @@ class GpuBench(Bench):
             self.engine: Any = native_engine(made_from)
             assert isinstance(self.engine, NativeEngine)
         else:
-            from forge.generator.vllm.engine import VllmEngine
-
-            self.engine = VllmEngine(made_from)
+            self.engine = make_engine(made_from)
         await self.engine.start()
 
 

@@ -25,6 +25,7 @@ from forge.loops.colocated import SharedPolicy
 from forge.runtime.device_memory import DeviceMemory, OutOfDeviceMemory, Purpose, open_driver, release_dropped
 from forge.trainer.actor import _empty_cache
 from forge.types import Batch, Sample
+from generator_bench import make_engine
 from generator_models import FIRST, SECOND, prompt
 
 pytestmark = [
@@ -62,9 +63,7 @@ def make(name: str, **fields: Any) -> GenerationEngine:
     config = models.config(FIRST, engine=name, with_gpus=True, max_batch=16, kv_cache_gb=CACHE_GIB, **fields)
     if name == "native":
         return NativeEngine(config, model=models.model(FIRST), tokenizer=models.tokenizer(FIRST))
-    from forge.generator.vllm.engine import VllmEngine
-
-    return VllmEngine(config)
+    return make_engine(config)
 
 
 async def answer(engine: GenerationEngine) -> tuple[int, ...]:

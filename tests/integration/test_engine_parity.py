@@ -121,7 +121,7 @@ def run_layout(root: Path, family: str, layout: str, degrees: dict[str, Any]) ->
 
 
 def run_engine(engine: Any, out: Path) -> Found:
-    from forge.trainer.keeping import Keeper
+    from forge.trainer.checkpointer import Checkpointer
 
     batch = documents()
     logits: dict[int, Tensor] = {}
@@ -132,7 +132,7 @@ def run_engine(engine: Any, out: Path) -> Found:
         part.use(engine.book, head)
     evaluated = engine.evaluate(batch)
     result = engine.train_step(batch)
-    Keeper(engine).export(out)
+    Checkpointer(engine).export(out)
     return Found(logits, logprobs, result, evaluated)
 
 

@@ -263,9 +263,9 @@ def test_weights_of_a_trainer_in_this_process_are_shared(tmp_path: Path) -> None
 
 
 def exported_folder(trained: Engine, folder: Path) -> Path:
-    from forge.trainer.keeping import Keeper
+    from forge.trainer.checkpointer import Checkpointer
 
-    Keeper(trained).export(folder, dtype=None, overwrite=False)
+    Checkpointer(trained).export(folder, dtype=None, overwrite=False)
     return folder
 
 
@@ -342,7 +342,7 @@ def test_what_proves_weights_waits_for_no_request() -> None:
             ]
             await asyncio.sleep(0)  # all are asked for
             line = prompt(33)
-            first = await engine.score_first(line)
+            first = (await engine.score([line], urgent=True))[0]
             assert not any(task.done() for task in asked), "it overtook those that are under way"
             found = [completion for (completion,) in await asyncio.gather(*asked)]
             assert [completion.token_ids for completion in found] == [

@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from forge.config import GeneratorConfig, Sampling, UpdateMode
-from forge.generator.engine import GenerationEngine, Request
+from forge.generator.engine import GenerationEngine, Request, engine_class
 from forge.generator.native.engine import NativeEngine
+from forge.models.locate import resolve
+from forge.models.tokenizer import ChatTokenizer
 from forge.store import Weights
 from forge.types import Completion, Delta
 from generator_models import FIRST, Kind, config, model, tokenizer, weights
@@ -21,6 +23,13 @@ MAX_BATCH, MAX_QUEUE = 8, 12
 
 def native_engine(config: GeneratorConfig, kind: Kind = FIRST, **options: Any) -> NativeEngine:
     return NativeEngine(config, model=model(kind), tokenizer=tokenizer(kind), **options)
+
+
+def make_engine(config: GeneratorConfig, **options: Any) -> Any:
+    """Make the engine that a configuration names, as `Generator` does."""
+    model = resolve(config.model)
+    tokenizer = None if model.folder is None else ChatTokenizer.load(model.folder)
+    return engine_class(config.engine)(config, model=model, tokenizer=tokenizer, **options)
 
 
 class Bench:
@@ -47,9 +56,7 @@ class Bench:
         if self.name == "native":
             self.engine: GenerationEngine = native_engine(made_from)
         else:
-            from forge.generator.vllm.engine import VllmEngine
-
-            self.engine = VllmEngine(made_from)
+            self.engine = make_engine(made_from)
         await self.engine.start()
 
     async def publish(self, kind: Kind, tensors: Mapping[str, Tensor] | None = None) -> int:

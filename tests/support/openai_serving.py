@@ -97,7 +97,13 @@ class TokenService:
             yield Delta(0, (token,), (whole.logprobs[index],), text, 3, whole if is_last else None)
 
     async def _card(self) -> dict[str, Any]:
-        return {"name": "tokens", "engine": "fake", "max_seq_len": 4096, "version": 3}
+        return {
+            "name": "tokens",
+            "engine": "fake",
+            "capabilities": {"structured_output": True},
+            "max_seq_len": 4096,
+            "version": 3,
+        }
 
     async def _stats(self) -> EngineStats:
         return EngineStats(version=3)

@@ -12,10 +12,10 @@ import os
 from typing import Any
 
 from forge.config import Sampling
-from forge.generator.vllm.engine import VllmEngine
 from forge.generator.vllm.environment import engine_environment, hide_broken
 from forge.models.weight_names import hf_views
 from forge.store import Weights
+from generator_bench import make_engine
 from vllm_kit import PROMPT, config, judged, request, tiny, weights
 
 PLAIN: dict[str, Any] = {
@@ -102,7 +102,7 @@ async def orphans() -> None:
     """Start two engines, ours and one of plain vLLM, and a store that goes away."""
     import forge
 
-    ours = VllmEngine(config())
+    ours = make_engine(config())
     await ours.start()
     await Weights("policy", rank=0, world_size=1).publish(weights(1), version=1)
     await ours.update("latest", "keep")

@@ -41,10 +41,10 @@ def on_loop() -> Iterator[Callable[[Awaitable[Any]], Any]]:
 @pytest.fixture(scope="package")
 def engine(on_loop: Callable[[Awaitable[Any]], Any]) -> Iterator[Any]:
     """The shared engine. It has the tiny model's own weights until a test updates them."""
-    from forge.generator.vllm.engine import VllmEngine
+    from generator_bench import make_engine
     from vllm_kit import config
 
-    made = VllmEngine(config(engine_args=LORA))
+    made = make_engine(config(engine_args=LORA))
     on_loop(made.start())
     pids = made.stats().more["pids"]
     yield made

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from forge.errors import EngineDead, PromptError
-from forge.generator.vllm.engine import VllmEngine
 from forge.store import Weights
+from generator_bench import make_engine
 from vllm_kit import PROMPT, config, greedy, request, token_logprobs, weights
 
 pytestmark = pytest.mark.alone
@@ -53,7 +53,7 @@ async def kill(engine: Any, pid: int) -> None:
 def test_speculation_changes_no_token_and_its_engine_dies_loudly(on_loop):
     async def body() -> None:
         told: list[BaseException] = []
-        engine = VllmEngine(config(engine_args={"speculative_config": NGRAM}), on_death=told.append)
+        engine = make_engine(config(engine_args={"speculative_config": NGRAM}), on_death=told.append)
         await engine.start()
         (made,) = await engine.generate(request(REPEATING, max_tokens=48))
         assert list(made.token_ids) == greedy(0, REPEATING, 48)
@@ -73,7 +73,7 @@ def test_speculation_changes_no_token_and_its_engine_dies_loudly(on_loop):
 
 def test_two_workers_are_one_engine(on_loop):
     async def body() -> None:
-        engine = VllmEngine(config(), tensor_parallel=2)
+        engine = make_engine(config(), tensor_parallel=2)
         await engine.start()
         pids = engine.stats().more["pids"]
         assert len(set(pids)) == 3

@@ -16,6 +16,7 @@ from forge.config import GeneratorConfig, ModelConfig
 from forge.models.locate import resolve
 from forge.models.tiny import make_tiny
 from forge.store import Weights
+from generator_bench import make_engine
 from hf_state import to_ours
 
 pytestmark = pytest.mark.alone
@@ -49,13 +50,11 @@ def judged(folder: Path) -> torch.Tensor:
     _amx.verdict() == "traps", reason="AMX traps on this machine, and vLLM's kernels for bfloat16 use it"
 )
 def test_logits_are_not_rounded(tmp_path: Path, on_loop: Callable[[Awaitable[Any]], Any]) -> None:
-    from forge.generator.vllm.engine import VllmEngine
-
     folders = [tmp_path / "first", tmp_path / "second"]
     tensors = [write(folder, seed=seed) for seed, folder in enumerate(folders)]
     model = ModelConfig(path=str(folders[0]), head_precision="float32")
     fields = {"max_seq_len": 256, "max_batch": 4, "kv_cache_gb": 0.05, "weights": "loud"}
-    engine = VllmEngine(GeneratorConfig(engine="vllm", model=model, precision="bfloat16", **fields))
+    engine = make_engine(GeneratorConfig(engine="vllm", model=model, precision="bfloat16", **fields))
 
     async def error(folder: Path) -> float:
         (scores,) = await engine.score([IDS])

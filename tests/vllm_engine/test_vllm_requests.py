@@ -12,9 +12,9 @@ import torch
 
 from forge.config import Sampling
 from forge.errors import ConfigError, OptionError, Overloaded, PromptError
-from forge.generator.vllm.engine import VllmEngine
 from forge.store import Weights
 from forge.types import VersionSpan
+from generator_bench import make_engine
 from vllm_kit import PROMPT, config, greedy, judged, request, tiny, token_logprobs, weights
 
 pytestmark = pytest.mark.alone
@@ -323,7 +323,7 @@ def test_threads_do_not_spin_and_nothing_is_sent_home(engine):
 )
 def test_arguments_are_checked_before_anything_starts(on_loop, arguments, path, said):
     with pytest.raises(ConfigError) as caught:
-        on_loop(VllmEngine(config(engine_args=arguments)).start())
+        on_loop(make_engine(config(engine_args=arguments)).start())
     assert caught.value.path == f"generator.engine_args.{path}"
     assert said in str(caught.value)
     assert caught.value.repair
@@ -331,7 +331,7 @@ def test_arguments_are_checked_before_anything_starts(on_loop, arguments, path, 
 
 def test_a_build_for_the_cpu_refuses_gpus(on_loop):
     with pytest.raises(ConfigError) as caught:
-        on_loop(VllmEngine(config(with_gpus=True)).start())
+        on_loop(make_engine(config(with_gpus=True)).start())
     assert caught.value.path == "generator.with_gpus"
 
 

@@ -14,18 +14,18 @@ from forge.config.algorithm import (
 )
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.command_line import from_command_line
-from forge.config.engines import EngineSpec
 from forge.config.generator import (
     CanaryConfig,
     GenerationConfig,
     GeneratorConfig,
+    GeneratorServiceConfig,
     PolicyConfig,
     Sampling,
     ServeConfig,
     UpdateConfig,
     UpdateMode,
 )
-from forge.config.grpo import GeneratorsConfig, GRPOConfig, RecordConfig, ReferenceConfig, RolloutConfig
+from forge.config.grpo import GRPOConfig, RecordConfig, ReferenceConfig, RolloutConfig
 from forge.config.layers import Origin
 from forge.config.loading import Loaded, explain, load, load_with_origins
 from forge.config.model_presets import preset_names
@@ -66,14 +66,13 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DistributedConfig",
-    "EngineSpec",
     "EvaluationConfig",
     "ForgeConfig",
     "FrozenDict",
     "GRPOConfig",
     "GenerationConfig",
     "GeneratorConfig",
-    "GeneratorsConfig",
+    "GeneratorServiceConfig",
     "InvalidConfig",
     "JudgeConfig",
     "KLConfig",

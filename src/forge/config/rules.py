@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, PlainSerializer
 
 from forge.config.base import broken_rule
-from forge.registry import ADVANTAGES, LOSSES, REWARDS, SINKS, SURROGATES, TASKS, Registry
+from forge.registry import ADVANTAGES, ENGINES, LOSSES, REWARDS, SINKS, SURROGATES, TASKS, Registry
 
 
 def matches(pattern: str, *, rule: str, repair: str) -> AfterValidator:
@@ -42,6 +42,7 @@ SurrogateName = Annotated[str, registered(SURROGATES)]
 AdvantageName = Annotated[str, registered(ADVANTAGES)]
 TaskName = Annotated[str, registered(TASKS)]
 RewardName = Annotated[str, registered(REWARDS)]
+EngineName = Annotated[str, registered(ENGINES)]
 SinkName = Annotated[str, registered(SINKS)]
 
 

@@ -7,12 +7,19 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from forge.config import GeneratorConfig, Sampling, UpdateMode
-from forge.config.engines import unsupported
-from forge.errors import OptionError, SyncError
-from forge.generator.engine import EngineStats, GenerationEngine, Request, UpdateReport
+from forge.errors import ConfigError, OptionError, SyncError
+from forge.generator.engine import (
+    EngineCapabilities,
+    EngineStats,
+    GenerationEngine,
+    Request,
+    UpdateReport,
+    engine_class,
+)
 from forge.generator.limits import most_open
 from forge.generator.long_texts import LongTexts, is_long
 from forge.generator.sync import Sync, Version
@@ -54,9 +61,14 @@ class Generator(ForgeActor):
     async def setup(self) -> None:
         """Load the model, and the newest weights if any were published."""
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if world_size > 1 and not self.config.engine_spec.supports_tensor_parallel:
-            path = "Generator.options(procs=)"
-            raise unsupported(self.config.engine, "supports_tensor_parallel", path=path, value=world_size)
+        if world_size > 1 and not self._capabilities.tensor_parallel:
+            raise OptionError(
+                f"the engine `{self.config.engine}` runs in one process",
+                path="Generator.options(procs=)",
+                value=world_size,
+                rule=f"1 with `engine: {self.config.engine}`",
+                repair="procs=1 and more replicas, or engine: vllm",
+            )
         devices = await asyncio.to_thread(_all_devices, rank, world_size)
         self._is_front = rank == 0
         self._catching_up = asyncio.Lock()
@@ -87,15 +99,18 @@ class Generator(ForgeActor):
         return model, ChatTokenizer.load(model.folder, chat_template=self.config.chat_template)
 
     def _make_engine(self, world_size: int, devices: Sequence[str]) -> GenerationEngine:
-        engine: GenerationEngine = self.config.engine_spec.create(
-            config=self.config,
-            model=self.model,
-            tokenizer=self._tokenizer,
-            tensor_parallel=world_size,
-            devices=devices,
-            on_death=_end_process,
+        options: dict[str, Any] = {}
+        if self._capabilities.tensor_parallel:
+            options = {"tensor_parallel": world_size, "devices": devices}
+        engine: GenerationEngine = engine_class(self.config.engine)(
+            self.config, model=self.model, tokenizer=self._tokenizer, on_death=_end_process, **options
         )
         return engine
+
+    @property
+    def _capabilities(self) -> EngineCapabilities:
+        found: EngineCapabilities = engine_class(self.config.engine).capabilities
+        return found
 
     def _make_reader(self) -> PromptReader:
         from forge.generator.limits import context_limit
@@ -191,7 +206,10 @@ class Generator(ForgeActor):
         else:
             ids = self._reader.token_ids(prompt, **read)
         chosen = self._reader.sampling(sampling, n)
-        self._check_supported(chosen)
+        if chosen.structured is not None and not self._capabilities.structured_output:
+            raise self._unsupported("sampling.structured", "structured output")
+        if chosen.adapter is not None and not self._capabilities.adapters:
+            raise self._unsupported("sampling.adapter", "adapters")
         return Request(uuid.uuid4().hex, ids, chosen)
 
     @endpoint(retry=True, concurrent=True)
@@ -273,8 +291,8 @@ class Generator(ForgeActor):
 
     @endpoint(retry=True, concurrent=True)
     async def card(self) -> dict[str, Any]:
-        """What is served: name, engine, max_seq_len, max_open (completions under way or waiting), version, vocab_size,
-        has_chat_template, folder, sampling."""
+        """What is served: name, engine, its capabilities, max_seq_len, max_open (completions under way or waiting),
+        version, vocab_size, has_chat_template, folder, sampling."""
         if not self._is_front:
             return {}
         from forge.generator.limits import context_limit
@@ -282,6 +300,7 @@ class Generator(ForgeActor):
         return {
             "name": self.model.name,
             "engine": self.config.engine,
+            "capabilities": asdict(self._capabilities),
             "max_seq_len": context_limit(self.config, self.model.facts),
             "max_open": most_open(self.config),
             "version": self._engine.version,
@@ -304,16 +323,17 @@ class Generator(ForgeActor):
             await self._adapters().unload_adapter(name)
 
     def _adapters(self) -> Any:
-        if not self.config.engine_spec.supports_adapters:
-            raise unsupported(self.config.engine, "supports_adapters", path="load_adapter")
+        if not self._capabilities.adapters:
+            raise self._unsupported("load_adapter", "adapters")
         return self._engine
 
-    def _check_supported(self, sampling: Sampling) -> None:
-        spec = self.config.engine_spec
-        if sampling.structured is not None and not spec.supports_structured_output:
-            raise unsupported(self.config.engine, "supports_structured_output", path="sampling.structured")
-        if sampling.adapter is not None and not spec.supports_adapters:
-            raise unsupported(self.config.engine, "supports_adapters", path="sampling.adapter")
+    def _unsupported(self, path: str, what: str) -> ConfigError:
+        return ConfigError(
+            f"the engine `{self.config.engine}` does not support {what}",
+            path=path,
+            rule="only with an engine that does, such as `vllm`",
+            repair="set generator.engine=vllm, or leave it out",
+        )
 
 
 def _all_devices(rank: int, world_size: int) -> tuple[str, ...]:

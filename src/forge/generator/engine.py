@@ -4,10 +4,42 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from forge.config import Sampling, UpdateMode
+from forge.config import GenerationConfig, Sampling, UpdateMode
+from forge.registry import ENGINES
 from forge.types import Completion, Delta
+
+if TYPE_CHECKING:
+    from forge.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapabilities:
+    """What an engine class can do beyond the protocol, so that no caller has to know engines by name.
+
+    Attributes:
+        shared_weights: computes with the parameters of a trainer in the same process (`placement: shared`): it takes
+            `shared=` and has `changing`, `release_cache` and `restore_cache`.
+        tensor_parallel: splits a model over several processes: it takes `tensor_parallel=` and `devices=`.
+        adapters: serves LoRA adapters: it has `load_adapter` and `unload_adapter`.
+        structured_output: follows `Sampling.structured`.
+        engine_args: takes `generator.engine_args`.
+        reserves_gpu_share: takes `generator.gpu_memory_share` of the whole GPU when it starts. Other engines apply the
+            share to their cache only, and can size it to what a trainer on the same GPU leaves free.
+    """
+
+    shared_weights: bool = False
+    tensor_parallel: bool = False
+    adapters: bool = False
+    structured_output: bool = False
+    engine_args: bool = False
+    reserves_gpu_share: bool = False
+
+
+def engine_class(name: str) -> Any:
+    """Return the engine class that `generator.engine` names: a built-in name, or `module:attribute`."""
+    return ENGINES.find(name, path="generator.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +104,23 @@ class EngineStats:
 
 
 class GenerationEngine(Protocol):
-    """An engine on one event loop. Every method may be called while others are under way."""
+    """An engine on one event loop. Every method may be called while others are under way.
+
+    `Generator` creates it with `Engine(config, model=..., tokenizer=..., on_death=...)`, and with the arguments that
+    its capabilities name.
+    """
+
+    capabilities: ClassVar[EngineCapabilities]
+
+    @staticmethod
+    def config_errors(config: GenerationConfig) -> Sequence[ConfigError]:
+        """Return what keeps an engine with this configuration from starting, as far as it shows without starting it."""
+        ...
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest prompt and completion together."""
+        ...
 
     @property
     def version(self) -> int:
@@ -95,8 +143,20 @@ class GenerationEngine(Protocol):
         """Take weights from the store, whole. If that fails it raises, and the old weights go on serving."""
         ...
 
-    async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
-        """The logprob of every token of each sequence given those before it; the first one's is 0."""
+    async def score(
+        self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, urgent: bool = False
+    ) -> list[list[float]]:
+        """Return the logprob of every token of each sequence given those before it; the first one's is 0.
+
+        With `urgent`, before all other requests, where the engine can.
+        """
+        ...
+
+    async def differing(self, version: int) -> Mapping[str, tuple[int, int]] | None:
+        """Return the tensors that are not as published: by name, the published digest and that of the weights in use.
+
+        None where the engine cannot tell.
+        """
         ...
 
     async def sleep(self) -> None:

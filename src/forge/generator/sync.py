@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
@@ -182,14 +182,15 @@ class Sync:
         if canary is None:
             self._trusted.add(version)
             return None
-        found = await self._score(canary.token_ids[: getattr(self._engine, "max_seq_len", None)])
-        difference = largest_difference(canary, found)
+        # What is finished is not handed out until the proof is made: it overtakes all requests.
+        found = await self._engine.score([canary.token_ids[: self._engine.max_seq_len]], urgent=True)
+        difference = largest_difference(canary, found[0])
         bound = self._config.canary.bound or _BOUNDS[self._precision()]
         if difference <= bound:
             self._trusted.add(version)
             return difference
         self._trusted.discard(version)
-        differing = await self._differing(version)
+        differing = await self._engine.differing(version)
         raise SyncError(
             f"after the update to version {version} the generator's logprobs are not the trainer's",
             tensors=tuple(differing or ()),
@@ -200,11 +201,6 @@ class Sync:
             "precisions, or set generator.canary.enabled=false",
         )
 
-    async def _score(self, token_ids: Sequence[int]) -> list[float]:
-        """Before all requests, where the engine can: what is finished is not handed out until the proof is made."""
-        first = getattr(self._engine, "score_first", None)
-        return (await self._engine.score([token_ids]))[0] if first is None else await first(token_ids)
-
     def _precision(self) -> str:
         if self._config.kv_cache_dtype != "auto":
             return self._config.kv_cache_dtype
@@ -214,11 +210,6 @@ class Sync:
 
         on_gpu = torch.cuda.is_available() if self._config.with_gpus is None else self._config.with_gpus
         return "bfloat16" if on_gpu else "float32"
-
-    async def _differing(self, version: int) -> dict[str, tuple[int, int]] | None:
-        """The tensors that are not as published; None where that is not known: vLLM's are packed."""
-        differing = getattr(self._engine, "differing", None)
-        return None if differing is None else await differing(version)
 
     def _halt(self, error: SyncError) -> None:
         """Stop rollouts: everything under way, and everything that comes until an update passes."""

@@ -40,16 +40,16 @@ class _Sharing(Generator):
 
     def _make_engine(self, world_size: int, devices: Sequence[str]) -> GenerationEngine:
         from forge.generator.actor import _end_process
+        from forge.generator.native.engine import NativeEngine
 
         self.is_shared = can_share(self.config, self.parameters)
-        engine: GenerationEngine = self.config.engine_spec.create(
-            config=self.config,
+        return NativeEngine(
+            self.config,
             model=self.model,
             tokenizer=self._tokenizer,
             shared=self.parameters if self.is_shared else None,
             on_death=_end_process,
         )
-        return engine
 
     def copy_weights(self) -> None:
         """Bring the engine's copy up to date, if it has one. Nothing may be generated meanwhile."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Generic, TypeVar, cast
 
 from forge.config import GeneratorConfig, Sampling
-from forge.generator.engine import EngineStats
+from forge.generator.engine import EngineCapabilities, EngineStats
 from forge.generator.prompts import PromptReader
 from forge.types import INITIAL_VERSION, Completion, Delta, FinishReason, VersionSpan
 
@@ -213,6 +213,7 @@ class FakeGenerator:
         return {
             "name": self._name,
             "engine": "fake",
+            "capabilities": asdict(EngineCapabilities(structured_output=True)),
             "max_seq_len": self._max_seq_len,
             "max_open": 64,
             "version": self.version,

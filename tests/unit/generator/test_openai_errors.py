@@ -39,7 +39,7 @@ class NativeFake(FakeGenerator):
     """It says that it is the embedded engine."""
 
     async def _card(self) -> dict[str, Any]:
-        return {**await super()._card(), "engine": "native"}
+        return {**await super()._card(), "capabilities": {"structured_output": False}}
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from forge.config import ModelConfig
-from forge.models import cpu_attention, cpu_step
-from forge.models.cpu_step import CpuSteps, cut, normed
+from forge.kernels import cpu_attention, cpu_step
+from forge.kernels.cpu_step import normed
+from forge.kernels.paged import PAGE_TOKENS, PagedLayout
+from forge.models.cpu_step import CpuSteps, cut
 from forge.models.inference import build_for_inference, paged_layers
 from forge.models.language_model import LanguageModel
 from forge.models.linear import rows_linear
-from forge.models.paged import PAGE_TOKENS, PagedLayout
 from forge.models.paged_attention import PagedRow
 from forge.models.random_weights import draw_weights
 

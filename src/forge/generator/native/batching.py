@@ -233,9 +233,17 @@ class Batching:
     def give_back(self) -> None:
         """Free the cache. Whatever is under way is read again later."""
         self.scheduler.preempt_all()
+        self._forget_prefixes()
+        self.runner.give_back()
+
+    def give_back_cache(self) -> None:
+        """Free the cache alone, while nothing is under way."""
+        self._forget_prefixes()
+        self.runner.give_back_cache()
+
+    def _forget_prefixes(self) -> None:
         self.scheduler.pool.forget()
         self.sampler = Sampler(self.sampler.vocab_size, self.runner.device)  # its buffers only grow
-        self.runner.give_back()
 
     # ---- Steps --------------------------------------------------------------------------------------------------
 
@@ -441,8 +449,3 @@ class Batching:
 
 def _rows(sequences: Sequence[Running]) -> list[SampleRow]:
     return [sequence.row for sequence in sequences if sequence.row is not None]
-
-
-def is_fatal(error: Exception) -> bool:
-    """Whether nothing can be computed after this error: a device that reported one reports it for ever."""
-    return isinstance(error, torch.AcceleratorError)

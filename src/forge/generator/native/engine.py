@@ -9,15 +9,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forge.config import GeneratorConfig, UpdateMode
 from forge.config.generator import LEAST_TEMPERATURE
 from forge.errors import ModelError, OptionError
-from forge.generator.engine import EngineStats, Request, UpdateReport
+from forge.generator.engine import EngineCapabilities, EngineStats, Request, UpdateReport
 from forge.generator.limits import OpenCompletions, context_limit
-from forge.generator.native.batching import Batching
-from forge.generator.native.sampler import Sampler
 from forge.generator.native.sequences import ScoreJob, Ticket
 from forge.generator.native.thread import Change, EngineThread, Send
 from forge.runtime.control import post
@@ -26,6 +24,9 @@ from forge.types import Completion, Delta
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forge.config import GenerationConfig
+    from forge.errors import ConfigError
+    from forge.generator.native.batching import Batching
     from forge.models.locate import ResolvedModel
     from forge.models.tokenizer import ChatTokenizer
 
@@ -41,6 +42,13 @@ class NativeEngine:
             inside `changing`.
         on_death: is called, on the engine's thread, when the engine ends by an error.
     """
+
+    capabilities: ClassVar = EngineCapabilities(shared_weights=True)
+
+    @staticmethod
+    def config_errors(config: GenerationConfig) -> Sequence[ConfigError]:
+        """See `GenerationEngine.config_errors`. What is wrong shows when the model is loaded."""
+        return ()
 
     def __init__(
         self,
@@ -63,6 +71,8 @@ class NativeEngine:
     # ---- Life ---------------------------------------------------------------------------------------------------
 
     def _make(self, send: Send) -> Batching:
+        from forge.generator.native.batching import Batching
+
         return Batching(
             self.config,
             self.model,
@@ -124,7 +134,9 @@ class NativeEngine:
         if not ticket.is_over:
             self.thread.ask(lambda batching: batching.cancel(ticket))
 
-    async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+    async def score(
+        self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, urgent: bool = False
+    ) -> list[list[float]]:
         """See `GenerationEngine.score`. Computed with the operations that the trainer uses."""
         is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
         if not (is_number and math.isfinite(temperature) and temperature >= LEAST_TEMPERATURE):
@@ -135,15 +147,11 @@ class NativeEngine:
                 rule=f"a finite number, at least {LEAST_TEMPERATURE:g}",
                 repair="leave it out for 1, which is also what greedy completions have",
             )
-        return list(await asyncio.gather(*(self._score(token_ids, temperature) for token_ids in sequences)))
+        return list(await asyncio.gather(*(self._score(token_ids, temperature, urgent) for token_ids in sequences)))
 
-    async def score_first(self, token_ids: Sequence[int]) -> list[float]:
-        """As `score`, in the next step, however many requests are under way or wait."""
-        return await self._score(token_ids, 1.0, is_urgent=True)
-
-    async def _score(self, token_ids: Sequence[int], temperature: float, *, is_urgent: bool = False) -> list[float]:
+    async def _score(self, token_ids: Sequence[int], temperature: float, urgent: bool) -> list[float]:
         outcome: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        job = ScoreJob(tuple(token_ids), temperature, tell=lambda found: _settle(outcome, found), is_urgent=is_urgent)
+        job = ScoreJob(tuple(token_ids), temperature, tell=lambda found: _settle(outcome, found), is_urgent=urgent)
         self.thread.ask(lambda batching: batching.enter_score(job)).add_done_callback(
             lambda asked: post(self.thread.loop, _fail_if, outcome, asked)
         )
@@ -276,9 +284,7 @@ class NativeEngine:
         if self.thread.is_asleep or not batching.scheduler.is_idle:
             return False
         self.thread.is_asleep = self._is_lent = True
-        batching.scheduler.pool.forget()
-        batching.sampler = Sampler(batching.sampler.vocab_size, batching.runner.device)  # its buffers only grow
-        batching.runner.give_back_cache()
+        batching.give_back_cache()
         return True
 
     def reclaim_cache(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge.generator.engine import Request
-from forge.generator.native.pages import ROOT
-from forge.generator.native.sampler import SampleRow
-from forge.generator.text import TextTracker
 from forge.types import Completion, Delta, FinishReason, Timings, VersionSpan
+
+if TYPE_CHECKING:
+    from forge.generator.native.sampler import SampleRow
+    from forge.generator.text import TextTracker
 
 Tell = Callable[[Any], None]
 """How a result, or an exception, reaches who waits for it. Called on the engine's thread."""
@@ -90,7 +91,7 @@ class Running:
     stop_ids: frozenset[int] = frozenset()
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
-    mark: int = ROOT
+    mark: int = 0
     num_sealed: int = 0
     is_pure: bool = True
     slot: int = -1

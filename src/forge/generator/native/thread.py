@@ -16,17 +16,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from forge.config import UpdateMode
 from forge.errors import EngineDead
-from forge.generator.native.batching import Batching, Message, is_fatal
 from forge.runtime.control import post
 from forge.types import INITIAL_VERSION
 
+if TYPE_CHECKING:
+    from forge.generator.native.batching import Batching, Message
+
 _log = logging.getLogger("forge.generator")
 T = TypeVar("T")
-Send = Callable[[Iterable[Message]], object]
+Send: TypeAlias = "Callable[[Iterable[Message]], object]"
 
 
 @dataclass(slots=True, eq=False)
@@ -198,7 +200,7 @@ class EngineThread:
         try:
             yield
         except Exception as error:
-            if is_fatal(error):
+            if _is_fatal(error):
                 raise
             _log.error("a step failed; the completions that were under way get its error", exc_info=error)
             batching.fail_all(error)
@@ -256,6 +258,13 @@ class EngineThread:
             command()  # each finds the engine dead
         for change in changes:
             change.done.set_exception(self._death())
+
+
+def _is_fatal(error: Exception) -> bool:
+    """Return whether nothing can be computed after this error: a device that reported one reports it for ever."""
+    import torch
+
+    return isinstance(error, torch.AcceleratorError)
 
 
 def _tell_all(messages: Iterable[tuple[Callable[[Any], None], Any]]) -> None:

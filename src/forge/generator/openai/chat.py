@@ -25,7 +25,13 @@ async def complete_chat(
     policy: Policy, request: web.Request, body: Mapping[str, Any], *, conversation: str | None
 ) -> web.StreamResponse:
     """Answer a conversation, whole or piece by piece."""
-    wish = read_wish(body, own=_OWN, engine=policy.engine, logprobs=read_flag(body, "logprobs"), header=conversation)
+    wish = read_wish(
+        body,
+        own=_OWN,
+        has_structured_output=policy.has_structured_output,
+        logprobs=read_flag(body, "logprobs"),
+        header=conversation,
+    )
     messages, template = read_messages(body), read_template(body)
     await policy.check_number(1, wish.n)
     ask = await policy.ask_chat(messages, template, wish=wish)

@@ -25,7 +25,13 @@ async def complete_text(
     policy: Policy, request: web.Request, body: Mapping[str, Any], *, conversation: str | None
 ) -> web.StreamResponse:
     """Go on from one prompt or several, whole or piece by piece."""
-    wish = read_wish(body, own=_OWN, engine=policy.engine, logprobs=_wants_logprobs(body), header=conversation)
+    wish = read_wish(
+        body,
+        own=_OWN,
+        has_structured_output=policy.has_structured_output,
+        logprobs=_wants_logprobs(body),
+        header=conversation,
+    )
     prompts = _read_prompts(body.get("prompt"), policy)
     await policy.check_number(len(prompts), wish.n)
     reply = _Reply(policy, [policy.ask_text(prompt, wish=wish) for prompt in prompts], wish)

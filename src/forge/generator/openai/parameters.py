@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from forge.config import Sampling
 from forge.config.diagnosis import diagnose
-from forge.config.engines import engines_with, find_engine
 from forge.errors import did_you_mean
 from forge.generator.openai.errors import RequestError, refuse
 
@@ -72,7 +71,9 @@ class Wish:
     conversation: str | None = None
 
 
-def read_wish(body: Mapping[str, Any], *, own: frozenset[str], engine: str, logprobs: bool, header: str | None) -> Wish:
+def read_wish(
+    body: Mapping[str, Any], *, own: frozenset[str], has_structured_output: bool, logprobs: bool, header: str | None
+) -> Wish:
     """Check everything but the prompt. `own` are the parameters that only one endpoint has, `header` the conversation
     that the request's headers name."""
     _check_names(body, own)
@@ -83,7 +84,7 @@ def read_wish(body: Mapping[str, Any], *, own: frozenset[str], engine: str, logp
         sampling["stop"] = [body["stop"]] if isinstance(body["stop"], str) else body["stop"]
     if sampling.get("top_k") == -1:
         sampling["top_k"] = 0  # as vLLM's clients write "all"
-    structured = _read_format(body.get("response_format"), engine)
+    structured = _read_format(body.get("response_format"), has_structured_output)
     if structured is not None:
         sampling["structured"] = structured
     n = 1 if body.get("n") is None else body["n"]
@@ -139,7 +140,7 @@ def _check_sampling(sampling: Mapping[str, Any]) -> None:
         raise refuse(first.path.partition("[")[0], f"{first.rule}; {first.repair}") from None
 
 
-def _read_format(wanted: Any, engine: str) -> dict[str, Any] | None:
+def _read_format(wanted: Any, has_structured_output: bool) -> dict[str, Any] | None:
     """`response_format` as what the text must follow."""
     if wanted is None or wanted == {"type": "text"}:
         return None
@@ -153,9 +154,8 @@ def _read_format(wanted: Any, engine: str) -> dict[str, Any] | None:
             raise refuse("response_format", "needs json_schema.schema, an object")
     else:
         raise refuse("response_format", "its type must be text, json_object or json_schema")
-    if not find_engine(engine).supports_structured_output:
-        serve = f"serve with generator.engine={engines_with('supports_structured_output')}"
-        rule = f"needs structured output, which the engine `{engine}` does not have; {serve}"
+    if not has_structured_output:
+        rule = "needs structured output, which this engine does not have; serve with generator.engine=vllm"
         raise refuse("response_format", rule, code="unsupported_value")
     return {"json_schema": schema}
 

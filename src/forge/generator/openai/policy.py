@@ -62,8 +62,8 @@ class Policy:
         self._long_texts.close()
 
     @property
-    def engine(self) -> str:
-        return str(self.card["engine"])
+    def has_structured_output(self) -> bool:
+        return bool(self.card["capabilities"]["structured_output"])
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -6,15 +6,15 @@ What is wrong with an argument is said before anything starts, with its path in 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from forge.config import GenerationConfig, GeneratorConfig, ModelConfig
+from forge.config import GeneratorConfig, ModelConfig
 from forge.errors import ConfigError, did_you_mean
 from forge.generator.limits import context_limit
-from forge.generator.vllm.environment import Build, installed_build
+from forge.generator.vllm.environment import Build
 
 PATH: Final = "generator.engine_args"
 EXTENSION: Final = "forge.generator.vllm.transfer.ForgeWorker"
@@ -30,9 +30,12 @@ OWNED: Final[Mapping[str, tuple[str, str]]] = {
     "skip_tokenizer_init": ("would leave completions without text", "remove it"),
     "max_model_len": ("is generator.max_seq_len", "set generator.max_seq_len"),
     "max_num_seqs": ("is generator.max_batch", "set generator.max_batch"),
-    "tensor_parallel_size": ("is the number of the actor's processes", "set tensor_parallel, or options(procs=…)"),
-    "pipeline_parallel_size": ("is not supported: weights are sent to whole models", "set tensor_parallel"),
-    "data_parallel_size": ("is the number of replicas of the service", "set num_replicas"),
+    "tensor_parallel_size": (
+        "is the number of the actor's processes",
+        "set generator.tensor_parallel, or options(procs=…)",
+    ),
+    "pipeline_parallel_size": ("is not supported: weights are sent to whole models", "set generator.tensor_parallel"),
+    "data_parallel_size": ("is the number of replicas of the service", "set generator.num_replicas"),
     "distributed_executor_backend": ("is chosen by the number of processes", "remove it"),
     "device_ids": ("are those that the actor was given", "remove it"),
     "nnodes": ("is 1: an engine is on one host", "remove it"),
@@ -124,15 +127,6 @@ def thawed(value: Any) -> Any:
     if isinstance(value, tuple | list | frozenset):
         return [thawed(item) for item in value]
     return value
-
-
-def section_errors(section: GenerationConfig) -> Iterator[ConfigError]:
-    """Yield what is wrong with a section before an engine is started: vLLM is missing, or an argument is ours."""
-    for check in (installed_build, lambda: check_owned(section.engine_args)):
-        try:
-            check()
-        except ConfigError as error:
-            yield error
 
 
 def check_owned(given: Mapping[str, Any]) -> None:

@@ -15,15 +15,15 @@ import logging
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forge import _amx
 from forge.config import GeneratorConfig, Sampling, UpdateMode
-from forge.errors import EngineDead, ModelError, OptionError, PromptError
-from forge.generator.engine import EngineStats, Request, UpdateReport
+from forge.errors import ConfigError, EngineDead, ModelError, OptionError, PromptError
+from forge.generator.engine import EngineCapabilities, EngineStats, Request, UpdateReport
 from forge.generator.limits import OpenCompletions
 from forge.generator.vllm.adapters import Adapters
-from forge.generator.vllm.arguments import Plan, make_plan, thawed
+from forge.generator.vllm.arguments import Plan, check_owned, make_plan, thawed
 from forge.generator.vllm.counting import Counts, counter
 from forge.generator.vllm.environment import Build, installed_build
 from forge.generator.vllm.process import Watch, build, check_amx, check_device, end, forget_names
@@ -35,6 +35,8 @@ from forge.models.facts import FACTS
 from forge.types import INITIAL_VERSION, Completion, Delta
 
 if TYPE_CHECKING:
+    from forge.config import GenerationConfig
+    from forge.models.locate import ResolvedModel
     from forge.models.tokenizer import ChatTokenizer
 
 _log = logging.getLogger("forge.generator.vllm")
@@ -47,10 +49,27 @@ class VllmEngine:
     nothing brings the engine back: the process that owns it should end, and be replaced.
     """
 
+    capabilities: ClassVar = EngineCapabilities(
+        tensor_parallel=True, adapters=True, structured_output=True, engine_args=True, reserves_gpu_share=True
+    )
+
+    @staticmethod
+    def config_errors(config: GenerationConfig) -> Sequence[ConfigError]:
+        """See `GenerationEngine.config_errors`: vLLM is not installed, or an argument is not the user's to set."""
+        found = []
+        for check in (installed_build, lambda: check_owned(config.engine_args)):
+            try:
+                check()
+            except ConfigError as error:
+                found.append(error)
+        return found
+
     def __init__(
         self,
         config: GeneratorConfig,
         *,
+        model: ResolvedModel,
+        tokenizer: ChatTokenizer | None,
         tensor_parallel: int = 1,
         devices: Sequence[str] = (),
         on_death: Callable[[BaseException], None] | None = None,
@@ -59,7 +78,7 @@ class VllmEngine:
 
         `on_death` is called once, on the event loop, when `died` is set.
         """
-        self.config = config
+        self.config, self.model, self._tokenizer = config, model, tokenizer
         self._on_death = on_death
         self.tensor_parallel = tensor_parallel
         self.devices = tuple(devices)
@@ -76,7 +95,6 @@ class VllmEngine:
         self._completions = OpenCompletions(config)
         self._num_cancelled = 0
         self._stepped = asyncio.Event()
-        self._tokenizer: ChatTokenizer | None = None
         self._is_asleep = False
 
     # ---- Beginning and end -----------------------------------------------------------------------------------------
@@ -120,16 +138,13 @@ class VllmEngine:
         await self._warm_up()
 
     def _prepare(self, installed: Build) -> dict[str, Any]:
-        """Find the model, and decide on the arguments; the facts of its architecture."""
+        """Decide on the arguments; return the facts of the model's architecture."""
         import torch
-
-        from forge.models.locate import resolve
-        from forge.models.tokenizer import ChatTokenizer
 
         has_gpu = bool(self.devices) or torch.cuda.is_available()
         self._device = check_device(self.config.with_gpus, installed, has_gpu=has_gpu)
-        found = resolve(self.config.model)
-        if found.folder is None:
+        model = self.model
+        if model.folder is None:
             raise ModelError(
                 "vLLM needs a folder with the model's files.",
                 path="model.path",
@@ -137,12 +152,11 @@ class VllmEngine:
                 rule="a folder with config.json, weights and tokenizer",
                 repair="fetch one with `forge download`, or choose engine: native, which can begin with random weights",
             )
-        self._tokenizer = ChatTokenizer.load(found.folder)
         self._plan = make_plan(
-            self.config, found.facts, found.folder, device=self._device, tensor_parallel=self.tensor_parallel
+            self.config, model.facts, model.folder, device=self._device, tensor_parallel=self.tensor_parallel
         )
         check_amx(self._plan, self._device, _amx.verdict())
-        return found.facts.model_dump(mode="json", include=set(FACTS))
+        return model.facts.model_dump(mode="json", include=set(FACTS))
 
     def _build(self, given: Mapping[str, Any]) -> None:
         """Nothing is returned: whoever ran this would keep vLLM's object for ever."""
@@ -234,7 +248,7 @@ class VllmEngine:
 
     def _reader(self, request: Request) -> Reader:
         shaped = request.sampling.is_truncated or bool(self.config.engine_args.get("logits_processors"))
-        assert self._tokenizer is not None, "start() comes first"
+        assert self._tokenizer is not None, "a model in a folder has one"
         return Reader(request, self._tokenizer, has_full=not shaped)
 
     async def _outputs(self, request: Request, *, is_stream: bool) -> AsyncGenerator[Any, None]:
@@ -295,7 +309,12 @@ class VllmEngine:
 
     # ---- Scores ------------------------------------------------------------------------------------------------------
 
-    async def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+    async def differing(self, version: int) -> None:
+        """See `GenerationEngine.differing`. vLLM's weights are packed: they cannot be compared."""
+
+    async def score(
+        self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, urgent: bool = False
+    ) -> list[list[float]]:
         if temperature != 1.0:
             raise OptionError(
                 "vLLM cannot score at this temperature.",
