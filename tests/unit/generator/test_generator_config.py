@@ -17,7 +17,7 @@ from forge.config import GenerationConfig, GeneratorConfig, InvalidConfig, Model
         (
             "generator.engine_args={enforce_eager: true}",
             "generator.engine_args",
-            "declares supports_engine_args: vllm",
+            "needs an engine that takes arguments",
         ),
         ("generator.max_batch=0", "generator.max_batch", "greater than or equal to 1"),
         ("generator.max_queue=-1", "generator.max_queue", "greater than or equal to 0"),
