@@ -234,7 +234,7 @@ def test_another_user_is_refused_though_it_knows_the_secret(admit):
             "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX)\n"
             "s.connect('\\0' + sys.argv[1].removeprefix('unix:@')); s.recv(1)"
         )
-        subprocess.run([sys.executable, "-c", program, lines.address_of(listener)], check=True, timeout=600)
+        subprocess.run([sys.executable, "-c", program, sockets.address_of(listener)], check=True, timeout=600)
         with pytest.raises(ConnectionFailure, match="of user 65534 does not belong to this run"):
             admitted.result(60)
 
