@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forge.errors import StoreError
 from forge.runtime.rendezvous import Connection, ConnectionFailure, connect, host_id, run_id
-from forge.store.carrying import Carrier, on_host
+from forge.store.data_plane import DataPlane, on_host
 from forge.store.records import Acquire, Holder, Layout, Lease, SegmentRecord
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports.cuda import DeviceSegment, OpenedSegments
@@ -26,9 +26,9 @@ from forge.store.transports.cuda import DeviceSegment, OpenedSegments
 P = ParamSpec("P")
 T = TypeVar("T")
 
-WAYS = "FORGE_STORE_WAYS"
-"""Which ways a reader of this process may take, best first, with commas. Unset: all of them."""
-ALL_WAYS = ("cuda", "shm", "rdma", "tcp")
+TRANSPORTS = "FORGE_STORE_WAYS"
+"""Which transports a reader of this process may take, best first, with commas. Unset: all of them."""
+ALL_TRANSPORTS = ("cuda", "shm", "rdma", "tcp")
 
 
 class StoreClient:
@@ -47,7 +47,7 @@ class StoreClient:
         self._guard = threading.RLock()
         self._let_go_of: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._letting_go: threading.Thread | None = None
-        self.carrier = Carrier(self)
+        self.data_plane = DataPlane(self)
         self.line.on_push(self._pushed)
         self.line.on_close(self.close)
 
@@ -65,12 +65,12 @@ class StoreClient:
         self.opened_device.drop(segment)
         if device is not None:
             device.close()
-        if not self.carrier.drop(segment):
+        if not self.data_plane.drop(segment):
             self.segments.drop(segment)
 
     def close(self) -> None:
         """Let go of everything; what others have mapped stays with them."""
-        self.carrier.close()
+        self.data_plane.close()
         self.segments.close()
         with self._guard:
             self._opened.clear()
@@ -137,17 +137,17 @@ class StoreClient:
 
     # segments of others
 
-    def ways(self) -> tuple[str, ...]:
-        """The ways that readers here may take, best first."""
-        chosen = tuple(way for way in os.environ.get(WAYS, "").split(",") if way) or ALL_WAYS
-        unknown = [way for way in chosen if way not in ALL_WAYS]
+    def transports(self) -> tuple[str, ...]:
+        """The transports that readers here may take, best first."""
+        chosen = tuple(way for way in os.environ.get(TRANSPORTS, "").split(",") if way) or ALL_TRANSPORTS
+        unknown = [way for way in chosen if way not in ALL_TRANSPORTS]
         if unknown:
             raise StoreError(
-                f"{WAYS} names an unknown way",
-                path=WAYS,
+                f"{TRANSPORTS} names an unknown way",
+                path=TRANSPORTS,
                 value=unknown,
-                rule=f"some of {','.join(ALL_WAYS)}",
-                repair=f"unset {WAYS}",
+                rule=f"some of {','.join(ALL_TRANSPORTS)}",
+                repair=f"unset {TRANSPORTS}",
             )
         return chosen
 

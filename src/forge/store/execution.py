@@ -24,7 +24,7 @@ from forge.store.segments import Segment
 from forge.store.sharding import Region
 from forge.store.targets import At
 from forge.store.tensors import Fingerprint, addresses, fingerprint_of, keepalive, local, part_of, piece_view
-from forge.store.transports.base import Range
+from forge.store.transports import Range
 from forge.store.transports.cuda import pin, read_stamp
 from forge.store.verification import (
     Verify,
@@ -78,16 +78,16 @@ def open_source(client: StoreClient, version: Version, part: Part, *, is_private
     tried: list[str] = []
     for holder in _in_order(client, record.holders):
         try:
-            if holder.way != "ask":
+            if holder.transport != "ask":
                 return _open(client, part, holder, is_private=is_private)
-            part = replace(part, segment=client.carrier.host_copy(holder, record))  # from a GPU that is out of reach
+            part = replace(part, segment=client.data_plane.host_copy(holder, record))  # from a GPU that is out of reach
             return open_source(client, version, part, is_private=is_private)
         except (OSError, StoreError) as error:
-            tried.append(f"{holder.describe()} by {holder.way}: {error}")
+            tried.append(f"{holder.describe()} by {holder.transport}: {error}")
     raise StoreError(
         f"rank {part.rank}'s part of version {version.number} of {version.key!r} cannot be reached from here",
         path=version.key,
-        value=tried or [f"{holder.describe()} by {holder.way}" for holder in record.holders],
+        value=tried or [f"{holder.describe()} by {holder.transport}" for holder in record.holders],
         rule="a process that holds it answers",
         repair="fetch a newer version, or keep copies: `await ts.setup(volumes=2, copies=2)`",
     )
@@ -95,20 +95,20 @@ def open_source(client: StoreClient, version: Version, part: Part, *, is_private
 
 def _in_order(client: StoreClient, holders: Sequence[Holder]) -> list[Holder]:
     """Who can be asked from here, the best way first."""
-    order = (*client.ways(), "ask")
+    order = (*client.transports(), "ask")
     usable = [
         holder
         for holder in holders
-        if holder.way in order and (holder.way not in ("shm", "cuda") or holder.host == client.host)
+        if holder.transport in order and (holder.transport not in ("shm", "cuda") or holder.host == client.host)
     ]
-    return sorted(usable, key=lambda holder: order.index(holder.way))
+    return sorted(usable, key=lambda holder: order.index(holder.transport))
 
 
 def _open(client: StoreClient, part: Part, holder: Holder, *, is_private: bool) -> Source:
-    if holder.way == "shm":
+    if holder.transport == "shm":
         segment = client.open(holder, part.segment, is_private=is_private)
         return Source(part, holder, segment, segment.flat())
-    if holder.way == "cuda":
+    if holder.transport == "cuda":
         return Source(part, holder, memory=client.open_device(holder, part.segment))
     return Source(part, holder)
 
@@ -147,14 +147,14 @@ def pull(client: StoreClient, source: Source, pulls: Sequence[Pull], *, shadow: 
         ranges.append((wanted.offset, view[at : at + wanted.num_bytes]))
     failures: list[str] = []
     for holder in _in_order(client, source.part.segment.holders):
-        if holder.way not in ("rdma", "tcp"):
+        if holder.transport not in ("rdma", "tcp"):
             continue
         try:
-            client.carrier.read(holder, ranges)
+            client.data_plane.read(holder, ranges)
             source.holder = holder
             return
         except (OSError, StoreError) as error:
-            failures.append(f"{holder.describe()} by {holder.way}: {error}")
+            failures.append(f"{holder.describe()} by {holder.transport}: {error}")
     raise StoreError(
         f"rank {source.part.rank}'s part could not be read: " + "; ".join(failures),
         value=failures,
@@ -405,7 +405,7 @@ class Execution:
         """Digests of a part's rectangles where the part is held; the part is source 0 of the table."""
         source, memory = self.sources[index], self._parts[index]
         if index in self.plan.pulls:
-            return self.client.carrier.digests(source, table)
+            return self.client.data_plane.digests(source, table)
         if memory.is_cpu:
             return kernel.digest_only(table, [memory.data_ptr()], num_threads=torch.get_num_threads())
         if device_kernel.has_words(table):

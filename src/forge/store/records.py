@@ -45,7 +45,7 @@ class Layout:
 class Holder:
     """A process that can give out the bytes of a segment, and how it is asked."""
 
-    way: str
+    transport: str
     """`shm`: open `/proc/<pid>/fd/<fd>` on the same host; `tcp`: ask the data server at `address`; `cuda`: open the
     CUDA IPC handle in `token`; `rdma`: read through the descriptor in `token`."""
     host: str

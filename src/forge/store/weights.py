@@ -15,10 +15,9 @@ from torch import Tensor
 from forge.errors import StoreError
 from forge.store.client import StoreClient, client, in_thread, start
 from forge.store.execution import Targets
-from forge.store.joining import Contribution, ranks_of
-from forge.store.reading import Fetched, Reader, Verify, check_verify
+from forge.store.reader import Fetched, Reader, Verify, check_verify
 from forge.store.records import Acquire, Lease, VersionInfo
-from forge.store.writing import Published, Staged, Writer, check_dtype
+from forge.store.writer import Contribution, Published, Staged, Writer, check_dtype, ranks_of
 
 
 def check_whole_number(path: str, value: object, *, least: int) -> None:

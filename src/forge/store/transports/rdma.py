@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from forge.errors import StoreError
-from forge.store.transports.base import Range, as_bytes, out_of_bounds
+from forge.store.transports import Range, as_bytes, out_of_bounds
 
 FORCE: Final = "FORGE_RDMA"
 """Environment: `force` uses RDMA buffers without the hardware, over Monarch's own fallback; `off` never uses them."""

@@ -22,11 +22,11 @@ HERE = 0
 """Stands for the registry's own process where a session is named."""
 
 
-def open_registry() -> StoreDesk:
-    return StoreDesk()
+def open_registry() -> RegistryServer:
+    return RegistryServer()
 
 
-class StoreDesk:
+class RegistryServer:
     """One for a run, in its root process, on the control loop."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class StoreDesk:
     def _hold(self, part: Part) -> Part:
         """Where the publisher is on this host, hold its segment too: the data then outlives it."""
         holders = part.segment.holders
-        mine = [holder for holder in holders if holder.way == "shm" and not holder.volume]
+        mine = [holder for holder in holders if holder.transport == "shm" and not holder.volume]
         if not mine or mine[0].host != host_id() or mine[0].pid == os.getpid():
             return part
         holder = mine[0]

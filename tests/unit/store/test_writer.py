@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from forge.errors import StoreError
-from forge.store.joining import Contribution, Joiner
 from forge.store.records import Layout
 from forge.store.tensors import shards_of
+from forge.store.writer import Contribution, Joiner
 
 
 class Line:

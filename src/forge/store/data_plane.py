@@ -18,9 +18,8 @@ from forge.store import kernel
 from forge.store.copy_table import CopyTable
 from forge.store.records import Assignment, Holder, SegmentRecord, label_of
 from forge.store.segments import Segment, SegmentPool, open_segment
-from forge.store.transports import rdma
-from forge.store.transports.base import Range
-from forge.store.transports.tcp import DataClient
+from forge.store.transports import Range, rdma
+from forge.store.transports.tcp_client import DataClient
 from forge.store.transports.tcp_server import DataServer
 from forge.store.verification import table_of
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from forge.store.client import StoreClient
     from forge.store.execution import Source
     from forge.store.transports.cuda import DeviceSegment
+
 
 _log = logging.getLogger("forge.store")
 SPARES = 2
@@ -39,7 +39,7 @@ def on_host(segment: str) -> str:
     return f"{segment}-on-host"
 
 
-class Shelf:
+class ServedSegments:
     """The segments that a data server gives out: this process's own, and those that it adopted for others."""
 
     def __init__(self, pool: SegmentPool) -> None:
@@ -142,12 +142,12 @@ class Shelf:
             segment.close_fd()
 
 
-class Carrier:
+class DataPlane:
     """The data plane of one process."""
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
-        self.shelf = Shelf(client.segments)
+        self.segments = ServedSegments(client.segments)
         self._server: DataServer | None = None
         self._readers: dict[str, DataClient] = {}
         self._rdma_holder: rdma.RdmaHolder | None = None
@@ -163,7 +163,7 @@ class Carrier:
         """This process's data server, started on first use."""
         with self._guard:
             if self._server is None:
-                self._server = DataServer(run_secret(), bind=own_address(), segments=self.shelf, on_ask=self._answer)
+                self._server = DataServer(run_secret(), bind=own_address(), segments=self.segments, on_ask=self._answer)
             return self._server
 
     def _answer(self, name: str, payload: Any) -> Any:
@@ -178,19 +178,19 @@ class Carrier:
         return answers[name](*payload)
 
     def _adopt(self, segment: str, pid: int, fd: int, size: int, label: str) -> int:
-        held = self.shelf.adopt(segment, pid=pid, fd=fd, size=size)
+        held = self.segments.adopt(segment, pid=pid, fd=fd, size=size)
         self._label(segment, label)
         return held
 
     def _receive(self, size: int, label: str) -> str:
         """A segment for somebody who sends a part."""
-        name = self.shelf.create(size)
+        name = self.segments.create(size)
         self._label(name, label)
         return name
 
     def _label(self, segment: str, label: str) -> None:
         try:
-            self.shelf.label(segment, label)
+            self.segments.label(segment, label)
         except StoreError:
             self._client.drop(segment)
             raise
@@ -198,12 +198,12 @@ class Carrier:
     def _digests(self, segment: str, rows: list[list[int]], num_slots: int) -> list[int]:
         """Digests of stored pieces, as they are here."""
         table = table_of(rows, num_slots=num_slots)
-        fd, size = self.shelf.open(segment)
+        fd, size = self.segments.open(segment)
         try:
             mapped = open_segment(segment, pid=os.getpid(), fd=fd, size=size)
             return kernel.digest_only(table, [mapped.flat().data_ptr()])
         finally:
-            self.shelf.release(segment)
+            self.segments.release(segment)
 
     def _copy_to_host(self, segment: str, stamp: int) -> SegmentRecord:
         """Copy a device segment of this process to memory that anybody can read; once for each filling."""
@@ -277,7 +277,7 @@ class Carrier:
         if volume.host == self._client.host:
             fd = reader.ask("adopt", (segment.name, self._client.pid, segment.fd, segment.size, label))
             held = replace(volume, segment=segment.name)
-            return [replace(held, way="shm", fd=fd, address=""), held]
+            return [replace(held, transport="shm", fd=fd, address=""), held]
         name: str = reader.ask("receive", (segment.size, label))
         reader.write(name, [(0, memoryview(segment.map)[: record.size])])
         return [replace(volume, segment=name)]
@@ -298,7 +298,7 @@ class Carrier:
 
     def read(self, holder: Holder, ranges: Sequence[Range]) -> None:
         """Fill ranges from a segment that a process elsewhere holds."""
-        if holder.way != "rdma":
+        if holder.transport != "rdma":
             self._reader(holder.address).read(holder.segment, ranges)
             return
         with self._guard:
@@ -308,8 +308,8 @@ class Carrier:
     def digests(self, source: Source, table: CopyTable) -> list[int]:
         """The digests of rectangles of a part, made by a process that holds it."""
         asked = source.holder
-        if asked is None or asked.way != "tcp":
-            asked = next(holder for holder in source.part.segment.holders if holder.way == "tcp")
+        if asked is None or asked.transport != "tcp":
+            asked = next(holder for holder in source.part.segment.holders if holder.transport == "tcp")
         question = (asked.segment, list(table.each()), table.num_slots)
         answer: list[int] = self._reader(asked.address).ask("digests", question)
         return answer
@@ -317,17 +317,17 @@ class Carrier:
     def drop(self, segment: str) -> bool:
         """A segment is no longer needed. True if it is kept for the next version all the same."""
         if segment.startswith(label_of(0)[:-1]):
-            for name in self.shelf.abandon(segment):
+            for name in self.segments.abandon(segment):
                 self._client.drop(name)
             return True
-        self.shelf.drop(segment)
+        self.segments.drop(segment)
         with self._guard:
             if self._registered.pop(segment, None) is not None and self._rdma_holder is not None:
                 self._rdma_holder.release(segment)
         copied = self._host_copies.pop(segment, None)
         if copied is not None:
             self._client.segments.drop(copied.name)
-        return self.shelf.keep_spare(segment)
+        return self.segments.keep_spare(segment)
 
     def close(self) -> None:
         with self._guard:
@@ -344,9 +344,9 @@ class Carrier:
 
 def is_spread() -> bool:
     """Whether processes of this run may be on other hosts, or are to behave as if they were."""
-    from forge.store.client import WAYS
+    from forge.store.client import TRANSPORTS
 
-    if os.environ.get(WAYS):
+    if os.environ.get(TRANSPORTS):
         return True
     return any(address.startswith("tcp:") for address in environment()[RENDEZVOUS].split())
 
