@@ -71,13 +71,14 @@ class Rank(ForgeActor):
     async def die_while_publishing(self, key: str, version: int, shapes: Shapes, words: str = "") -> None:
         """Join a version, write the part, and be killed before the commit."""
         from forge.store.client import client
-        from forge.store.writer import Contribution, Writer, ranks_of
+        from forge.store.records import Begin
+        from forge.store.writer import Writer, ranks_of
 
         tensors = {name: self.sharded(value(name, shape, version), words) for name, shape in shapes.items()}
         writer = Writer(client())
         rank, world_size = ranks_of(None, None)
-        contribution = Contribution(key, "weights", version, rank, world_size, keep=2)
-        writer.stage(contribution, tensors, dtype=None)
+        request = Begin(key, "weights", version, rank, world_size, keep=2)
+        writer.stage(request, tensors, dtype=None)
         os.kill(os.getpid(), signal.SIGKILL)
 
     @endpoint

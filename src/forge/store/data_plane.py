@@ -35,7 +35,7 @@ SPARES = 2
 
 
 def on_host(segment: str) -> str:
-    """The name of the copy of a device segment that is on the host. Who lets go of one lets go of the other."""
+    """Return the name of a device segment's copy on the host. Dropping the one drops the other."""
     return f"{segment}-on-host"
 
 
@@ -75,13 +75,13 @@ class ServedSegments:
                 os.close(fd)
 
     def mapped(self, name: str) -> memoryview | None:
-        """The memory of a segment of this process, or that it adopted."""
+        """Return the memory of a segment of this process, or that it adopted."""
         with self._guard:
             segment = self._pool.get(name) or self._adopted.get(name)
         return None if segment is None else memoryview(segment.map)
 
     def label(self, name: str, label: str) -> None:
-        """Remember for which assignment a segment is held. Raises if that has come to nothing meanwhile."""
+        """Remember for which assignment a segment is held. Raise if that was abandoned meanwhile."""
         with self._guard:
             self._labels[name] = label
             is_abandoned = label in self._abandoned
@@ -89,13 +89,13 @@ class ServedSegments:
             raise StoreError(f"{label} was abandoned", path=name, value=label)
 
     def abandon(self, label: str) -> list[str]:
-        """A assignment came to nothing: what was taken for it, and what still comes for it, is not needed."""
+        """Return the segments that were taken for an abandoned assignment; what still comes for it is rejected."""
         with self._guard:
             self._abandoned.append(label)
             return [name for name, its in self._labels.items() if its == label]
 
     def create(self, size: int) -> str:
-        """A segment for somebody who pushes: one that is free again, or a new one."""
+        """Return a segment for a publisher that pushes: one that is free again, or a new one."""
         with self._guard:
             for name in self._spares:
                 segment = self._pool.get(name)
@@ -108,7 +108,7 @@ class ServedSegments:
         return segment.name
 
     def adopt(self, name: str, *, pid: int, fd: int, size: int) -> int:
-        """Hold a segment of a process on this host too; the descriptor under which others can open it here."""
+        """Hold a segment of a process on this host too; return the descriptor under which others can open it here."""
         with self._guard:
             known = self._adopted.get(name)
             if known is None:
@@ -122,7 +122,7 @@ class ServedSegments:
             return len(self._adopted) + len(self._received) - len(self._spares)
 
     def keep_spare(self, name: str) -> bool:
-        """Whether a received segment that is no longer needed stays for the next one."""
+        """Return whether a received segment that is no longer needed stays for the next one."""
         with self._guard:
             self._labels.pop(name, None)
             if name not in self._received or name in self._spares:
@@ -160,7 +160,7 @@ class DataPlane:
     # giving
 
     def serve(self) -> DataServer:
-        """This process's data server, started on first use."""
+        """Return this process's data server, started on first use."""
         with self._guard:
             if self._server is None:
                 self._server = DataServer(run_secret(), bind=own_address(), segments=self.segments, on_ask=self._answer)
@@ -183,7 +183,7 @@ class DataPlane:
         return held
 
     def _receive(self, size: int, label: str) -> str:
-        """A segment for somebody who sends a part."""
+        """Return a segment for somebody who sends a part."""
         name = self.segments.create(size)
         self._label(name, label)
         return name
@@ -196,7 +196,7 @@ class DataPlane:
             raise
 
     def _digests(self, segment: str, rows: list[list[int]], num_slots: int) -> list[int]:
-        """Digests of stored pieces, as they are here."""
+        """Return the digests of stored pieces, as they are here."""
         table = table_of(rows, num_slots=num_slots)
         fd, size = self.segments.open(segment)
         try:
@@ -258,7 +258,7 @@ class DataPlane:
         return holders
 
     def _register(self, segment: Segment) -> bytes:
-        """Register a segment for RDMA, once; how others find it there. Empty where there is no RDMA."""
+        """Register a segment for RDMA, once, and return how others find it; empty where there is no RDMA."""
         if not rdma.available():
             return b""
         with self._guard:
@@ -292,7 +292,7 @@ class DataPlane:
             return reader
 
     def host_copy(self, holder: Holder, record: SegmentRecord) -> SegmentRecord:
-        """Where a part that is on a GPU can be read without one: its publisher copies it to its host's memory."""
+        """Let the publisher of a part on a GPU copy it to its host's memory, and return where it can be read there."""
         copied: SegmentRecord = self._reader(holder.address).ask("host_copy", (holder.segment, record.stamp))
         return copied
 
@@ -306,7 +306,7 @@ class DataPlane:
         self._rdma_reader.read(pickle.loads(holder.token), ranges)
 
     def digests(self, source: Source, table: CopyTable) -> list[int]:
-        """The digests of rectangles of a part, made by a process that holds it."""
+        """Return the digests of rectangles of a part, made by a process that holds it."""
         asked = source.holder
         if asked is None or asked.transport != "tcp":
             asked = next(holder for holder in source.part.segment.holders if holder.transport == "tcp")
@@ -315,7 +315,7 @@ class DataPlane:
         return answer
 
     def drop(self, segment: str) -> bool:
-        """A segment is no longer needed. True if it is kept for the next version all the same."""
+        """Release a segment that is no longer needed. Return True if it is kept for the next version."""
         if segment.startswith(label_of(0)[:-1]):
             for name in self.segments.abandon(segment):
                 self._client.drop(name)
@@ -343,7 +343,7 @@ class DataPlane:
 
 
 def is_spread() -> bool:
-    """Whether processes of this run may be on other hosts, or are to behave as if they were."""
+    """Return whether processes of this run may be on other hosts, or are to behave as if they were."""
     from forge.store.client import TRANSPORTS
 
     if os.environ.get(TRANSPORTS):
@@ -352,13 +352,13 @@ def is_spread() -> bool:
 
 
 def own_address() -> str:
-    """The address of this host as others of the run reach it: the one from which it reaches the run's root."""
+    """Return the address of this host as others of the run reach it: the one from which it reaches the run's root."""
     for address in environment()[RENDEZVOUS].split():
         if address.startswith("tcp:"):
             host, _, port = address.removeprefix("tcp:").rpartition(":")
             host = host.strip("[]")
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, int(port)))  # sends nothing: it only chooses the way
+                probe.connect((host, int(port)))  # sends nothing: it only chooses the route
                 return str(probe.getsockname()[0])
     return "127.0.0.1"

@@ -15,10 +15,10 @@ from forge.errors import StoreError
 from forge.runtime.serialization import encode
 from forge.store.client import client, in_thread, start, until_done
 from forge.store.reader import Reader
-from forge.store.records import Acquire, Lease
+from forge.store.records import Acquire, Begin, Lease
 from forge.store.targets import Spec, Target, allocate, is_place
 from forge.store.verification import Verify, check_verify
-from forge.store.writer import Contribution, Published, Writer, check_dtype
+from forge.store.writer import Published, Writer, check_dtype
 
 MAX_REST = 16 << 20
 """Bytes of a value, apart from its tensors, that the store takes."""
@@ -32,7 +32,7 @@ class Leaf:
 
 
 def take_apart(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dict[str, Any]]:
-    """The structure of `value` with a `Leaf` for everything that `is_leaf`, and those by name.
+    """Return the structure of `value` with a `Leaf` for everything that `is_leaf`, and those by name.
 
     Looks into dicts, lists and tuples. A leaf's name is the way to it, with dots: `{"a": [x]}` has `a.0`. The value
     itself, if it is a leaf, is named with the empty string.
@@ -65,14 +65,14 @@ def take_apart(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dict[st
 
 
 def _same_kind(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """An OrderedDict stays one; other mappings, such as a module's state dict with hooks, come back as dicts."""
+    """Keep an OrderedDict one; other mappings, such as a module's state dict with hooks, come back as dicts."""
     from collections import OrderedDict
 
     return OrderedDict(items) if type(node) is OrderedDict else items
 
 
 def put_together(structure: Any, leaf: Callable[[str], Any]) -> Any:
-    """The value again: `leaf(name)` gives what belongs in each tensor's place."""
+    """Rebuild the value: `leaf(name)` gives what belongs in each tensor's place."""
     if isinstance(structure, Leaf):
         return leaf(structure.name)
     if isinstance(structure, Mapping):
@@ -86,7 +86,7 @@ def put_together(structure: Any, leaf: Callable[[str], Any]) -> Any:
 
 
 def write_structure(key: str, structure: Any) -> bytes:
-    """A structure as bytes, to be kept by the registry."""
+    """Return a structure as bytes, to be kept by the registry."""
     try:
         data = encode(structure)
     except Exception as error:
@@ -129,7 +129,7 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
     structure, leaves = take_apart(value, lambda node: isinstance(node, Tensor))
     rank, world_size, group = participants(leaves)
     extra = write_structure(key, structure)
-    contribution = Contribution(key, KIND, None, rank, world_size, keep=1, extra=extra, group=group)
+    request = Begin(key, KIND, None, rank, world_size, keep=1, group=group)
 
     writer = Writer(client(), on="host")
     ready = writer.record_stream(leaves)
@@ -137,8 +137,8 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
     def write() -> Published:
         began = time.perf_counter()
         try:
-            staged = writer.stage(contribution, leaves, dtype=dtype, ready=ready)
-            return writer.commit(staged, snapshot_s=time.perf_counter() - began)
+            staged = writer.stage(request, leaves, dtype=dtype, ready=ready)
+            return writer.commit(staged, snapshot_s=time.perf_counter() - began, extra=extra)
         finally:
             writer.close()
 
@@ -149,8 +149,8 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
 
 
 def participants(leaves: Mapping[str, Tensor]) -> tuple[int, int, str]:
-    """Which of how many ranks put a value, those of the device mesh, or of all meshes together, of its DTensors; and
-    which ranks these are, for those of another mesh may put the same key at the same time."""
+    """Return which of how many ranks this is that put a value: those of the device mesh, or of all meshes together, of
+    its DTensors. And which ranks these are, for those of another mesh may put the same key at the same time."""
     meshes = {tensor.device_mesh for tensor in leaves.values() if hasattr(tensor, "device_mesh")}
     if not meshes:
         return 0, 1, ""
@@ -177,7 +177,7 @@ async def get(
     cast: bool = False,
     wait_s: float = 0.0,
 ) -> Any:
-    """What is stored under a key.
+    """Return what is stored under a key.
 
     With `into` (a tensor, a DTensor, an `At`, or a dict of them) what each wants is copied there, and `into` is
     returned. With `spec` (a `Region`, a `Chunk` or a `Placed`, or a dict of them by name) only that part is fetched,
@@ -218,11 +218,11 @@ async def get(
 
 
 def _places(path: str, into: Any) -> dict[str, Any]:
-    """The memory in `into`, by name."""
+    """Return the memory in `into`, by name."""
     _, places = take_apart(into, is_place)
     if not places and not (isinstance(into, Mapping) and not into):
         raise StoreError(
-            "there is no memory to fill",
+            "there is not memory to fill",
             path=path,
             value=type(into).__name__,
             rule="a tensor, a DTensor, an At, or a dict, list or tuple of them",
@@ -232,7 +232,7 @@ def _places(path: str, into: Any) -> dict[str, Any]:
 
 
 def _parts(reader: Reader, lease: Lease, spec: Spec | Mapping[str, Spec], *, verify: Verify) -> dict[str, Tensor]:
-    """New tensors for the wanted parts of a value; tensors that the specification does not name come whole."""
+    """Fetch the wanted parts of a value into new tensors; tensors that `spec` does not name come whole."""
     try:
         known = reader.catalog(lease)
         chosen = dict(spec) if isinstance(spec, Mapping) else dict.fromkeys(known.entries, spec)
@@ -291,7 +291,7 @@ async def get_state_dict(
     cast: bool = False,
     wait_s: float = 0.0,
 ) -> Any:
-    """A state dict, into memory or new; with `strict` its names and those of `into` must be the same."""
+    """Get a state dict, into memory or new; with `strict` its names and those of `into` must be the same."""
     if into is None:
         return await get(key, verify=verify, wait_s=wait_s)
     check_key(key)
@@ -304,7 +304,7 @@ async def get_state_dict(
 
 
 async def keys(prefix: str = "") -> list[str]:
-    """The keys that there are, sorted; with a prefix, those that begin with it."""
+    """Return the keys that there are, sorted; with a prefix, those that begin with it."""
     if not isinstance(prefix, str):
         raise StoreError(
             "a prefix is a string", path="keys(prefix)", value=prefix, rule="a string", repair='keys("batch/")'
@@ -314,7 +314,7 @@ async def keys(prefix: str = "") -> list[str]:
 
 
 async def exists(key: str) -> bool:
-    """Whether there is a value under this key."""
+    """Return whether there is a value under this key."""
     check_key(key)
     return bool(await client().line.call_async("exists", (KIND, key)))
 

@@ -25,7 +25,7 @@ class Volume(MeshActor):
 
     @endpoint
     def num_segments(self) -> int:
-        """How many segments it holds now."""
+        """Return how many segments it holds now."""
         return client().data_plane.segments.num_held
 
 
