@@ -91,7 +91,9 @@ def test_a_key_that_only_the_preset_set_can_be_removed() -> None:
 
 
 def test_every_preset_loads_and_says_what_it_is() -> None:
-    expected = "llama3_1_8b qwen3_0_6b qwen3_1_7b qwen3_30b_a3b qwen3_32b qwen3_4b qwen3_8b tiny"
+    expected = (
+        "llama3_1_8b llama3_2_1b qwen2_5_1_5b qwen3_0_6b qwen3_1_7b qwen3_30b_a3b qwen3_32b qwen3_4b qwen3_8b tiny"
+    )
     assert preset_names() == tuple(expected.split())
     for name in preset_names():
         model = load(ForgeConfig, overrides=[f"model.preset={name}"]).model
