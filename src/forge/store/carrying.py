@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import StoreError, StoreKeyError
-from forge.runtime.meeting import MEETING, environment, run_secret
+from forge.runtime.rendezvous import RENDEZVOUS, environment, run_secret
 from forge.store import kernel
 from forge.store.copy_table import CopyTable
 from forge.store.records import Holder, SegmentRecord, Ticket, label_of
@@ -348,12 +348,12 @@ def is_spread() -> bool:
 
     if os.environ.get(WAYS):
         return True
-    return any(address.startswith("tcp:") for address in environment()[MEETING].split())
+    return any(address.startswith("tcp:") for address in environment()[RENDEZVOUS].split())
 
 
 def own_address() -> str:
     """The address of this host as others of the run reach it: the one from which it reaches the run's root."""
-    for address in environment()[MEETING].split():
+    for address in environment()[RENDEZVOUS].split():
         if address.startswith("tcp:"):
             host, _, port = address.removeprefix("tcp:").rpartition(":")
             host = host.strip("[]")

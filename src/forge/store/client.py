@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.runtime.meeting import Line, LineError, host_id, meet, run_id
+from forge.runtime.rendezvous import Connection, ConnectionFailure, connect, host_id, run_id
 from forge.store.carrying import Carrier, on_host
 from forge.store.records import Acquire, Holder, Layout, Lease, SegmentRecord
 from forge.store.segments import Segment, SegmentPool, open_segment
@@ -36,7 +36,7 @@ class StoreClient:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.line: Line = meet("store")
+        self.line: Connection = connect("store")
         self.host = host_id()
         self.session = int(self.line.call("hello", None))
         self.segments = SegmentPool(run_id())
@@ -118,8 +118,8 @@ class StoreClient:
     def release(self, lease: int) -> None:
         """Let a version go. Waits for nothing, and does nothing when the run has ended."""
         if self.line.is_open:
-            with contextlib.suppress(LineError):  # it has just ended
-                self.line.tell("release", lease)
+            with contextlib.suppress(ConnectionFailure):  # it has just ended
+                self.line.notify("release", lease)
 
     def release_soon(self, lease: int) -> None:
         """As `release`, from anywhere: also from a finalizer, which may interrupt a thread that holds the line."""

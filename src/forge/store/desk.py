@@ -1,4 +1,4 @@
-"""The store's desk at the run's meeting point: brings requests to the registry, and its decisions to processes."""
+"""The store's registry at the rendezvous server: brings requests to the registry, and its decisions to processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from forge.errors import StoreError
-from forge.runtime.meeting import Session, host_id
+from forge.runtime.rendezvous import Session, host_id
 from forge.store.records import Acquire, Begin, Commit, Holder, Lease, Part, Ticket, VersionInfo
 from forge.store.registry import Registry
 from forge.store.registry_state import Key
@@ -22,7 +22,7 @@ HERE = 0
 """Stands for the registry's own process where a session is named."""
 
 
-def open_desk() -> StoreDesk:
+def open_registry() -> StoreDesk:
     return StoreDesk()
 
 
@@ -58,7 +58,7 @@ class StoreDesk:
         self._sessions.pop(session.id, None)
         self._registry.left(session.id, f"pid {session.pid} on host {session.host.split('/')[0]}")
 
-    async def answer(self, session: Session, name: str, body: Any) -> Any:
+    async def handle(self, session: Session, name: str, body: Any) -> Any:
         answer = getattr(self, f"on_{name}", None)
         if answer is None:
             raise StoreError(f"the store's desk has no answer to {name!r}", value=name)

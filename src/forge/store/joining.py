@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from forge.errors import StoreError
-from forge.runtime.meeting import LineError
+from forge.runtime.rendezvous import ConnectionFailure
 from forge.store.client import StoreClient
 from forge.store.records import Begin, Layout, Ticket
 
@@ -138,5 +138,5 @@ class Joiner:
             self._is_withdrawn = True
             joining = self._joining
         if joining is not None and joining.cancel() and self._client.line.is_open:
-            with contextlib.suppress(LineError):  # it has just ended
-                self._client.line.tell("withdraw", self._token)  # the answer may have been on its way
+            with contextlib.suppress(ConnectionFailure):  # it has just ended
+                self._client.line.notify("withdraw", self._token)  # the answer may have been on its way

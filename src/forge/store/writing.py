@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.runtime.meeting import run_id
+from forge.runtime.rendezvous import run_id
 from forge.store import kernel
 from forge.store.carrying import is_spread
 from forge.store.client import StoreClient
@@ -130,7 +130,7 @@ class Writer:
             return self._write(contribution, ticket, prepared, Memories(tensors, fingerprints), began)
         except BaseException as error:
             why = f"rank {contribution.rank} could not write its part of {contribution.key!r}: {error}"
-            self.client.line.tell("give_up", (ticket.id, why))
+            self.client.line.notify("give_up", (ticket.id, why))
             raise
 
     def withdraw(self) -> None:
@@ -313,7 +313,7 @@ class Writer:
 
     def _give_up(self, staged: Staged, error: BaseException) -> None:
         if self.client.line.is_open:
-            self.client.line.tell("give_up", (staged.ticket.id, f"rank {staged.contribution.rank} failed: {error}"))
+            self.client.line.notify("give_up", (staged.ticket.id, f"rank {staged.contribution.rank} failed: {error}"))
         self._let_go(staged)
 
     def _holders(self, staged: Staged) -> tuple[Holder, ...]:
