@@ -241,9 +241,9 @@ class Weights:
             wait_s: how long to wait for the version to appear.
         """
         checked = check_verify("fetch(verify=)", self.verify if verify is None else verify)
-        wish = self._wish(version)
+        request = self._request_for(version)
         here = client()
-        lease = await here.acquire(wish, wait_s=wait_s)
+        lease = await here.acquire(request, wait_s=wait_s)
         try:
             return await in_thread(self._read, here, lambda: lease, into, checked, strict, cast)
         except BaseException:
@@ -263,14 +263,14 @@ class Weights:
         """As `fetch`, for programs without an event loop, such as the workers of an inference engine."""
         checked = check_verify("fetch(verify=)", self.verify if verify is None else verify)
         here = client()
-        asked = here.ask_for(self._wish(version), wait_s=wait_s)
+        asked = here.ask_for(self._request_for(version), wait_s=wait_s)
         try:
             return self._read(here, asked.lease, into, checked, strict, cast)
         except BaseException:
             asked.let_go()
             raise
 
-    def _wish(self, version: int | Literal["latest"]) -> Acquire:
+    def _request_for(self, version: int | Literal["latest"]) -> Acquire:
         if version == "latest":
             return Acquire(self.name, KIND, None)
         if not isinstance(version, int):
