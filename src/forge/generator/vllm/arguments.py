@@ -14,7 +14,7 @@ from typing import Any, Final
 from forge.config import GeneratorConfig, ModelConfig
 from forge.config.suggest import did_you_mean
 from forge.errors import ConfigError
-from forge.generator.limits import context_limit
+from forge.generator.engine import context_limit
 from forge.generator.vllm.environment import Build
 
 PATH: Final = "generator.engine_args"
