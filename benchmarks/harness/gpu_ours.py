@@ -173,20 +173,20 @@ class Watched:
 async def train(plan: Plan, folder: Path, side: str) -> None:
     import forge
     from forge.config import GRPOConfig, load
-    from forge.loops.casting import Cast, open_cast
     from forge.loops.grpo import GRPOLoop
     from forge.loops.planning import plan_run
+    from forge.loops.workers import Workers, start_workers
 
     began = time.perf_counter()
     shutil.rmtree(folder / "runs" / side, ignore_errors=True)
     config = load(GRPOConfig, overrides=settings_of(plan, folder, side))
     run = plan_run(config)
     async with forge.run():
-        cast = await open_cast(run.config, run.trainer, loss=run.loss)
+        workers = await start_workers(run.config, run.trainer, loss=run.loss)
         say("started", seconds=time.perf_counter() - began)
         times = Times(folder / "runs" / side / "metrics.jsonl")
-        watched: Any = Watched(cast.trainer, cast.policy, plan, times=times)
-        loop = GRPOLoop(run, Cast(watched, cast.policy, cast.rewards, cast.reference))
+        watched: Any = Watched(workers.trainer, workers.policy, plan, times=times)
+        loop = GRPOLoop(run, Workers(watched, workers.policy, workers.rewards, workers.reference))
         try:
             await loop.run()
         finally:

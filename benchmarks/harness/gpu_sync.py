@@ -2,8 +2,8 @@
 
     python gpu_sync.py SIDE PLAN.json FOLDER ROUNDS
 
-The actors are those of a run (`forge.loops.casting.open_cast`). Each round publishes a version, lets the generator take
-it, and asks for one token, whose version must be the new one. Rounds with and without the proof that generator and
+The workers are those of a run (`forge.loops.workers.start_workers`). Each round publishes a version, lets the generator
+load it, and asks for one token, whose version must be the new one. Rounds with and without the proof that generator and
 trainer compute the same (the canary) take turns.
 """
 
@@ -22,18 +22,18 @@ from harness.gpu_plan import Plan, do_and_end, say
 NUM_WARM = 2
 
 
-async def one_round(cast: Any, prompt: Any, *, version: int, sampling: Any, with_proof: bool) -> dict[str, Any]:
+async def one_round(workers: Any, prompt: Any, *, version: int, sampling: Any, with_proof: bool) -> dict[str, Any]:
     """Seconds of each part of the way."""
     began = time.perf_counter()
     if with_proof:
-        await cast.trainer.publish_weights(version, name="policy")
+        await workers.trainer.publish_weights(version, name="policy")
     else:  # as it does, but for the proof
-        trainer = cast.trainer
+        trainer = workers.trainer
         await trainer._first("publish_weights", version, name="policy", canary=False, dtype=trainer._dtype)
     published = time.perf_counter()
-    reports = await cast.policy.take(version)
+    reports = await workers.policy.update_weights(version)
     taken = time.perf_counter()
-    (completion,) = await cast.policy.generate(prompt, sampling=sampling)
+    (completion,) = await workers.policy.generate(prompt, sampling=sampling)
     served = time.perf_counter()
     if completion.version != version:
         raise AssertionError(f"version {version} was published, and version {completion.version} answered")
@@ -51,8 +51,8 @@ async def one_round(cast: Any, prompt: Any, *, version: int, sampling: Any, with
 async def measure(plan: Plan, folder: Path, side: str, num_rounds: int) -> None:
     import forge
     from forge.config import GRPOConfig, load
-    from forge.loops.casting import open_cast
     from forge.loops.planning import plan_run
+    from forge.loops.workers import start_workers
     from forge.store import Weights
 
     config = load(GRPOConfig, overrides=settings_of(plan, folder, side))
@@ -60,16 +60,16 @@ async def measure(plan: Plan, folder: Path, side: str, num_rounds: int) -> None:
     _, prompt = run.prompts.at(0)
     sampling = run.sampling.model_copy(update={"n": 1, "max_tokens": 1})
     async with forge.run():
-        cast = await open_cast(run.config, run.trainer, loss=run.loss)
-        state = await cast.trainer.state()
+        workers = await start_workers(run.config, run.trainer, loss=run.loss)
+        state = await workers.trainer.state()
         say("started", num_parameters=state["num_parameters"], device_name=state["device_name"])
         for version in range(2 * (num_rounds + NUM_WARM)):
-            found = await one_round(cast, prompt, version=version, sampling=sampling, with_proof=version % 2 == 0)
+            found = await one_round(workers, prompt, version=version, sampling=sampling, with_proof=version % 2 == 0)
             if version >= 2 * NUM_WARM:
                 say("round", **found)
         for known in await Weights("policy").versions():
             say("published", version=known.number, num_bytes=known.num_bytes)
-        await cast.close()
+        await workers.close()
 
 
 def main() -> None:

@@ -57,8 +57,8 @@ class Gate:
             if self._num_under_way == 0:
                 self._quiet.set()
 
-    async def take(self, version: int) -> Any:
-        reports = await self._policy.take(version)
+    async def update_weights(self, version: int) -> Any:
+        reports = await self._policy.update_weights(version)
         async with self._news:
             self._version = version
             self._news.notify_all()
@@ -151,7 +151,7 @@ def settings_of(plan: Plan, folder: Path, *, side: Sequence[str] = ()) -> list[s
         f"rollout.batch_groups={plan.num_prompts}",
         f"rollout.group_size={plan.group_size}",
         "rollout.no_signal=keep",
-        "rollout.max_fruitless=1000000",
+        "rollout.max_no_signal_groups=1000000",
         f"generator.sampling.max_tokens={plan.max_tokens}",
         f"generator.sampling.ignore_eos={str(plan.is_fixed_length).lower()}",
         f"generator.max_batch={plan.samples_per_step}",
@@ -176,28 +176,28 @@ def settings_of(plan: Plan, folder: Path, *, side: Sequence[str] = ()) -> list[s
 async def _opened(config: Any, plan: Plan) -> AsyncIterator[Any]:
     """The loop of a run, with `Turns` and `Gate` between it and those who work for it."""
     import forge
-    from forge.loops.casting import Cast, open_cast
     from forge.loops.evaluation import Evaluator
     from forge.loops.grpo import GRPOLoop
     from forge.loops.planning import plan_run
+    from forge.loops.workers import Workers, start_workers
 
     run = plan_run(config)
     async with forge.run():
-        cast = await open_cast(run.config, run.trainer, loss=run.loss)
-        gate = Gate(cast.policy)
+        workers = await start_workers(run.config, run.trainer, loss=run.loss)
+        gate = Gate(workers.policy)
         evaluator = None
         if plan.goal is not None and run.heldout is not None:
             evaluator = Evaluator(
                 run.config.evaluation,
                 book=run.heldout,
-                policy=cast.policy,
-                rewards=cast.rewards,
+                policy=workers.policy,
+                rewards=workers.rewards,
                 sampling=run.sampling,
                 at_once=run.prompts_at_once,
             )
-        trainer: Any = Turns(cast.trainer, gate, window=plan.window, evaluator=evaluator)
+        trainer: Any = Turns(workers.trainer, gate, window=plan.window, evaluator=evaluator)
         policy: Any = gate
-        loop = GRPOLoop(run, Cast(trainer, policy, cast.rewards, cast.reference))
+        loop = GRPOLoop(run, Workers(trainer, policy, workers.rewards, workers.reference))
         try:
             yield loop
         finally:

@@ -13,10 +13,10 @@ import pytest
 
 from forge.config import GRPOConfig
 from forge.errors import ActorFailure, ServiceStopped
-from forge.loops.casting import Cast
+from forge.loops.workers import Workers
 from forge.rollout.ledger import check_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
-from grpo_runs import NUM_STEPS, app_command, config, figures, kept_buffer, ledger, train, train_watched, weights_digest
+from grpo_runs import NUM_STEPS, app_command, config, kept_buffer, ledger, metrics, train, train_watched, weights_digest
 from leftovers import is_running
 
 KILLED, INTERRUPTED = -signal.SIGKILL, 130
@@ -37,7 +37,7 @@ def same(chosen: GRPOConfig, whole: GRPOConfig) -> None:
     """The same weights, bit for bit, from the same groups."""
     assert weights_digest(chosen) == weights_digest(whole)
     assert ledger(chosen) == ledger(whole)
-    assert figures(chosen, "rollout/reward_mean") == figures(whole, "rollout/reward_mean")
+    assert metrics(chosen, "rollout/reward_mean") == metrics(whole, "rollout/reward_mean")
 
 
 def run_app(folder: Path, *overrides: str, until: str | None = None, send: int = signal.SIGKILL) -> tuple[int, str]:
@@ -82,9 +82,9 @@ def test_ctrl_c_saves_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path
 
 
 def test_a_trainer_that_is_killed_ends_the_run_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path) -> None:
-    async def kill_trainer(cast: Cast, version: int) -> None:
+    async def kill_trainer(workers: Workers, version: int) -> None:
         if version == 3:
-            service: Any = cast.trainer._actor  # type: ignore[attr-defined]
+            service: Any = workers.trainer._actor  # type: ignore[attr-defined]
             os.kill((await service.get_metrics()).replicas[0].pids[0], signal.SIGKILL)
 
     chosen = config(tmp_path / "whole", AT_ONCE)
@@ -98,8 +98,8 @@ def test_generators_and_rewards_that_are_killed_need_no_resume(whole: GRPOConfig
     """Every request is made again elsewhere, with its seed: the weights that come out are the same to the last bit."""
     killed: list[str] = []
 
-    async def kill(cast: Cast, version: int) -> None:
-        service: Any = {2: cast.policy.service, 4: cast.rewards.service}.get(version)
+    async def kill(workers: Workers, version: int) -> None:
+        service: Any = {2: workers.policy.service, 4: workers.rewards.service}.get(version)
         if service is not None:
             killed.append(service.name)
             pid = (await service.get_metrics()).replicas[0].pids[0]
@@ -121,5 +121,5 @@ def test_an_asynchronous_run_that_is_killed_twice_loses_no_group(tmp_path: Path)
     buffer = kept_buffer(chosen)
     check_ledger(ledger(chosen), pending=buffer["pending"], next_number=buffer["next_number"])
     assert sorted({line.step for line in ledger(chosen)}) == list(range(1, 10))
-    assert max(figures(chosen, "rollout/staleness_max")) <= 2
-    assert len(figures(chosen, "rollout/reward_mean")) == 9
+    assert max(metrics(chosen, "rollout/staleness_max")) <= 2
+    assert len(metrics(chosen, "rollout/reward_mean")) == 9

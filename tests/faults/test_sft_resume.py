@@ -32,9 +32,6 @@ from signals import hear_ctrl_c
 if Path(sys.argv[0]).name == "checkpoint_ranks.py":  # the process that ranks are forked from
     import transformers  # noqa: F401
 
-    import forge.loops.sft
-    import forge.trainer.engine
-    import forge.trainer.keeping  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 APP = ROOT / "apps" / "sft" / "main.py"

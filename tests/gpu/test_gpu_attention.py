@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forge.kernels.paged import PagedLayout, find_shares
 from forge.models import gpu_attention
 from forge.models.gpu_attention import (
     Extents,
@@ -23,7 +24,6 @@ from forge.models.gpu_attention import (
     prefill_attend,
     write_kv,
 )
-from forge.models.paged import PagedLayout, find_shares
 
 ON_GPU = torch.cuda.is_available()
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None

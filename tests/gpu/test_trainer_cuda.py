@@ -14,8 +14,8 @@ from forge.config import CheckpointConfig, DistributedConfig, TrainerConfig, Tra
 from forge.losses import chunked_logprobs, chunked_nll
 from forge.models.hf_config import read_hf_config
 from forge.models.tiny import make_tiny
+from forge.trainer.checkpointer import Checkpointer
 from forge.trainer.engine import Engine
-from forge.trainer.keeping import Keeper
 from forge.types import Batch, Sample
 
 pytestmark = [
@@ -26,7 +26,7 @@ pytestmark = [
 LOGPROB_BF16 = 0.05  # the largest difference of one token's logprob between bfloat16 and float32, at this size
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "qwen2", "llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp(request.param)
     make_tiny(place, family=request.param)
@@ -234,24 +234,24 @@ def test_masters_stay_float32_and_states_may_be_half(tiny: Path, engine_of: Call
 
 def test_a_run_goes_on_from_its_checkpoint(tiny: Path, tmp_path: Path, engine_of: Callable[..., Engine]) -> None:
     engine = engine_of(tiny, keep=tmp_path)
-    keeper = Keeper(engine)
+    checkpointer = Checkpointer(engine)
     for seed in range(3):
         engine.train_step(batch_of(seed=seed))
-    keeper.save(extra={"seed": 3})
+    checkpointer.save(extra={"seed": 3})
     expected = [engine.train_step(batch_of(seed=seed)).loss for seed in range(3, 6)]
-    keeper.close()
+    checkpointer.close()
     engine = engine_of(tiny, keep=tmp_path)
-    keeper = Keeper(engine)
-    assert keeper.load("must") == {"seed": 3}
+    checkpointer = Checkpointer(engine)
+    assert checkpointer.load("must") == {"seed": 3}
     again = [engine.train_step(batch_of(seed=seed)).loss for seed in range(3, 6)]
-    keeper.close()
+    checkpointer.close()
     assert again == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_exported_folder_is_what_was_trained(tiny: Path, tmp_path: Path, engine_of: Callable[..., Engine]) -> None:
     engine = engine_of(tiny)
     engine.train_step(batch_of())
-    Keeper(engine).export(tmp_path / "out", dtype="float32")
+    Checkpointer(engine).export(tmp_path / "out", dtype="float32")
     ours = engine.forward_logprobs(batch_of(seed=1))
     for mine, theirs in zip(ours, reference_logprobs(tmp_path / "out", batch_of(seed=1)), strict=True):
         assert (mine - theirs).abs().max() < LOGPROB_BF16

@@ -168,7 +168,7 @@ def test_keys_at_the_prompt_end_the_session_and_leave_the_terminal_as_it_was(key
     ("words", "parts"),
     [
         (["model.path=no/such/folder"], ["model.path", "no/such/folder", "forge download"]),
-        (["tensor_parallel=2"], ["tensor_parallel", "engine: vllm"]),
+        (["generator.tensor_parallel=2"], ["generator.tensor_parallel", "engine: vllm"]),
     ],
 )
 def test_what_cannot_be_started_is_refused(words: list[str], parts: list[str]) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
+from forge.kernels import cpu_attention_backward, cpu_layers
 from forge.losses import KLPenalty, PolicyLoss
-from forge.models import cpu_attention_backward, cpu_training
 from forge.models.tiny import make_tiny
 from forge.trainer.engine import Engine
 from forge.types import Batch, Sample
 
-FAMILIES = ("qwen3", "llama")
+FAMILIES = ("qwen3", "qwen2", "llama")
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def gradients(folder: Path, *, share: bool, precision: str, num_threads: int) ->
 
 def test_the_gradient_is_that_of_float64(folder: Path) -> None:
     assert cpu_attention_backward.library() is not None
-    assert cpu_training.library() is not None
+    assert cpu_layers.library() is not None
     expected = gradients(folder, share=False, precision="float64", num_threads=1)
     for share in (False, True):
         found = gradients(folder, share=share, precision="float32", num_threads=1)

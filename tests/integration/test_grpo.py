@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from forge.config import GRPOConfig
 from forge.errors import ConfigError, NonFiniteError, RewardError, RolloutError
-from forge.loops.places import run_dir
+from forge.loops.run_paths import run_dir
 from forge.observe import is_tracing
 from forge.rollout.ledger import check_ledger
-from grpo_runs import NUM_STEPS, config, episodes, figures, kept_buffer, ledger, train, weights_digest
+from grpo_runs import NUM_STEPS, config, episodes, kept_buffer, ledger, metrics, train, weights_digest
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def test_on_the_policy_the_trainer_gives_every_token_the_samplers_probability(pl
         assert episode["logprobs"] == episode["trainer_logprobs"], episode["group"]
         assert episode["versions"] == [[episode["step"] - 1, 0, len(episode["token_ids"])]]
         assert "".join(episode["pieces"]) or not episode["text"]
-    assert figures(plain, "train/ratio") == pytest.approx([1.0] * NUM_STEPS, abs=1e-6)
-    assert set(figures(plain, "sync/canary")) == {0.0}
-    assert set(figures(plain, "rollout/staleness_max")) == {0.0}
+    assert metrics(plain, "train/ratio") == pytest.approx([1.0] * NUM_STEPS, abs=1e-6)
+    assert set(metrics(plain, "sync/canary")) == {0.0}
+    assert set(metrics(plain, "rollout/staleness_max")) == {0.0}
 
 
 def test_advantages_add_up_to_nothing_in_a_group(plain: GRPOConfig) -> None:
@@ -70,12 +70,12 @@ def test_a_run_leaves_what_it_promises(plain: GRPOConfig) -> None:
     trace = json.loads((folder / "trace.json").read_text())
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     assert {"rollout", "train", "wait for batch", "update generators"} <= {event["name"] for event in events}
-    assert len(figures(plain, "rollout/reward_mean")) == NUM_STEPS
-    assert len(figures(plain, "evaluation/pass@1")) == 3
+    assert len(metrics(plain, "rollout/reward_mean")) == NUM_STEPS
+    assert len(metrics(plain, "evaluation/pass@1")) == 3
     parts = ("waiting", "generating", "training", "syncing", "other")
     for step in range(NUM_STEPS):
-        total = math.fsum(figures(plain, f"time/{part}")[step] for part in parts)
-        assert total == pytest.approx(figures(plain, "time/step")[step], rel=1e-6)
+        total = math.fsum(metrics(plain, f"time/{part}")[step] for part in parts)
+        assert total == pytest.approx(metrics(plain, "time/step")[step], rel=1e-6)
 
 
 def test_one_process_learns_the_same_as_two(plain: GRPOConfig, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_taking_turns_puts_generators_to_sleep_while_the_trainer_works(plain: GR
 def test_beside_the_trainer_generators_go_on_while_it_works(tmp_path: Path) -> None:
     chosen = config(tmp_path / "beside", "placement=beside", "rollout.staleness=1", "training.max_steps=3")
     train(chosen)
-    stale, apart = figures(chosen, "rollout/staleness_max"), figures(chosen, "train/mismatch")
+    stale, apart = metrics(chosen, "rollout/staleness_max"), metrics(chosen, "train/mismatch")
     assert (stale[0], apart[0]) == (0.0, 0.0)
     assert (stale[1], max(stale)) == (1.0, 1.0), "the second batch was begun with the first"
     assert apart[1] > 0, "older weights made the tokens"
@@ -112,14 +112,14 @@ def test_one_process_may_keep_more_digits_than_it_generates_with(tmp_path: Path)
         *("algorithm.loss.proximal=trainer", "rollout.iterations=2"),
     )
     train(chosen)
-    assert max(figures(chosen, "train/mismatch_max")) < 0.05, "every step generates with the weights of the last one"
-    assert set(figures(chosen, "train/mismatch_outside")) == {0.0}
+    assert max(metrics(chosen, "train/mismatch_max")) < 0.05, "every step generates with the weights of the last one"
+    assert set(metrics(chosen, "train/mismatch_outside")) == {0.0}
 
 
 def test_asynchronous_training_keeps_its_bound(tmp_path: Path) -> None:
-    chosen = config(tmp_path / "late", "rollout.staleness=2", "training.max_steps=12", "generators.num_replicas=2")
+    chosen = config(tmp_path / "late", "rollout.staleness=2", "training.max_steps=12", "generator.num_replicas=2")
     train(chosen)
-    stale = figures(chosen, "rollout/staleness_max")
+    stale = metrics(chosen, "rollout/staleness_max")
     assert max(stale) in (1.0, 2.0)
     for episode in episodes(chosen):
         oldest = min(version for version, _, _ in episode["versions"])
@@ -136,7 +136,7 @@ def test_a_reference_holds_the_policy_and_batches_may_be_learned_from_twice(tmp_
         *("training.max_steps=2", "algorithm.loss.correction.kind=truncate", "generator.sampling.temperature=0.7"),
     )
     train(chosen)
-    divergence = figures(chosen, "train/kl")
+    divergence = metrics(chosen, "train/kl")
     assert divergence[0] == pytest.approx(0.0, abs=1e-7)  # the policy is its own reference at first
     assert divergence[1] > 0
     for episode in episodes(chosen):
@@ -173,7 +173,7 @@ def test_rewards_whose_processes_die_are_counted_and_the_run_goes_on(tmp_path: P
     reward = "rewards.functions=[{kind: 'grpo_rewards:dies_sometimes', name: even}]"
     zero = config(tmp_path / "zero", reward, "training.max_steps=3")
     train(zero)
-    assert sum(figures(zero, "rollout/num_failed")) > 0
+    assert sum(metrics(zero, "rollout/num_failed")) > 0
     assert any(episode["failures"] and episode["reward"] == 0.0 for episode in episodes(zero))
 
 
@@ -181,7 +181,7 @@ def test_a_reward_that_always_raises_is_named_and_what_it_was_given_can_be_read(
     reward = "rewards.functions=[{kind: 'grpo_rewards:raises', name: even}]"
     chosen = config(
         tmp_path / "raises",
-        *(reward, "rollout.max_fruitless=6", "evaluation.fraction=0.1", "record.report=true"),
+        *(reward, "rollout.max_no_signal_groups=6", "evaluation.fraction=0.1", "record.report=true"),
     )
     with pytest.raises(RolloutError, match="6 groups in a row") as caught:
         train(chosen)

@@ -91,10 +91,10 @@ def test_nothing_is_generated_between_windows(modules: dict[str, ModuleType]) ->
             await self.may_end.wait()
             return prompt
 
-        async def take(self, version: int) -> int:
+        async def update_weights(self, version: int) -> int:
             return version
 
-    async def rest() -> None:
+    async def sleep() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
 
@@ -104,19 +104,19 @@ def test_nothing_is_generated_between_windows(modules: dict[str, ModuleType]) ->
         gate.open()
         first = asyncio.create_task(gate.generate("a"))
         await policy.has_begun.wait()
-        assert await gate.take(2) == 2
+        assert await gate.update_weights(2) == 2
         closing = asyncio.create_task(gate.shut(2))
         later = asyncio.create_task(gate.generate("b"))
-        await rest()
+        await sleep()
         assert policy.begun == ["a"]
         assert not closing.done()  # "a" is under way
         policy.may_end.set()
         await first
         await closing
         closing = asyncio.create_task(gate.shut(3))
-        await rest()
+        await sleep()
         assert not closing.done()  # version 3 is not served
-        await gate.take(3)
+        await gate.update_weights(3)
         await closing
         assert policy.begun == ["a"]
         gate.open()

@@ -33,6 +33,8 @@ KINDS = [
     Kind(family="llama"),
     Kind(0, "llama", False),
     Kind(0, "qwen3_moe", False),
+    Kind(family="qwen2"),
+    Kind(0, "qwen2", False),
 ]
 
 
@@ -263,9 +265,9 @@ def test_weights_of_a_trainer_in_this_process_are_shared(tmp_path: Path) -> None
 
 
 def exported_folder(trained: Engine, folder: Path) -> Path:
-    from forge.trainer.keeping import Keeper
+    from forge.trainer.checkpointer import Checkpointer
 
-    Keeper(trained).export(folder, dtype=None, overwrite=False)
+    Checkpointer(trained).export(folder, dtype=None, overwrite=False)
     return folder
 
 

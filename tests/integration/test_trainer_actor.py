@@ -93,7 +93,7 @@ async def learn(procs: int, folder: Path) -> dict[str, Any]:
         }
         for version in (1, 2)
     }
-    await trainer.give_back.call()  # there is no GPU: nothing to do
+    await trainer.release_memory.call()  # there is no GPU: nothing to do
     await trainer.publish_weights.call(2, name="half", dtype="bfloat16")
     half = await Weights("half").fetch(version=2)
     found["half"] = {name: tensor.clone() for name, tensor in half.tensors.items()}

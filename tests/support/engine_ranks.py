@@ -194,9 +194,6 @@ def _serve(module_name: str) -> None:
     torch.set_num_threads(1)
     import torch._dynamo  # the first optimizer step would import it, on every rank
 
-    import forge.trainer.engine
-    import forge.trainer.keeping  # noqa: F401
-
     importlib.import_module("torchtitan.trainer")  # as the first model would, on every rank
 
     sys.modules["engine_ranks"] = sys.modules["__main__"]

@@ -13,10 +13,10 @@ from typing import Any
 
 import forge
 from forge.config import GRPOConfig, load
-from forge.loops.casting import Cast, PolicyHandle, open_cast
 from forge.loops.grpo import GRPOLoop, GRPOResult, run_grpo
-from forge.loops.places import run_dir
 from forge.loops.planning import plan_run
+from forge.loops.run_paths import run_dir
+from forge.loops.workers import PolicyHandle, Workers, start_workers
 from forge.observe import read_jsonl
 from forge.rollout.ledger import LedgerLine, read_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
@@ -54,27 +54,27 @@ def train(chosen: GRPOConfig) -> GRPOResult:
     return asyncio.run(asyncio.wait_for(run_grpo(chosen), LIMIT_S))
 
 
-def train_watched(chosen: GRPOConfig, watch: Callable[[Cast, int], Any]) -> GRPOResult:
-    """Run it with `watch(cast, version)` awaited whenever generators are to take new weights."""
+def train_watched(chosen: GRPOConfig, watch: Callable[[Workers, int], Any]) -> GRPOResult:
+    """Run it with `watch(workers, version)` awaited whenever generators are to take new weights."""
 
     class Watched(PolicyHandle):
-        async def take(self, version: int) -> Any:
-            await watch(cast, version)
-            return await super().take(version)
+        async def update_weights(self, version: int) -> Any:
+            await watch(workers, version)
+            return await super().update_weights(version)
 
     async def body() -> GRPOResult:
-        nonlocal cast
+        nonlocal workers
         plan = plan_run(chosen)
         async with asyncio.timeout(LIMIT_S), forge.run():
-            opened = await open_cast(plan.config, plan.trainer, loss=plan.loss)
-            cast = Cast(opened.trainer, Watched(opened.policy.service), opened.rewards, opened.reference)
-            loop = GRPOLoop(plan, cast)
+            opened = await start_workers(plan.config, plan.trainer, loss=plan.loss)
+            workers = Workers(opened.trainer, Watched(opened.policy.service), opened.rewards, opened.reference)
+            loop = GRPOLoop(plan, workers)
             try:
                 return await loop.run()
             finally:
                 loop.close()
 
-    cast: Cast
+    workers: Workers
     return asyncio.run(body())
 
 
@@ -94,7 +94,7 @@ def ledger(chosen: GRPOConfig) -> list[LedgerLine]:
     return list(read_ledger(run_dir(chosen) / "ledger.jsonl"))
 
 
-def figures(chosen: GRPOConfig, name: str) -> list[float]:
+def metrics(chosen: GRPOConfig, name: str) -> list[float]:
     """One figure of every step that has it."""
     lines = read_jsonl(run_dir(chosen) / "metrics.jsonl")
     return [float(line.values[name]) for line in lines if name in line.values]

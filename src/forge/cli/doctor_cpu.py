@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from forge import _amx
 
 if TYPE_CHECKING:
-    from forge.runtime.row_check import Case
+    from forge.kernels.row_check import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Finding:
 
 def check_rows() -> Finding:
     """Compute with what trainer and generator compute with, and report for which weights a row depends on its batch."""
-    from forge.runtime import cpu_linear, row_check
+    from forge.kernels import cpu_linear, row_check
     from forge.runtime.placement import count_cpus
 
     cases = row_check.cases((1, count_cpus()))

@@ -18,7 +18,7 @@ _KEYS = {
     "port": "serve.port",
     "api_key": "serve.api_key",
     "record": "serve.record",
-    "num_replicas": "num_replicas",
+    "num_replicas": "generator.num_replicas",
 }
 
 

@@ -18,13 +18,14 @@ from forge.config.generator import (
     CanaryConfig,
     GenerationConfig,
     GeneratorConfig,
+    GeneratorServiceConfig,
     PolicyConfig,
     Sampling,
     ServeConfig,
     UpdateConfig,
     UpdateMode,
 )
-from forge.config.grpo import GeneratorsConfig, GRPOConfig, RecordConfig, ReferenceConfig, RolloutConfig
+from forge.config.grpo import GRPOConfig, RecordConfig, ReferenceConfig, RolloutConfig
 from forge.config.layers import Origin
 from forge.config.loading import Loaded, explain, load, load_with_origins
 from forge.config.model_presets import preset_names
@@ -71,7 +72,7 @@ __all__ = [
     "GRPOConfig",
     "GenerationConfig",
     "GeneratorConfig",
-    "GeneratorsConfig",
+    "GeneratorServiceConfig",
     "InvalidConfig",
     "JudgeConfig",
     "KLConfig",

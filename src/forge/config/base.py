@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from forge.config.renames import has_old_keys, move_old_keys, thaw
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -53,11 +56,32 @@ class ConfigModel(BaseModel):
         ser_json_inf_nan="constants",
     )
 
+    old_keys: ClassVar[Mapping[str, str | None]] = {}
+    """Dotted keys below this section that have another name now, or none: they load with a warning."""
+
+    def __init__(self, /, **data: Any) -> None:
+        super().__init__(**(_renamed(type(self), data) if has_old_keys(type(self)) else data))
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # else every validation would call it
+
     @model_validator(mode="after")
     def _freeze_fields(self) -> Self:
         for name in type(self).model_fields:
             self.__dict__[name] = freeze(self.__dict__[name])
         return self
+
+
+def _renamed(section: type[ConfigModel], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a section's constructor with old keys moved to their new places."""
+    changed: dict[str, Any] = thaw(data)
+    for moved in move_old_keys(section, changed):
+        if moved.is_conflict:
+            error = broken_rule(moved.rule, repair="remove the old key")
+            details = InitErrorDetails(type=error, loc=moved.old, input=moved.value)
+            raise ValidationError.from_exception_data(section.__name__, [details])
+        if moved.needs_warning:
+            warnings.warn(moved.message, FutureWarning, stacklevel=3)
+    return changed
 
 
 def broken_rule(rule: str, *, repair: str, key: str | None = None) -> PydanticCustomError:

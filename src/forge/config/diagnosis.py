@@ -10,11 +10,10 @@ from pydantic_core import ErrorDetails
 
 from forge.config.fields import field_at, fields_below, walk_fields
 from forge.config.layers import Origin
-from forge.config.paths import Path, child, format_path, parse_path
+from forge.config.paths import Path, child, format_path, parse_path, value_at
 from forge.config.problems import Problem
-from forge.config.suggest import did_you_mean, nearest
 from forge.config.yaml_text import read_yaml
-from forge.errors import MISSING
+from forge.errors import MISSING, did_you_mean, nearest
 
 
 def diagnose(
@@ -34,7 +33,7 @@ def diagnose(
         origin = origins.get(path)
         found[path] = Problem(
             path=format_path(path),
-            value=path[-1] if is_key else _value_at(data, path),
+            value=path[-1] if is_key else value_at(data, path),
             rule=f"the key {rule}" if is_key else rule,
             repair=repair,
             origin=None if origin is None else str(origin),
@@ -55,12 +54,6 @@ def _place(details: ErrorDetails, data: Any) -> Path:
         path.append(key)
     field = (details.get("ctx") or {}).get("key") if details["type"] == "broken_rule" else None
     return (*path, *(parse_path(field) if field else ()))
-
-
-def _value_at(data: Any, path: Path) -> object:
-    for key in path:
-        data = child(data, key)
-    return data
 
 
 def _explain(details: ErrorDetails, path: Path, schema: type[BaseModel]) -> tuple[str, str]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal, Self
+from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from forge.config.algorithm import AlgorithmConfig
 from forge.config.base import ConfigModel, broken_rule
-from forge.config.generator import GenerationConfig
+from forge.config.generator import GeneratorServiceConfig
 from forge.config.prompts import EvaluationConfig, PromptsConfig
 from forge.config.rewards import RewardsConfig
 from forge.config.rules import PathText
@@ -29,6 +29,8 @@ and `shared`: its cache is away while the trainer works, and has all that the tr
 class RolloutConfig(ConfigModel):
     """How completions become batches."""
 
+    old_keys: ClassVar[Mapping[str, str | None]] = {"max_fruitless": "max_no_signal_groups"}
+
     batch_groups: int = Field(default=8, ge=1, description="Groups (prompts) per step.")
     group_size: int = Field(default=8, ge=1, description="Completions per prompt.")
     staleness: int = Field(
@@ -44,7 +46,7 @@ class RolloutConfig(ConfigModel):
         "replaced by another (dynamic sampling, which also replaces a group whose rewards are equal before shaping), "
         "or kept.",
     )
-    max_fruitless: int = Field(
+    max_no_signal_groups: int = Field(
         default=1000,
         ge=1,
         description="Consecutive groups without signal, or with failed rewards, after which the run ends.",
@@ -66,16 +68,6 @@ class RolloutConfig(ConfigModel):
     max_task_retries: int = Field(
         default=3, ge=0, description="How often a group is retried after a process that worked on it died."
     )
-
-
-class GeneratorsConfig(ConfigModel):
-    """Number and size of the generators."""
-
-    num_replicas: int = Field(default=1, ge=1, description="Generators that share the requests.")
-    tensor_parallel: int = Field(
-        default=1, ge=1, description="GPUs (or processes) over which each generator is split. Only with `engine: vllm`."
-    )
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each replica; null for one.")
 
 
 class ReferenceConfig(ConfigModel):
@@ -110,12 +102,15 @@ class RecordConfig(ConfigModel):
 class GRPOConfig(ForgeConfig):
     """Reinforcement learning of a policy: GRPO and its family."""
 
+    old_keys: ClassVar[Mapping[str, str | None]] = {
+        f"generators.{key}": f"generator.{key}" for key in ("num_replicas", "tensor_parallel", "num_threads")
+    }
+
     prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="What the policy is asked.")
     rewards: RewardsConfig = Field(default_factory=RewardsConfig, description="What completions are scored by.")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="From rewards to a loss.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="How completions become batches.")
-    generator: GenerationConfig = Field(default_factory=GenerationConfig, description="What makes tokens.")
-    generators: GeneratorsConfig = Field(default_factory=GeneratorsConfig, description="How many generators.")
+    generator: GeneratorServiceConfig = Field(default_factory=GeneratorServiceConfig, description="What makes tokens.")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="What the policy is held to.")
     placement: Placement = Field(
         default="apart",
@@ -163,12 +158,12 @@ class GRPOConfig(ForgeConfig):
             rule = f"0 with placement `{self.placement}`: the policy generates and learns in turns"
             repair = "set placement: beside or apart, or staleness: 0"
             raise broken_rule(rule, repair=repair, key="rollout.staleness")
-        if self.placement == "shared" and self.generator.engine != "native":
-            rule = "`native` with placement `shared`: only it computes with the trainer's own weights"
+        if self.placement == "shared" and not self.generator.capabilities.shared_weights:
+            rule = "with placement `shared` it must compute with the trainer's own weights, as `native` does"
             raise broken_rule(rule, repair="set placement: turns or beside", key="generator.engine")
-        if self.placement == "shared" and self.generators.num_replicas > 1:
+        if self.placement == "shared" and self.generator.num_replicas > 1:
             rule = "1 with placement `shared`: there is one process"
-            raise broken_rule(rule, repair="set placement: apart", key="generators.num_replicas")
+            raise broken_rule(rule, repair="set placement: apart", key="generator.num_replicas")
         return self
 
     @property
@@ -181,10 +176,10 @@ class GRPOConfig(ForgeConfig):
         share = None if self.gives_way else GPU_SHARES.get(self.placement)
         if self.generator.gpu_memory_share is not None or share is None:
             return self.generator.gpu_memory_share
-        return share / self.generators.num_replicas
+        return share / self.generator.num_replicas
 
     @property
     def gives_way(self) -> bool:
         """Whether the generators' cache is chosen to fill what a trainer at rest leaves of a GPU, and is given back
         while it works."""
-        return self.placement in ("turns", "shared") and self.generator.engine == "native"
+        return self.placement in ("turns", "shared") and not self.generator.capabilities.reserves_gpu_share

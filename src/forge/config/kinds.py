@@ -9,6 +9,7 @@ from typing import Final
 
 from forge.config.generator import PolicyConfig
 from forge.config.grpo import GRPOConfig
+from forge.config.renames import old_keys
 from forge.config.schema import ForgeConfig
 from forge.config.sft import SFTConfig
 from forge.config.yaml_text import read_yaml
@@ -39,10 +40,15 @@ class Detected:
 def detect_kind(files: Sequence[str], overrides: Sequence[str]) -> Detected:
     """Return the kind of run that files and overrides describe. Without evidence it is a guess, the first kind."""
     sections = _sections(files, overrides)
-    unknown = {kind: len(sections - set(schema.model_fields)) for kind, schema in SCHEMAS.items()}
+    unknown = {kind: len(sections - _known(schema)) for kind, schema in SCHEMAS.items()}
     best = [kind for kind in SCHEMAS if unknown[kind] == min(unknown.values())]
-    own = set(SCHEMAS[best[0]].model_fields) - set(ForgeConfig.model_fields)
+    own = _known(SCHEMAS[best[0]]) - _known(ForgeConfig)
     return Detected(best[0], tuple(sorted(sections & own)), tuple(best[1:]))
+
+
+def _known(schema: type[ForgeConfig]) -> set[str]:
+    """Return the keys at the top of a schema, the first part of old ones included."""
+    return {*schema.model_fields, *(key.partition(".")[0] for key in old_keys(schema))}
 
 
 def program_of(kind: str) -> str:
@@ -55,7 +61,7 @@ def other_program(schema: type[ForgeConfig], files: Sequence[str], overrides: Se
     if schema not in SCHEMAS.values():
         return None
     found = detect_kind(files, overrides)
-    foreign = set(found.evidence) - set(schema.model_fields)
+    foreign = set(found.evidence) - _known(schema)
     if not foreign:
         return None
     sections = ", ".join(sorted(foreign))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -17,12 +19,12 @@ from forge.config.fields import fields_below
 from forge.config.layers import DEFAULT, Assignment, Layer, Origin, Removal, Tree
 from forge.config.model_presets import preset_names, read_preset
 from forge.config.overrides import parse_override
-from forge.config.paths import Path, format_path
+from forge.config.paths import Path, format_path, value_at
 from forge.config.problems import InvalidConfig, Problem
+from forge.config.renames import MovedKey, move_old_keys
 from forge.config.saving import to_plain
-from forge.config.suggest import did_you_mean
 from forge.config.yaml_text import read_yaml, write_yaml
-from forge.errors import ConfigError
+from forge.errors import MISSING, ConfigError, did_you_mean
 
 C = TypeVar("C", bound=ConfigModel)
 FilePath = str | os.PathLike[str]
@@ -63,7 +65,7 @@ def load_with_origins(
     defaults: Mapping[str, object] | None = None,
 ) -> Loaded[C]:
     """As `load`, and also who set what."""
-    reading = _read(files, overrides, defaults)
+    reading = _read(schema, files, overrides, defaults)
     has_presets = "preset" in fields_below(schema, ("model",))
     tree = reading.grow(preset=_chosen_preset(reading) if has_presets else None)
     problems = [*reading.problems, *(tree.problems if reading.complete else ())]
@@ -110,7 +112,9 @@ class _Reading:
         return tree
 
 
-def _read(files: Iterable[FilePath], overrides: Iterable[str], defaults: Mapping[str, object] | None) -> _Reading:
+def _read(
+    schema: type[C], files: Iterable[FilePath], overrides: Iterable[str], defaults: Mapping[str, object] | None
+) -> _Reading:
     for name, given in (("files", files), ("overrides", overrides)):
         if isinstance(given, str | os.PathLike):
             raise ConfigError(
@@ -132,7 +136,56 @@ def _read(files: Iterable[FilePath], overrides: Iterable[str], defaults: Mapping
             reading.problems += parsed
         else:
             reading.overrides.append(parsed)
+    reading.layers = [_rename_layer(schema, layer, reading.problems) for layer in reading.layers]
+    reading.overrides = _rename_overrides(schema, reading.overrides, reading.problems)
     return reading
+
+
+def _rename_layer(schema: type[C], layer: Layer, problems: list[Problem]) -> Layer:
+    """The layer with the old keys in it moved to their new places."""
+    data, lines = copy.deepcopy(layer.data), dict(layer.lines)
+    for moved in move_old_keys(schema, data):
+        _report_moved(moved, layer.origin_of(moved.old), problems)
+        for path, line in layer.lines.items():
+            if moved.new is not None and path[: len(moved.old)] == moved.old:
+                lines[(*moved.new, *path[len(moved.old) :])] = line
+    return Layer(data, layer.origin, lines)
+
+
+def _rename_overrides(
+    schema: type[C], overrides: list[Assignment | Removal], problems: list[Problem]
+) -> list[Assignment | Removal]:
+    """The overrides with old keys renamed. One that sets an old section becomes one for each of its keys."""
+    given = {override.path for override in overrides}
+    found: list[Assignment | Removal] = []
+    for override in overrides:
+        data: Any = copy.deepcopy(override.value) if isinstance(override, Assignment) else None
+        for key in reversed(override.path):
+            data = {key: data}
+        for moved in move_old_keys(schema, data):
+            is_conflict = moved.is_conflict or moved.new in given
+            _report_moved(replace(moved, is_conflict=is_conflict), Origin("override", override.word), problems)
+            path = tuple(str(key) for key in moved.new or ())
+            if path and isinstance(override, Removal):
+                found.append(Removal(path, override.word))
+            elif path and path[: len(override.path)] != override.path:
+                found.append(Assignment(path, moved.value, override.word))
+        rest = value_at(data, override.path)
+        if rest is not MISSING:
+            found.append(override if isinstance(override, Removal) else replace(override, value=rest))
+    return found
+
+
+def _report_moved(moved: MovedKey, origin: Origin, problems: list[Problem]) -> None:
+    """Warn of an old key at the place where it is given; with the new one beside it, that is a problem."""
+    if moved.is_conflict:
+        old = format_path(moved.old)
+        problems.append(
+            Problem(path=old, value=moved.value, rule=moved.rule, repair="remove the old key", origin=str(origin))
+        )
+    elif moved.needs_warning:
+        where = origin.name if origin.layer == "file" else f"<{origin}>"
+        warnings.warn_explicit(moved.message, FutureWarning, where, origin.line or 1)
 
 
 def _read_file(file: str, reading: _Reading) -> None:

@@ -28,6 +28,13 @@ def child(place: Any, key: str | int) -> Any:
     return MISSING
 
 
+def value_at(place: Any, path: Path) -> Any:
+    """Return what stands at a path; `MISSING` where nothing does."""
+    for key in path:
+        place = child(place, key)
+    return place
+
+
 def format_path(path: Path) -> str:
     """The dotted text of a path; `parse_path` reads it back. The root is the empty text."""
     return ".".join(_quote(str(key)) for key in path)

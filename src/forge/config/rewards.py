@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.generator import GenerationConfig
+from forge.config.generator import GeneratorServiceConfig
 from forge.config.rules import Name, PathText
 
 
@@ -54,10 +54,15 @@ class OverlongConfig(ConfigModel):
 class JudgeConfig(ConfigModel):
     """A language model that scores completions, behind its own service; used by the reward `judge`."""
 
+    old_keys: ClassVar[Mapping[str, str | None]] = {
+        "num_replicas": "generator.num_replicas",
+        "num_threads": "generator.num_threads",
+    }
+
     path: PathText = Field(description="Folder of the model.")
-    generator: GenerationConfig = Field(default_factory=GenerationConfig, description="The engine that runs it.")
-    num_replicas: int = Field(default=1, ge=1, description="Replicas.")
-    num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each replica; null for one.")
+    generator: GeneratorServiceConfig = Field(
+        default_factory=GeneratorServiceConfig, description="The engine that runs it."
+    )
 
 
 class RewardModelConfig(ConfigModel):

@@ -367,19 +367,16 @@ def _end_process(error: BaseException) -> None:
 
 async def start_policy(config: PolicyConfig) -> Service[Generator]:
     """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
-    from forge.generator.actor import Generator
-    from forge.generator.engine import engine_class
-
-    engine = config.generator.engine
-    if config.tensor_parallel > 1 and not engine_class(engine).capabilities.tensor_parallel:
+    section = config.generator
+    if section.tensor_parallel > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
         raise ConfigError(
-            f"the engine `{engine}` runs in one process",
-            path="tensor_parallel",
-            value=config.tensor_parallel,
+            f"the engine `{section.engine}` runs in one process",
+            path="generator.tensor_parallel",
+            value=section.tensor_parallel,
             rule="1, unless `engine: vllm`",
-            repair="set generator.engine=vllm, or num_replicas instead",
+            repair="set generator.engine=vllm, or generator.num_replicas instead",
         )
-    with_gpus = _wants_gpus(config.generator.with_gpus)
+    with_gpus = _wants_gpus(section.with_gpus)
     if with_gpus and config.launcher.kind == "local" and not _num_gpus():
         raise ConfigError(
             "the configuration asks for a GPU, and this machine has none",
@@ -389,11 +386,13 @@ async def start_policy(config: PolicyConfig) -> Service[Generator]:
             repair="run it on a machine with a GPU; or set generator.with_gpus=false, for a model that a CPU can run",
         )
     options = Generator.options(
-        procs=config.tensor_parallel,
-        num_replicas=config.num_replicas,
+        procs=section.tensor_parallel,
+        num_replicas=section.num_replicas,
+        num_threads=section.num_threads,
         with_gpus=with_gpus,
+        **config.workers.generator.options(),
     )
-    return await options.as_service(GeneratorConfig.of(config.model, config.generator))
+    return await options.as_service(GeneratorConfig.of(config.model, section))
 
 
 def _wants_gpus(chosen: bool | None) -> bool:

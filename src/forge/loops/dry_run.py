@@ -28,10 +28,10 @@ from forge.data.opening import open_corpus
 from forge.data.prompts import PromptBook, open_prompts
 from forge.errors import ForgeError
 from forge.loops.evaluation import check_evaluation
-from forge.loops.places import load_tokenizer, run_dir
-from forge.loops.planning import Plan, _completed, _rollout, refuse_ranks
+from forge.loops.planning import GRPOPlan, _completed, _rollout, refuse_ranks
 from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, prepare_sft
 from forge.loops.resuming import check_folders
+from forge.loops.run_paths import load_tokenizer, run_dir
 from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
 from forge.memory import check_at_start, find_card, plan_memory, read_run
 from forge.memory.card import host_memory
@@ -181,7 +181,7 @@ def _find_prompts(config: GRPOConfig, found: _Found) -> None:
         found.attempt(open_prompts, config.prompts, evaluation=config.evaluation, seed=config.run.seed)
 
 
-def _describe_grpo(plan: Plan) -> Facts:
+def _describe_grpo(plan: GRPOPlan) -> Facts:
     config = plan.config
     rewards = [f"{function.label} ({function.kind})" for function in config.rewards.functions]
     groups = f"{config.rollout.batch_groups} groups of {config.rollout.group_size} completions"
@@ -198,7 +198,7 @@ def _describe_grpo(plan: Plan) -> Facts:
     facts.append(("rewards", ", ".join(rewards)))
     facts.append(("steps", f"{plan.num_steps:,}, each from {groups}"))
     facts.append(("trainer", f"{planned_ranks(config.distributed)} rank(s), placement {config.placement}"))
-    facts.append(("generators", f"{config.generators.num_replicas} of engine {config.generator.engine}"))
+    facts.append(("generators", f"{config.generator.num_replicas} of engine {config.generator.engine}"))
     return [*facts, *_describe_memory(config)]
 
 
@@ -286,7 +286,7 @@ def _try_policy(config: PolicyConfig, found: _Found) -> Facts:
     if model is None or found.problems:
         return []
     facts = [("run", config.run.name), ("model", _described(model))]
-    facts.append(("generators", f"{config.num_replicas} of engine {config.generator.engine}"))
+    facts.append(("generators", f"{config.generator.num_replicas} of engine {config.generator.engine}"))
     return [*facts, *_describe_memory(config)]
 
 
@@ -316,7 +316,7 @@ def _start(checkpoint: CheckpointInfo | None) -> str:
 
 
 def _described(model: ResolvedModel) -> str:
-    from forge.memory.model_size import Sizes
+    from forge.models.sizes import Sizes
 
     return f"{model.name}, {Sizes.of(model.facts).total:,} parameters, in {model.folder or 'no folder: random weights'}"
 

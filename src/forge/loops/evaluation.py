@@ -53,17 +53,17 @@ class Evaluation:
         return cls(**{**fields, "pass_at": {int(k): value for k, value in fields["pass_at"].items()}})
 
     def values(self) -> dict[str, float]:
-        """The figures under the names that sinks and the report know."""
+        """The metrics under the names that sinks and the report know."""
         most = max(self.pass_at)
-        figures = {
+        metrics = {
             "evaluation/reward": self.reward,
             f"evaluation/avg@{most}": self.solved,
             "evaluation/length": self.length,
             "evaluation/num_prompts": float(self.num_prompts),
         }
         if self.num_failed:
-            figures["evaluation/num_failed"] = float(self.num_failed)
-        return figures | {f"evaluation/pass@{k}": value for k, value in self.pass_at.items()}
+            metrics["evaluation/num_failed"] = float(self.num_failed)
+        return metrics | {f"evaluation/pass@{k}": value for k, value in self.pass_at.items()}
 
 
 class Evaluator:

@@ -5,9 +5,9 @@
         admits by staleness │                                                                    ▼
                           buffer ◀──version served── generators ◀──version── store ◀── advantages, trainer.train_step
 
-Two coroutines run side by side. The `Feeder` begins a rollout whenever the buffer admits one, and puts finished groups
-into it. `_train` takes a batch when one is ready, learns from it, and hands the new weights to the generators. Whether
-training is synchronous takes no other code: `rollout.staleness` alone says how far the feeder may run ahead.
+Two coroutines run concurrently. `RolloutRunner` starts a rollout whenever the buffer admits one, and puts finished
+groups into the buffer. `_train` takes a batch when one is ready, trains on it, and sends the new weights to the
+generators. Synchronous training needs no other code: `rollout.staleness` alone says how far rollouts may run ahead.
 
 A checkpoint holds the weights, the optimizer, and which groups are pending. The ledger says what became of all others.
 So a run that is killed anywhere resumes with every group learned from once, or back in the queue.
@@ -27,18 +27,18 @@ from typing import Any, TypeVar
 
 from forge.config import GRPOConfig, save
 from forge.errors import CheckpointError, NonFiniteError, RecordError, RolloutError, StepAbandoned
-from forge.loops.casting import Cast, open_cast
 from forge.loops.evaluation import Evaluation, Evaluator
-from forge.loops.feeding import Feeder
-from forge.loops.figures import StepClock, StepFigures
 from forge.loops.learning import Learner
-from forge.loops.places import checkpoint_dir, run_dir
-from forge.loops.planning import Plan
+from forge.loops.planning import GRPOPlan
 from forge.loops.preflight import check_grpo
 from forge.loops.recording import Records
 from forge.loops.resuming import LEDGER_NAME, check_continues, group_keys, report_changes
+from forge.loops.rollouts import RolloutRunner
+from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.saving import SaveRule, where_it_stopped
-from forge.loops.stopping import Stop, patiently, stopped_by_signals
+from forge.loops.step_metrics import StepClock, StepMetrics
+from forge.loops.stopping import Stop, stopped_by_signals, wait_reporting
+from forge.loops.workers import Workers, start_workers
 from forge.observe import is_tracing, span, switch_tracing
 from forge.observe.tracing import drain_trace
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
@@ -87,34 +87,34 @@ async def run_grpo(config: GRPOConfig) -> GRPOResult:
     was_tracing = is_tracing()
     switch_tracing(config.record.trace)  # before anyone is started, who takes it over
     try:
-        return await _play(plan)
+        return await _run(plan)
     finally:
         switch_tracing(was_tracing)
         if not was_tracing:
             drain_trace()  # what is left is of this run, and must not show up in another's
 
 
-async def _play(plan: Plan) -> GRPOResult:
+async def _run(plan: GRPOPlan) -> GRPOResult:
     loops: list[GRPOLoop] = []
     hint, grace_s = "this step is finished and saved", plan.config.checkpointing.grace_s
     async with stopped_by_signals(save_hint=hint, grace_s=grace_s) as (stop, _):
         try:
             result = await _with_workers(plan, stop, loops)
         except BaseException:
-            _say_where_it_stopped(plan, loops)
+            _log_where_it_stopped(plan, loops)
             raise
         if result.is_stopped:
-            _say_where_it_stopped(plan, loops)
+            _log_where_it_stopped(plan, loops)
         return result
 
 
-async def _with_workers(plan: Plan, stop: Stop, loops: list[GRPOLoop]) -> GRPOResult:
+async def _with_workers(plan: GRPOPlan, stop: Stop, loops: list[GRPOLoop]) -> GRPOResult:
     """Start the workers, and run a loop, which is added to `loops`. All processes are gone when it returns."""
     async with run(plan.config.launcher):
-        cast = await stop.unless(open_cast(plan.config, plan.trainer, loss=plan.loss))
-        if cast is None:
+        workers = await stop.unless(start_workers(plan.config, plan.trainer, loss=plan.loss))
+        if workers is None:
             return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
-        loop = GRPOLoop(plan, cast, stop=stop)
+        loop = GRPOLoop(plan, workers, stop=stop)
         loops.append(loop)
         try:
             return await loop.run()
@@ -122,7 +122,7 @@ async def _with_workers(plan: Plan, stop: Stop, loops: list[GRPOLoop]) -> GRPORe
             loop.close()
 
 
-def _say_where_it_stopped(plan: Plan, loops: Sequence[GRPOLoop]) -> None:
+def _log_where_it_stopped(plan: GRPOPlan, loops: Sequence[GRPOLoop]) -> None:
     """Log what a resume continues after. Called when no process can complete a checkpoint any more."""
     step = loops[0].step if loops else plan.resume_step
     _log.warning("%s", where_it_stopped(step, checkpoint_dir(plan.config)))
@@ -133,15 +133,15 @@ class GRPOLoop:
 
     Args:
         plan: what is to be done.
-        cast: who does it.
+        workers: the services that do it.
         stop: says when the run is asked to end.
         clock: tells the seconds between two checkpoints, and those that throughput is taken over.
     """
 
     def __init__(
-        self, plan: Plan, cast: Cast, *, stop: Stop | None = None, clock: Callable[[], float] = time.monotonic
+        self, plan: GRPOPlan, workers: Workers, *, stop: Stop | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._plan, self._config, self._cast = plan, plan.config, cast
+        self._plan, self._config, self._workers = plan, plan.config, workers
         self._stop = stop or Stop()
         self._buffer = ReplayBuffer(
             plan.rollout,
@@ -151,19 +151,19 @@ class GRPOLoop:
         )
         self._rollouter = Rollouter(
             plan.prompts,
-            policy=cast.policy,
-            rewards=cast.rewards,
-            reference=cast.reference,
+            policy=workers.policy,
+            rewards=workers.rewards,
+            reference=workers.reference,
             sampling=plan.sampling,
             algorithm=self._config.algorithm,
             seed=self._config.run.seed,
         )
-        self._learner = Learner(plan, cast)
+        self._learner = Learner(plan, workers)
         self._evaluator = self._make_evaluator()
         self._records: Records | None = None
         self._has_begun = False
-        self._figures = StepFigures(self._rollouter, self._buffer, clock=clock)
-        self._feeder = Feeder(plan, self._rollouter, self._buffer, figures=self._figures)
+        self._metrics = StepMetrics(self._rollouter, self._buffer, clock=clock)
+        self._runner = RolloutRunner(plan, self._rollouter, self._buffer, metrics=self._metrics)
         self._clock = StepClock()
         self._save_rule = SaveRule(self._config.checkpointing, clock=clock)
         self._ledger_before: dict[str, Any] | None = None
@@ -193,16 +193,16 @@ class GRPOLoop:
         return await self._finish()
 
     async def _train_and_feed(self) -> None:
-        self._figures.begin()
-        feeding = self._watched(self._feeder.run(), "rollouts")
+        self._metrics.begin()
+        rollouts = self._watched(self._runner.run(), "rollouts")
         try:
             await self._train()
         finally:
-            others = {feeding} if self._syncing is None else {feeding, self._syncing}
+            others = {rollouts} if self._syncing is None else {rollouts, self._syncing}
             for task in others:
                 task.cancel()
             await asyncio.wait(others)
-        failed = [task for task in (feeding, *self._failed) if not task.cancelled() and task.exception() is not None]
+        failed = [task for task in (rollouts, *self._failed) if not task.cancelled() and task.exception() is not None]
         if failed and self._stop.signal is not None:  # a scheduler ends all processes of a job at once
             _log.warning("while the run was stopped: %s", failed[0].exception())
         elif failed:
@@ -223,7 +223,7 @@ class GRPOLoop:
 
     async def _begin(self) -> None:
         """Take up an earlier run if there is one, open the records, and give the generators their first weights."""
-        extra = await self._cast.trainer.load(self._config.checkpointing.resume)
+        extra = await self._workers.trainer.load(self._config.checkpointing.resume)
         if extra is not None:
             check_continues(self._config, extra, prompts_digest=self._plan.prompts_digest)
             self._ledger_before = self._find_ledger(extra)
@@ -231,7 +231,7 @@ class GRPOLoop:
         self._records = Records(self._plan, resume_step=None if extra is None else int(extra["step"]))
         save(self._config, run_dir(self._config))
         if extra is not None:
-            self._take_up(extra)
+            self._restore(extra)
         self._has_begun = True
         self._save_rule.saved()
         if self._stop.is_asked:
@@ -249,7 +249,7 @@ class GRPOLoop:
         _log.warning("%s has no %s: it will not record what came before this resume", folder, LEDGER_NAME)
         return {"next_number": extra["buffer"]["next_number"], "pending": extra["buffer"]["pending"]}
 
-    def _take_up(self, extra: dict[str, Any]) -> None:
+    def _restore(self, extra: dict[str, Any]) -> None:
         assert self._records is not None
         self._step, self._evaluated_step = int(extra["step"]), extra["evaluated_step"]
         self._last_save = (self._step, self._evaluated_step)
@@ -282,7 +282,7 @@ class GRPOLoop:
                 await self._evaluate()
             if self._save_rule.is_due(self._step):
                 await self._save()
-        await self._settle_sync()
+        await self._finish_sync()
 
     async def _next_batch(self) -> TakenBatch | None:
         """The next batch; None at the end, or when the run is asked to stop. Says what it waits for when it is long."""
@@ -297,10 +297,12 @@ class GRPOLoop:
         return taken
 
     async def _waited_for(self) -> TakenBatch | None:
-        return await self._patiently(self._buffer.take(), self._what_is_missing)
+        return await self._wait(self._buffer.take(), self._what_is_missing)
 
-    async def _patiently(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
-        return await patiently(work, every_s=self._plan.rollout.report_wait_s, say=lambda: self._say_waiting(what()))
+    async def _wait(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
+        return await wait_reporting(
+            work, every_s=self._plan.rollout.report_wait_s, say=lambda: self._say_waiting(what())
+        )
 
     def _say_waiting(self, what: str) -> None:
         _log.warning("step %d waits: %s", self._step + 1, what)
@@ -320,12 +322,12 @@ class GRPOLoop:
         """Learn from a batch; None if there was no time for it. Then its groups stay pending."""
         try:
             with self._clock.part("training"), span("train", step=self._step):
-                learning = self._patiently(self._learner.learn(taken.groups), lambda: "the trainer learns")
+                learning = self._wait(self._learner.learn(taken.groups), lambda: "the trainer learns")
                 groups, result = await self._stop.in_time(learning, self._abandon)
         except StepAbandoned:
             return None
         except NonFiniteError:
-            if (await self._cast.trainer.state())["step"] == self._step * self._plan.rollout.iterations:
+            if (await self._workers.trainer.state())["step"] == self._step * self._plan.rollout.iterations:
                 _log.error("the run stops; its state before this step is in %s", checkpoint_dir(self._config))
                 await self._save()
             raise
@@ -335,13 +337,13 @@ class GRPOLoop:
     async def _abandon(self) -> None:
         if self._plan.rollout.iterations == 1:  # else the state may lie between two steps on the same batch
             _log.warning("step %d takes too long: it is abandoned, and the state before it is saved", self._step + 1)
-            await self._cast.trainer.abandon_step()
+            await self._workers.trainer.abandon_step()
 
     # ---- Weights: trainer -> store -> generators ------------------------------------------------------------------
 
     async def _hand_over(self) -> None:
         """Give the new weights to the generators: at once when training is synchronous, else beside the next step."""
-        await self._settle_sync()
+        await self._finish_sync()
         if self._failed:
             return
         if self._plan.rollout.staleness == 0:
@@ -357,17 +359,17 @@ class GRPOLoop:
             await self._serve(self._step)
 
     async def _publish(self) -> None:
-        publishing = self._cast.trainer.publish_weights(self._step, name=self._config.generator.weights)
-        await self._patiently(publishing, lambda: "the trainer publishes its weights")
+        publishing = self._workers.trainer.publish_weights(self._step, name=self._config.generator.weights)
+        await self._wait(publishing, lambda: "the trainer publishes its weights")
 
     async def _serve(self, version: int) -> None:
         with span("update generators", version=version):
-            taking = self._cast.policy.take(version)
-            reports = await self._patiently(taking, lambda: f"generators take version {version}")
-        self._figures.note_sync(reports)
+            taking = self._workers.policy.update_weights(version)
+            reports = await self._wait(taking, lambda: f"generators load version {version}")
+        self._metrics.note_sync(reports)
         self._buffer.serve(version)
 
-    async def _settle_sync(self) -> None:
+    async def _finish_sync(self) -> None:
         """Wait for the update under way. One that failed has asked the run to stop, and is raised at its end, when what
         was learned meanwhile is written and saved."""
         if self._syncing is not None:
@@ -386,8 +388,8 @@ class GRPOLoop:
         lines = [LedgerLine(self._step, group.number, group.epoch, group.prompt.id, "trained") for group in groups]
         self._records.ledger.write([*lines, *self._dropped_lines(self._step, taken.given_up)])
         self._records.rollouts(self._step, groups, logprobs)
-        values = self._figures.of_step(taken, result, clock=self._clock)
-        await self._records.figures(self._step, values)
+        values = self._metrics.of_step(taken, result, clock=self._clock)
+        await self._records.metrics(self._step, values)
 
     def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, GivenUp]]) -> list[LedgerLine]:
         places = [(self._plan.prompts.at(number), number, outcome) for number, outcome in dropped]
@@ -403,8 +405,8 @@ class GRPOLoop:
         return Evaluator(
             self._config.evaluation,
             book=self._plan.heldout,
-            policy=self._cast.policy,
-            rewards=self._cast.rewards,
+            policy=self._workers.policy,
+            rewards=self._workers.rewards,
             sampling=self._plan.sampling,
             at_once=self._plan.prompts_at_once,
         )
@@ -413,14 +415,14 @@ class GRPOLoop:
         if self._evaluator is None or self._evaluated_step == self._step:
             return
         assert self._records is not None
-        await self._settle_sync()
+        await self._finish_sync()
         record = partial(self._records.evaluation, self._step)
         found = await self._stop.unless(self._evaluator.run(record=record))
         if found is None:
             return
         self._evaluations.append(found)
         self._evaluated_step = self._step
-        await self._records.figures(self._step, found.values())
+        await self._records.metrics(self._step, found.values())
 
     def _reached_goal(self) -> bool:
         goal = self._config.evaluation.stop_at
@@ -441,15 +443,15 @@ class GRPOLoop:
             "evaluations": [each.plain() for each in (*self._evaluations[:1], *self._evaluations[1:][-1:])],
         }
         with span("save", step=self._step):
-            saving = self._cast.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)
-            await self._patiently(saving, lambda: "the trainer saves its state")
+            saving = self._workers.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)
+            await self._wait(saving, lambda: "the trainer saves its state")
         self._last_save = (self._step, self._evaluated_step)
         self._save_rule.saved()
 
     async def _complete_save(self) -> None:
         """Wait for a checkpoint that is being written. That it fails is logged: something else ends the run."""
         try:
-            await self._cast.trainer.wait_saved()
+            await self._workers.trainer.wait_saved()
         except CheckpointError as error:
             _log.warning("%s", error)
 
@@ -460,13 +462,13 @@ class GRPOLoop:
         if self._step > 0 or not self._stop.is_asked:  # before the first step there is nothing to save
             await self._save()
         if self._stop.is_asked:
-            await self._cast.trainer.wait_saved()
+            await self._workers.trainer.wait_saved()
         export = None
         if self._config.checkpointing.export_hf and not self._stop.is_asked:
             export = checkpoint_dir(self._config) / "hf"
-            await self._cast.trainer.export_hf(export, overwrite=True)
+            await self._workers.trainer.export_hf(export, overwrite=True)
         await self._records.last_spans()
-        await self._cast.close()
+        await self._workers.close()
         return GRPOResult(
             step=self._step,
             reward=self._reward,

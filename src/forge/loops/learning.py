@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from forge.loops.casting import Cast
-from forge.loops.planning import Plan
+from forge.loops.planning import GRPOPlan
+from forge.loops.workers import Workers
 from forge.rollout.credit import assign_advantages
 from forge.rollout.samples import make_batch, with_field
 from forge.types import Batch, Group, StepResult
@@ -15,8 +15,8 @@ from forge.types import Batch, Group, StepResult
 class Learner:
     """Teaches the trainer from groups, as the algorithm says."""
 
-    def __init__(self, plan: Plan, cast: Cast) -> None:
-        self._plan, self._cast = plan, cast
+    def __init__(self, plan: GRPOPlan, workers: Workers) -> None:
+        self._plan, self._workers = plan, workers
 
     async def learn(self, groups: Sequence[Group]) -> tuple[list[Group], StepResult]:
         """Take the optimizer's steps on one batch. Returns the groups with their advantages, and what happened."""
@@ -27,16 +27,16 @@ class Learner:
             mask_truncated=mask_truncated,
             with_reference="ref_logprobs" in self._plan.loss.fields,
         )
-        await self._cast.policy.rest()
+        await self._workers.policy.sleep()
         result = await self._steps_on(batch)
         if self._plan.config.placement == "turns":  # else generators would wake to a device that is full
-            await self._cast.trainer.give_back()
-        await self._cast.policy.rise()
+            await self._workers.trainer.release_memory()
+        await self._workers.policy.wake()
         return with_advantages, result
 
     async def _steps_on(self, batch: Batch) -> StepResult:
         """All steps on one batch. What the first one saw is what is reported."""
-        trainer, record = self._cast.trainer, self._plan.config.record
+        trainer, record = self._workers.trainer, self._plan.config.record
         if "proximal_logprobs" in self._plan.loss.fields:
             before = await trainer.forward_logprobs(batch, temperature=self._plan.temperature)
             batch = with_field(batch, "proximal_logprobs", before)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
 from forge.data.prompts import PromptBook, PromptOrder, open_prompts
 from forge.errors import ConfigError
-from forge.loops.casting import wants_gpus
 from forge.loops.evaluation import check_evaluation
-from forge.loops.places import checkpoint_dir, load_tokenizer, run_dir
 from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger, resumed_state
+from forge.loops.run_paths import checkpoint_dir, load_tokenizer, run_dir
 from forge.loops.worker_checks import check_workers
+from forge.loops.workers import wants_gpus
 from forge.memory import check_at_start
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
@@ -30,7 +30,7 @@ _log = logging.getLogger("forge.grpo")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GRPOPlan:
     """A run, decided.
 
     Attributes:
@@ -73,7 +73,7 @@ class Plan:
         return self.sampling.temperature
 
 
-def plan_run(config: GRPOConfig) -> Plan:
+def plan_run(config: GRPOConfig) -> GRPOPlan:
     """Work out a run, and refuse whatever would fail later: it takes seconds, and nothing is left behind."""
     from forge.losses import make_loss
 
@@ -102,7 +102,7 @@ def plan_run(config: GRPOConfig) -> Plan:
     num_groups, num_steps = _lengths(config, len(books.train))
     rate_factor(0, config=config.training, total_steps=num_steps * config.rollout.iterations)  # refuses what cannot be
     sampling = config.generator.sampling.model_copy(update={"n": config.rollout.group_size})
-    return Plan(
+    return GRPOPlan(
         config=config,
         trainer=_trainer_config(config, model, num_steps=num_steps * config.rollout.iterations),
         loss=make_loss(
@@ -190,13 +190,13 @@ def _lengths(config: GRPOConfig, num_prompts: int) -> tuple[int | None, int]:
 
 def _capacity(config: GRPOConfig) -> int:
     """Completions that the generators take at once, the queue included."""
-    return config.generators.num_replicas * (config.generator.max_batch + config.generator.max_queue)
+    return config.generator.num_replicas * (config.generator.max_batch + config.generator.max_queue)
 
 
 def _rollout(config: GRPOConfig) -> RolloutConfig:
     """With as many groups in flight as the generators have room for."""
     section = config.rollout
-    room = _capacity(config) // config.generators.num_replicas // section.group_size
+    room = _capacity(config) // config.generator.num_replicas // section.group_size
     if room < 1:
         raise ConfigError(
             "a group has more completions than a generator takes",
@@ -205,7 +205,7 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
             rule=f"at most generator.max_batch + generator.max_queue, which is {_capacity(config)}",
             repair="raise generator.max_queue, or lower it",
         )
-    most = room * config.generators.num_replicas
+    most = room * config.generator.num_replicas
     return section.model_copy(update={"max_in_flight": min(section.max_in_flight or most, most)})
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from forge.config import GRPOConfig, SFTConfig, TrainerConfig
 from forge.data import BatchLoader, Loaders, open_loaders
 from forge.errors import DataError
-from forge.loops.places import checkpoint_dir, load_tokenizer
-from forge.loops.planning import Plan, plan_run
+from forge.loops.planning import GRPOPlan, plan_run
 from forge.loops.resuming import check_folders, resumed_state
+from forge.loops.run_paths import checkpoint_dir, load_tokenizer
 from forge.loops.worker_checks import check_sft_workers
 from forge.memory import check_at_start
 from forge.memory.run import ACCUMULATION_NOTE
@@ -33,7 +33,7 @@ from forge.trainer.schedules import rate_factor
 _log = logging.getLogger("forge.sft")
 
 
-def check_grpo(config: GRPOConfig) -> Plan:
+def check_grpo(config: GRPOConfig) -> GRPOPlan:
     """Check a run of reinforcement learning, and return what it would do."""
     return plan_run(config)
 

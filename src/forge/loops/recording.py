@@ -1,4 +1,4 @@
-"""What a run writes down: figures, rollouts, the ledger, the trace, and at the end the report."""
+"""What a run writes down: metrics, rollouts, the ledger, the trace, and at the end the report."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from forge.errors import ForgeError
-from forge.loops.places import run_dir
-from forge.loops.planning import Plan
+from forge.loops.planning import GRPOPlan
+from forge.loops.run_paths import run_dir
 from forge.observe import make_sinks
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
@@ -26,7 +26,7 @@ _log = logging.getLogger("forge.grpo")
 class Records:
     """The files of one run. What an earlier run wrote after `resume_step` is moved aside."""
 
-    def __init__(self, plan: Plan, *, resume_step: int | None) -> None:
+    def __init__(self, plan: GRPOPlan, *, resume_step: int | None) -> None:
         self._plan, self._folder = plan, run_dir(plan.config)
         self.is_ended = False
         self._report: Path | None = None
@@ -74,15 +74,15 @@ class Records:
             return self._rollouts.write_fruitless(step, fruitless)
         return self._rollouts.folder if step > 1 and self._plan.config.record.rollouts != "none" else None
 
-    async def figures(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write the figures of a step, with whatever any process recorded since the last."""
+    async def metrics(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write the metrics of a step, with whatever any process recorded since the last."""
         observed = await collect()
         self._log.write(step, {**values, **observed.metrics})
         if self._trace is not None:
             self._trace.write(observed.spans)
 
     async def last_spans(self) -> None:
-        """Write what was traced since the last figures, while everyone is still there to be asked."""
+        """Write what was traced since the last metrics, while everyone is still there to be asked."""
         if self._trace is not None:
             self._trace.write((await collect()).spans)
 

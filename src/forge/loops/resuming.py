@@ -13,10 +13,11 @@ from typing import Any, Final, Literal, TypeGuard
 
 from forge.config import GRPOConfig
 from forge.config.base import ConfigModel
+from forge.config.renames import move_old_keys
 from forge.config.saving import FILE_NAME, to_plain
 from forge.config.yaml_text import read_yaml
 from forge.errors import CheckpointError, ConfigError
-from forge.loops.places import Placed, checkpoint_dir, run_dir
+from forge.loops.run_paths import HasRunPaths, checkpoint_dir, run_dir
 from forge.observe import read_jsonl
 from forge.rollout.ledger import check_ledger, read_ledger
 from forge.trainer.checkpoint_folder import (
@@ -37,7 +38,7 @@ _STATES: Final[Mapping[str, Mapping[str, type]]] = {
 _BUFFER: Final[Mapping[str, type]] = {"next_number": int, "pending": list, "num_taken": int}
 
 
-def check_folders(config: Placed) -> CheckpointInfo | None:
+def check_folders(config: HasRunPaths) -> CheckpointInfo | None:
     """Refuse folders that a run cannot use, and return the checkpoint that it resumes from; None to start anew.
 
     Refused are folders that cannot be written, that another run writes to, or that hold another run, metrics that
@@ -135,6 +136,8 @@ def report_changes(config: ConfigModel, folder: Path) -> None:
     """Log which keys differ from the configuration of the run that is resumed in `folder`."""
     earlier = _earlier_config(folder)
     if earlier:
+        for _ in move_old_keys(type(config), earlier):
+            pass  # a run of an earlier release is compared by today's names
         before, now = _flat(earlier), _flat(to_plain(config))
         changed = [
             f"{key}: {before[key]!r} -> {value!r}"

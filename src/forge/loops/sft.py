@@ -22,19 +22,17 @@ from typing import Any
 
 from forge.config import SFTConfig, save
 from forge.errors import NonFiniteError, StepAbandoned
-from forge.loops.places import checkpoint_dir, run_dir
 from forge.loops.preflight import PreparedSFT, prepare_sft
 from forge.loops.resuming import report_changes
+from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.saving import SaveRule, where_it_stopped
 from forge.loops.stopping import Stop, stopped_by_signals
+from forge.models.sizes import flops_per_token, mean_context, model_flops_utilization
 from forge.observe import (
     MetricsLog,
     Throughput,
     device_peak_flops,
-    flops_per_token,
     make_sinks,
-    mean_context,
-    model_flops_utilization,
     step_values,
 )
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
@@ -87,10 +85,10 @@ async def run_sft(config: SFTConfig, *, clock: Callable[[], float] = time.monoto
                     async with run(config.launcher):
                         result = await _drive(loop, prepared, is_late=is_late)
             except BaseException:
-                loop.say_where_it_stopped()
+                loop.log_where_it_stopped()
                 raise
             if result.is_stopped:
-                loop.say_where_it_stopped()
+                loop.log_where_it_stopped()
             return result
 
 
@@ -313,7 +311,7 @@ class _Loop:
         with self._throughput.paused():
             yield
 
-    def say_where_it_stopped(self) -> None:
+    def log_where_it_stopped(self) -> None:
         """Log what a resume continues after. Called when no process can complete a checkpoint any more."""
         if os.environ.get("RANK", "0") == "0" or not is_rank():
             _log.warning("%s", where_it_stopped(self._step, checkpoint_dir(self._config)))

@@ -186,7 +186,7 @@ async def stopped_by_signals(
         listener.close()
 
 
-async def patiently(work: Coroutine[Any, Any, T], *, every_s: float, say: Callable[[], None]) -> T:
+async def wait_reporting(work: Coroutine[Any, Any, T], *, every_s: float, say: Callable[[], None]) -> T:
     """Await work; whenever another `every_s` seconds have gone by without it, call `say`."""
     task = asyncio.ensure_future(work)
     try:

@@ -6,10 +6,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge.config import GenerationConfig, GRPOConfig, ModelConfig, PolicyConfig, RewardsConfig, SFTConfig
+from forge.config import (
+    GenerationConfig,
+    GeneratorServiceConfig,
+    GRPOConfig,
+    ModelConfig,
+    PolicyConfig,
+    RewardsConfig,
+    SFTConfig,
+)
 from forge.errors import ConfigError, ForgeError, ModelError
 from forge.generator.engine import engine_class
-from forge.loops.casting import gpus_beside, wants_gpus
+from forge.loops.workers import gpus_beside, wants_gpus
 from forge.models.locate import resolve
 from forge.runtime.placement import count_gpus, visible_gpus
 from forge.trainer.handles import planned_ranks
@@ -54,15 +62,14 @@ def sft_worker_errors(config: SFTConfig) -> Iterator[ForgeError]:
 def policy_worker_errors(config: PolicyConfig) -> Iterator[ForgeError]:
     """Yield an error for everything that a generator of this program would refuse as it starts."""
     yield from _engine_errors(config.generator)
-    yield from _tensor_parallel_errors(config.generator, config.tensor_parallel, path="tensor_parallel")
+    yield from _tensor_parallel_errors(config.generator)
     yield from _gpu_errors(
         {"generator.with_gpus": config.generator.with_gpus}, is_local=config.launcher.kind == "local"
     )
 
 
 def _placement_errors(config: GRPOConfig) -> Iterator[ForgeError]:
-    degree = config.generators.tensor_parallel
-    yield from _tensor_parallel_errors(config.generator, degree, path="generators.tensor_parallel")
+    yield from _tensor_parallel_errors(config.generator)
     if config.placement == "shared" and config.distributed.num_ranks > 1:
         yield ConfigError(
             "a policy that shares its weights with the native engine has one rank",
@@ -74,19 +81,19 @@ def _placement_errors(config: GRPOConfig) -> Iterator[ForgeError]:
     if config.placement in ("beside", "turns") and wants_gpus(config.distributed.with_gpus):
         ranks = ",".join(str(rank) for rank in range(planned_ranks(config.distributed)))
         try:
-            gpus_beside(ranks, tensor_parallel=degree)
+            gpus_beside(ranks, tensor_parallel=config.generator.tensor_parallel)
         except ConfigError as error:
             yield error
 
 
-def _tensor_parallel_errors(section: GenerationConfig, degree: int, *, path: str) -> Iterator[ForgeError]:
-    if degree > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
+def _tensor_parallel_errors(section: GeneratorServiceConfig, *, path: str = "generator") -> Iterator[ForgeError]:
+    if section.tensor_parallel > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
         yield ConfigError(
             f"the engine `{section.engine}` runs in one process",
-            path=path,
-            value=degree,
+            path=f"{path}.tensor_parallel",
+            value=section.tensor_parallel,
             rule="1, unless `engine: vllm`",
-            repair="set generator.engine=vllm, or num_replicas instead",
+            repair=f"set {path}.engine=vllm, or {path}.num_replicas instead",
         )
 
 
@@ -100,6 +107,7 @@ def _reward_model_errors(section: RewardsConfig) -> Iterator[ForgeError]:
     """Yield an error for each model behind a reward that cannot be used. A missing section is a problem of rewards."""
     kinds = {function.kind for function in section.functions}
     if "judge" in kinds and section.judge is not None:
+        yield from _tensor_parallel_errors(section.judge.generator, path="rewards.judge.generator")
         yield from _engine_errors(section.judge.generator, path="rewards.judge.generator")
         yield from _model_errors("rewards.judge.path", section.judge.path)
     if "reward_model" in kinds and section.reward_model is not None:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge.kernels import cpu_linear
+from forge.kernels.cpu_linear import is_rowwise
 from forge.losses import head_kernel
-from forge.runtime import cpu_linear
-from forge.runtime.row_floor import is_rowwise
 
 _BLOCK_ROWS = 1024  # of the weight's gradient on a CPU: one block of it stays in the cache
 

@@ -53,7 +53,7 @@ HEAD_CHUNK_CPU: Final = 256
 """Tokens of a chunk of the output layer where nothing is said, as in `forge.losses.head`."""
 
 PAGE_TOKENS: Final = 16
-"""Tokens of one page of keys and values, as in `forge.models.paged`."""
+"""Tokens of one page of keys and values, as in `forge.kernels.paged`."""
 
 PUBLISHED_VERSIONS: Final = 2
 """Versions of the weights that the store has memory for: one is fetched while the next is published."""

@@ -19,9 +19,9 @@ from forge.config import (
 from forge.errors import ConfigError, ModelError
 from forge.memory.card import Card
 from forge.memory.constants import PUBLISHED_VERSIONS
-from forge.memory.model_size import Sizes
 from forge.models.facts import complete, merge
 from forge.models.hf_config import read_hf_config
+from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout, check_layout
 
 ACCUMULATION_NOTE = (
@@ -140,7 +140,7 @@ def _facts(model: ModelConfig, notes: list[str]) -> ModelConfig:
         return complete(model)
     folder = Path(model.path)
     if (folder / "config.json").is_file():
-        return complete(merge(model, read_hf_config(folder)))
+        return complete(merge(model, read_hf_config(folder, family=model.family)))
     try:
         found = complete(model)
     except ModelError as error:
@@ -188,8 +188,8 @@ def _read_grpo(config: GRPOConfig, base: PlannedRun, card: Card | None, notes: l
         distributed=config.distributed,
         layout=layout,
         generator=config.generator,
-        num_generators=config.generators.num_replicas,
-        tensor_parallel=config.generators.tensor_parallel,
+        num_generators=config.generator.num_replicas,
+        tensor_parallel=config.generator.tensor_parallel,
         generator_seq_len=seq_len,
         placement=config.placement,
         share=config.gpu_memory_share,
@@ -234,8 +234,8 @@ def _read_policy(config: PolicyConfig, base: PlannedRun, card: Card | None, note
     return replace(
         base,
         generator=config.generator,
-        num_generators=config.num_replicas,
-        tensor_parallel=config.tensor_parallel,
+        num_generators=config.generator.num_replicas,
+        tensor_parallel=config.generator.tensor_parallel,
         generator_seq_len=context_limit(config.generator, base.facts),
         generator_on_gpu=_on_gpu(config.generator.with_gpus, card),
         share=config.generator.gpu_memory_share,

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torchtitan.protocols.module import Module
 
-from forge.models import cpu_attention, cpu_attention_backward
+from forge.kernels import cpu_attention, cpu_attention_backward
+from forge.kernels.cpu_attention_backward import SharedLayout
+from forge.kernels.cpu_linear import is_rowwise
 from forge.models.copies import copied
-from forge.models.cpu_attention_backward import SharedLayout
 from forge.models.flash_attention import Kernel, torch_kernel
 from forge.models.rows import Documents, RowBook, Sharing
-from forge.runtime.row_floor import is_rowwise
 
 
 class DocumentAttention(Module):  # type: ignore[misc]
@@ -28,8 +28,8 @@ class DocumentAttention(Module):  # type: ignore[misc]
 
     On CUDA in half precision one kernel takes the whole row (`forge.models.flash_attention`; `kernel` says which). On a
     CPU in float32 one takes it too, and what a token gets has the same bits in any row and in a generator's steps
-    (`forge.models.cpu_attention`). Elsewhere each document is attended to by itself. In all of them work grows with the
-    squares of the documents' lengths and not with that of the row's.
+    (`forge.kernels.cpu_attention`). Elsewhere each document is attended to by itself. In all of them work grows with
+    the squares of the documents' lengths and not with that of the row's.
     """
 
     @dataclass(kw_only=True, slots=True)

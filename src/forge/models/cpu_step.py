@@ -3,25 +3,22 @@
 Layer by layer, a step of a small model spends as much time between its operations as in them: a hundred modules and
 two hundred products are called from Python, and at each one threads wait for each other, which on a busy machine takes
 far longer than what they compute. Here the calls of the kernels are written down once for each part of a step
-(`forge.models.cpu_step_calls`), and C goes through them. Sequences do not depend on each other, so a part is some of
+(`forge.kernels.cpu_step`), and C goes through them. Sequences do not depend on each other, so a part is some of
 the sequences through *all* layers, and each thread takes a part: threads meet once in a step.
 
 Nothing is derived from weights, and none is copied: the kernels read them where they lie, so they may change in place
-between two steps. The kernels are those that compute layer by layer too (`cpu_linear`, `cpu_attention`, `cpu_rotary`,
-`gate`); what torch did between them is in `cpu_step.c`, and is tried against torch before it is used.
+between two steps. The kernels are those that compute layer by layer too (`cpu_linear`, `cpu_attention`,
+`cpu_layers`); what torch did between them is in `cpu_step.c`, and is tried against torch before it is used.
 
-What is not of such a shape goes layer by layer as before: experts, biases, other precisions than float32, kernels that
-could not be compiled, weights too large for every thread to read all of them, and steps in which one long text would
-keep one thread busy while the others wait.
+What is not of such a shape goes layer by layer as before: experts, biases other than those of queries, keys and values,
+other precisions than float32, kernels that could not be compiled, weights too large for every thread to read all of
+them, and steps in which one long text would keep one thread busy while the others wait.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import forge.models.titan_setup  # noqa: F401
@@ -33,60 +30,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torchtitan.models.common.attention import GQAttention, QKVLinear
 
-from forge.models import cpu_attention, cpu_rotary, gate
-from forge.models.cpu_attention import FLAG_SETS
-from forge.models.cpu_step_calls import Calls, LayerTensors, Norm, Part, Step, Tensors
+from forge.kernels import cpu_attention, cpu_layers, cpu_linear
+from forge.kernels.cpu_linear import is_rowwise
+from forge.kernels.cpu_step import Calls, LayerTensors, Part, Step, Tensors, library, norms_as_torch
 from forge.models.gate import RowFeedForward
 from forge.models.gpu_norm import GpuNorm
 from forge.models.language_model import LanguageModel
 from forge.models.linear import RowLinear
 from forge.models.paged_attention import PagedAttention, PagedRow
 from forge.models.rotary import Rotary
-from forge.runtime import cpu_linear, native_build
-from forge.runtime.row_floor import is_rowwise
-
-KERNEL: Final = native_build.Kernel(
-    Path(__file__).with_name("cpu_step.c"),
-    without="generation on a CPU is slower, with the same results",
-    libraries=("-lm",),
-)
 
 _LANES: Final = 8  # rows that a product computes at least
 _MOST_WEIGHTS: Final = 1 << 22
 """Of a layer, where several threads each read all of them: more would come from memory once for each thread."""
 _MOST_LOST: Final = 1 << 25
 """Multiplications of a layer for which one thread may be waited for: about what calling its modules costs."""
-_PROBE_ROWS: Final = 24
-
-
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """The kernel of this process, compiled if nobody has yet; None where the model is computed layer by layer."""
-    functions = ("forge_run", "forge_norm", "forge_add", "forge_look_up")
-    return native_build.load(KERNEL, functions, flag_sets=FLAG_SETS, level=logging.INFO)
-
-
-def normed(x_RK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
-    """RMS norm of plain float32 rows without gaps, by the kernel, which must be there."""
-    native = library()
-    assert native is not None, "there is no kernel"
-    out = torch.empty_like(x_RK)
-    job = Norm(x_RK.data_ptr(), weight_K.data_ptr(), out.data_ptr(), *x_RK.shape, eps)
-    native.forge_norm(ctypes.addressof(job))
-    return out
-
-
-@functools.cache
-def norms_as_torch(width: int, num_threads: int) -> bool:
-    """Whether the kernel's norm has the bits of torch's here, found out by trying."""
-    draw = torch.Generator().manual_seed(0)
-    rows = max(_PROBE_ROWS, 2 * num_threads * (1 << 15) // width)  # torch shares out the work of so many
-    x, weight = torch.randn(rows, width, generator=draw), torch.randn(width, generator=draw)
-    with torch.inference_mode():
-        whole = torch.rms_norm(x, (width,), weight, 1e-6)
-        few = torch.rms_norm(x[:_PROBE_ROWS], (width,), weight, 1e-6)
-    found = normed(x, weight, 1e-6)
-    return bool(torch.equal(found, whole) and torch.equal(found[:_PROBE_ROWS], few))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +202,7 @@ def _has_norms_of_torch(tensors: Tensors) -> bool:
 
 def tensors_of(model: LanguageModel) -> Tensors | None:
     """What a model computes with; None if it is not of the shape that is computed here."""
-    if any(module.library() is None for module in (cpu_attention, cpu_linear, cpu_rotary, gate)):
+    if any(module.library() is None for module in (cpu_attention, cpu_linear, cpu_layers)):
         return None
     layers = [_layer(layer) for layer in model.layers.values()]
     found = tuple(layer for layer in layers if layer is not None)
@@ -255,22 +213,27 @@ def tensors_of(model: LanguageModel) -> Tensors | None:
     norms = [norm, *(norm for layer in found for norm in layer.norms)]
     if not all(type(norm) is GpuNorm and norm.eps is not None for norm in norms):
         return None
-    every = [embeddings.weight, *(norm.weight for norm in norms), *(each for layer in found for each in layer.products)]
+    every = [embeddings.weight, *(norm.weight for norm in norms)]
+    every += [each for layer in found for each in (*layer.products, *(layer.biases or ()))]
     if not all(is_rowwise(tensor) and tensor.is_contiguous() for tensor in every):
         return None
     return Tensors(embeddings.weight, found, norm, model.lm_head.weight)
 
 
 def _layer(layer: nn.Module) -> LayerTensors | None:
-    """Attention and feed-forward of the kinds that are known, without experts and biases."""
+    """Return attention and feed-forward of the kinds that are known; None for others, such as experts."""
     attention, forward = layer.attention, getattr(layer, "feed_forward", None)
     if type(attention) is not GQAttention or type(forward) is not RowFeedForward:
         return None
     inner, rope, qkv = attention.inner_attention, attention.rope, attention.qkv_linear
     if type(inner) is not PagedAttention or type(rope) is not Rotary or type(qkv) is not QKVLinear:
         return None
-    linears = (qkv.wq, qkv.wk, qkv.wv, attention.wo, forward.w1, forward.w3, forward.w2)
-    if not all(_is_plain(linear) for linear in linears) or inner.k_cache is None or inner.v_cache is None:
+    projections, others = (qkv.wq, qkv.wk, qkv.wv), (attention.wo, forward.w1, forward.w3, forward.w2)
+    has_biases = qkv.wq.bias is not None
+    are_known = all(_is_linear(linear, bias=has_biases) for linear in projections)
+    if not are_known or not all(_is_linear(linear, bias=False) for linear in others):
+        return None
+    if inner.k_cache is None or inner.v_cache is None:
         return None
     width = attention.head_dim
     if not cpu_attention.takes(width) or tuple(rope.cache.shape[1:]) != (2 * width,) or not rope.cache.is_contiguous():
@@ -291,9 +254,10 @@ def _layer(layer: nn.Module) -> LayerTensors | None:
         k_cache=inner.k_cache,
         v_cache=inner.v_cache,
         scale=width**-0.5 if attention.scaling is None else attention.scaling,
+        biases=(qkv.wq.bias, qkv.wk.bias, qkv.wv.bias) if has_biases else None,
     )
 
 
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether it is one product and nothing else."""
-    return bool(type(linear) is RowLinear and linear.bias is None)
+def _is_linear(linear: nn.Module, *, bias: bool) -> bool:
+    """Whether it is one product, with or without a bias, and nothing else."""
+    return bool(type(linear) is RowLinear and (linear.bias is not None) == bias)

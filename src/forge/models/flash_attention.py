@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from forge.errors import ConfigError
+from forge.kernels.native_build import cache_directory
 from forge.models.rows import Documents
-from forge.runtime.native_build import cache_directory
 
 Setting = Literal["auto", "torch", "flash_attn_4"]
 Kernel = Callable[[Tensor, Tensor, Tensor, Documents, Documents, float | None], Tensor]

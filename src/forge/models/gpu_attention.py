@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge.errors import ModelError
-from forge.models.paged import PAGE_TOKENS, PagedLayout, find_shares
+from forge.kernels.paged import PAGE_TOKENS, PagedLayout, find_shares
 
 _LOG2_E: Final = log2(e)
 _HALF: Final = (torch.bfloat16, torch.float16)

@@ -14,15 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torchtitan.models.common.linear import Linear
 
-from forge.runtime.cpu_linear import product
-from forge.runtime.row_floor import is_rowwise
+from forge.kernels.cpu_linear import is_rowwise, product
 
 
 def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias over the last dimension of `x`.
 
     In float32 on a CPU a row has the same bits whatever else `x` holds, with and without gradients: both are computed
-    by `forge.runtime.cpu_linear`. Gradients are torch's own products. Elsewhere, and for DTensors, it is torch's layer.
+    by `forge.kernels.cpu_linear`. Gradients are torch's own products. Elsewhere, and for DTensors, it is torch's layer.
     """
     num_rows = x.numel() // max(x.shape[-1], 1)
     if num_rows == 0 or not (is_rowwise(x) and is_rowwise(weight)):

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torchtitan.protocols.module import Module
 
-from forge.models import cpu_attention, gpu_attention
+from forge.kernels import cpu_attention
+from forge.kernels.paged import PagedLayout
+from forge.models import gpu_attention
 from forge.models.gpu_attention import Extents
-from forge.models.paged import PagedLayout
 from forge.models.rows import RowBook
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torchtitan.models.common.rope import CosSinRoPE
 
-from forge.models import cpu_rotary, cpu_training, gpu_rotary
-from forge.runtime.row_floor import is_rowwise
+from forge.kernels import cpu_layers
+from forge.kernels.cpu_linear import is_rowwise
+from forge.models import gpu_rotary
 
 
 class Rotary(CosSinRoPE):  # type: ignore[misc]
@@ -40,18 +41,17 @@ class Rotary(CosSinRoPE):  # type: ignore[misc]
         return torch.cat([both_halves.cos(), both_halves.sin()], dim=-1)
 
     def forward(self, query: Tensor, key: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Turn query and key [1, L, N, H] to their positions: by one kernel, but on a GPU only without gradients."""
+        """Rotate query and key [1, L, N, H] to their positions: by one kernel, but on a GPU only without gradients."""
         if positions is not None and not torch.is_grad_enabled() and self.cache.is_contiguous():
-            if is_rowwise(query):
-                turned = [cpu_rotary.rotated(heads[0], self.cache, positions[0]) for heads in (query, key)]
-                if turned[0] is not None and turned[1] is not None:
-                    return turned[0].unsqueeze(0), turned[1].unsqueeze(0)
-            elif len(query) == 1 and gpu_rotary.is_for(query) and gpu_rotary.is_for(key):
+            if is_rowwise(query) and cpu_layers.rotates(query) and cpu_layers.rotates(key):
+                on_cpu = [cpu_layers.rotated(heads[0], self.cache, positions[0]) for heads in (query, key)]
+                return on_cpu[0].unsqueeze(0), on_cpu[1].unsqueeze(0)
+            if len(query) == 1 and gpu_rotary.is_for(query) and gpu_rotary.is_for(key):
                 on_gpu = gpu_rotary.rotated(query[0], key[0], self.cache, positions[0])
                 return on_gpu[0].unsqueeze(0), on_gpu[1].unsqueeze(0)
-        if positions is not None and torch.is_grad_enabled() and _is_turned(query, key, self.cache):
+        if positions is not None and torch.is_grad_enabled() and _has_cpu_kernel(query, key, self.cache):
             places = positions[0].contiguous()
-            return _Turned.apply(query, self.cache, places), _Turned.apply(key, self.cache, places)
+            return _Rotated.apply(query, self.cache, places), _Rotated.apply(key, self.cache, places)
         both: tuple[Tensor, Tensor] = super().forward(query, key, positions)
         return both
 
@@ -61,32 +61,26 @@ class Rotary(CosSinRoPE):  # type: ignore[misc]
         return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
 
-def _is_turned(query: Tensor, key: Tensor, table: Tensor) -> bool:
-    """Whether `forge.models.cpu_training` turns them, with gradients."""
-    plain = all(is_rowwise(tensor) and tensor.stride(-1) == 1 and len(tensor) == 1 for tensor in (query, key))
-    return (
-        plain
-        and query.shape[-1] % 2 == 0
-        and is_rowwise(table)
-        and table.is_contiguous()
-        and cpu_training.library() is not None
-    )
+def _has_cpu_kernel(query: Tensor, key: Tensor, table: Tensor) -> bool:
+    """Whether `forge.kernels.cpu_layers` rotates them, with gradients."""
+    heads = all(is_rowwise(tensor) and len(tensor) == 1 and cpu_layers.rotates(tensor) for tensor in (query, key))
+    return heads and is_rowwise(table) and bool(table.is_contiguous())
 
 
-class _Turned(torch.autograd.Function):  # type: ignore[misc]
+class _Rotated(torch.autograd.Function):  # type: ignore[misc]
     """Of [1, L, N, H]. The bits are those of `_rotated`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, table: Tensor, positions_L: Tensor) -> Tensor:
         ctx.save_for_backward(table, positions_L)
-        return cpu_training.turned(x[0], table, positions_L).unsqueeze(0)
+        return cpu_layers.rotated(x[0], table, positions_L).unsqueeze(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         table, positions_L = ctx.saved_tensors
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        return cpu_training.turned(grad[0], table, positions_L, backward=True).unsqueeze(0), None, None
+        return cpu_layers.rotated(grad[0], table, positions_L, backward=True).unsqueeze(0), None, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

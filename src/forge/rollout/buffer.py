@@ -228,11 +228,11 @@ class ReplayBuffer:
 
     def _count_fruitless(self, fruitless: Fruitless) -> None:
         self.tally.add(fruitless, recorded_in=self._on_fruitless(fruitless))
-        count, most = self.tally.num_groups, self._config.max_fruitless
+        count, most = self.tally.num_groups, self._config.max_no_signal_groups
         if count >= most:
             raise self.tally.error(
                 f"{count} groups in a row brought nothing to learn from",
-                path="rollout.max_fruitless",
+                path="rollout.max_no_signal_groups",
                 rule=f"fewer than {most} in a row",
             )
         if count % REPORT_EVERY == 0:

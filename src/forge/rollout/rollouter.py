@@ -23,7 +23,7 @@ class Policy(Protocol):
         """`sampling.n` completions of a prompt, in order."""
         ...
 
-    async def go_on(self, completion: Completion, *, sampling: Sampling) -> Completion:
+    async def extend(self, completion: Completion, *, sampling: Sampling) -> Completion:
         """The completion with more tokens, after an update cut it short."""
         ...
 
@@ -124,7 +124,7 @@ class Rollouter:
                 return replace(completion, finish_reason="length")
             seed = group_seed(sampling.seed or 0, completion.index * 1_000_003 + len(completion))
             wish = {"n": 1, "seed": seed, "max_tokens": left, "min_tokens": 0}
-            completion = await self._policy.go_on(completion, sampling=sampling.model_copy(update=wish))
+            completion = await self._policy.extend(completion, sampling=sampling.model_copy(update=wish))
         return completion
 
     async def _references(

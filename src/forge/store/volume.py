@@ -5,9 +5,9 @@ from __future__ import annotations
 from forge.errors import StoreError
 from forge.runtime.actor import MeshActor
 from forge.runtime.endpoints import endpoint
-from forge.store.checks import check_whole_number
 from forge.store.client import client
 from forge.store.records import Holder
+from forge.store.weights import check_whole_number
 
 
 class Volume(MeshActor):
@@ -49,7 +49,7 @@ async def setup(*, volumes: int = 0, copies: int = 1) -> list[object]:
             rule=f"at most as many as volumes: {volumes}",
             repair=f"ts.setup(volumes={copies}, copies={copies})",
         )
-    await client().line.ask("copies", copies)
+    await client().line.call_async("copies", copies)
     started: list[object] = []
     for number in range(volumes):
         label = f"store-volume-{number}"

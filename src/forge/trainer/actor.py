@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge.losses import Loss
+    from forge.trainer.checkpointer import Checkpointer
     from forge.trainer.engine import Engine
-    from forge.trainer.keeping import Keeper
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,11 +48,11 @@ class Trainer(ForgeActor):
         await self._do(self._open)
 
     def _open(self) -> None:
+        from forge.trainer.checkpointer import Checkpointer
         from forge.trainer.engine import Engine
-        from forge.trainer.keeping import Keeper
 
         self.engine: Engine = Engine(self.config, loss=self.loss)
-        self.keeper: Keeper = Keeper(self.engine)
+        self.checkpointer: Checkpointer = Checkpointer(self.engine)
         self._weights: Any = None
         if self.config.checkpointing.grace_s is not None and not self.config.frozen:
             self.engine.should_abandon = self._abandoned.is_set
@@ -125,31 +125,31 @@ class Trainer(ForgeActor):
 
     @endpoint
     async def save(self, extra: Mapping[str, Any] | None = None, metric: float | None = None) -> None:
-        """Save a checkpoint; see `Keeper.save`."""
-        await self._do(self.keeper.save, extra=extra, metric=metric)
+        """Save a checkpoint; see `Checkpointer.save`."""
+        await self._do(self.checkpointer.save, extra=extra, metric=metric)
 
     @endpoint
     async def load(self, resume: str = "must") -> dict[str, Any] | None:
         """Go on from a checkpoint, and return what its `save` was given as `extra`; None if there is none."""
-        return await self._do(self.keeper.load, resume)
+        return await self._do(self.checkpointer.load, resume)
 
     @endpoint
     async def wait_saved(self) -> None:
         """Return when the last checkpoint is complete."""
-        await self._do(self.keeper.wait)
+        await self._do(self.checkpointer.wait)
 
     @endpoint
     async def export_hf(self, folder: Path, dtype: str | None = None, overwrite: bool = False) -> None:
         """Write the weights as a Hugging Face folder."""
-        await self._do(self.keeper.export, Path(folder), dtype=dtype, overwrite=overwrite)
+        await self._do(self.checkpointer.export, Path(folder), dtype=dtype, overwrite=overwrite)
 
     @endpoint
-    async def give_back(self) -> None:
+    async def release_memory(self) -> None:
         """Give the device's memory that is kept for later steps, and holds nothing now, back to the device.
 
         PyTorch keeps what a step has used, activations above all, for the next one; no other process can have it.
         """
-        with span("give_back"):
+        with span("release_memory"):
             await self._do(_empty_cache)
 
     @endpoint
@@ -160,7 +160,7 @@ class Trainer(ForgeActor):
     @endpoint
     async def close(self) -> None:
         """Complete what is being saved and leave the process group."""
-        await self._do(self.keeper.close)
+        await self._do(self.checkpointer.close)
         await self._do(self.engine.close)
         self._thread.shutdown(wait=False)
 

@@ -65,7 +65,7 @@ class PolicyTrainer(TrainerHandle, Protocol):
 
     async def publish_weights(self, version: int, *, name: str) -> None: ...
 
-    async def give_back(self) -> None:
+    async def release_memory(self) -> None:
         """Let go of the device's memory that no tensor is in, for whoever uses the same device."""
         ...
 
@@ -99,8 +99,8 @@ class MeshTrainer:
     async def publish_weights(self, version: int, *, name: str) -> None:
         await self._first(self._actor.publish_weights, version, name=name)
 
-    async def give_back(self) -> None:
-        await self._first(self._actor.give_back)
+    async def release_memory(self) -> None:
+        await self._first(self._actor.release_memory)
 
     async def evaluate(self, batch: Batch) -> tuple[float, float]:
         return await self._first(self._actor.evaluate, batch)
@@ -135,11 +135,11 @@ class LocalTrainer:
     def __init__(
         self, config: TrainerConfig, loss: Loss | None = None, *, should_abandon: Callable[[], bool] = lambda: False
     ) -> None:
+        from forge.trainer.checkpointer import Checkpointer
         from forge.trainer.engine import Engine
-        from forge.trainer.keeping import Keeper
 
         self._engine = Engine(config, loss=loss)
-        self._keeper = Keeper(self._engine)
+        self._checkpointer = Checkpointer(self._engine)
         self.is_leader = self._engine.ranks.rank == 0
         if config.checkpointing.grace_s is not None:
             self._engine.should_abandon = should_abandon
@@ -159,22 +159,22 @@ class LocalTrainer:
         return self._engine.evaluate(batch)
 
     async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
-        self._keeper.save(extra=extra, metric=metric)
+        self._checkpointer.save(extra=extra, metric=metric)
 
     async def wait_saved(self) -> None:
-        self._keeper.wait()
+        self._checkpointer.wait()
 
     async def load(self, resume: str) -> dict[str, Any] | None:
-        return self._keeper.load(resume)
+        return self._checkpointer.load(resume)
 
     async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None:
-        self._keeper.export(folder, overwrite=overwrite)
+        self._checkpointer.export(folder, overwrite=overwrite)
 
     async def state(self) -> dict[str, Any]:
         return self._engine.describe()
 
     async def close(self) -> None:
-        self._keeper.close()
+        self._checkpointer.close()
         self._engine.close()
 
 

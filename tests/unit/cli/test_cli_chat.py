@@ -116,9 +116,9 @@ def configured(*words: str) -> PolicyConfig:
 def test_options_are_keys_of_the_configuration(tmp_path: Path) -> None:
     text = 'Say "yes": #1\n\x7f🙂'
     options = ["--engine", "vllm", "--system", text, "--temperature", "0.5", "--max-tokens", "7", "--seed", "3"]
-    config = configured("models/a b", *options, "generator.max_batch=2", "num_replicas=2")
+    config = configured("models/a b", *options, "generator.max_batch=2", "generator.num_replicas=2")
     assert (config.model.path, config.system_prompt) == ("models/a b", text)
-    assert (config.generator.engine, config.generator.max_batch, config.num_replicas) == ("vllm", 2, 2)
+    assert (config.generator.engine, config.generator.max_batch, config.generator.num_replicas) == ("vllm", 2, 2)
     assert config.generator.sampling == Sampling(temperature=0.5, max_tokens=7, seed=3)
 
 

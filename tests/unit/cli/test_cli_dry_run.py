@@ -98,11 +98,11 @@ def test_fine_tuning_is_described_with_what_decides_its_memory(capsys: pytest.Ca
 def test_all_problems_are_named_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "runs").write_text("not a folder")
     words = ["rewards.functions=[{kind: nmber}]", "prompts.sources=[{path: absent.jsonl}, {path: gone.jsonl}]"]
-    words += ["rollout.group_size=4000", "generators.tensor_parallel=2", "generator.sampling.max_tokens=128"]
+    words += ["rollout.group_size=4000", "generator.tensor_parallel=2", "generator.sampling.max_tokens=128"]
     code, out, err = run(capsys, "run", GRPO, "--config", "first.yaml", *words, "model.path=absent", "--dry-run")
     assert (code, out) == (2, "")
     assert err.startswith("The run would not start. It has 7 problems:\n")
-    expected = ["model.path", "rewards.functions[0].kind", "generators.tensor_parallel", "run.output_dir"]
+    expected = ["model.path", "rewards.functions[0].kind", "generator.tensor_parallel", "run.output_dir"]
     expected += ["absent.jsonl", "gone.jsonl", "rollout.group_size"]
     assert problems(err) == expected
     assert "did you mean `number`?" in err

@@ -6,8 +6,8 @@ import pytest
 
 from forge._amx import LIMITS
 from forge.cli.doctor_cpu import check_rows, describe_amx, describe_rows
-from forge.runtime import cpu_linear
-from forge.runtime.row_check import Case
+from forge.kernels import cpu_linear
+from forge.kernels.row_check import Case
 
 FAILED = (Case(1100, 40, 2), Case(2048, 40, 2))
 

@@ -65,7 +65,7 @@ def test_it_asks_for_as_many_gpus_as_it_says(name: str) -> None:
     check_layout(config.distributed, complete(config.model), config.training, num_ranks=config.distributed.num_ranks)
     num_gpus = config.distributed.num_ranks
     if config.placement == "apart":
-        num_gpus += config.generators.num_replicas * config.generators.tensor_parallel
+        num_gpus += config.generator.num_replicas * config.generator.tensor_parallel
         num_gpus += config.reference.num_replicas if config.algorithm.kl.coefficient > 0 else 0
     assert num_gpus == GPUS[name]
     if config.launcher.kind == "slurm":

@@ -14,7 +14,11 @@ from forge.config import GenerationConfig, GeneratorConfig, InvalidConfig, Model
     ("override", "path", "rule"),
     [
         ("generator.engine=sglang", "generator.engine", "native, vllm"),
-        ("generator.engine_args={enforce_eager: true}", "generator.engine_args", "only for `engine: vllm`"),
+        (
+            "generator.engine_args={enforce_eager: true}",
+            "generator.engine_args",
+            "needs an engine that takes arguments",
+        ),
         ("generator.max_batch=0", "generator.max_batch", "greater than or equal to 1"),
         ("generator.max_queue=-1", "generator.max_queue", "greater than or equal to 0"),
         ("generator.prefill_chunk_tokens=8", "generator.prefill_chunk_tokens", "greater than or equal to 16"),
@@ -35,7 +39,7 @@ from forge.config import GenerationConfig, GeneratorConfig, InvalidConfig, Model
         ("generator.sampling.structured={a: 1}", "generator.sampling.structured", "exactly one of json_schema"),
         ("generator.sampling.temprature=1", "generator.sampling.temprature", "not a key"),
         ("serve.port=70000", "serve.port", "less than or equal to 65535"),
-        ("tensor_parallel=0", "tensor_parallel", "greater than or equal to 1"),
+        ("generator.tensor_parallel=0", "generator.tensor_parallel", "greater than or equal to 1"),
     ],
 )
 def test_values_that_are_refused(override: str, path: str, rule: str) -> None:
@@ -83,6 +87,10 @@ def test_a_model_and_a_section_make_the_configuration_of_a_generator() -> None:
 
 def test_defaults_of_a_policy() -> None:
     policy = load(PolicyConfig)
-    assert (policy.generator.engine, policy.num_replicas, policy.tensor_parallel) == ("native", 1, 1)
+    assert (policy.generator.engine, policy.generator.num_replicas, policy.generator.tensor_parallel) == (
+        "native",
+        1,
+        1,
+    )
     assert (policy.generator.update.mode, policy.generator.canary.enabled) == ("keep", True)
     assert (policy.serve.host, policy.serve.api_key) == ("127.0.0.1", None)

@@ -55,14 +55,14 @@ def test_options_and_overrides_may_stand_in_any_order(tmp_path: Path) -> None:
     assert str(config.model.path) == "models/qwen"
     assert (config.serve.host, config.serve.port, config.serve.api_key) == ("::1", 0, "123")
     assert (config.serve.record, config.serve.model_name) == (record, "mine")
-    assert (config.generator.engine, config.generator.max_batch, config.num_replicas) == ("vllm", 3, 2)
+    assert (config.generator.engine, config.generator.max_batch, config.generator.num_replicas) == ("vllm", 3, 2)
 
 
 def test_overrides_win_over_options_and_options_over_files(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
-    file.write_text("model: {preset: tiny}\nserve: {port: 1, host: localhost}\nnum_replicas: 5\n")
-    config = configure("--config", str(file), "--port", "2", "--num-replicas", "3", "num_replicas=4")
-    assert (config.serve.port, config.serve.host, config.num_replicas) == (2, "localhost", 4)
+    file.write_text("model: {preset: tiny}\nserve: {port: 1, host: localhost}\ngenerator: {num_replicas: 5}\n")
+    config = configure("--config", str(file), "--port", "2", "--num-replicas", "3", "generator.num_replicas=4")
+    assert (config.serve.port, config.serve.host, config.generator.num_replicas) == (2, "localhost", 4)
     assert config.model.preset == "tiny"
 
 

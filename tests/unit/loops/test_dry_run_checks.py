@@ -73,8 +73,8 @@ def test_a_record_that_cannot_be_read_is_named_by_file_and_line(tmp_path: Path) 
 
 
 def test_a_policy_that_only_generates(tmp_path: Path) -> None:
-    chosen = load(PolicyConfig, overrides=["model.preset=tiny", "tensor_parallel=2"])
-    assert [problem.path for problem in dry_run(chosen).problems] == ["tensor_parallel"]
+    chosen = load(PolicyConfig, overrides=["model.preset=tiny", "generator.tensor_parallel=2"])
+    assert [problem.path for problem in dry_run(chosen).problems] == ["generator.tensor_parallel"]
     found = dry_run(load(PolicyConfig, overrides=["model.preset=tiny"]))
     assert dict(found.facts)["generators"] == "1 of engine native"
 

@@ -13,17 +13,17 @@ import pytest
 
 from forge.config import GRPOConfig, Sampling
 from forge.errors import CheckpointError, NonFiniteError, RolloutError
-from forge.loops.casting import Cast
 from forge.loops.grpo import GRPOLoop
-from forge.loops.places import run_dir
 from forge.loops.planning import plan_run
+from forge.loops.run_paths import run_dir
 from forge.loops.stopping import Stop
+from forge.loops.workers import Workers
 from forge.rollout.ledger import check_ledger
 from forge.types import Batch, Completion, Prompt, Score, StepResult
-from grpo_players import StandInPolicy, StandInRewards, StandInTrainer, number_of, play
-from grpo_runs import config, figures, ledger
+from grpo_runs import config, ledger, metrics
+from grpo_workers import StandInPolicy, StandInRewards, StandInTrainer, number_of, run_loop
 
-NO_STEP = ("rollout.max_fruitless=20", "record.report=true")
+NO_STEP = ("rollout.max_no_signal_groups=20", "record.report=true")
 
 
 class Raising(StandInRewards):
@@ -57,7 +57,7 @@ def test_rewards_that_are_always_0_leave_evidence(rule: str, tmp_path: Path) -> 
     chosen = config(tmp_path / "run", *NO_STEP, f"rollout.no_signal={rule}", "evaluation.fraction=0.1")
     trainer = StandInTrainer()
     with pytest.raises(RolloutError, match="20 groups in a row brought nothing to learn from") as caught:
-        play(chosen, trainer, rewards=zero())
+        run_loop(chosen, trainer, rewards=zero())
     assert caught.value.value == "20 groups: all rewards are 0 (20 groups)"
 
     # The advice is true: the file is there, and shows what the policy said.
@@ -90,9 +90,9 @@ def test_a_run_that_learned_nothing_resumes_and_every_group_is_settled_once(tmp_
     chosen = config(tmp_path / "run", *NO_STEP)
     trainer, later = StandInTrainer(), StandInTrainer()
     with pytest.raises(RolloutError):
-        play(chosen, trainer, rewards=zero())
+        run_loop(chosen, trainer, rewards=zero())
     later.found = trainer.saved[-1]
-    assert play(chosen, later).step == 6
+    assert run_loop(chosen, later).step == 6
     state = later.saved[-1]["buffer"]
     check_ledger(ledger(chosen), pending=state["pending"], next_number=state["next_number"])
     assert {line.outcome for line in ledger(chosen)} == {"trained"}
@@ -106,7 +106,7 @@ def test_a_run_that_learned_nothing_resumes_and_every_group_is_settled_once(tmp_
 def test_a_reward_that_always_raises_is_named(on_error: str, outcome: str, tmp_path: Path) -> None:
     chosen = config(tmp_path / "run", *NO_STEP, f"rewards.on_error={on_error}")
     with pytest.raises(RolloutError) as caught:
-        play(chosen, StandInTrainer(), rewards=Raising())
+        run_loop(chosen, StandInTrainer(), rewards=Raising())
     assert str(caught.value.value).startswith(
         "20 groups: a reward failed (20 groups); rewards failed on 60 of 60 completions, "
         "most often (60 times) 'mine': ValueError: no answer in "
@@ -122,7 +122,7 @@ def test_a_reward_that_always_raises_is_named(on_error: str, outcome: str, tmp_p
 def test_without_records_the_advice_names_no_file(tmp_path: Path) -> None:
     chosen = config(tmp_path / "run", *NO_STEP, "record.rollouts=none")
     with pytest.raises(RolloutError) as caught:
-        play(chosen, StandInTrainer(), rewards=zero())
+        run_loop(chosen, StandInTrainer(), rewards=zero())
     assert str(caught.value.repair).startswith("the task is too hard")
     assert not (run_dir(chosen) / "rollouts").exists()
 
@@ -130,7 +130,7 @@ def test_without_records_the_advice_names_no_file(tmp_path: Path) -> None:
 def test_the_end_of_the_prompts_without_signal_leaves_the_same(tmp_path: Path) -> None:
     chosen = config(tmp_path / "run", "~training.max_steps", "record.report=true")
     with pytest.raises(RolloutError, match="come to their end") as caught:
-        play(chosen, StandInTrainer(), rewards=zero())
+        run_loop(chosen, StandInTrainer(), rewards=zero())
     assert caught.value.value == "40 groups: all rewards are 0 (40 groups)"
     assert len(ledger(chosen)) == 40
     assert report_data(chosen)["ledger"] == {"no_signal": 40}
@@ -140,22 +140,24 @@ def test_rewards_that_are_whitened_over_the_batch_end_the_run_and_are_saved(tmp_
     chosen = config(tmp_path / "run", *NO_STEP, "algorithm.preset=reinforce_pp")
     trainer = StandInTrainer()
     with pytest.raises(RolloutError, match="20 groups in a row"):
-        play(chosen, trainer, rewards=zero())
+        run_loop(chosen, trainer, rewards=zero())
     assert trainer.saved[-1]["buffer"]["pending"][:20] == list(range(20))
     assert len(ledger(chosen)) == 20
 
 
 @pytest.mark.parametrize("preset", ["reinforce", "reinforce_pp"])
 def test_groups_of_one_are_learned_from_where_no_group_is_the_baseline(preset: str, tmp_path: Path) -> None:
-    chosen = config(tmp_path / "run", f"algorithm.preset={preset}", "rollout.group_size=1", "rollout.max_fruitless=4")
-    assert play(chosen, StandInTrainer()).step == 6
+    chosen = config(
+        tmp_path / "run", f"algorithm.preset={preset}", "rollout.group_size=1", "rollout.max_no_signal_groups=4"
+    )
+    assert run_loop(chosen, StandInTrainer()).step == 6
     assert {line.outcome for line in ledger(chosen)} == {"trained"}
 
 
 def test_groups_without_signal_that_are_kept_are_counted(tmp_path: Path) -> None:
     chosen = config(tmp_path / "run", "rollout.no_signal=keep")
-    play(chosen, StandInTrainer(), rewards=zero())
-    assert figures(chosen, "rollout/num_no_signal") == [2.0] * 6
+    run_loop(chosen, StandInTrainer(), rewards=zero())
+    assert metrics(chosen, "rollout/num_no_signal") == [2.0] * 6
     assert {line.outcome for line in ledger(chosen)} == {"trained"}
 
 
@@ -181,12 +183,12 @@ def test_throughput_counts_what_was_sampled_and_not_only_what_was_learned_from(t
     now = [0.0]
     chosen = config(tmp_path / "run", "rollout.no_signal=replace", "evaluation.fraction=0.1", "evaluation.interval=3")
     trainer = Slow()
-    play(chosen, trainer, policy=SlowAnswers(trainer), rewards=Half(), clock=lambda: now[0])
+    run_loop(chosen, trainer, policy=SlowAnswers(trainer), rewards=Half(), clock=lambda: now[0])
     by_step = Counter(line.step for line in ledger(chosen))
     assert sum(by_step.values()) > 12, "some were dropped"
     seconds = [10, 10, 10, 70, 10, 10]  # rollouts continue while the policy is evaluated after step 3
     for name, per_group in (("rollout/samples_per_s", 3), ("rollout/tokens_per_s", 3 * 4)):
-        counted = [rate * time for rate, time in zip(figures(chosen, name), seconds, strict=True)]
+        counted = [rate * time for rate, time in zip(metrics(chosen, name), seconds, strict=True)]
         assert counted == pytest.approx([per_group * by_step[step] for step in range(1, 7)])
 
 
@@ -205,7 +207,7 @@ class Bursting(StandInTrainer):
 def test_a_step_that_fails_leaves_a_report(tmp_path: Path) -> None:
     chosen = config(tmp_path / "run", "record.report=true")
     with pytest.raises(NonFiniteError):
-        play(chosen, Bursting())
+        run_loop(chosen, Bursting())
     assert report_data(chosen)["run"]["lastStep"] == 2
 
 
@@ -225,8 +227,8 @@ def test_a_run_that_is_stopped_before_its_first_step_leaves_a_report(is_cancelle
                     task.cancel() if is_cancelled else stop.ask()
                 return [Score(0.0, {"all": 0.0}) for _ in completions]
 
-        players: Any = (trainer, StandInPolicy(trainer), Stopping(), None)
-        loop = GRPOLoop(plan_run(chosen), Cast(*players), stop=stop)
+        workers: Any = (trainer, StandInPolicy(trainer), Stopping(), None)
+        loop = GRPOLoop(plan_run(chosen), Workers(*workers), stop=stop)
         try:
             return (await loop.run()).is_stopped
         finally:
@@ -248,12 +250,12 @@ def test_a_run_that_is_stopped_before_its_first_step_leaves_a_report(is_cancelle
 def test_a_resume_that_is_refused_leaves_the_report_as_it_was(tmp_path: Path) -> None:
     trainer, later = StandInTrainer(), StandInTrainer()
     chosen = config(tmp_path / "run", "record.report=true")
-    play(chosen, trainer)
+    run_loop(chosen, trainer)
     page = run_dir(chosen) / "report.html"
     page.write_text("as it was")
     later.found = trainer.saved[-1]
     with pytest.raises(CheckpointError):
-        play(config(tmp_path / "run", "record.report=true", "prompts.sources.0.num_prompts=30"), later)
+        run_loop(config(tmp_path / "run", "record.report=true", "prompts.sources.0.num_prompts=30"), later)
     assert page.read_text() == "as it was"
 
 
@@ -262,6 +264,6 @@ def test_a_report_that_cannot_be_written_does_not_make_the_run_a_failed_one(
 ) -> None:
     chosen = config(tmp_path / "run", "record.report=true")
     (run_dir(chosen) / "report.html").mkdir(parents=True)
-    result = play(chosen, StandInTrainer())
+    result = run_loop(chosen, StandInTrainer())
     assert (result.step, result.report) == (6, None)
     assert "the report could not be made" in caplog.text

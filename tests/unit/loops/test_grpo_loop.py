@@ -14,14 +14,14 @@ from forge.loops.planning import plan_run
 from forge.loops.recording import Records
 from forge.rollout.ledger import check_ledger
 from forge.types import Completion, Prompt, Score
-from grpo_players import StandInPolicy, StandInRewards, StandInTrainer, play
-from grpo_runs import config, figures, ledger
+from grpo_runs import config, ledger, metrics
+from grpo_workers import StandInPolicy, StandInRewards, StandInTrainer, run_loop
 
 
 def test_a_run_goes_to_its_end(tmp_path: Path) -> None:
     trainer = StandInTrainer()
     chosen = config(tmp_path / "run")
-    assert play(chosen, trainer).step == 6
+    assert run_loop(chosen, trainer).step == 6
     assert [line.step for line in ledger(chosen)] == [step for step in range(1, 7) for _ in range(2)]
     assert [extra["step"] for extra in trainer.saved] == [2, 4, 6]
 
@@ -29,7 +29,7 @@ def test_a_run_goes_to_its_end(tmp_path: Path) -> None:
 def test_a_run_that_learns_from_no_group_says_so(tmp_path: Path) -> None:
     chosen = config(tmp_path / "run", "~training.max_steps")
     with pytest.raises(RolloutError, match="anything to learn from") as caught:
-        play(chosen, StandInTrainer(), rewards=StandInRewards(lambda completion: 1.0))
+        run_loop(chosen, StandInTrainer(), rewards=StandInRewards(lambda completion: 1.0))
     assert caught.value.value == "40 groups: all rewards are equal (40 groups)"
 
 
@@ -44,20 +44,20 @@ def test_an_update_that_fails_beside_training_ends_the_run_and_what_was_learned_
     trainer = StandInTrainer()
     chosen = config(tmp_path / "run", f"rollout.staleness={staleness}", "checkpointing.save_interval=100")
     with pytest.raises(SyncError):
-        play(chosen, trainer, policy=StandInPolicy(trainer, on_take=fail))
+        run_loop(chosen, trainer, policy=StandInPolicy(trainer, on_update=fail))
     (extra,) = trainer.saved
     assert extra["step"] == trainer.step >= 3
     buffer = extra["buffer"]
     check_ledger(ledger(chosen), pending=buffer["pending"], next_number=buffer["next_number"])
     assert {line.step for line in ledger(chosen)} == set(range(1, trainer.step + 1))
-    assert len(figures(chosen, "rollout/reward_mean")) == trainer.step
+    assert len(metrics(chosen, "rollout/reward_mean")) == trainer.step
 
 
 def test_the_evaluation_at_the_end_is_kept_with_the_last_step(tmp_path: Path) -> None:
     """So that a run that goes on from there does not evaluate the same weights again, and knows how good they were."""
     trainer = StandInTrainer()
     chosen = config(tmp_path / "run", "evaluation.fraction=0.2", "training.max_steps=4", "evaluation.interval=3")
-    play(chosen, trainer)
+    run_loop(chosen, trainer)
     assert [(extra["step"], extra["evaluated_step"]) for extra in trainer.saved] == [(2, 0), (4, 3), (4, 4)]
 
 
@@ -79,20 +79,20 @@ def test_a_reward_that_fails_on_what_is_too_old_decides_nothing(on_error: str, t
     seen: list[str] = []
     trainer = StandInTrainer()
     chosen = config(tmp_path / "run", f"rewards.on_error={on_error}")
-    play(chosen, trainer, policy=Behind(trainer), rewards=Failing())
+    run_loop(chosen, trainer, policy=Behind(trainer), rewards=Failing())
     assert seen
     assert {line.outcome for line in ledger(chosen)} == {"trained"}
-    assert sum(figures(chosen, "rollout/num_stale")) == len(seen)
+    assert sum(metrics(chosen, "rollout/num_stale")) == len(seen)
 
 
 def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path) -> None:
     trainer = StandInTrainer()
-    play(config(tmp_path / "run"), trainer)
+    run_loop(config(tmp_path / "run"), trainer)
     later = StandInTrainer()
     later.found = trainer.saved[-1]
-    assert play(config(tmp_path / "run"), later).step == 6
+    assert run_loop(config(tmp_path / "run"), later).step == 6
     with pytest.raises(CheckpointError, match="more steps than it may") as caught:
-        play(config(tmp_path / "run", "training.max_steps=5"), later)
+        run_loop(config(tmp_path / "run", "training.max_steps=5"), later)
     assert (caught.value.path, caught.value.value) == ("training.max_steps", 5)
 
 
@@ -111,37 +111,37 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
 
     refused: list[CheckpointError] = []
     chosen = config(tmp_path / "run")
-    assert play(chosen, trainer, rewards=Second()).step == 6
+    assert run_loop(chosen, trainer, rewards=Second()).step == 6
     assert refused[0].path == str(tmp_path / "run")
     assert len(ledger(chosen)) == 12
 
 
 def test_a_run_without_signal_ends_and_says_so(tmp_path: Path) -> None:
-    chosen = config(tmp_path / "flat", "rollout.no_signal=replace", "rollout.max_fruitless=8")
+    chosen = config(tmp_path / "flat", "rollout.no_signal=replace", "rollout.max_no_signal_groups=8")
     trainer = StandInTrainer()
     with pytest.raises(RolloutError, match="8 groups in a row"):
-        play(chosen, trainer, rewards=StandInRewards(lambda completion: 1.0))
+        run_loop(chosen, trainer, rewards=StandInRewards(lambda completion: 1.0))
     assert trainer.saved[-1]["buffer"]["pending"] == list(range(trainer.saved[-1]["buffer"]["next_number"]))
 
 
 def test_the_end_of_the_prompts_ends_the_run(tmp_path: Path) -> None:
     chosen = config(tmp_path / "epochs", "~training.max_steps", "prompts.sources.0.num_prompts=5")
-    assert play(chosen, StandInTrainer()).step == 3  # 2 + 2 + 1 groups
+    assert run_loop(chosen, StandInTrainer()).step == 3  # 2 + 2 + 1 groups
     assert sorted(line.group for line in ledger(chosen)) == list(range(5))
 
 
 def test_the_goal_of_the_evaluation_ends_the_run(tmp_path: Path) -> None:
     goal = ("evaluation.solved_at=0.0", "evaluation.stop_at=1.0", "evaluation.interval=2", "evaluation.at_start=false")
     chosen = config(tmp_path / "goal", "evaluation.fraction=0.2", *goal)
-    assert play(chosen, StandInTrainer()).step == 2
+    assert run_loop(chosen, StandInTrainer()).step == 2
 
 
 def test_other_prompts_are_not_taken_for_the_same_run(tmp_path: Path) -> None:
     trainer, later = StandInTrainer(), StandInTrainer()
-    play(config(tmp_path / "run"), trainer)
+    run_loop(config(tmp_path / "run"), trainer)
     later.found = trainer.saved[-1]
     with pytest.raises(CheckpointError, match="the prompts are not those of the run") as caught:
-        play(config(tmp_path / "run", "prompts.sources.0.num_prompts=30"), later)
+        run_loop(config(tmp_path / "run", "prompts.sources.0.num_prompts=30"), later)
     assert caught.value.path == "prompts.sources"
 
 
@@ -153,9 +153,9 @@ def test_a_group_whose_rewards_fail_may_be_skipped(tmp_path: Path) -> None:
             return [replace(score, failures={"all": "it raised"}) if is_bad else score for score in scores]
 
     chosen = config(tmp_path / "run", "rewards.on_error=skip")
-    assert play(chosen, StandInTrainer(), rewards=Failing()).step == 6
+    assert run_loop(chosen, StandInTrainer(), rewards=Failing()).step == 6
     assert {line.outcome for line in ledger(chosen)} == {"trained", "failed"}
-    assert sum(figures(chosen, "rollout/num_failed")) > 0
+    assert sum(metrics(chosen, "rollout/num_failed")) > 0
 
 
 class Dying(StandInPolicy):
@@ -177,14 +177,14 @@ class Dying(StandInPolicy):
 def test_a_group_whose_generator_died_is_rolled_out_again(tmp_path: Path) -> None:
     """With its seed: nothing that is learned from is different."""
     whole, chosen = config(tmp_path / "whole"), config(tmp_path / "run", "rollout.max_task_retries=3")
-    play(whole, StandInTrainer())
+    run_loop(whole, StandInTrainer())
     trainer = StandInTrainer()
-    play(chosen, trainer, policy=Dying(trainer, num_deaths=3))
+    run_loop(chosen, trainer, policy=Dying(trainer, num_deaths=3))
     assert ledger(chosen) == ledger(whole)
-    assert figures(chosen, "rollout/reward_mean") == figures(whole, "rollout/reward_mean")
+    assert metrics(chosen, "rollout/reward_mean") == metrics(whole, "rollout/reward_mean")
 
 
 def test_a_group_that_kills_every_generator_ends_the_run(tmp_path: Path) -> None:
     trainer = StandInTrainer()
     with pytest.raises(ActorFailure, match="its process died"):
-        play(config(tmp_path / "run", "rollout.max_task_retries=2"), trainer, policy=Dying(trainer, num_deaths=3))
+        run_loop(config(tmp_path / "run", "rollout.max_task_retries=2"), trainer, policy=Dying(trainer, num_deaths=3))

@@ -21,8 +21,8 @@ from forge.rollout.fruitless import Fruitless
 from forge.rollout.ledger import Ledger, LedgerLine, check_ledger, read_ledger
 from forge.rollout.record import RolloutRecorder
 from forge.types import Batch, StepResult
-from grpo_players import StandInPolicy, StandInTrainer, play
 from grpo_runs import config, ledger
+from grpo_workers import StandInPolicy, StandInTrainer, run_loop
 
 SAVE_NEVER = ("checkpointing.save_interval=null", "checkpointing.save_interval_s=null")
 
@@ -49,7 +49,7 @@ def test_a_signal_lets_the_step_finish_saves_and_says_so_in_the_exit_code(stalen
     stop = Stop()
     trainer = Busy(stop)
     chosen = config(tmp_path / "run", *SAVE_NEVER, f"rollout.staleness={staleness}", "evaluation.fraction=0.2")
-    result = play(chosen, trainer, stop=stop)
+    result = run_loop(chosen, trainer, stop=stop)
     assert (result.step, result.is_stopped, result.exit_code) == (3, True, 143)
     (extra,) = trainer.saved
     assert (extra["step"], trainer.num_waits) == (3, 1), "it waits until the checkpoint is complete"
@@ -59,14 +59,14 @@ def test_a_signal_lets_the_step_finish_saves_and_says_so_in_the_exit_code(stalen
 
 
 def test_a_run_that_ends_by_itself_exits_with_0(tmp_path: Path) -> None:
-    result = play(config(tmp_path / "run"), StandInTrainer())
+    result = run_loop(config(tmp_path / "run"), StandInTrainer())
     assert (result.is_stopped, result.exit_code) == (False, 0)
 
 
 def test_before_the_first_step_there_is_nothing_to_save_or_to_report(tmp_path: Path) -> None:
     stop, trainer = Stop(), StandInTrainer()
-    policy = StandInPolicy(trainer, on_take=lambda version: stop.ask(signal.SIGINT))
-    result = play(config(tmp_path / "run", "record.report=true"), trainer, policy=policy, stop=stop)
+    policy = StandInPolicy(trainer, on_update=lambda version: stop.ask(signal.SIGINT))
+    result = run_loop(config(tmp_path / "run", "record.report=true"), trainer, policy=policy, stop=stop)
     assert (result.step, result.exit_code, result.report) == (0, 130, None)
     assert trainer.saved == []
 
@@ -95,7 +95,7 @@ def test_a_step_without_time_is_abandoned_and_its_groups_come_again(tmp_path: Pa
     stop = Stop()
     trainer = Slow(stop)
     chosen = config(tmp_path / "run", *SAVE_NEVER)
-    result = play(chosen, trainer, stop=stop)
+    result = run_loop(chosen, trainer, stop=stop)
     assert (result.step, result.exit_code) == (2, 143)
     (extra,) = trainer.saved
     assert (extra["step"], extra["buffer"]["pending"]) == (2, [4, 5])
@@ -105,7 +105,7 @@ def test_a_step_without_time_is_abandoned_and_its_groups_come_again(tmp_path: Pa
 def test_time_makes_a_checkpoint_due(tmp_path: Path) -> None:
     trainer = StandInTrainer()
     chosen = config(tmp_path / "run", "checkpointing.save_interval=null", "checkpointing.save_interval_s=20")
-    play(chosen, trainer, clock=lambda: 10.0 * trainer.step)  # each step takes ten seconds
+    run_loop(chosen, trainer, clock=lambda: 10.0 * trainer.step)  # each step takes ten seconds
     assert [extra["step"] for extra in trainer.saved] == [2, 4, 6]
 
 
@@ -169,16 +169,16 @@ def test_a_full_disk_ends_the_run_with_one_error_when_the_save_under_way_is_over
     trainer, chosen = Saving(), config(tmp_path / "run", "record.rollouts=none")
 
     class Full(StandInPolicy):
-        async def take(self, version: int) -> Any:
+        async def update_weights(self, version: int) -> Any:
             if version == 3:
                 size = os.path.getsize(tmp_path / "run" / "ledger.jsonl")
                 resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-            return await super().take(version)
+            return await super().update_weights(version)
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(RecordError) as caught:
-            play(chosen, trainer, policy=Full(trainer))
+            run_loop(chosen, trainer, policy=Full(trainer))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.path == str(tmp_path / "run" / "ledger.jsonl")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from forge.types import Batch, StepResult
-from grpo_players import StandInPolicy, StandInTrainer, play
 from grpo_runs import config
+from grpo_workers import StandInPolicy, StandInTrainer, run_loop
 
 WORK = ["rest", "train", "rise"]
 
@@ -25,7 +25,7 @@ class Told(StandInTrainer):
         self.notes.append("train")
         return await super().train_step(batch, keep_logprobs=keep_logprobs)
 
-    async def give_back(self) -> None:
+    async def release_memory(self) -> None:
         self.notes.append("give back")
 
 
@@ -34,10 +34,10 @@ class Resting(StandInPolicy):
         super().__init__(trainer, **options)
         self._notes = trainer.notes
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         self._notes.append("rest")
 
-    async def rise(self) -> None:
+    async def wake(self) -> None:
         self._notes.append("rise")
 
 
@@ -49,11 +49,13 @@ def test_the_trainer_gives_memory_back_before_generators_wake(
     placement: str, expected: list[str], tmp_path: Path
 ) -> None:
     trainer = Told()
-    play(config(tmp_path / "run", f"placement={placement}", "training.max_steps=2"), trainer, policy=Resting(trainer))
+    run_loop(
+        config(tmp_path / "run", f"placement={placement}", "training.max_steps=2"), trainer, policy=Resting(trainer)
+    )
     assert trainer.notes == expected * 2
 
 
 def test_beside_the_trainer_groups_may_be_older(tmp_path: Path) -> None:
     trainer = StandInTrainer()
-    result = play(config(tmp_path / "run", "placement=beside", "rollout.staleness=2"), trainer)
+    result = run_loop(config(tmp_path / "run", "placement=beside", "rollout.staleness=2"), trainer)
     assert result.step == trainer.step == 6

@@ -25,7 +25,7 @@ REFUSED = {
     "no room for a prompt": ("generator.sampling.max_tokens=64", "generator.sampling.max_tokens"),
     "a group beyond the queue": ("rollout.group_size=2000", "rollout.group_size"),
     "judged by what is not there": ("evaluation.reward=odd", "evaluation.reward"),
-    "the native engine split": ("generators.tensor_parallel=2", "generators.tensor_parallel"),
+    "the native engine split": ("generator.tensor_parallel=2", "generator.tensor_parallel"),
     "no judge": ("rewards.functions=[{kind: judge}]", "rewards.judge"),
     "no reward model": ("rewards.functions=[{kind: reward_model}]", "rewards.reward_model"),
 }
@@ -45,7 +45,7 @@ BROKEN = {
     "more than all of a GPU": (("generator.gpu_memory_share=1.5",), "generator.gpu_memory_share"),
     "a head that is not known": (("model.head_precision=float16",), "model.head_precision"),
     "shared with vllm": (("placement=shared", "generator.engine=vllm"), "generator.engine"),
-    "shared by two": (("placement=shared", "generators.num_replicas=2"), "generators.num_replicas"),
+    "shared by two": (("placement=shared", "generator.num_replicas=2"), "generator.num_replicas"),
     "rows instead of groups": (("training.batch_size=4",), "training.batch_size"),
     "accumulation": (("training.gradient_accumulation_steps=2",), "training.gradient_accumulation_steps"),
     "two rewards of one name": (
@@ -124,7 +124,7 @@ def test_every_step_on_a_batch_counts_for_the_schedule(tmp_path: Path) -> None:
 
 
 def test_no_more_groups_are_in_flight_than_generators_have_room_for(tmp_path: Path) -> None:
-    room = ("generator.max_batch=8", "generator.max_queue=10", "generators.num_replicas=2")
+    room = ("generator.max_batch=8", "generator.max_queue=10", "generator.num_replicas=2")
     assert plan_run(config(tmp_path / "run", *room, "rollout.max_in_flight=5000")).rollout.max_in_flight == 12
 
 

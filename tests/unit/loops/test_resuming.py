@@ -16,9 +16,9 @@ import pytest
 from forge.config import GRPOConfig, SFTConfig, load
 from forge.errors import CheckpointError, DataError, ForgeError, LaunchError
 from forge.loops.grpo import run_grpo
-from forge.loops.places import checkpoint_dir, run_dir
 from forge.loops.preflight import check_grpo, check_sft, prepare_sft
 from forge.loops.resuming import report_changes
+from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.sft import run_sft
 from forge.trainer.checkpoint_folder import (
     CheckpointInfo,
@@ -30,8 +30,8 @@ from forge.trainer.checkpoint_folder import (
     list_checkpoints,
     write_record,
 )
-from grpo_players import StandInTrainer, play
 from grpo_runs import config, ledger
+from grpo_workers import StandInTrainer, run_loop
 
 RESUME = "checkpointing.resume=must"
 ROOT = Path(__file__).parents[3]
@@ -52,7 +52,7 @@ def keep(folder: Path, extra: dict[str, Any], *, step: int, sequence: int = 0) -
 def finished(folder: Path, *overrides: str) -> GRPOConfig:
     """A run of six steps, of which steps 2, 4 and 6 were saved."""
     trainer, chosen = StandInTrainer(), config(folder, *overrides)
-    play(chosen, trainer)
+    run_loop(chosen, trainer)
     for sequence, extra in enumerate(trainer.saved):
         keep(checkpoint_dir(chosen), extra, step=extra["step"], sequence=sequence)
     return chosen
@@ -164,13 +164,13 @@ def test_a_run_that_branches_off_is_resumed_with_a_ledger_of_its_own(run: Path, 
     branch = config(tmp_path / "branch", f"checkpointing.resume={origin.path}")
     trainer = StandInTrainer()
     trainer.found, trainer.step = dict(origin.extra["caller"]), 4
-    assert play(branch, trainer).step == 6
+    assert run_loop(branch, trainer).step == 6
     assert {line.step for line in ledger(branch)} == {5, 6}
     keep(checkpoint_dir(branch), trainer.saved[-1], step=6)
     longer = config(tmp_path / "branch", RESUME, "training.max_steps=8")
     assert check_grpo(longer).resume_step == 6
     later = resumed(checkpoint_dir(branch))
-    assert play(longer, later).step == 8
+    assert run_loop(longer, later).step == 8
     keep(checkpoint_dir(branch), later.saved[-1], step=8, sequence=1)
     path = run_dir(branch) / "ledger.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
@@ -183,7 +183,7 @@ def test_a_ledger_that_is_gone_is_reported_and_begun_again(run: Path, caplog: py
     longer = config(run, RESUME, "training.max_steps=8")
     check_grpo(longer)
     later = resumed(run / "checkpoints")
-    play(longer, later)
+    run_loop(longer, later)
     assert "has no ledger.jsonl" in caplog.text
     keep(run / "checkpoints", later.saved[-1], step=8, sequence=3)
     assert check_grpo(longer).resume_step == 8
@@ -214,7 +214,7 @@ def test_a_resume_that_would_mix_two_runs_is_refused(override: str, path: str, r
 
 def test_other_changes_are_reported(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "forge.loops"):
-        play(config(run, RESUME, "training.max_steps=7", "rollout.staleness=1"), resumed(run / "checkpoints"))
+        run_loop(config(run, RESUME, "training.max_steps=7", "rollout.staleness=1"), resumed(run / "checkpoints"))
     assert "keys that differ from the run that is resumed" in caplog.text
     assert "rollout.staleness: 0 -> 1, training.max_steps: 6 -> 7" in caplog.text
 
@@ -238,7 +238,7 @@ def test_a_configuration_that_cannot_be_read_does_not_keep_a_run_from_resuming(c
     (run / "config.yaml").write_bytes(content)
     longer = config(run, RESUME, "training.max_steps=7")
     assert check_grpo(longer).resume_step == 6
-    assert play(longer, resumed(run / "checkpoints")).step == 7
+    assert run_loop(longer, resumed(run / "checkpoints")).step == 7
     assert (run / "config.1.yaml").read_bytes() == content
 
 
@@ -390,8 +390,8 @@ def test_a_final_model_is_not_overwritten_either(run: Path) -> None:
 
 def test_a_run_that_saved_nothing_may_be_started_again(tmp_path: Path) -> None:
     chosen = config(tmp_path / "run")
-    play(chosen, StandInTrainer())
-    assert play(config(tmp_path / "run"), StandInTrainer()).step == 6
+    run_loop(chosen, StandInTrainer())
+    assert run_loop(config(tmp_path / "run"), StandInTrainer()).step == 6
     assert len(ledger(chosen)) == 12
 
 

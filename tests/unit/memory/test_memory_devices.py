@@ -33,7 +33,7 @@ def sizes(plan: MemoryPlan, *, device: int = 0, phase: str = "training") -> dict
 
 
 def test_apart_everyone_has_a_gpu() -> None:
-    plan = planned("placement=apart", "algorithm.kl.coefficient=0.01", "generators.num_replicas=2")
+    plan = planned("placement=apart", "algorithm.kl.coefficient=0.01", "generator.num_replicas=2")
     assert [(device.name, device.count) for device in plan.gpus] == [("trainer", 1), ("generator", 2), ("reference", 1)]
     assert plan.num_gpus == 4
 
@@ -152,7 +152,7 @@ def test_all_gpus_that_are_left_share_a_copy() -> None:
 
 
 def test_generators_alone() -> None:
-    words = ("model.preset=qwen3_0_6b", "num_replicas=2", "generator.gpu_memory_share=0.4")
+    words = ("model.preset=qwen3_0_6b", "generator.num_replicas=2", "generator.gpu_memory_share=0.4")
     plan = planned(*words, "generator.engine=vllm", schema=PolicyConfig)
     assert [(device.name, device.count) for device in plan.gpus] == [("generator", 2)]
     assert plan.gpus[0].peak.num_bytes == pytest.approx(0.4 * CARD.usable, rel=0.05)

@@ -155,7 +155,7 @@ def test_a_run_on_cpus_is_not_checked_against_gpus() -> None:
 
 
 def test_other_hosts_have_as_many_gpus_as_it_needs() -> None:
-    config = big("placement=apart", "launcher.kind=slurm", "generators.num_replicas=8", "training.max_seq_len=512")
+    config = big("placement=apart", "launcher.kind=slurm", "generator.num_replicas=8", "training.max_seq_len=512")
     plan = started(config, 141, logging.getLogger("forge.test_memory"))
     assert plan is not None
     assert plan.num_gpus == 9

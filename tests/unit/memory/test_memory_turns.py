@@ -132,10 +132,10 @@ def test_a_share_that_was_written_down_binds_in_turns_too() -> None:
 
 def test_several_generators_in_turns_divide_what_is_left() -> None:
     words = ("placement=turns", "generator.max_batch=1024")
-    one, two = (parts(device(*words, f"generators.num_replicas={num}"), "generating") for num in (1, 2))
+    one, two = (parts(device(*words, f"generator.num_replicas={num}"), "generating") for num in (1, 2))
     assert two["generator 0/KV cache"] == two["generator 1/KV cache"]
     assert 2 * two["generator 0/KV cache"] < one["generator/KV cache"]
-    assert device(*words, "generators.num_replicas=2").phase_peaks()["generating"].num_bytes < Card(80 * GIB).usable
+    assert device(*words, "generator.num_replicas=2").phase_peaks()["generating"].num_bytes < Card(80 * GIB).usable
 
 
 def test_on_a_cpu_the_cache_stays() -> None:

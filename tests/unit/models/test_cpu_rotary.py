@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge.models import cpu_rotary
+from forge.errors import ModelError
+from forge.kernels import cpu_layers
 from forge.models.rotary import Rotary
 
-pytestmark = pytest.mark.skipif(cpu_rotary.library() is None, reason="no compiler for the CPU kernels")
+pytestmark = pytest.mark.skipif(cpu_layers.library() is None, reason="no compiler for the CPU kernels")
 
 
 def rotary(width: int, max_seq_len: int = 64, **stretch: object) -> Rotary:
@@ -36,18 +37,16 @@ def test_heads_may_lie_apart() -> None:
     wide = torch.randn(9, 5, 40, generator=draw)
     part = wide[:, 1:4, 4:20]
     table, positions = rotary(16).cache, torch.arange(9)
-    found = cpu_rotary.rotated(part, table, positions)
-    assert found is not None
-    assert torch.equal(found, cpu_rotary.rotated(part.contiguous(), table, positions))
+    found = cpu_layers.rotated(part, table, positions)
+    assert torch.equal(found, cpu_layers.rotated(part.contiguous(), table, positions))
 
 
 @pytest.mark.parametrize("place", [-1, 64])
 def test_a_position_beyond_the_table_is_refused(place: int) -> None:
-    with pytest.raises(IndexError, match="in a table of 64"):
-        cpu_rotary.rotated(torch.zeros(2, 1, 8), rotary(8).cache, torch.tensor([0, place]))
+    with pytest.raises(ModelError, match="below 64"):
+        cpu_layers.rotated(torch.zeros(2, 1, 8), rotary(8).cache, torch.tensor([0, place]))
 
 
 def test_a_head_that_cannot_be_halved_or_has_gaps_is_left_to_torch() -> None:
-    table, positions = rotary(8).cache, torch.tensor([0])
-    assert cpu_rotary.rotated(torch.zeros(1, 1, 7), table, positions) is None
-    assert cpu_rotary.rotated(torch.zeros(1, 1, 16)[..., ::2], table, positions) is None
+    assert not cpu_layers.rotates(torch.zeros(1, 1, 7))
+    assert not cpu_layers.rotates(torch.zeros(1, 1, 16)[..., ::2])

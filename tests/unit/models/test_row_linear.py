@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from forge.config import ModelConfig
 from forge.generator.native.sampler import _at, _logsumexp
+from forge.kernels import cpu_layers
+from forge.kernels.cpu_linear import row_floor
 from forge.losses.head import chunked_logprobs, chunked_nll
-from forge.models import gate
 from forge.models.experts import Experts
 from forge.models.gate import RowFeedForward, gated
 from forge.models.language_model import Head
 from forge.models.linear import RowLinear, rows_linear
 from forge.models.rows import Documents, RowTask
 from forge.models.titan import titan_config
-from forge.runtime.row_floor import row_floor
 
 FAILING = ((1100, 40), (2048, 40), (896, 151))
 """Widths and outputs for which torch on an Intel Xeon with two threads gives a row other bits in another batch."""
@@ -143,11 +143,11 @@ def test_gates_are_right() -> None:
 
 def test_gates_without_a_compiler(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
-    gate.library.cache_clear()
+    cpu_layers.library.cache_clear()
     try:
         assert torch.equal(gated(random(9), random(9, seed=1)), F.silu(random(9)) * random(9, seed=1))
     finally:
-        gate.library.cache_clear()
+        cpu_layers.library.cache_clear()
     assert "no C compiler" in caplog.text
 
 

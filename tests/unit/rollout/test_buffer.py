@@ -220,14 +220,14 @@ def test_completions_that_are_all_masked_teach_nothing_whatever_the_rule() -> No
 
 def test_too_many_groups_in_a_row_without_signal_end_the_run() -> None:
     async def body() -> None:
-        buffer = buffer_of(no_signal="replace", max_fruitless=3)
+        buffer = buffer_of(no_signal="replace", max_no_signal_groups=3)
         await admitted(buffer)
         buffer.put(make_group(0, EQUAL))
         buffer.give_up(1, "failed")
         await admitted(buffer)
         with pytest.raises(RolloutError, match="3 groups in a row") as caught:
             buffer.put(make_group(2, EQUAL))
-        assert caught.value.path == "rollout.max_fruitless"
+        assert caught.value.path == "rollout.max_no_signal_groups"
         assert caught.value.value == "3 groups: all rewards are equal (2 groups), a reward failed (1 group)"
         assert buffer.pending == (0, 1, 2, 3)  # nothing is lost: a checkpoint can be made now
 
@@ -236,7 +236,7 @@ def test_too_many_groups_in_a_row_without_signal_end_the_run() -> None:
 
 def test_signal_begins_the_count_again() -> None:
     async def body() -> None:
-        buffer = buffer_of(no_signal="replace", max_fruitless=2, batch_groups=8)
+        buffer = buffer_of(no_signal="replace", max_no_signal_groups=2, batch_groups=8)
         await admitted(buffer)
         for number in range(0, 8, 2):
             buffer.put(make_group(number, EQUAL))
@@ -386,7 +386,7 @@ def test_where_the_batch_is_the_baseline_equal_rewards_are_learned_from(rule: st
 def test_a_batch_that_does_not_differ_from_itself_is_no_step_and_ends_the_run_in_the_end(rule: str) -> None:
     async def body() -> None:
         seen: list[Fruitless] = []
-        buffer = buffer_for("reinforce_pp", seen=seen, no_signal=rule, max_fruitless=4)
+        buffer = buffer_for("reinforce_pp", seen=seen, no_signal=rule, max_no_signal_groups=4)
         taking = asyncio.ensure_future(buffer.take())
         for number in await admitted(buffer):
             buffer.put(make_group(number, (0.0, 0.0)))

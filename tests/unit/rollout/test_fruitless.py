@@ -26,7 +26,7 @@ def failing(number: int, messages: Sequence[str | None]) -> Group:
 
 
 def error_of(tally: FruitlessTally) -> RolloutError:
-    return tally.error("nothing", path="rollout.max_fruitless", rule="fewer")
+    return tally.error("nothing", path="rollout.max_no_signal_groups", rule="fewer")
 
 
 def test_the_failure_that_is_named_is_the_most_frequent_one_whatever_its_texts() -> None:

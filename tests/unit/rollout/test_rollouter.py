@@ -38,7 +38,7 @@ class Scripted:
         self.asked.append(sampling)
         return [replace(self.answers.pop(0), index=index) for index in range(sampling.n)]
 
-    async def go_on(self, completion: Completion, *, sampling: Sampling) -> Completion:
+    async def extend(self, completion: Completion, *, sampling: Sampling) -> Completion:
         self.asked.append(sampling)
         later = replace(self.answers.pop(0), prompt_ids=completion.prompt_ids + completion.token_ids)
         return completion.continued(later)

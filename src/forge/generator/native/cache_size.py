@@ -14,7 +14,7 @@ from forge.config import GenerationConfig, GeneratorConfig, ModelConfig
 class ColocatedGeneratorConfig(GeneratorConfig):
     """What such a generator is made from: besides all else, what it leaves to others when it chooses its cache's size.
 
-    Made from a run's configuration, never written by a user: see `forge.loops.casting.generator_config`.
+    Made from a run's configuration, never written by a user: see `forge.loops.workers.generator_config`.
     """
 
     expected_bytes: int = Field(

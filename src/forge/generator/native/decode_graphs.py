@@ -14,7 +14,7 @@ from forge.generator.native.cache_size import graph_sizes
 from forge.generator.native.pages import PAGE
 from forge.generator.native.schedule import Piece
 from forge.generator.native.transfer import put
-from forge.models.paged import PagedLayout
+from forge.kernels.paged import PagedLayout
 from forge.models.paged_attention import PagedRow
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from forge.models.paged import PAGE_TOKENS
+from forge.kernels.paged import PAGE_TOKENS
 
 PAGE: Final = PAGE_TOKENS
 """Tokens in a page."""

@@ -24,13 +24,13 @@ from forge.generator.native.memory import Caches, choose_memory
 from forge.generator.native.pages import PAGE
 from forge.generator.native.schedule import Piece
 from forge.generator.native.transfer import put
+from forge.kernels.paged import PagedLayout
 from forge.losses.head import chunked_logprobs
 from forge.models.cpu_step import CpuSteps
 from forge.models.gpu_attention import Extents, decode_shares
 from forge.models.inference import build_for_inference, cache_shapes, page_bytes, paged_layers, parameters_once
 from forge.models.linear import rows_linear
 from forge.models.locate import ResolvedModel
-from forge.models.paged import PagedLayout
 from forge.models.paged_attention import PagedRow
 from forge.models.random_weights import draw_weights
 from forge.models.weights import load_hf

@@ -31,7 +31,7 @@ from forge.generator.native import gpu_sampling
 from forge.generator.native.randomness import uniforms
 from forge.generator.native.shaping import Shaping, TokenCounts, is_shaped, must_go_on
 from forge.generator.native.transfer import HostCopy, put
-from forge.models.cpu_pick import BLOCK, alone, picked
+from forge.kernels.cpu_sampling import BLOCK, sample_tokens, single_thread
 
 _BLOCK: Final = BLOCK
 _BLOCK_UNITS: Final = 2.0**60  # what a probability of 1 is in whole numbers: exact sums, in any order
@@ -175,7 +175,7 @@ class Sampler:
             self._plan = self._planned(rows)
         assert num_ahead == 0 or not self.is_shaping
         if logits_SV.is_cpu and logits_SV.numel() <= _FEW_LOGITS:
-            with alone():
+            with single_thread():
                 return self._sample(logits_SV, self._plan, num_ahead)
         return self._sample(logits_SV, self._plan, num_ahead)
 
@@ -282,7 +282,7 @@ def pick(probs_SW: Tensor, uniforms_S: Tensor) -> Tensor:
     token within it. Running sums are of whole numbers and therefore exact: they never pass over a token of probability
     0, in whatever order a device adds, and a token is reached if its probability is above about 2^-50.
     """
-    found = picked(probs_SW, uniforms_S) if probs_SW.is_cpu else None
+    found = sample_tokens(probs_SW, uniforms_S) if probs_SW.is_cpu else None
     return _pick_by_torch(probs_SW, uniforms_S) if found is None else found
 
 

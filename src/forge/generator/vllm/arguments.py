@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from forge.config import GeneratorConfig, ModelConfig
-from forge.config.suggest import did_you_mean
-from forge.errors import ConfigError
+from forge.errors import ConfigError, did_you_mean
 from forge.generator.engine import context_limit
 from forge.generator.vllm.environment import Build
 
@@ -31,9 +30,12 @@ OWNED: Final[Mapping[str, tuple[str, str]]] = {
     "skip_tokenizer_init": ("would leave completions without text", "remove it"),
     "max_model_len": ("is generator.max_seq_len", "set generator.max_seq_len"),
     "max_num_seqs": ("is generator.max_batch", "set generator.max_batch"),
-    "tensor_parallel_size": ("is the number of the actor's processes", "set tensor_parallel, or options(procs=…)"),
-    "pipeline_parallel_size": ("is not supported: weights are sent to whole models", "set tensor_parallel"),
-    "data_parallel_size": ("is the number of replicas of the service", "set num_replicas"),
+    "tensor_parallel_size": (
+        "is the number of the actor's processes",
+        "set generator.tensor_parallel, or options(procs=…)",
+    ),
+    "pipeline_parallel_size": ("is not supported: weights are sent to whole models", "set generator.tensor_parallel"),
+    "data_parallel_size": ("is the number of replicas of the service", "set generator.num_replicas"),
     "distributed_executor_backend": ("is chosen by the number of processes", "remove it"),
     "device_ids": ("are those that the actor was given", "remove it"),
     "nnodes": ("is 1: an engine is on one host", "remove it"),

@@ -1,0 +1,1 @@
+"""CPU kernels in C, compiled once per machine, and their Python bindings."""

@@ -1,0 +1,135 @@
+"""The metrics of a step: what was rolled out, what was learned, and where the time went."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from forge.generator.engine import UpdateReport
+from forge.observe.sink import Value
+from forge.rollout.buffer import ReplayBuffer, TakenBatch
+from forge.rollout.rollouter import Rollouter
+from forge.types import Episode, StepResult
+
+PARTS = ("waiting", "generating", "training", "syncing", "other")
+
+
+class StepClock:
+    """Where a step's time goes. Parts do not overlap; what nobody claims is `other`."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """A step begins."""
+        self._began = time.perf_counter()
+        self._parts = dict.fromkeys(PARTS, 0.0)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """The block's time belongs to a part."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._parts[name] += time.perf_counter() - began
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Some of a part's time belongs to another; at most all of it."""
+        seconds = min(seconds, self._parts[source])
+        self._parts[source] -= seconds
+        self._parts[target] += seconds
+
+    def values(self) -> dict[str, float]:
+        """Seconds by part and in all."""
+        total = time.perf_counter() - self._began
+        claimed = sum(seconds for name, seconds in self._parts.items() if name != "other")
+        parts = {**self._parts, "other": max(0.0, total - claimed)}
+        return {f"time/{name}": seconds for name, seconds in parts.items()} | {"time/step": total}
+
+
+class StepMetrics:
+    """Puts the metrics of steps together."""
+
+    def __init__(
+        self, rollouter: Rollouter, buffer: ReplayBuffer, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._rollouter, self._buffer, self._clock = rollouter, buffer, clock
+        self._last_at = clock()
+        self._num_failed = 0
+        self._num_samples = self._num_tokens = 0
+        self._sync: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Rollouts begin: the throughput of the first step counts from now on."""
+        self._last_at = self._clock()
+
+    def count_failures(self, failed: Sequence[Episode]) -> None:
+        """Completions of which a reward failed."""
+        self._num_failed += len(failed)
+
+    def note_sync(self, reports: Sequence[UpdateReport]) -> None:
+        """What the generators said about their new weights."""
+        if reports:
+            canaries = [report.canary for report in reports if report.canary is not None]
+            self._sync = {
+                "sync/seconds": max(report.seconds for report in reports),
+                "sync/stall_s": max(report.stall_s for report in reports),
+                **({"sync/canary": max(canaries)} if canaries else {}),
+            }
+
+    def of_step(self, taken: TakenBatch, result: StepResult, *, clock: StepClock) -> dict[str, Value]:
+        """Everything that is known of one step."""
+        times = clock.values()
+        values: dict[str, Value] = {**_of_rollouts(taken), **_of_training(result), **times, **self._sync}
+        values["rollout/num_failed"], self._num_failed = self._num_failed, 0
+        num_samples, num_tokens = self._rollouter.num_samples, self._rollouter.num_tokens
+        now = self._clock()
+        seconds = max(now - self._last_at, 1e-9)  # rollouts go on while the loop evaluates and saves, between two steps
+        values["rollout/samples_per_s"] = (num_samples - self._num_samples) / seconds
+        values["rollout/tokens_per_s"] = (num_tokens - self._num_tokens) / seconds
+        self._num_samples, self._num_tokens, self._last_at = num_samples, num_tokens, now
+        values["rollout/num_ready"] = self._buffer.num_ready
+        return values
+
+
+def _of_rollouts(taken: TakenBatch) -> dict[str, Value]:
+    """Of completions: all that were scored. Of groups: those that are trained on, unless the name says otherwise."""
+    scored, staleness = taken.scored, taken.staleness
+    rewards, lengths = taken.rewards, [each.num_tokens for each in scored]
+    values: dict[str, Value] = {
+        "rollout/reward_mean": math.fsum(rewards) / len(rewards),
+        "rollout/reward_std": statistics.pstdev(rewards),
+        "rollout/length_mean": sum(lengths) / len(lengths),
+        "rollout/length_max": max(lengths),
+        "rollout/truncated": sum(each.is_truncated for each in scored) / len(scored),
+        "rollout/num_groups": len(taken.groups),
+        "rollout/num_no_signal": taken.num_no_signal,
+        "rollout/num_given_up": len(taken.given_up),
+        "rollout/num_stale": taken.num_stale,
+        "rollout/staleness_mean": sum(staleness) / len(staleness),
+        "rollout/staleness_max": max(staleness),
+        "rollout/epoch": max(group.epoch for group in taken.groups),
+    }
+    for name in sorted({name for each in scored for name in each.parts}):
+        parts = [each.parts.get(name, 0.0) for each in scored]
+        values[f"reward/{name}"] = math.fsum(parts) / len(parts)
+    return values
+
+
+def _of_training(result: StepResult) -> dict[str, Value]:
+    values: dict[str, Value] = {
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/learning_rate": result.learning_rate,
+        "train/num_tokens": result.num_tokens,
+        "train/num_loss_tokens": result.num_loss_tokens,
+        "train/seconds": result.seconds,
+        "train/tokens_per_s": result.num_tokens / max(result.seconds, 1e-9),
+    }
+    if result.skipped:
+        values["train/skipped"] = 1
+    return values | {f"train/{name}": value for name, value in result.metrics.items()}

@@ -1,0 +1,380 @@
+"""The workers of a reinforcement learning run: start the services that a configuration asks for, where it says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
+from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
+from forge.generator.actor import Generator
+from forge.generator.engine import UpdateReport
+from forge.generator.native.cache_size import ColocatedGeneratorConfig
+from forge.loops.colocated import SharedPolicy
+from forge.memory.constants import PUBLISHED_VERSIONS
+from forge.memory.trainer import MASTER_BYTES
+from forge.models.sizes import Sizes
+from forge.rollout.reward_actor import RewardActor
+from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
+from forge.service import Service
+from forge.trainer.actor import ReferenceModel, Trainer
+from forge.trainer.handles import MeshTrainer, PolicyTrainer, trainer_options
+from forge.types import Batch, Completion, Prompt, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from forge.losses import Loss
+    from forge.runtime.typed_endpoints import Endpoint
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_log = logging.getLogger("forge.grpo")
+
+NEVER_REPLACED: Mapping[str, Any] = {"max_restarts": 0, "heartbeat_timeout_s": 120.0}
+"""Options of what holds the state of training: another process in its place would not have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The workers of a run. `reference` is None where the algorithm has no KL term."""
+
+    trainer: PolicyTrainer
+    policy: PolicyHandle
+    rewards: RewardsHandle
+    reference: ReferenceHandle | None
+
+    async def close(self) -> None:
+        """Shut all workers down in order. `forge.run` ends the ones that are left, however a run ends."""
+        others = (self.policy, self.rewards, *(() if self.reference is None else (self.reference,)))
+        ends = await asyncio.gather(self.trainer.close(), *(other.close() for other in others), return_exceptions=True)
+        for end in ends[1:]:
+            if isinstance(end, Exception):  # all that counted is done: this does not make the run a failed one
+                _log.warning("a service did not shut down cleanly: %s", end)
+        if isinstance(ends[0], BaseException):  # it completes the last checkpoint
+            raise ends[0]
+
+
+async def start_workers(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Workers:
+    """Start all workers concurrently. Call it inside `async with forge.run(...)`, which ends them."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            rewards = tasks.create_task(_start_rewards(config))
+            reference = tasks.create_task(_start_reference(config, trainer_config))
+            policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss))
+    except BaseExceptionGroup as errors:
+        raise _first_of(errors) from None
+    return Workers(*policy.result(), rewards.result(), reference.result())
+
+
+def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What went wrong first, however deep the groups are that it was started in."""
+    first: BaseException = errors
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first
+
+
+async def _start_policy(
+    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss
+) -> tuple[PolicyTrainer, PolicyHandle]:
+    """The trainer and the generators, as the placement says."""
+    generator = generator_config(config, trainer_config.model)
+    if config.placement == "shared":
+        return await _start_shared(trainer_config, loss=loss, generator=generator)
+    if config.placement in ("beside", "turns"):  # generators go to the trainer's GPU, and take what they find there
+        trainer = await _start_trainer(trainer_config, loss, dtype=published_dtype(generator))
+        gpus = (await trainer.state())["visible_gpus"]
+        return trainer, await _start_generators(config, generator, on_gpus=gpus)
+    async with asyncio.TaskGroup() as tasks:
+        training = tasks.create_task(_start_trainer(trainer_config, loss, dtype=published_dtype(generator)))
+        generating = tasks.create_task(_start_generators(config, generator))
+    return training.result(), generating.result()
+
+
+def generator_config(config: GRPOConfig, model: ModelConfig) -> GeneratorConfig:
+    """What a generator is made from, with the part of a GPU that the placement leaves to it."""
+    section = config.generator.model_copy(update={"gpu_memory_share": config.gpu_memory_share})
+    made = GeneratorConfig.of(model, section)
+    if not config.gives_way:
+        return made
+    expected = 0 if config.placement == "shared" else _published_bytes(config, made)
+    fields = {name: getattr(made, name) for name in GeneratorConfig.model_fields}
+    return ColocatedGeneratorConfig(**fields, expected_bytes=expected, num_colocated=config.generator.num_replicas)
+
+
+def _published_bytes(config: GRPOConfig, generator: GeneratorConfig) -> int:
+    """What published weights take of the trainer's GPU, in the two versions that are there at most."""
+    item = 2 if published_dtype(generator) == "bfloat16" else MASTER_BYTES[config.distributed.precision]
+    return PUBLISHED_VERSIONS * item * Sizes.of(generator.model).total
+
+
+def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
+    """The GPUs of a generator that runs where a trainer does: the first of the trainer's, as many as it needs."""
+    gpus = trainer.split(",")
+    if tensor_parallel > len(gpus):
+        raise ConfigError(
+            "generators are to be split over more GPUs than the trainer has, whose GPUs they use",
+            path="generator.tensor_parallel",
+            value=tensor_parallel,
+            rule=f"at most {len(gpus)} with placement `beside` or `turns`, where the trainer has GPU {trainer}",
+            repair="lower it, give the trainer more ranks (distributed.shard), or set placement: apart",
+        )
+    return ",".join(gpus[:tensor_parallel])
+
+
+def published_dtype(generator: GeneratorConfig) -> str | None:
+    """What weights are published in: bfloat16 where that is what generators make of them, which halves the bytes that
+    are kept and sent; else None, for what the trainer keeps them in."""
+    asked = generator.engine_args.get("dtype") or generator.precision
+    if asked is None:
+        asked = "bfloat16" if wants_gpus(generator.with_gpus) else "float32"
+    return "bfloat16" if asked == "bfloat16" else None
+
+
+async def _start_trainer(trainer_config: TrainerConfig, loss: Loss, *, dtype: str | None) -> PolicyTrainer:
+    """A service of one replica: it is watched, so that a trainer that hangs ends the run instead of holding it up."""
+    chosen = Trainer.options(**trainer_options(trainer_config.distributed), **NEVER_REPLACED, mesh_name="trainer")
+    return RoutedTrainer(await chosen.as_service(trainer_config, loss), dtype=dtype)
+
+
+# ---- The policy -----------------------------------------------------------------------------------------------------
+
+
+class _Handle:
+    """A service that ends with the run."""
+
+    def __init__(self, service: Any) -> None:
+        self.service = service
+
+    async def close(self) -> None:
+        """Let its replicas end in order."""
+        await self.service.close.options(partial=True).fanout()
+        await self.service.shutdown()
+
+
+class PolicyHandle(_Handle):
+    """The generators of a run, as one policy."""
+
+    service: Service[Generator]
+
+    def __init__(self, service: Service[Generator] | Service[SharedPolicy], *, takes_turns: bool = False) -> None:
+        super().__init__(service)
+        self._takes_turns = takes_turns
+        self._num_open = 0
+        self._one_less = asyncio.Event()
+
+    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+        """`sampling.n` completions of a prompt, in order."""
+        if prompt.messages:
+            return await self._ask(messages=[dict(message) for message in prompt.messages], sampling=sampling)
+        return await self._ask(prompt=prompt.text, sampling=sampling)
+
+    async def extend(self, completion: Completion, *, sampling: Sampling) -> Completion:
+        """The completion with more tokens."""
+        token_ids = completion.prompt_ids + completion.token_ids
+        (later,) = await self._ask(token_ids=token_ids, sampling=sampling)
+        return completion.continued(later)
+
+    async def _ask(self, **request: Any) -> list[Completion]:
+        """Ask a generator. Where all queues are full, because one has died or an evaluation came in between, wait until
+        another request of ours is done."""
+        self._num_open += 1
+        try:
+            while True:
+                done = self._one_less
+                try:
+                    return await self.service.generate.route(**request)
+                except Overloaded:
+                    if self._num_open == 1:  # nothing of ours is under way: the request itself is too large
+                        raise
+                    await done.wait()
+        finally:
+            self._num_open -= 1
+            self._one_less.set()
+            self._one_less = asyncio.Event()
+
+    async def update_weights(self, version: int) -> list[UpdateReport]:
+        """Let every generator load a version.
+
+        One that dies meanwhile is not waited for: it is started again at the newest version. What else fails is raised:
+        a lost update must not pass for one that was made.
+        """
+        reports = await _of_the_living(self.service.update_weights.fanout(version), f"the update to version {version}")
+        return [report for report in reports if report is not None]
+
+    async def sleep(self) -> None:
+        """Let generators release the device's memory, where the trainer uses the same device in turns."""
+        if self._takes_turns:
+            await _of_the_living(self.service.sleep.fanout(), "sleep")
+
+    async def wake(self) -> None:
+        """Let generators restore the memory that `sleep` released."""
+        if self._takes_turns:
+            await _of_the_living(self.service.wake.fanout(), "wake")
+
+    async def stats(self) -> list[Any]:
+        """What each engine does and has done."""
+        outcomes = await self.service.stats.options(partial=True).fanout()
+        return [outcome.value for outcome in outcomes if outcome.ok and outcome.value is not None]
+
+
+async def _of_the_living(fanout: Awaitable[list[Any]], what: str) -> list[Any]:
+    """What the replicas answered. Those that died meanwhile are left out; any other failure is raised."""
+    try:
+        return await fanout
+    except FanoutError as error:
+        failures = [outcome.error for outcome in error.outcomes if not outcome.ok]
+        if not all(isinstance(failure, ActorFailure | ServiceStopped) for failure in failures):
+            raise
+        _log.warning("%d generator(s) died during %s", len(failures), what)
+        return [outcome.value for outcome in error.outcomes if outcome.ok]
+
+
+class SharedHandle(PolicyHandle):
+    """The policy of placement `shared`: the trainer itself."""
+
+    async def update_weights(self, version: int) -> list[UpdateReport]:
+        """`publish_weights` has done it."""
+        return [UpdateReport(version, "keep", 0.0, 0.0)]
+
+    async def close(self) -> None:
+        """The trainer's end is its own."""
+
+
+class RoutedTrainer(MeshTrainer):
+    """A trainer behind a service of one replica that is never replaced: its state would be lost.
+
+    It publishes weights in `dtype`; None for what it keeps them in.
+    """
+
+    def __init__(self, service: Service[Trainer], *, dtype: str | None = None) -> None:
+        super().__init__(service)
+        self._dtype = dtype
+
+    async def publish_weights(self, version: int, *, name: str) -> None:
+        await self._first(self._actor.publish_weights, version, name=name, dtype=self._dtype)
+
+    async def _first(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        return await endpoint.route(*args, **kwargs)
+
+    async def close(self) -> None:
+        await self._first(self._actor.close)
+        await self._actor.shutdown()
+
+
+async def _start_generators(
+    config: GRPOConfig, generator: GeneratorConfig, *, on_gpus: str | None = None
+) -> PolicyHandle:
+    section = config.generator
+    service = await Generator.options(
+        procs=section.tensor_parallel,
+        num_replicas=section.num_replicas,
+        num_threads=section.num_threads,
+        with_gpus=wants_gpus(generator.with_gpus) and not on_gpus,
+        env={} if not on_gpus else {GPU_VARIABLE: gpus_beside(on_gpus, tensor_parallel=section.tensor_parallel)},
+        routing="least_loaded",
+        mesh_name="generator",
+    ).as_service(generator)
+    return PolicyHandle(service, takes_turns=config.placement == "turns")
+
+
+async def _start_shared(
+    trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
+) -> tuple[PolicyTrainer, PolicyHandle]:
+    distributed = trainer_config.distributed
+    service = await SharedPolicy.options(
+        with_gpus=wants_gpus(distributed.with_gpus),
+        num_threads=distributed.num_threads,
+        **NEVER_REPLACED,
+        mesh_name="policy",
+    ).as_service(trainer_config, loss, generator)
+    return RoutedTrainer(service), SharedHandle(service)
+
+
+def wants_gpus(chosen: bool | None) -> bool:
+    """Whether GPUs are to be used: as said, or where there are any."""
+    return bool(visible_gpus(os.environ, count_gpus())) if chosen is None else chosen
+
+
+# ---- Rewards and reference ------------------------------------------------------------------------------------------
+
+
+class RewardsHandle(_Handle):
+    """The service that scores completions."""
+
+    service: Service[RewardActor]
+
+    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        """One score for each completion. A reward that fails is told in it, not raised."""
+        return await self.service.score.route(prompt, list(completions))
+
+
+class ReferenceHandle(_Handle):
+    """The service of reference models."""
+
+    service: Service[ReferenceModel]
+
+    async def logprobs(self, batch: Batch, *, temperature: float) -> list[Tensor]:
+        """One tensor [L] for each sample."""
+        found = await self.service.forward_logprobs.route(batch, temperature=temperature)
+        assert found is not None  # rank 0 answers
+        return found
+
+
+async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
+    section = config.rewards
+    kinds = {function.kind for function in section.functions}
+    judge = reward_model = None
+    if "judge" in kinds:
+        assert section.judge is not None  # see worker_checks
+        judge = await Generator.options(
+            procs=section.judge.generator.tensor_parallel,
+            num_replicas=section.judge.generator.num_replicas,
+            num_threads=section.judge.generator.num_threads,
+            with_gpus=wants_gpus(section.judge.generator.with_gpus),
+            mesh_name="judge",
+        ).as_service(_judge_config(section.judge))
+    if "reward_model" in kinds:
+        assert section.reward_model is not None
+        from forge.rollout.reward_model import RewardModel
+
+        reward_model = await RewardModel.options(
+            num_replicas=section.reward_model.num_replicas,
+            num_threads=section.reward_model.num_threads,
+            with_gpus=section.reward_model.with_gpus,
+            mesh_name="reward_model",
+        ).as_service(section.reward_model)
+    service = await RewardActor.options(
+        num_replicas=section.num_replicas, routing="least_loaded", mesh_name="rewards"
+    ).as_service(section, judge, reward_model)
+    return RewardsHandle(service)
+
+
+def _judge_config(judge: Any) -> GeneratorConfig:
+    """The judge's own weights: nothing that the trainer publishes reaches it."""
+    section = judge.generator.model_copy(update={"weights": "judge"})
+    return GeneratorConfig.of(ModelConfig(path=judge.path), section)
+
+
+async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) -> ReferenceHandle | None:
+    if config.algorithm.kl.coefficient == 0:
+        return None
+    section = config.reference
+    model = trainer_config.model
+    if section.path is not None:  # another model, whose logits are rounded as the policy's are
+        model = ModelConfig(path=section.path, head_precision=model.head_precision)
+    updates: Mapping[str, Any] = {"model": model, "frozen": True, "checkpoint_dir": None}
+    service = await ReferenceModel.options(
+        num_replicas=section.num_replicas,
+        num_threads=section.num_threads,
+        with_gpus=wants_gpus(section.with_gpus),
+        routing="least_loaded",
+        mesh_name="reference",
+    ).as_service(trainer_config.model_copy(update=dict(updates)))
+    return ReferenceHandle(service)

@@ -1,0 +1,114 @@
+"""What an engine keeps: checkpoints to go on from, and Hugging Face folders for others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forge.errors import CheckpointError
+from forge.models.hf_config import write_hf_config
+from forge.models.weights_out import export_hf
+from forge.trainer.checkpoint import Checkpoints
+from forge.trainer.random_state import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from forge.trainer.engine import Engine
+
+
+class Checkpointer:
+    """Saves and loads the whole state of an engine. All ranks make the same calls in the same order."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._checkpoints: Checkpoints | None = None
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        if self._checkpoints is None:
+            config = self._engine.config
+            if config.checkpoint_dir is None:
+                raise CheckpointError(
+                    "this trainer has no folder for checkpoints",
+                    path="checkpoint_dir",
+                    value=None,
+                    rule="a folder",
+                    repair="set checkpointing.output_dir",
+                )
+            rules = config.checkpointing
+            self._checkpoints = Checkpoints(
+                config.checkpoint_dir,
+                keep=rules.keep,
+                keep_best=rules.keep_best,
+                asynchronous=rules.asynchronous,
+            )
+        return self._checkpoints
+
+    def save(self, *, extra: Mapping[str, Any] | None = None, metric: float | None = None) -> None:
+        """Save everything that training needs to go on, and `extra`, which belongs to the caller."""
+        engine = self._engine
+        self.checkpoints.save(
+            engine.step,
+            self._state(),
+            extra={"step": engine.step, "caller": dict(extra or {})},
+            metric=metric,
+        )
+
+    def load(self, resume: str) -> dict[str, Any] | None:
+        """Go on from a checkpoint, chosen as `checkpointing.resume` says. Returns the caller's `extra`.
+
+        None when there is nothing to go on from and that is allowed.
+        """
+        engine = self._engine
+        found = self.checkpoints.find(resume)
+        if found is None:
+            return None
+        state = self._state()
+        extra = self.checkpoints.load(found, state, partial=engine.optimizer is None)
+        if engine.optimizer is not None:
+            engine.optimizer.set_num_steps(state["optimizer"]["num_steps"])
+        if own := state["rng"].get(self._rng_key):
+            set_rng_state(own)
+        engine.step = int(extra["step"])
+        caller: dict[str, Any] = extra["caller"]
+        return caller
+
+    def wait(self) -> None:
+        """Wait until the last save is complete."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+
+    def export(self, folder: Path, *, dtype: str | None = None, overwrite: bool = False) -> None:
+        """Write the weights as a complete Hugging Face folder, with configuration and tokenizer."""
+        engine = self._engine
+        chosen = dtype or ("bfloat16" if engine.config.distributed.precision.startswith("bfloat16") else "float32")
+
+        def finish(partial: Path) -> None:
+            write_hf_config(engine.model.facts, partial, source=engine.model.folder, dtype=chosen)
+
+        export_hf(
+            engine.parts,
+            folder,
+            engine.model.facts,
+            dtype=getattr(torch, chosen),
+            overwrite=overwrite,
+            finish=finish,
+        )
+
+    def close(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+
+    @property
+    def _rng_key(self) -> str:
+        return f"rank{self._engine.ranks.rank}"
+
+    def _state(self) -> dict[str, Any]:
+        engine = self._engine
+        state: dict[str, Any] = {"model": engine.own_parameters(), "rng": {self._rng_key: rng_state()}}
+        if engine.optimizer is not None:
+            state["optimizer"] = engine.optimizer.state_dict()
+        return state
