@@ -307,7 +307,7 @@ def test_threads_do_not_spin_and_nothing_is_sent_home(engine):
     }
     assert expected.items() <= worker["environment"].items()
     assert worker["num_threads"] == int(worker["environment"]["OMP_NUM_THREADS"])
-    assert not [name for name in os.environ if name.startswith(("VLLM_", "FORGE_VLLM", "FORGE_MEETING"))]
+    assert not [name for name in os.environ if name.startswith(("VLLM_", "FORGE_VLLM", "FORGE_RENDEZVOUS"))]
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,11 @@ class ModelConfig(ConfigModel):
     hf_repo: str | None = Field(
         default=None, description="Hugging Face repository that the weights come from, such as Qwen/Qwen3-1.7B."
     )
-    family: Literal["qwen3", "qwen3_moe", "llama"] | None = Field(
-        default=None, description="Architecture, which decides the model definition."
+    family: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Model family, which decides the model definition: one of `forge.models.families`, such as qwen3, "
+        "or `module:attribute` of your own.",
     )
     num_layers: int | None = Field(default=None, ge=1, description="Transformer layers.")
     hidden_size: int | None = Field(default=None, ge=1, description="Width of the residual stream.")

@@ -27,14 +27,12 @@ from forge.loops.resuming import report_changes
 from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.saving import SaveRule, where_it_stopped
 from forge.loops.stopping import Stop, stopped_by_signals
+from forge.models.sizes import flops_per_token, mean_context, model_flops_utilization
 from forge.observe import (
     MetricsLog,
     Throughput,
     device_peak_flops,
-    flops_per_token,
     make_sinks,
-    mean_context,
-    model_flops_utilization,
     step_values,
 )
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value

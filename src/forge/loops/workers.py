@@ -16,8 +16,8 @@ from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
 from forge.generator.native.guest import GuestConfig
 from forge.loops.colocated import SharedPolicy
-from forge.memory.model_size import Sizes
 from forge.memory.trainer import MASTER_BYTES
+from forge.models.sizes import Sizes
 from forge.rollout.reward_actor import RewardActor
 from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
 from forge.service import Service

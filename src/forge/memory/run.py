@@ -18,9 +18,9 @@ from forge.config import (
 )
 from forge.errors import ConfigError, ModelError
 from forge.memory.card import Card
-from forge.memory.model_size import Sizes
 from forge.models.facts import complete, merge
 from forge.models.hf_config import read_hf_config
+from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout, check_layout
 
 ACCUMULATION_NOTE = (
@@ -139,7 +139,7 @@ def _facts(model: ModelConfig, notes: list[str]) -> ModelConfig:
         return complete(model)
     folder = Path(model.path)
     if (folder / "config.json").is_file():
-        return complete(merge(model, read_hf_config(folder)))
+        return complete(merge(model, read_hf_config(folder, family=model.family)))
     try:
         found = complete(model)
     except ModelError as error:

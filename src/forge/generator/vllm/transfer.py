@@ -3,7 +3,7 @@
 vLLM imports this module in every worker, because `ForgeWorker` is named as its `worker_extension_cls`. Importing it
 registers the weight-transfer backend `forge_store` with vLLM's own factory, and begins to watch the process that the
 engine belongs to. A worker is no actor, but it belongs to the run: the variables in its environment say where the run's
-meeting point is.
+rendezvous server is.
 
 An update has two halves. `forge_fetch` gets a version from the store and checks all of it, beside generation; nothing
 of the model is touched. Only then does vLLM's own sequence of `start_weight_update`, `update_weights` and

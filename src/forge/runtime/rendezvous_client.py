@@ -1,7 +1,7 @@
-"""A line to the meeting point: requests from any thread or event loop of a process. This is the side of the processes.
+"""A process's connection to the rendezvous server: requests from any thread or event loop.
 
-One thread for each line receives, and sends what the socket did not take at once: making a request never blocks on the
-network.
+One thread for each connection receives, and sends what the socket did not accept at once: making a request never blocks
+on the network.
 """
 
 from __future__ import annotations
@@ -18,26 +18,36 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from forge.errors import CallTimeout
-from forge.runtime import frames, lines
-from forge.runtime.lines import LineError
-from forge.runtime.wire import decode, encode
+from forge.runtime import framing, sockets
+from forge.runtime.serialization import decode, encode
+from forge.runtime.sockets import ConnectionFailure
 
 _log = logging.getLogger("forge.runtime")
 _ENDED = "the run has ended"
 _LOST = "the run's controller was lost, or closed the connection"
 _WAIT = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
-open_lines: weakref.WeakSet[Line]
+JOIN: Final = 1
+REQUEST: Final = 2
+NOTIFY: Final = 3
+CANCEL: Final = 4
+REPLY: Final = 5
+ERROR: Final = 6
+PUSH: Final = 7
+CLOSE: Final = 8
+"""The kinds of frames: a process sends the first four, the server the others."""
+
+open_connections: weakref.WeakSet[Connection]
 
 
-class Line:
-    """One process's connection to one desk of the meeting point. All methods may be called from any thread."""
+class Connection:
+    """A connection to one registry of the rendezvous server. All methods may be called from any thread."""
 
-    def __init__(self, sock: socket.socket, *, service: str) -> None:
-        self.service, self.pid, self.run_id = service, os.getpid(), ""
+    def __init__(self, sock: socket.socket, *, registry: str) -> None:
+        self.registry, self.pid, self.run_id = registry, os.getpid(), ""
         self._sock = sock
         self._sock.setblocking(False)
         self._is_tls = isinstance(sock, ssl.SSLSocket)
@@ -49,66 +59,66 @@ class Line:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._on_push: list[Callable[[Any], None]] = []
         self._on_close: list[Callable[[], None]] = []
-        self._unheard: list[Any] = []
-        self._thread = threading.Thread(target=self._run, name=f"forge-line-{service}", daemon=True)
-        open_lines.add(self)
+        self._undelivered: list[Any] = []
+        self._thread = threading.Thread(target=self._run, name=f"forge-rendezvous-{registry}", daemon=True)
+        open_connections.add(self)
         self._thread.start()
 
     @classmethod
     def open(
-        cls, addresses: Sequence[str], secret: bytes, *, service: str, host: str = "", timeout_s: float = 30.0
-    ) -> Line:
-        """Connect to the first address that answers, and join a desk. What the desk's `joined` raises is raised."""
-        line = cls(_dial_first(addresses, secret), service=service)
+        cls, addresses: Sequence[str], secret: bytes, *, registry: str, host: str = "", timeout_s: float = 30.0
+    ) -> Connection:
+        """Connect to the first address that answers, and join a registry. Raise what its `joined` raises."""
+        connection = cls(_connect_first(addresses, secret), registry=registry)
         try:
-            joined = line._post(frames.JOIN, encode((service, os.getpid(), host)))
-            line.run_id, _ = joined.result(timeout_s)
+            joined = connection._post(JOIN, encode((registry, os.getpid(), host)))
+            connection.run_id, _ = joined.result(timeout_s)
         except concurrent.futures.TimeoutError:
-            line.close()
-            raise LineError(f"the meeting point did not open its desk {service!r} within {timeout_s:g} s") from None
+            connection.close()
+            raise ConnectionFailure(f"the registry {registry!r} did not open within {timeout_s:g} s") from None
         except BaseException:
-            line.close()
+            connection.close()
             raise
-        return line
+        return connection
 
     @property
     def is_open(self) -> bool:
-        """Whether requests can be made. Once False it stays so; a forked child needs a line of its own."""
+        """Whether requests can be made. Once False it stays so; a forked child needs its own connection."""
         return self._ended is None and self.pid == os.getpid()
 
     def request(self, name: str, body: Any = None) -> concurrent.futures.Future[Any]:
-        """Ask; the future gets the answer, or what the desk raised, with its traceback there as a note.
+        """Send a request; the future gets the reply, or what the registry raised, with its traceback as a note.
 
-        Cancelling the future cancels the answer. Requests begin at the desk in the order they were made. A body that
-        cannot be encoded raises here; a line that has ended raises `LineError`, here or through the future.
+        Cancelling the future cancels the request. Requests start in the order they were made. A body that cannot be
+        encoded raises here; a connection that has ended raises `ConnectionFailure`, here or through the future.
         """
-        return self._post(frames.REQUEST, encode((name, body)))
+        return self._post(REQUEST, encode((name, body)))
 
     def call(self, name: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
-        """Ask and wait. Past `timeout_s` the request is cancelled and `CallTimeout` raised."""
+        """Send a request and wait. Past `timeout_s` the request is cancelled and `CallTimeout` raised."""
         if threading.current_thread() is self._thread:
-            raise LineError(
-                "a line cannot wait for an answer in its own thread",
-                path=f"Line({self.service!r}).call",
+            raise ConnectionFailure(
+                "a connection cannot wait for a reply in its own thread",
+                path=f"Connection({self.registry!r}).call",
                 rule="callbacks of pushes and of requests must not block",
                 repair="use request() with a callback, or hand the work to another thread",
             )
         future = self.request(name, body)
         done, _ = concurrent.futures.wait([future], timeout_s)
         if not done and future.cancel():
-            raise CallTimeout(f"{self.service}: {name!r} was not answered within {timeout_s:g} s", path=name)
+            raise CallTimeout(f"{self.registry}: {name!r} was not answered within {timeout_s:g} s", path=name)
         return future.result()
 
-    async def ask(self, name: str, body: Any = None) -> Any:
-        """Ask and await, on any event loop. Cancelling the awaiter cancels the answer."""
+    async def call_async(self, name: str, body: Any = None) -> Any:
+        """Send a request and await the reply, on any event loop. Cancelling the caller cancels the request."""
         return await asyncio.wrap_future(self.request(name, body))
 
-    def tell(self, name: str, body: Any = None) -> None:
-        """Send without an answer; in order with requests."""
-        self._send(frames.pack(frames.TELL, next(self._numbers), encode((name, body))))
+    def notify(self, name: str, body: Any = None) -> None:
+        """Send a message that gets no reply; in order with requests."""
+        self._send(framing.pack(NOTIFY, next(self._numbers), encode((name, body))))
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Call back once, on some thread, when the line has closed; at once if it has."""
+        """Call back once, on some thread, when the connection has closed; at once if it has."""
         with self._lock:
             if self._ended is None:
                 self._on_close.append(callback)
@@ -116,24 +126,24 @@ class Line:
         callback()
 
     def on_push(self, callback: Callable[[Any], None]) -> None:
-        """Call `callback(body)` for each pushed message, in the line's thread: it must not block.
+        """Call `callback(body)` for each pushed message, in the connection's thread: it must not block.
 
         Messages that came before the first callback was given are kept for it.
         """
         with self._lock:
             self._on_push.append(callback)
-            if self._unheard and self._ended is None:
-                os.eventfd_write(self._wake, 1)  # the thread tells them, before any newer one
+            if self._undelivered and self._ended is None:
+                os.eventfd_write(self._wake, 1)  # the thread delivers them, before any newer one
 
     def close(self) -> None:
-        """Hang up. Unanswered requests raise `LineError`."""
-        self._end("this process closed the line")
+        """Close the connection. Unanswered requests raise `ConnectionFailure`."""
+        self._end("this process closed the connection")
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=1.0)
 
     def _post(self, kind: int, body: bytes) -> concurrent.futures.Future[Any]:
         number = next(self._numbers)
-        pieces = frames.pack(kind, number, body)
+        pieces = framing.pack(kind, number, body)
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._pending[number] = future
         try:
@@ -147,16 +157,16 @@ class Line:
     def _forget(self, number: int) -> None:
         if self._pending.pop(number, None) is not None and self.is_open:
             try:
-                self._send(frames.pack(frames.CANCEL, number, b""))
-            except LineError:
-                return  # it has just ended, and every answer with it
+                self._send(framing.pack(CANCEL, number, b""))
+            except ConnectionFailure:
+                return  # it has just ended, and every request with it
 
     def _send(self, pieces: Sequence[bytes | memoryview]) -> None:
         if self.pid != os.getpid():
-            raise LineError(
-                "this line was opened before the process was forked",
-                path=f"Line({self.service!r})",
-                repair="call meet() again in the child",
+            raise ConnectionFailure(
+                "this connection was opened before the process was forked",
+                path=f"Connection({self.registry!r})",
+                repair="call connect() again in the child",
             )
         with self._lock:
             if self._ended is not None:
@@ -184,7 +194,7 @@ class Line:
             self._outbox.clear()
 
     def _run(self) -> None:
-        reader, poll = frames.FrameReader(), select.poll()
+        reader, poll = framing.FrameReader(), select.poll()
         poll.register(self._wake, select.POLLIN)
         poll.register(self._sock, select.POLLIN)
         reason, is_writing = _LOST, False
@@ -196,13 +206,13 @@ class Line:
                 events = dict(poll.poll())
                 if self._wake in events:
                     os.eventfd_read(self._wake)
-                    self._tell_pushed()
+                    self._deliver_pushed()
                 if is_writing or self._outbox:
                     with self._lock:
                         self._flush()
                 if events.keys() - {self._wake} and not self._receive(reader):
                     break
-        except _Farewell:
+        except _ServerClosed:
             reason = _ENDED
         except (OSError, ValueError) as error:
             reason = f"{_LOST} ({error})"
@@ -210,8 +220,8 @@ class Line:
             self._end(reason)
             self._release()
 
-    def _receive(self, reader: frames.FrameReader) -> bool:
-        """Take what has arrived; False at the end of the stream."""
+    def _receive(self, reader: framing.FrameReader) -> bool:
+        """Receive what has arrived; False at the end of the stream."""
         while True:
             try:
                 if self._is_tls:  # one at a time may use a TLS connection
@@ -229,17 +239,17 @@ class Line:
                 return True
 
     def _take(self, kind: int, number: int, body: memoryview) -> None:
-        if kind == frames.BYE:
-            raise _Farewell
+        if kind == CLOSE:
+            raise _ServerClosed
         try:
-            value, error = decode(body), None  # type: ignore[arg-type]  # any buffer will do
-        except Exception as unreadable:  # noqa: BLE001 - it is the requester's to know
+            value, error = decode(body), None
+        except Exception as unreadable:  # noqa: BLE001 - the requester gets it
             value, error = None, unreadable
-        if kind == frames.PUSH:
-            self._hear(value, error)
+        if kind == PUSH:
+            self._receive_push(value, error)
             return
-        if kind == frames.ERROR and error is None:
-            error = _arrived(*value)
+        if kind == ERROR and error is None:
+            error = value
         future = self._pending.pop(number, None)
         if future is None or not future.set_running_or_notify_cancel():
             return
@@ -248,18 +258,18 @@ class Line:
         else:
             future.set_exception(error)
 
-    def _hear(self, body: Any, error: Exception | None) -> None:
+    def _receive_push(self, body: Any, error: Exception | None) -> None:
         if error is not None:
-            _log.error("a message that was pushed to %r cannot be read", self.service, exc_info=error)
+            _log.error("a message that was pushed to %r cannot be read", self.registry, exc_info=error)
             return
-        self._unheard.append(body)
-        self._tell_pushed()
+        self._undelivered.append(body)
+        self._deliver_pushed()
 
-    def _tell_pushed(self) -> None:
-        """Give the messages that wait to the callbacks, once there are any. In the line's thread alone."""
+    def _deliver_pushed(self) -> None:
+        """Pass undelivered messages to the callbacks, once there are any. On the connection's thread alone."""
         with self._lock:
             callbacks = list(self._on_push)
-            bodies, self._unheard = (self._unheard, []) if callbacks else ([], self._unheard)
+            bodies, self._undelivered = (self._undelivered, []) if callbacks else ([], self._undelivered)
         for body in bodies:
             for callback in callbacks:
                 _call(callback, body)
@@ -279,52 +289,46 @@ class Line:
             _call(callback)
 
     def _release(self) -> None:
-        """The thread's last act: nobody else uses the descriptors, and no other can be hit by mistake."""
+        """Close the descriptors, as the last act of the only thread that uses them."""
         with self._lock:
             self._sock.close()
             os.close(self._wake)
 
-    def _error(self) -> LineError:
-        return LineError(f"no answer from {self.service!r}: {self._ended}", path=f"meeting point, {self.service!r}")
+    def _error(self) -> ConnectionFailure:
+        return ConnectionFailure(f"no answer from {self.registry!r}: {self._ended}", path=f"registry {self.registry!r}")
 
     def abandon(self) -> None:
-        """In a forked child: let go of the parent's socket, so that the parent's end is seen when it comes."""
+        """Close a forked child's copy of the socket, so that the server sees the parent's end."""
         if self._ended is None:
             self._sock.close()
             os.close(self._wake)
 
 
-class _Farewell(Exception):
-    """The root says that the run ends."""
+class _ServerClosed(Exception):
+    """The server closes: the run has ended."""
 
 
-open_lines = weakref.WeakSet()
+open_connections = weakref.WeakSet()
 
 
-def _dial_first(addresses: Sequence[str], secret: bytes) -> socket.socket:
+def _connect_first(addresses: Sequence[str], secret: bytes) -> socket.socket:
     failures = []
     for address in addresses:
         try:
-            return lines.dial(address, secret)
-        except LineError as error:
+            return sockets.connect(address, secret)
+        except ConnectionFailure as error:
             failures.append(error.message)
-    raise LineError(
-        "the meeting point of this run cannot be reached: " + ("; ".join(failures) or "no address is known"),
-        path="FORGE_MEETING",
+    raise ConnectionFailure(
+        "the rendezvous server of this run cannot be reached: " + ("; ".join(failures) or "no address is known"),
+        path="FORGE_RENDEZVOUS",
         value=" ".join(addresses),
         rule="the run's root controller listens there as long as the run lasts",
         repair="the run has ended, or its controller was lost; across hosts, check that launcher.bind can be reached",
     )
 
 
-def _arrived(error: Exception, text: str) -> Exception:
-    error.__dict__["remote_traceback"] = text
-    error.add_note(f"\nRemote traceback:\n{text}")
-    return error
-
-
 def _call(callback: Callable[..., None], *args: Any) -> None:
     try:
         callback(*args)
-    except Exception:  # noqa: BLE001 - the line must go on
-        _log.exception("a callback of a line failed")
+    except Exception:  # noqa: BLE001 - the connection continues
+        _log.exception("a callback of a connection failed")

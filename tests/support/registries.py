@@ -1,4 +1,4 @@
-"""A desk for tests of the meeting point: it notes who comes and goes, and does what a request says."""
+"""A registry for tests of the rendezvous server: it notes who comes and goes, and does what a request says."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 import threading
 from typing import Any
 
-from forge.runtime.meeting import Session
+from forge.runtime.rendezvous import Session
 
 
 class NoAnswer(Exception):
-    """An exception of the desk's own, with a field."""
+    """An exception of the registry's own, with a field."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"no answer: {code}")
@@ -33,7 +33,7 @@ class NotPicklable:
         raise TypeError("does not travel")
 
 
-class TestDesk:
+class TestRegistry:
     """Everything that happened is in `log`; other threads wait for it with `until`."""
 
     __test__ = False
@@ -67,7 +67,7 @@ class TestDesk:
     async def close(self) -> None:
         self.note("closed")
 
-    async def answer(self, session: Session, name: str, body: Any) -> Any:
+    async def handle(self, session: Session, name: str, body: Any) -> Any:
         return await getattr(self, f"do_{name}")(session, body)
 
     async def do_echo(self, session: Session, body: Any) -> Any:
@@ -120,9 +120,9 @@ class TestDesk:
             other.push(body)
 
 
-opened: list[TestDesk] = []
+opened: list[TestRegistry] = []
 
 
-def open_desk() -> TestDesk:
-    opened.append(TestDesk())
+def open_registry() -> TestRegistry:
+    opened.append(TestRegistry())
     return opened[-1]

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from test_hosts import workers  # noqa: F401 - a fixture
 
-import desks
 import forge
+import registries
 from forge.errors import OptionError
-from forge.runtime import meeting
-from forge.runtime.meeting import LineError, meet
-from meeters import Meeter
+from forge.runtime import rendezvous
+from forge.runtime.rendezvous import ConnectionFailure, connect
+from rendezvous_clients import Client
 
 pytestmark = pytest.mark.alone
 
-PROGRAM = Path(__file__).parents[1] / "support" / "meeters.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "rendezvous_clients.py"
 
 
 def run_program(*words: str) -> dict[str, Any]:
@@ -35,31 +35,31 @@ def run_program(*words: str) -> dict[str, Any]:
 
 def test_ranks_their_programs_and_nested_actors_reach_the_root(drive, leaves_nothing):
     async def body() -> None:
-        actor = await Meeter.options(procs=2).as_actor()
+        actor = await Client.options(procs=2).as_actor()
         facts = [fact for _, fact in (await actor.facts.call()).items()]
         nested = [fact for _, fact in (await actor.facts_of_child.call()).items()]
         for fact in facts + nested:
-            assert fact["run"] == fact["line_run"] == meeting.run_id()
+            assert fact["run"] == fact["line_run"] == rendezvous.run_id()
             assert fact["who"] == fact["pid"]
-            assert fact["host"] == meeting.host_id()
+            assert fact["host"] == rendezvous.host_id()
             assert not fact["has_point"], "there is one for each run"
             assert fact["addresses"].split()[0].startswith("unix:@")
             assert "tcp:" not in fact["addresses"]
         assert len({fact["pid"] for fact in facts + nested} | {os.getpid()}) == 5
         programs = [said for _, said in (await actor.of_subprocess.call()).items()]
         for _, pid, run in programs:
-            assert run == meeting.run_id()
+            assert run == rendezvous.run_id()
             assert int(pid) not in {fact["pid"] for fact in facts}
-        assert meet("test").call("who")[1] == os.getpid(), "the root has a line like everyone"
+        assert connect("test").call("who")[1] == os.getpid(), "the root has a line like everyone"
 
     drive(body())
 
 
 def test_a_rank_that_is_killed_leaves_and_what_it_held_is_cancelled(drive):
     async def body() -> None:
-        actor = await Meeter.as_actor()
+        actor = await Client.as_actor()
         await actor.hold.call_one()
-        desk = desks.opened[-1]
+        desk = registries.opened[-1]
         pid = (await actor.facts.call_one())["pid"]
         os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(desk.until, ("left", pid))
@@ -75,11 +75,11 @@ def test_one_run_after_the_other_in_one_process(drive):
     seen = []
 
     async def body() -> None:
-        actor = await Meeter.as_actor()
+        actor = await Client.as_actor()
         assert (await actor.call.call_one("who"))[1] != os.getpid()
         await actor.shutdown.call_one()
-        seen.append((meeting.run_id(), meeting.run_secret(), meet("test"), desks.opened[-1]))
-        assert meet("test").call("num_sessions") == 2, "nobody of an earlier run"
+        seen.append((rendezvous.run_id(), rendezvous.run_secret(), connect("test"), registries.opened[-1]))
+        assert connect("test").call("num_sessions") == 2, "nobody of an earlier run"
 
     for _ in range(2):
         drive(body())
@@ -88,7 +88,7 @@ def test_one_run_after_the_other_in_one_process(drive):
         assert desk.log[-1] == "closed"
         assert desk.sessions == {}
         assert any(entry[0] == "last words" for entry in desk.log)
-        with pytest.raises(LineError, match="the run has ended"):
+        with pytest.raises(ConnectionFailure, match="the run has ended"):
             line.call("echo")
     (first, secret, *_), (second, other_secret, *_) = seen
     assert first != second
@@ -134,10 +134,10 @@ def test_a_forked_child_belongs_to_the_run(leaves_nothing):
     assert run_program("fork") == {"child": 0, "after": True}
 
 
-@pytest.mark.parametrize("name", [meeting.MEETING, meeting.SECRET, meeting.RUN])
+@pytest.mark.parametrize("name", [rendezvous.RENDEZVOUS, rendezvous.SECRET, rendezvous.RUN])
 def test_the_run_of_a_rank_cannot_be_chosen_by_the_user(name):
     with pytest.raises(OptionError, match="env") as caught:
-        Meeter.options(env={name: "other"})
+        Client.options(env={name: "other"})
     assert caught.value.value == [name]
 
 
@@ -148,9 +148,9 @@ def test_the_secret_is_in_no_log(drive):
     secret = []
 
     async def body() -> None:
-        actor = await Meeter.as_actor()
+        actor = await Client.as_actor()
         await actor.facts.call_one()
-        secret.append((meeting.run_secret().hex().encode(), meeting.run_id().encode()))
+        secret.append((rendezvous.run_secret().hex().encode(), rendezvous.run_id().encode()))
 
     drive(body())
     with log.open("rb") as file:
@@ -170,4 +170,4 @@ def test_a_launch_that_fails_leaves_no_meeting_point():
 
     with pytest.raises(ForgeError, match="cannot listen"):
         asyncio.run(fail())
-    assert not meeting.is_point_open()
+    assert not rendezvous.is_server_open()
