@@ -151,7 +151,7 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
 
 def bound_tokens_per_s(args: argparse.Namespace, shape: str) -> float:
     """If a decode step only read the weights and every sequence's keys and values, once."""
-    from forge.observe import num_parameters
+    from forge.models.sizes import num_parameters
 
     facts = facts_of(shape)
     width = facts.head_dim or 1

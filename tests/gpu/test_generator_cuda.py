@@ -32,7 +32,7 @@ PROMPTS = [tuple((7 * place + 13 * number) % 500 + 3 for place in range(5 + 37 *
 GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "qwen2", "llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp(request.param)
     make_tiny(place, family=request.param)

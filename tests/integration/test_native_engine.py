@@ -33,6 +33,8 @@ KINDS = [
     Kind(family="llama"),
     Kind(0, "llama", False),
     Kind(0, "qwen3_moe", False),
+    Kind(family="qwen2"),
+    Kind(0, "qwen2", False),
 ]
 
 

@@ -41,6 +41,7 @@ async def start_policy(config: PolicyConfig) -> Service[Generator]:
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
         with_gpus=with_gpus,
+        **config.workers.generator.options(),
     )
     return await options.as_service(GeneratorConfig.of(config.model, section))
 

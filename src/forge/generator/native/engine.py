@@ -174,7 +174,7 @@ class NativeEngine:
         began = time.perf_counter()
         async with self._updating:
             if self._weights is None:
-                self._weights = Weights(self.config.weights)
+                self._weights = Weights(self.config.weights, verify=self.config.update.verify)
             runner = self.thread.serving().runner
             fetched = await self._weights.fetch(version=version)
             change = Change(mode, fetched.version, lambda: runner.load(fetched.tensors))
