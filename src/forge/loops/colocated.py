@@ -134,7 +134,7 @@ class SharedPolicy(Trainer):
 
     @endpoint
     async def publish_weights(
-        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None
+        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None, keep: int = 2
     ) -> None:
         """Give the weights that both compute with their version."""
         async with self._native.paused(version):

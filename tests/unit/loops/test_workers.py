@@ -193,8 +193,8 @@ def test_a_trainer_is_told_what_to_publish_in() -> None:
         asked.append((args, kwargs))
 
     actor = SimpleNamespace(publish_weights=SimpleNamespace(route=route))
-    asyncio.run(RoutedTrainer(actor, dtype="bfloat16").publish_weights(4, name="policy"))
-    assert asked == [((4,), {"name": "policy", "dtype": "bfloat16"})]
+    asyncio.run(RoutedTrainer(actor, dtype="bfloat16", keep=3).publish_weights(4, name="policy"))
+    assert asked == [((4,), {"name": "policy", "dtype": "bfloat16", "keep": 3})]
 
 
 def test_beside_a_trainer_generators_use_its_first_gpus() -> None:

@@ -191,7 +191,7 @@ class NativeEngine:
         started = time.perf_counter()
         async with self._updating:
             if self._weights is None:
-                self._weights = Weights(self.config.weights)
+                self._weights = Weights(self.config.weights, verify=self.config.update.verify)
             runner = self.thread.serving().runner
             fetched = await self._weights.fetch(version=version)
             update = WeightUpdate(mode, fetched.version, lambda: runner.update_weights(fetched.tensors))

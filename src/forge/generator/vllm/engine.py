@@ -127,7 +127,13 @@ class VllmEngine:
         self._watches = [Watch(pid, self._on_end) for pid in self._pids]
         forget_names(mark for worker in self.workers for mark in worker["marks"])
         self._updates = Updates(
-            llm, self.config.weights, facts, counts=self.counts, died=self.died, give_up=self._give_up
+            llm,
+            self.config.weights,
+            facts,
+            verify=self.config.update.verify,
+            counts=self.counts,
+            died=self.died,
+            give_up=self._give_up,
         )
         await self._updates.open()
         self._adapters = Adapters(llm, is_enabled=has_adapters)
