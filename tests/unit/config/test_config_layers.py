@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from pydantic import Field
 
-from forge.config import ConfigModel, ForgeConfig, explain, load, load_with_origins, preset_names
+from forge.config import ConfigModel, ForgeConfig, FrozenDict, explain, load, load_with_origins, preset_names
 
 Write = Callable[[str, str], str]
 
@@ -29,7 +29,13 @@ class OptimizerConfig(ConfigModel):
     betas: tuple[float, ...] = (0.9, 0.95)
 
 
+class TaskConfig(ConfigModel):
+    weight: int = Field(default=1, ge=1)
+    level: int = 0
+
+
 class TrainConfig(ForgeConfig):
+    tasks: Mapping[str, TaskConfig] = Field(default_factory=FrozenDict)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     steps: int = 10
 
@@ -126,9 +132,9 @@ def test_presets_hold_the_published_facts(name: str) -> None:
 
 def test_applications_add_sections(write: Write) -> None:
     file = write("a.yaml", "optimizer: {lr: 1e-4, betas: [0.5, 1]}\nsteps: 3\nrun: {seed: 1}\n")
-    config = load(TrainConfig, files=[file], overrides=["services.gen.num_replicas=2"])
+    config = load(TrainConfig, files=[file], overrides=["tasks.math.weight=2"])
     assert config.optimizer == OptimizerConfig(lr=1e-4, betas=(0.5, 1.0))
-    assert (config.steps, config.run.seed, config.services["gen"].num_replicas) == (3, 1, 2)
+    assert (config.steps, config.run.seed, config.tasks["math"].weight) == (3, 1, 2)
 
 
 def test_a_schema_without_a_model_has_no_presets() -> None:
@@ -162,15 +168,17 @@ def test_origins_name_layer_file_and_line(write: Write) -> None:
 def test_an_explanation_has_one_line_for_each_value() -> None:
     loaded = load_with_origins(OptimizerConfig)
     assert explain(loaded) == "lr: 0.001      # default\nbetas.0: 0.9   # default\nbetas.1: 0.95  # default\n"
-    loaded_actor = load_with_origins(ForgeConfig, overrides=[f'actors.a.env={{X: "a\\nb", Y: "{"long " * 40}"}}'])
+    loaded_actor = load_with_origins(
+        ForgeConfig, overrides=[f'launcher.kubernetes.labels={{X: "a\\nb", Y: "{"long " * 40}"}}']
+    )
     assert len(explain(loaded_actor).splitlines()) == len(loaded_actor.origins)
 
 
 def test_a_replaced_value_forgets_its_origin(write: Write) -> None:
-    file = write("a.yaml", "services: {gen: {procs: 2}}\n")
-    loaded = load_with_origins(ForgeConfig, files=[file], overrides=["~services.gen", "services.gen.num_replicas=2"])
-    assert loaded.config.services["gen"].procs == 1
-    assert str(loaded.origins["services.gen.procs"]) == "default"
+    file = write("a.yaml", "tasks: {math: {weight: 2}}\n")
+    loaded = load_with_origins(TrainConfig, files=[file], overrides=["~tasks.math", "tasks.math.level=2"])
+    assert loaded.config.tasks["math"].weight == 1
+    assert str(loaded.origins["tasks.math.weight"]) == "default"
 
 
 def test_importing_the_package_loads_neither_torch_nor_monarch() -> None:
