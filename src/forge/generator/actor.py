@@ -20,7 +20,7 @@ from forge.generator.engine import (
     UpdateReport,
     engine_class,
 )
-from forge.generator.limits import most_open
+from forge.generator.limits import check_split, most_open
 from forge.generator.long_texts import LongTexts, is_long
 from forge.generator.sync import Sync, Version
 from forge.observe import span
@@ -61,14 +61,7 @@ class Generator(ForgeActor):
     async def setup(self) -> None:
         """Load the model, and the newest weights if any were published."""
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if world_size > 1 and not self._capabilities.tensor_parallel:
-            raise OptionError(
-                f"the engine `{self.config.engine}` runs in one process",
-                path="Generator.options(procs=)",
-                value=world_size,
-                rule=f"1 with `engine: {self.config.engine}`",
-                repair="procs=1 and more replicas, or engine: vllm",
-            )
+        check_split(self.config, world_size, path="Generator.options(procs=)", error=OptionError)
         devices = await asyncio.to_thread(_all_devices, rank, world_size)
         self._is_front = rank == 0
         self._catching_up = asyncio.Lock()

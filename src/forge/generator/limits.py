@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from forge.config import GenerationConfig, ModelConfig
-from forge.errors import ConfigError, Overloaded
+from forge.errors import ConfigError, ForgeError, Overloaded
 
 MOST_UNLESS_ASKED: Final = 4096
 
@@ -26,6 +26,18 @@ def context_limit(config: GenerationConfig, model: ModelConfig) -> int:
             repair=f"set generator.max_seq_len={supported}, or correct model.max_seq_len",
         )
     return config.max_seq_len
+
+
+def check_split(config: GenerationConfig, degree: int, *, path: str, error: type[ForgeError] = ConfigError) -> None:
+    """Refuse to split a generator over several processes, where its engine runs in one."""
+    if degree > 1 and not config.capabilities.tensor_parallel:
+        raise error(
+            f"the engine `{config.engine}` runs in one process",
+            path=path,
+            value=degree,
+            rule=f"1 with `engine: {config.engine}`",
+            repair="set engine: vllm, or more replicas instead (num_replicas)",
+        )
 
 
 def most_open(config: GenerationConfig) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from forge.config import GeneratorConfig, PolicyConfig
 from forge.errors import ConfigError
+from forge.generator.limits import check_split
+from forge.runtime.placement import num_usable_gpus, wants_gpus
 
 if TYPE_CHECKING:
     from forge.generator.actor import Generator
@@ -16,19 +17,11 @@ if TYPE_CHECKING:
 async def start_policy(config: PolicyConfig) -> Service[Generator]:
     """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
     from forge.generator.actor import Generator
-    from forge.generator.engine import engine_class
 
     section = config.generator
-    if section.tensor_parallel > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
-        raise ConfigError(
-            f"the engine `{section.engine}` runs in one process",
-            path="generator.tensor_parallel",
-            value=section.tensor_parallel,
-            rule="1, unless `engine: vllm`",
-            repair="set generator.engine=vllm, or generator.num_replicas instead",
-        )
-    with_gpus = _wants_gpus(section.with_gpus)
-    if with_gpus and config.launcher.kind == "local" and not _num_gpus():
+    check_split(section, section.tensor_parallel, path="generator.tensor_parallel")
+    with_gpus = wants_gpus(section.with_gpus)
+    if with_gpus and config.launcher.kind == "local" and not num_usable_gpus():
         raise ConfigError(
             "the configuration asks for a GPU, and this machine has none",
             path="generator.with_gpus",
@@ -44,13 +37,3 @@ async def start_policy(config: PolicyConfig) -> Service[Generator]:
         **config.workers.generator.options(),
     )
     return await options.as_service(GeneratorConfig.of(config.model, section))
-
-
-def _wants_gpus(chosen: bool | None) -> bool:
-    return bool(_num_gpus()) if chosen is None else chosen
-
-
-def _num_gpus() -> int:
-    from forge.runtime.placement import count_gpus, visible_gpus
-
-    return len(visible_gpus(os.environ, count_gpus()))
