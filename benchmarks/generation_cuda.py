@@ -103,7 +103,7 @@ async def native_updates(engine: Any) -> dict[str, float]:
         began = time.perf_counter()
         await weights.publish(state, version=version)
         published_s = time.perf_counter() - began
-        report = await engine.update(version, "keep")
+        report = await engine.update_weights(version, "keep")
         found.append({"publish_s": published_s, "update_s": report.seconds, "stall_s": report.stall_s})
     return found[-1]
 

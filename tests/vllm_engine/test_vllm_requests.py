@@ -30,7 +30,7 @@ def _own_weights(engine, on_loop):
         if engine.version != -1:
             store = Weights(engine.config.weights, rank=0, world_size=1)
             await store.publish(weights(0), version=engine.version + 100)
-            await engine.update("latest", "drain")
+            await engine.update_weights("latest", "drain")
 
     on_loop(restore())
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from forge.config import GeneratorConfig, Sampling, UpdateMode
+from forge.config import GeneratorConfig, PolicyConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, OptionError, SyncError
 from forge.generator.engine import (
     EngineCapabilities,
@@ -18,13 +18,15 @@ from forge.generator.engine import (
     GenerationEngine,
     Request,
     UpdateReport,
+    check_split,
     engine_class,
+    most_open,
 )
-from forge.generator.limits import check_split, most_open
-from forge.generator.long_texts import LongTexts, is_long
+from forge.generator.prompts import LongTexts, is_long
 from forge.generator.sync import Sync, Version
 from forge.observe import span
 from forge.runtime.endpoints import endpoint
+from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.service.actor import ForgeActor
 from forge.types import Completion, Delta
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from forge.generator.prompts import PromptReader
     from forge.models.locate import ResolvedModel
     from forge.models.tokenizer import ChatTokenizer
+    from forge.service import Service
 
 _log = logging.getLogger("forge.generator")
 Messages = Sequence[Mapping[str, Any]]
@@ -78,7 +81,7 @@ class Generator(ForgeActor):
 
         if await Weights(self.config.weights).versions():
             try:
-                await self._sync.update("latest", "keep")
+                await self._sync.update_weights("latest", "keep")
             except SyncError:
                 _log.error("this generator takes no requests until an update passes")
 
@@ -106,7 +109,7 @@ class Generator(ForgeActor):
         return found
 
     def _make_reader(self) -> PromptReader:
-        from forge.generator.limits import context_limit
+        from forge.generator.engine import context_limit
         from forge.generator.prompts import PromptReader
 
         return PromptReader(
@@ -253,7 +256,7 @@ class Generator(ForgeActor):
         self._may_be_behind = False
         mode = mode or self.config.update.mode
         with span("update_weights", version=version, mode=mode):
-            return await self._sync.update(version, mode)
+            return await self._sync.update_weights(version, mode)
 
     async def _catch_up(self) -> None:
         """Before the first requests after a restart: a version that was sent to all while this replica began passed it
@@ -288,7 +291,7 @@ class Generator(ForgeActor):
         version, vocab_size, has_chat_template, folder, sampling."""
         if not self._is_front:
             return {}
-        from forge.generator.limits import context_limit
+        from forge.generator.engine import context_limit
 
         return {
             "name": self.model.name,
@@ -352,3 +355,29 @@ def _end_process(error: BaseException) -> None:
     _log.critical("the engine died, and this generator ends with it", exc_info=error)
     logging.shutdown()
     os._exit(ENGINE_DIED)
+
+
+# ---- A service -------------------------------------------------------------------------------------------------------
+
+
+async def start_policy(config: PolicyConfig) -> Service[Generator]:
+    """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
+    section = config.generator
+    check_split(section, section.tensor_parallel, path="generator.tensor_parallel")
+    with_gpus = wants_gpus(section.with_gpus)
+    if with_gpus and config.launcher.kind == "local" and not num_usable_gpus():
+        raise ConfigError(
+            "the configuration asks for a GPU, and this machine has none",
+            path="generator.with_gpus",
+            value=True,
+            rule="true only where there is a GPU (nvidia-smi lists them, CUDA_VISIBLE_DEVICES hides them)",
+            repair="run it on a machine with a GPU; or set generator.with_gpus=false, for a model that a CPU can run",
+        )
+    options = Generator.options(
+        procs=section.tensor_parallel,
+        num_replicas=section.num_replicas,
+        num_threads=section.num_threads,
+        with_gpus=with_gpus,
+        **config.workers.generator.options(),
+    )
+    return await options.as_service(GeneratorConfig.of(config.model, section))

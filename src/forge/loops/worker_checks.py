@@ -15,8 +15,7 @@ from forge.config import (
     SFTConfig,
 )
 from forge.errors import ConfigError, ForgeError, ModelError
-from forge.generator.engine import engine_class
-from forge.generator.limits import check_split
+from forge.generator.engine import check_split, engine_class
 from forge.loops.workers import gpus_beside
 from forge.models.locate import resolve
 from forge.runtime.placement import num_usable_gpus, wants_gpus

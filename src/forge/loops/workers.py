@@ -13,7 +13,7 @@ from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, Tra
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
 from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
-from forge.generator.native.guest import GuestConfig
+from forge.generator.native.cache_size import ColocatedGeneratorConfig
 from forge.loops.colocated import SharedPolicy
 from forge.memory.trainer import MASTER_BYTES
 from forge.models.sizes import Sizes
@@ -106,7 +106,7 @@ def generator_config(config: GRPOConfig, model: ModelConfig) -> GeneratorConfig:
         return made
     expected = 0 if config.placement == "shared" else _published_bytes(config, made)
     fields = {name: getattr(made, name) for name in GeneratorConfig.model_fields}
-    return GuestConfig(**fields, expected_bytes=expected, num_guests=config.generator.num_replicas)
+    return ColocatedGeneratorConfig(**fields, expected_bytes=expected, num_colocated=config.generator.num_replicas)
 
 
 def _published_bytes(config: GRPOConfig, generator: GeneratorConfig) -> int:

@@ -224,7 +224,7 @@ def _read_sft(config: SFTConfig, base: PlannedRun, card: Card | None, notes: lis
 
 
 def _read_policy(config: PolicyConfig, base: PlannedRun, card: Card | None, notes: list[str]) -> PlannedRun:
-    from forge.generator.limits import context_limit
+    from forge.generator.engine import context_limit
 
     return replace(
         base,

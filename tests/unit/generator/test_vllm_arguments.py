@@ -17,8 +17,7 @@ from forge.errors import ConfigError, EngineDead
 from forge.generator.engine import Request
 from forge.generator.vllm import environment
 from forge.generator.vllm.arguments import OWNED, check_known, check_owned, make_plan, refused, thawed
-from forge.generator.vllm.counting import Counts
-from forge.generator.vllm.process import check_amx, check_device
+from forge.generator.vllm.process import Counts, check_amx, check_device
 from forge.generator.vllm.translation import Reader, version_spans
 from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer

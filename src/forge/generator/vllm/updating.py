@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from forge.config import UpdateMode, Verify
 from forge.errors import EngineDead, ForgeError, StoreKeyError
 from forge.generator.engine import UpdateReport
-from forge.generator.vllm.counting import Counts
+from forge.generator.vllm.process import Counts
 from forge.types import INITIAL_VERSION
 
 _log = logging.getLogger("forge.generator.vllm")

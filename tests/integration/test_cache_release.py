@@ -13,7 +13,7 @@ import torch
 import generator_models as models
 from forge.generator.native import runner
 from forge.generator.native.engine import NativeEngine
-from forge.generator.native.residence import FixedResidence
+from forge.generator.native.memory import FixedAddressMemory
 from forge.runtime.device_memory import OutOfDeviceMemory, Purpose
 from generator_bench import LIMIT_S, last_of, native_engine, request, until
 from generator_models import FIRST, prompt
@@ -48,13 +48,13 @@ def test_an_idle_engine_lends_its_cache_and_goes_on_with_an_empty_one() -> None:
         expected = models.greedy(prompt(40), 12)
         assert await answer(engine) == expected
         shared_before = engine.stats().num_shared_tokens
-        async with engine.changing(3):
-            assert engine.lend_cache()
+        async with engine.paused(3):
+            assert engine.release_cache()
             assert not has_cache(engine)
             assert not engine.thread.serving().scheduler.pool._known
             waiting = asyncio.ensure_future(answer(engine))
             await asyncio.sleep(0)
-            engine.reclaim_cache()
+            engine.restore_cache()
             assert has_cache(engine)
         assert await waiting == expected
         assert engine.stats().num_shared_tokens == shared_before, "what was remembered went with the cache"
@@ -68,8 +68,8 @@ def test_completions_under_way_keep_the_cache() -> None:
     async def body(engine: NativeEngine) -> None:
         stream = engine.stream(request(prompt(30), max_tokens=60))
         await until(stream, num_tokens=3)
-        async with engine.changing(3):
-            assert not engine.lend_cache()
+        async with engine.paused(3):
+            assert not engine.release_cache()
             assert has_cache(engine)
         assert (await last_of(stream)).token_ids == models.greedy(prompt(30), 60)
 
@@ -79,8 +79,8 @@ def test_completions_under_way_keep_the_cache() -> None:
 def test_an_engine_that_sleeps_has_nothing_to_lend() -> None:
     async def body(engine: NativeEngine) -> None:
         await engine.sleep()
-        async with engine.changing(3):
-            assert not engine.lend_cache()
+        async with engine.paused(3):
+            assert not engine.release_cache()
         await engine.wake()
         assert await answer(engine) == models.greedy(prompt(40), 12)
 
@@ -92,13 +92,13 @@ def test_an_engine_whose_cache_does_not_come_back_sleeps_until_there_is_memory(
 ) -> None:
     gpu = StandIn(tmp_path, capacity=64 * STEP)
 
-    def choose(device: torch.device, parameters: Mapping[str, Any]) -> FixedResidence:
+    def choose(device: torch.device, parameters: Mapping[str, Any]) -> FixedAddressMemory:
         def make(size: int, purpose: Purpose) -> HostMemory:
             return HostMemory(gpu.driver(), size, purpose=purpose)
 
-        return FixedResidence(device, parameters, make=make)
+        return FixedAddressMemory(device, parameters, make=make)
 
-    monkeypatch.setattr(runner, "choose_residence", choose)
+    monkeypatch.setattr(runner, "choose_memory", choose)
 
     async def body(engine: NativeEngine) -> None:
         expected = models.greedy(prompt(40), 12)
@@ -120,7 +120,7 @@ def test_an_engine_whose_cache_does_not_come_back_sleeps_until_there_is_memory(
 
 async def lend_and_reclaim(engine: NativeEngine, meanwhile: Callable[[], object] = lambda: None) -> None:
     """As a step of training does."""
-    async with engine.changing(engine.version):
-        assert engine.lend_cache()
+    async with engine.paused(engine.version):
+        assert engine.release_cache()
         meanwhile()
-        engine.reclaim_cache()
+        engine.restore_cache()

@@ -16,7 +16,7 @@ from forge.generator.engine import Request
 from forge.generator.native.pages import PAGE, PagePool
 from forge.generator.native.sampler import SampleRow
 from forge.generator.native.schedule import Piece, Scheduler
-from forge.generator.native.sequences import Running, ScoreJob, Ticket
+from forge.generator.native.sequences import PendingRequest, ScoreJob, SequenceState
 
 MAX_BATCH, CHUNK, MAX_LEN = 6, 24, 8 * PAGE
 
@@ -27,19 +27,19 @@ class Load:
     def __init__(self, *, num_pages: int, sharing: bool = True, chunk_tokens: int = CHUNK) -> None:
         self.pool = PagePool(num_pages, sharing=sharing)
         self.scheduler = Scheduler(self.pool, max_batch=MAX_BATCH, chunk_tokens=chunk_tokens, max_pages=MAX_LEN // PAGE)
-        self.ended: list[Running] = []
+        self.ended: list[SequenceState] = []
         self.contents: dict[tuple[int, int], int] = {}
         """What is written in each place of each page."""
 
-    def enter(self, ids: list[int], *, max_tokens: int, n: int = 1) -> list[Running]:
+    def enter(self, ids: list[int], *, max_tokens: int, n: int = 1) -> list[SequenceState]:
         sampling = Sampling(n=n, max_tokens=max_tokens)
-        ticket = Ticket(Request("", tuple(ids), sampling), tell=lambda found: None)
+        pending = PendingRequest(Request("", tuple(ids), sampling), deliver=lambda found: None)
         group = [
-            Running(
+            SequenceState(
                 ids=list(ids),
                 num_prompt=len(ids),
                 max_len=min(MAX_LEN, len(ids) + max_tokens),
-                ticket=ticket,
+                pending=pending,
                 index=index,
                 row=SampleRow(sampling=sampling, seed=0, prompt_ids=ids, token_ids=[]),
             )
@@ -49,9 +49,9 @@ class Load:
         self.scheduler.waiting.append(group[0])
         return group
 
-    def enter_score(self, ids: list[int], *, is_urgent: bool = False) -> Running:
-        job = ScoreJob(tuple(ids), 1.0, tell=lambda found: None, is_urgent=is_urgent)
-        sequence = Running(ids=ids[:-1], num_prompt=len(ids) - 1, max_len=len(ids) - 1, score=job)
+    def enter_score(self, ids: list[int], *, is_urgent: bool = False) -> SequenceState:
+        job = ScoreJob(tuple(ids), 1.0, deliver=lambda found: None, is_urgent=is_urgent)
+        sequence = SequenceState(ids=ids[:-1], num_prompt=len(ids) - 1, max_len=len(ids) - 1, score=job)
         (self.scheduler.urgent if is_urgent else self.scheduler.waiting).append(sequence)
         return sequence
 
@@ -87,7 +87,7 @@ class Load:
             if sequence.num_computed == len(sequence.ids):
                 self.end(sequence)
             return
-        if not piece.draws:
+        if not piece.samples:
             return
         siblings = sequence.siblings
         if siblings:
@@ -99,11 +99,11 @@ class Load:
             if len(each.ids) >= each.max_len:
                 self.end(each)
 
-    def end(self, sequence: Running) -> None:
+    def end(self, sequence: SequenceState) -> None:
         self.scheduler.end(sequence)
         self.ended.append(sequence)
 
-    def cancel(self, group: list[Running]) -> None:
+    def cancel(self, group: list[SequenceState]) -> None:
         for sequence in list(self.scheduler.sequences()):
             if any(sequence is member for member in group):
                 self.scheduler.end(sequence)
@@ -136,8 +136,8 @@ def test_everybody_ends_and_every_page_comes_back(num_pages: int, sharing: bool)
     for seed in range(6):
         draw = random.Random(seed)
         load = Load(num_pages=num_pages, sharing=sharing, chunk_tokens=draw.choice([16, 24, 100]))
-        groups: list[list[Running]] = []
-        gone: list[Running] = []
+        groups: list[list[SequenceState]] = []
+        gone: list[SequenceState] = []
         for _ in range(150):
             chance = draw.random()
             if chance < 0.15:

@@ -1,7 +1,7 @@
-"""Where the embedded engine's weights and cache are on a device, and how they leave it and come back.
+"""The device memory of the native engine's weights and cache: allocate, release and restore it.
 
-`Residence` has torch's allocator find a place each time: what was recorded with the old places is worth nothing then.
-`FixedResidence` brings everything back to where it was.
+`EngineMemory` uses torch's allocator, which chooses new addresses each time, so recorded CUDA graphs are lost.
+`FixedAddressMemory` restores everything at the same addresses.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _WEIGHTS = Purpose(
 )
 
 
-class Residence:
+class EngineMemory:
     """Weights and cache wherever torch puts them.
 
     Args:
-        parameters: the weights that go to host memory in `send_weights`; none where they are a trainer's.
+        parameters: the weights that go to host memory in `release_weights`; none where they are a trainer's.
     """
 
     keeps_addresses: bool = False
@@ -46,16 +46,16 @@ class Residence:
         self.device, self.parameters = device, parameters
         self._on_host: dict[str, Tensor] = {}
 
-    def take_cache(self, shapes: tuple[Shape, Shape], *, num_layers: int, dtype: torch.dtype) -> Caches:
+    def allocate_cache(self, shapes: tuple[Shape, Shape], *, num_layers: int, dtype: torch.dtype) -> Caches:
         """Memory for each layer's keys and values. It holds anything."""
         keys, values = shapes
         make = {"dtype": dtype, "device": self.device}
         return [(torch.empty(keys, **make), torch.empty(values, **make)) for _ in range(num_layers)]
 
-    def drop_cache(self) -> None:
+    def release_cache(self) -> None:
         """The cache is not used until it is taken again; its tensors are the caller's to drop."""
 
-    def send_weights(self) -> None:
+    def release_weights(self) -> None:
         """Keep the weights in host memory, in pinned pages that stay for the next time. They can be changed there."""
         for name, parameter in self.parameters.items():
             if name not in self._on_host:
@@ -64,13 +64,13 @@ class Residence:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
 
-    def fetch_weights(self) -> None:
+    def restore_weights(self) -> None:
         """Bring them back."""
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(self.device, non_blocking=True)
 
 
-class FixedResidence(Residence):
+class FixedAddressMemory(EngineMemory):
     """Weights and cache in two ranges of addresses that stay, as `forge.runtime.device_memory` has them.
 
     While something is away nothing refers to its tensors: the weights are tensors in host memory then, and the cache
@@ -112,7 +112,7 @@ class FixedResidence(Residence):
         for name, parameter in self.parameters.items():
             parameter.data = tensors[name]
 
-    def take_cache(self, shapes: tuple[Shape, Shape], *, num_layers: int, dtype: torch.dtype) -> Caches:
+    def allocate_cache(self, shapes: tuple[Shape, Shape], *, num_layers: int, dtype: torch.dtype) -> Caches:
         """The same tensors each time."""
         if self._cache is None:
             forms = [(shape, dtype) for _ in range(num_layers) for shape in shapes]
@@ -123,12 +123,12 @@ class FixedResidence(Residence):
         self._cache.take()
         return self._caches
 
-    def drop_cache(self) -> None:
+    def release_cache(self) -> None:
         """Free its memory."""
         if self._cache is not None:
             self._cache.give_back()
 
-    def send_weights(self) -> None:
+    def release_weights(self) -> None:
         """As one copy, to one piece of pinned memory, which stays for the next time."""
         if self._weights is not None:
             if not self._here:
@@ -140,7 +140,7 @@ class FixedResidence(Residence):
             self._weights.give_back()
         _free_unused()
 
-    def fetch_weights(self) -> None:
+    def restore_weights(self) -> None:
         """To where they were."""
         if self._weights is not None and not self._weights.is_held:
             self._weights.take()
@@ -148,20 +148,20 @@ class FixedResidence(Residence):
             self._point_to(self._there)
 
 
-def choose_residence(device: torch.device, parameters: Mapping[str, nn.Parameter]) -> Residence:
+def choose_memory(device: torch.device, parameters: Mapping[str, nn.Parameter]) -> EngineMemory:
     """The best that the device's driver can do. On a GPU the parameters may hold anything afterwards."""
     if device.type != "cuda":
-        return Residence(device, {})
+        return EngineMemory(device, {})
     torch.cuda.synchronize(device)  # torch has its context
     driver = open_driver(device.index)
     if driver is None:
         _log.info("this GPU's driver maps no memory: decode steps are recorded again whenever the generator wakes")
-        return Residence(device, parameters)
+        return EngineMemory(device, parameters)
 
     def make(num_bytes: int, purpose: Purpose) -> DeviceMemory:
         return DeviceMemory(driver, num_bytes, purpose=purpose, spare=_free_unused)
 
-    return FixedResidence(device, parameters, make=make)
+    return FixedAddressMemory(device, parameters, make=make)
 
 
 def carve(memory: Tensor, forms: Iterable[tuple[Shape, torch.dtype]]) -> list[Tensor]:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from forge.config import Sampling
 from forge.errors import ModelError, NonFiniteError
-from forge.generator.native.sampler import Drawn, Sampler, SampleRow, pick
-from forge.generator.native.truncation import (
+from forge.generator.native.sampler import Sampled, Sampler, SampleRow, pick
+from forge.generator.native.shaping import (
     cut_by_counting,
     cut_by_row,
     nucleus_by_halving,
@@ -96,7 +96,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def drawn_from(logits: Tensor, rows: Sequence[SampleRow]) -> tuple[list[int], list[float], list[float]]:
-    return Sampler(logits.shape[1], "cpu").draw(logits, rows).fetch()
+    return Sampler(logits.shape[1], "cpu").sample(logits, rows).fetch()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,7 +135,7 @@ def test_draws_of_one_seed_are_independent_from_token_to_token() -> None:
     logits = torch.zeros(10, 8)
     sampler, rows = Sampler(8, "cpu"), [make_row(seed=seed) for seed in range(10)]
     for _ in range(200):
-        for row, token in zip(rows, sampler.draw(logits, rows).fetch()[0], strict=True):
+        for row, token in zip(rows, sampler.sample(logits, rows).fetch()[0], strict=True):
             row.token_ids.append(token)
     drawn = np.array([row.token_ids[4:] for row in rows])
     pairs = np.bincount((drawn[:, :-1] * 8 + drawn[:, 1:]).ravel(), minlength=64)
@@ -147,14 +147,14 @@ def test_the_same_seed_draws_the_same_in_any_company_bit_for_bit() -> None:
     logits = make_logits(64, 1000, seed=5)
     kinds = list(KINDS)
     rows = [make_row(kinds[index % len(kinds)], seed=1000 + index) for index in range(64)]
-    together = Sampler(1000, "cpu").draw(logits, rows)
+    together = Sampler(1000, "cpu").sample(logits, rows)
     sampler = Sampler(1000, "cpu")
     for num_rows in range(1, 65):
         for start in {0, (7 * num_rows) % (65 - num_rows)}:
             part = slice(start, start + num_rows)
-            assert_same(sampler.draw(logits[part], rows[part]), together, list(range(start, start + num_rows)))
+            assert_same(sampler.sample(logits[part], rows[part]), together, list(range(start, start + num_rows)))
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
-    assert_same(sampler.draw(logits[order], [rows[place] for place in order]), together, order)
+    assert_same(sampler.sample(logits[order], [rows[place] for place in order]), together, order)
 
 
 def test_greedy_rows_are_greedy_among_others() -> None:
@@ -167,7 +167,7 @@ def test_greedy_rows_are_greedy_among_others() -> None:
     assert sum(tokens[i] == likeliest[i] for i in range(1, 40, 4)) < 5
 
 
-def assert_same(found: Drawn, whole: Drawn, places: list[int]) -> None:
+def assert_same(found: Sampled, whole: Sampled, places: list[int]) -> None:
     assert torch.equal(found.token_ids, whole.token_ids[places])
     assert torch.equal(found.logprobs, whole.logprobs[places])
     assert torch.equal(found.full_logprobs, whole.full_logprobs[places])
@@ -187,7 +187,7 @@ def test_full_logprobs_have_the_trainers_bits(temperature: float) -> None:
     source = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(48, 64, generator=source), torch.randn(3000, 64, generator=source)
     rows = [make_row(seed=seed, temperature=temperature) for seed in range(48)]
-    drawn = Sampler(3000, "cpu").draw(torch.nn.functional.linear(hidden, weight), rows)
+    drawn = Sampler(3000, "cpu").sample(torch.nn.functional.linear(hidden, weight), rows)
     trained, _ = chunked_logprobs(hidden, weight, drawn.token_ids, temperature=temperature)
     assert torch.equal(drawn.full_logprobs, trained)
     assert torch.equal(drawn.logprobs, drawn.full_logprobs)
@@ -201,7 +201,7 @@ def test_penalties_follow_completions_that_come_grow_and_go() -> None:
     for step, places in enumerate(company * 2):
         chosen = [rows[place] for place in places]
         logits = make_logits(len(chosen), 64, seed=step)
-        tokens, logprobs, _ = sampler.draw(logits, chosen).fetch()
+        tokens, logprobs, _ = sampler.sample(logits, chosen).fetch()
         for index, row in enumerate(chosen):
             probs = reference(logits[index], row)
             assert logprobs[index] == pytest.approx(math.log(probs[tokens[index]]), abs=3e-6)
@@ -215,7 +215,7 @@ def test_what_ends_a_completion_is_not_drawn_before_min_tokens() -> None:
         sampler = Sampler(200, "cpu")
         rows = [make_row(min_tokens=7, temperature=temperature), make_row(seed=1, temperature=temperature)]
         for length in range(4, 9):
-            tokens, logprobs, full = sampler.draw(logits, rows).fetch()
+            tokens, logprobs, full = sampler.sample(logits, rows).fetch()
             assert (tokens[0] in (3, 4)) == (length >= 7)
             assert tokens[1] == 3
             if length < 7:
@@ -300,7 +300,7 @@ def test_logits_that_are_no_numbers_raise_and_name_their_rows(bad: float, kind: 
     logits = make_logits(4, 300)
     logits[2, 17] = bad
     rows = [make_row(kind, seed=seed) for seed in range(4)]
-    drawn = Sampler(300, "cpu").draw(logits, rows)
+    drawn = Sampler(300, "cpu").sample(logits, rows)
     assert (drawn.token_ids >= 0).all()
     assert (drawn.token_ids < 300).all()
     with pytest.raises(NonFiniteError, match="1 of 4") as caught:
@@ -309,7 +309,7 @@ def test_logits_that_are_no_numbers_raise_and_name_their_rows(bad: float, kind: 
     assert caught.value.path == "logits"
     assert "precision" in str(caught.value.repair)
     tokens, logprobs, _ = drawn.fetch(skip=(2,))
-    wanted = Sampler(300, "cpu").draw(logits[:2], rows[:2]).fetch()
+    wanted = Sampler(300, "cpu").sample(logits[:2], rows[:2]).fetch()
     assert (tokens[:2], logprobs[:2]) == wanted[:2]
 
 
@@ -341,7 +341,7 @@ def test_no_rows_are_no_tokens() -> None:
 @pytest.mark.parametrize("logits", [torch.zeros(2, 299), torch.zeros(1, 300), torch.zeros(2, 300).double()])
 def test_logits_of_other_rows_are_refused(logits: Tensor) -> None:
     with pytest.raises(ModelError, match="the logits do not match") as caught:
-        Sampler(300, "cpu").draw(logits, [make_row(), make_row()])
+        Sampler(300, "cpu").sample(logits, [make_row(), make_row()])
     assert caught.value.path == "logits_SV"
     assert "(2, 300)" in str(caught.value.rule)
     assert caught.value.repair

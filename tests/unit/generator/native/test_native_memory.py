@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge.generator.native.residence import FixedResidence, Residence, carve, choose_residence
+from forge.generator.native.memory import EngineMemory, FixedAddressMemory, carve, choose_memory
 from forge.runtime.device_memory import DeviceMemory, OutOfDeviceMemory, Purpose
 from stand_in_driver import STEP, HostMemory, StandIn, is_there
 
@@ -30,11 +30,11 @@ def parameters() -> dict[str, nn.Parameter]:
     return made
 
 
-def settled(gpu: StandIn, weights: dict[str, nn.Parameter]) -> FixedResidence:
+def settled(gpu: StandIn, weights: dict[str, nn.Parameter]) -> FixedAddressMemory:
     def make(num_bytes: int, purpose: Purpose) -> DeviceMemory:
         return HostMemory(gpu.driver(), num_bytes, purpose=purpose)
 
-    return FixedResidence(CPU, weights, make=make)
+    return FixedAddressMemory(CPU, weights, make=make)
 
 
 def filled(weights: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -52,17 +52,17 @@ def same(weights: dict[str, nn.Parameter], values: dict[str, torch.Tensor]) -> b
 def test_weights_come_back_to_their_addresses(gpu: StandIn) -> None:
     weights = parameters()
     forms = {name: (each.shape, each.dtype) for name, each in weights.items()}
-    residence = settled(gpu, weights)
+    memory = settled(gpu, weights)
     assert {name: (each.shape, each.dtype) for name, each in weights.items()} == forms
     values = filled(weights)
     addresses = {name: each.data_ptr() for name, each in weights.items()}
     assert all(address % 512 == 0 for address in addresses.values())
     for _ in range(2):
-        residence.send_weights()
+        memory.release_weights()
         assert gpu.used == 0
         assert not any(is_there(address) for address in addresses.values())
         assert same(weights, values), "they are in host memory"
-        residence.fetch_weights()
+        memory.restore_weights()
         assert gpu.used == STEP
         assert {name: each.data_ptr() for name, each in weights.items()} == addresses
         assert same(weights, values)
@@ -70,28 +70,28 @@ def test_weights_come_back_to_their_addresses(gpu: StandIn) -> None:
 
 def test_weights_that_change_while_they_are_away_come_back_changed(gpu: StandIn) -> None:
     weights = parameters()
-    residence = settled(gpu, weights)
+    memory = settled(gpu, weights)
     filled(weights)
-    residence.send_weights()
+    memory.release_weights()
     values = filled(weights)
-    residence.fetch_weights()
+    memory.restore_weights()
     assert same(weights, values)
 
 
 def test_weights_that_are_there_are_not_fetched_again(gpu: StandIn) -> None:
     weights = parameters()
-    residence = settled(gpu, weights)
-    residence.send_weights()
-    residence.fetch_weights()
+    memory = settled(gpu, weights)
+    memory.release_weights()
+    memory.restore_weights()
     values = filled(weights)
-    residence.fetch_weights()
+    memory.restore_weights()
     assert same(weights, values)
 
 
 def test_the_cache_comes_back_to_its_addresses(gpu: StandIn) -> None:
-    residence = settled(gpu, {})
-    first = residence.take_cache((KEYS, VALUES), num_layers=3, dtype=torch.float32)
-    plain = Residence(CPU, {}).take_cache((KEYS, VALUES), num_layers=3, dtype=torch.float32)
+    memory = settled(gpu, {})
+    first = memory.allocate_cache((KEYS, VALUES), num_layers=3, dtype=torch.float32)
+    plain = EngineMemory(CPU, {}).allocate_cache((KEYS, VALUES), num_layers=3, dtype=torch.float32)
     forms = [[(each.shape, each.stride(), each.dtype) for each in pair] for pair in plain]
     assert [[(each.shape, each.stride(), each.dtype) for each in pair] for pair in first] == forms
     for place, pair in enumerate(first):
@@ -99,39 +99,39 @@ def test_the_cache_comes_back_to_its_addresses(gpu: StandIn) -> None:
             tensor.fill_(2 * place + offset)
     assert [[float(each.mean()) for each in pair] for pair in first] == [[0, 1], [2, 3], [4, 5]], "none overlaps"
     addresses = [each.data_ptr() for pair in first for each in pair]
-    residence.drop_cache()
+    memory.release_cache()
     assert gpu.used == 0
-    again = residence.take_cache((KEYS, VALUES), num_layers=3, dtype=torch.float32)
+    again = memory.allocate_cache((KEYS, VALUES), num_layers=3, dtype=torch.float32)
     assert [each.data_ptr() for pair in again for each in pair] == addresses
     assert gpu.used == STEP
 
 
 def test_too_little_memory_names_what_it_was_for_and_changes_nothing(gpu: StandIn) -> None:
     weights = parameters()
-    residence = settled(gpu, weights)
+    memory = settled(gpu, weights)
     values = filled(weights)
     gpu.resize(STEP)
     with pytest.raises(OutOfDeviceMemory, match="the cache for keys and values") as caught:
-        residence.take_cache((KEYS, VALUES), num_layers=3, dtype=torch.float32)
+        memory.allocate_cache((KEYS, VALUES), num_layers=3, dtype=torch.float32)
     assert caught.value.path == "generator.kv_cache_gb"
     assert "max_batch" in (caught.value.repair or "")
-    residence.send_weights()
+    memory.release_weights()
     gpu.resize(0)
     with pytest.raises(OutOfDeviceMemory, match="the generator's weights") as caught:
-        residence.fetch_weights()
+        memory.restore_weights()
     assert (caught.value.path, same(weights, values)) == ("model", True)
     gpu.resize(2 * STEP)
-    residence.fetch_weights()
-    residence.take_cache((KEYS, VALUES), num_layers=3, dtype=torch.float32)
+    memory.restore_weights()
+    memory.allocate_cache((KEYS, VALUES), num_layers=3, dtype=torch.float32)
     assert (same(weights, values), gpu.used) == (True, 2 * STEP)
 
 
 def test_a_cpu_has_nothing_to_give_back() -> None:
     weights = parameters()
     before = {name: each.data_ptr() for name, each in weights.items()}
-    residence = choose_residence(CPU, weights)
-    assert not residence.keeps_addresses
-    residence.fetch_weights()
+    memory = choose_memory(CPU, weights)
+    assert not memory.keeps_addresses
+    memory.restore_weights()
     assert {name: each.data_ptr() for name, each in weights.items()} == before
 
 
