@@ -33,7 +33,7 @@ from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, prepare_sf
 from forge.loops.resuming import check_folders
 from forge.loops.run_paths import load_tokenizer, run_dir
 from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
-from forge.memory import check_at_start, find_card, plan_memory, read_run
+from forge.memory import check_at_start, find_card, plan_memory, resolve_run
 from forge.memory.card import host_memory
 from forge.memory.text import gib, summary_lines
 from forge.models.locate import ResolvedModel, resolve
@@ -323,7 +323,7 @@ def _described(model: ResolvedModel) -> str:
 
 def _describe_memory(config: ForgeConfig) -> Facts:
     card = find_card()
-    run = read_run(config, card=card)
+    run = resolve_run(config, card=card)
     if run.uses_gpus and card is None:
         return [("memory", "not planned: no GPU is visible here; see `forge plan FILE --gpu-memory 80GB`")]
     plan = plan_memory(run, card=card, host_bytes=host_memory())
