@@ -53,7 +53,7 @@ from forge.config.schema import (
     SlurmConfig,
     StoreConfig,
 )
-from forge.config.sft import DataConfig, MetricsConfig, SFTConfig, SourceConfig, ValidationConfig
+from forge.config.sft import DataConfig, MetricsConfig, SFTConfig, SinkConfig, SourceConfig, ValidationConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainerConfig, TrainingConfig
 
 __all__ = [
@@ -100,6 +100,7 @@ __all__ = [
     "Sampling",
     "ServeConfig",
     "ServiceConfig",
+    "SinkConfig",
     "SlurmConfig",
     "SourceConfig",
     "StoreConfig",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import PathText
+from forge.config.rules import Name, PathText, SinkName
 from forge.config.schema import ForgeConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
 
@@ -108,6 +108,19 @@ class ValidationConfig(ConfigModel):
         return bool(self.sources) or self.fraction > 0
 
 
+class SinkConfig(ConfigModel):
+    """One more place that metrics are written to."""
+
+    kind: SinkName = Field(description="`jsonl`, `tensorboard`, `wandb`, or `module:attribute` of your own.")
+    name: Name | None = Field(default=None, description="Name in messages; null for the kind's.")
+    args: Mapping[str, Any] = Field(default_factory=FrozenDict, description="Keyword arguments of the class.")
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return self.name or self.kind.rpartition(":")[2]
+
+
 class MetricsConfig(ConfigModel):
     """Where metrics are written."""
 
@@ -119,6 +132,23 @@ class MetricsConfig(ConfigModel):
     tensorboard: bool = Field(default=True, description="Whether TensorBoard files are written.")
     wandb: bool = Field(default=False, description="Whether metrics go to Weights & Biases; needs the extra `wandb`.")
     wandb_project: str = Field(default="torchforge", min_length=1, description="Project in Weights & Biases.")
+    sinks: tuple[SinkConfig, ...] = Field(default=(), description="More sinks, such as one of your own.")
+
+    @property
+    def enabled_sinks(self) -> tuple[SinkConfig, ...]:
+        """The sinks besides the console: those that are switched on by a key of their own, then `sinks`."""
+        own = {"jsonl": self.jsonl, "tensorboard": self.tensorboard, "wandb": self.wandb}
+        return (*(SinkConfig(kind=kind) for kind, is_on in own.items() if is_on), *self.sinks)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        labels = ["console", *(sink.label for sink in self.enabled_sinks)]
+        if len(set(labels)) != len(labels):
+            rule = f"every sink has a name of its own; there are {', '.join(labels)}"
+            raise broken_rule(
+                rule, repair="give one of them another `name`", key="sinks"
+            )
+        return self
 
 
 class SFTConfig(ForgeConfig):
