@@ -53,7 +53,15 @@ from forge.config.schema import (
     SlurmConfig,
     StoreConfig,
 )
-from forge.config.sft import DataConfig, MetricsConfig, SFTConfig, SinkConfig, SourceConfig, ValidationConfig
+from forge.config.sft import (
+    DataConfig,
+    LossConfig,
+    MetricsConfig,
+    SFTConfig,
+    SinkConfig,
+    SourceConfig,
+    ValidationConfig,
+)
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainerConfig, TrainingConfig
 
 __all__ = [
@@ -79,6 +87,7 @@ __all__ = [
     "KubernetesConfig",
     "LauncherConfig",
     "Loaded",
+    "LossConfig",
     "MetricsConfig",
     "ModelConfig",
     "Origin",

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import Name, PathText, SinkName
+from forge.config.rules import LossName, Name, PathText, SinkName
 from forge.config.schema import ForgeConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
 
@@ -108,6 +108,15 @@ class ValidationConfig(ConfigModel):
         return bool(self.sources) or self.fraction > 0
 
 
+class LossConfig(ConfigModel):
+    """What fine-tuning minimizes."""
+
+    function: LossName = Field(
+        default="cross_entropy", description="Which loss: `cross_entropy`, or `module:attribute` of your own."
+    )
+    args: Mapping[str, Any] = Field(default_factory=FrozenDict, description="Keyword arguments of a loss of your own.")
+
+
 class SinkConfig(ConfigModel):
     """One more place that metrics are written to."""
 
@@ -145,9 +154,7 @@ class MetricsConfig(ConfigModel):
         labels = ["console", *(sink.label for sink in self.enabled_sinks)]
         if len(set(labels)) != len(labels):
             rule = f"every sink has a name of its own; there are {', '.join(labels)}"
-            raise broken_rule(
-                rule, repair="give one of them another `name`", key="sinks"
-            )
+            raise broken_rule(rule, repair="give one of them another `name`", key="sinks")
         return self
 
 
@@ -157,6 +164,7 @@ class SFTConfig(ForgeConfig):
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="The optimizer's steps.")
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="The layout over ranks.")
     checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved, and when.")
+    loss: LossConfig = Field(default_factory=LossConfig, description="What is minimized.")
     data: DataConfig = Field(default_factory=DataConfig, description="Where samples come from.")
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description="How training is judged.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are written.")

@@ -29,7 +29,7 @@ from forge.data.prompts import PromptBook, open_prompts
 from forge.errors import ForgeError
 from forge.loops.evaluation import check_evaluation
 from forge.loops.planning import GRPOPlan, _completed, _rollout, make_run_loss, refuse_ranks
-from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, prepare_sft
+from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, make_sft_loss, prepare_sft
 from forge.loops.resuming import check_folders
 from forge.loops.run_paths import load_tokenizer, run_dir
 from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
@@ -236,6 +236,7 @@ def _find_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> None:
         tokenizer = found.attempt(load_tokenizer, model, chat_template=template, purpose="fine-tuning")
     for error in sft_worker_errors(config):
         found.add(error)
+    found.attempt(make_sft_loss, config)
     found.attempt(check_folders, config)
     sources = (*config.data.sources, *config.validation.sources)
     for source in sources:
