@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
-from forge.config import DistributedConfig, TrainerConfig
+from forge.config import DistributedConfig, TrainerConfig, WorkerConfig
 from forge.trainer.actor import Trainer
 from forge.types import Batch, StepResult
 
@@ -184,12 +184,20 @@ def is_rank() -> bool:
 
 
 async def open_trainer(
-    config: TrainerConfig, loss: Loss | None = None, *, should_abandon: Callable[[], bool] = lambda: False
+    config: TrainerConfig,
+    loss: Loss | None = None,
+    *,
+    should_abandon: Callable[[], bool] = lambda: False,
+    worker: WorkerConfig | None = None,
 ) -> TrainerHandle:
-    """A trainer for this program: in this process if it is a rank itself, else in as many as the degrees ask for."""
+    """A trainer for this program: in this process if it is a rank itself, else in as many as the degrees ask for.
+
+    `worker` says how those processes are started.
+    """
     if is_rank():
         return LocalTrainer(config, loss, should_abandon=should_abandon)
-    return MeshTrainer(await Trainer.options(**trainer_options(config.distributed)).as_actor(config, loss))
+    options = trainer_options(config.distributed) | ({} if worker is None else worker.options())
+    return MeshTrainer(await Trainer.options(**options).as_actor(config, loss))
 
 
 def trainer_options(distributed: DistributedConfig) -> dict[str, Any]:

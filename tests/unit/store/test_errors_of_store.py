@@ -15,7 +15,7 @@ import forge
 import forge.store as ts
 from forge.errors import MISSING, StoreError, StoreKeyError, WeightMismatch
 from forge.store.client import client
-from forge.store.trees import MAX_REST
+from forge.store.objects import MAX_REST
 
 Body = Callable[[], Coroutine[Any, Any, Any]]
 
@@ -101,7 +101,7 @@ async def check_kept() -> None:
 
 async def check_nobody_reads() -> None:
     for key in (("object", "kept"), ("weights", "policy")):
-        readers = [info.num_readers for info in await client().line.ask("versions", key)]
+        readers = [info.num_readers for info in await client().line.call_async("versions", key)]
         assert readers == [0], f"a mistake keeps {key[1]!r} leased for ever"
 
 
