@@ -41,7 +41,7 @@ class Run:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         self.status = STOPPED
         self.ended, self.all_ended = threading.Event(), threading.Event()
-        self._pid = os.posix_spawn(command[0], command, os.environ, setsigdef=[signal.SIGINT, signal.SIGTERM])
+        self._pid = os.posix_spawn(command[0], command, os.environ, setsigdef=[signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
         threading.Thread(target=self._reap, daemon=True).start()
 
     def interrupt(self) -> None:
