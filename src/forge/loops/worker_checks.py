@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +15,10 @@ from forge.config import (
     SFTConfig,
 )
 from forge.errors import ConfigError, ForgeError, ModelError
-from forge.generator.engine import engine_class
-from forge.loops.workers import gpus_beside, wants_gpus
+from forge.generator.engine import check_split, engine_class
+from forge.loops.workers import gpus_beside
 from forge.models.locate import resolve
-from forge.runtime.placement import count_gpus, visible_gpus
+from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.trainer.handles import planned_ranks
 
 
@@ -87,14 +86,10 @@ def _placement_errors(config: GRPOConfig) -> Iterator[ForgeError]:
 
 
 def _tensor_parallel_errors(section: GeneratorServiceConfig, *, path: str = "generator") -> Iterator[ForgeError]:
-    if section.tensor_parallel > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
-        yield ConfigError(
-            f"the engine `{section.engine}` runs in one process",
-            path=f"{path}.tensor_parallel",
-            value=section.tensor_parallel,
-            rule="1, unless `engine: vllm`",
-            repair=f"set {path}.engine=vllm, or {path}.num_replicas instead",
-        )
+    try:
+        check_split(section, section.tensor_parallel, path=f"{path}.tensor_parallel")
+    except ConfigError as error:
+        yield error
 
 
 def _engine_errors(section: GenerationConfig, *, path: str = "generator") -> Iterator[ForgeError]:
@@ -133,7 +128,7 @@ def _model_errors(path: str, folder: str) -> Iterator[ForgeError]:
 
 def _gpu_errors(asked: dict[str, bool | None], *, is_local: bool) -> Iterator[ForgeError]:
     wanted = [path for path, with_gpus in asked.items() if with_gpus]
-    if not wanted or not is_local or visible_gpus(os.environ, count_gpus()):
+    if not wanted or not is_local or num_usable_gpus():
         return
     yield ConfigError(
         "the run asks for GPUs, and this machine has none that can be used",
