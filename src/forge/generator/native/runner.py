@@ -61,7 +61,7 @@ class ModelRunner:
     ) -> None:
         self.config, self.facts, self.max_seq_len = config, model.facts, max_seq_len
         self.device = _device(config.with_gpus)
-        self.dtype = _dtype(config.precision, self.device)
+        self.dtype: torch.dtype = getattr(torch, config.precision_on(gpu=self.device.type == "cuda"))
         self._check_cache_dtype()
         self._has_wide_head = model.facts.head_precision == "float32" and self.dtype != torch.float32
         self.is_shared = shared is not None
@@ -353,9 +353,3 @@ def _device(with_gpus: bool | None) -> torch.device:
             repair="set generator.with_gpus=false, or run `forge doctor` to see what is missing",
         )
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _dtype(precision: str | None, device: torch.device) -> torch.dtype:
-    if precision is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
