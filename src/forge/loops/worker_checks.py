@@ -18,6 +18,7 @@ from forge.errors import ConfigError, ForgeError, ModelError
 from forge.generator.engine import check_split, engine_class
 from forge.loops.workers import gpus_beside
 from forge.models.locate import resolve
+from forge.observe.log import sink_errors
 from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.trainer.handles import planned_ranks
 
@@ -48,14 +49,14 @@ def grpo_worker_errors(config: GRPOConfig) -> Iterator[ForgeError]:
         "reference.with_gpus": config.reference.with_gpus if has_reference else None,
     }
     yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
-    yield from _metrics_errors(config)
+    yield from sink_errors(config.metrics)
 
 
 def sft_worker_errors(config: SFTConfig) -> Iterator[ForgeError]:
     """Yield an error for everything that a rank of this run would refuse as it starts."""
     asked = {"distributed.with_gpus": config.distributed.with_gpus}
     yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
-    yield from _metrics_errors(config)
+    yield from sink_errors(config.metrics)
 
 
 def policy_worker_errors(config: PolicyConfig) -> Iterator[ForgeError]:
@@ -138,14 +139,3 @@ def _gpu_errors(asked: dict[str, bool | None], *, is_local: bool) -> Iterator[Fo
         repair="run it on such a machine (`forge doctor` shows what is found), or add "
         + " ".join(f"{path}=false" for path in wanted),
     )
-
-
-def _metrics_errors(config: GRPOConfig | SFTConfig) -> Iterator[ForgeError]:
-    if not config.metrics.wandb:
-        return
-    from forge.observe.wandb import check_installed
-
-    try:
-        check_installed()
-    except ConfigError as error:
-        yield error

@@ -34,6 +34,7 @@ from forge.models.locate import ResolvedModel
 from forge.models.paged_attention import PagedRow
 from forge.models.random_weights import draw_weights
 from forge.models.weights import load_hf
+from forge.runtime.machine import memory
 
 _log = logging.getLogger("forge.generator")
 
@@ -117,7 +118,7 @@ class ModelRunner:
         elif self.on_gpu:
             num = self._pages_on_gpu(need)
         else:
-            num = pages_on_cpu(need, free_bytes=_free_memory())
+            num = pages_on_cpu(need, free_bytes=memory()["available"])
         if num < least:
             raise ConfigError(
                 "the cache cannot hold one sequence of full length",
@@ -140,7 +141,7 @@ class ModelRunner:
         return pages_in_turns(need, free_bytes=each, work=work)
 
     def _checked_gb(self, asked: float) -> float:
-        free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else _free_memory()) / _GIB
+        free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else memory()["available"]) / _GIB
         if asked > free:
             raise ConfigError(
                 "the cache is larger than the memory that is free",
@@ -352,12 +353,3 @@ def _device(with_gpus: bool | None) -> torch.device:
             repair="set generator.with_gpus=false, or run `forge doctor` to see what is missing",
         )
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _free_memory() -> int:
-    """Memory that this machine can give, in bytes."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 8 * _GIB
