@@ -10,6 +10,7 @@ from forge.losses.surrogates import Surrogate, clipped_surrogate, clipped_value_
 
 __all__ = [
     "Average",
+    "Correction",
     "CrossEntropy",
     "KLPenalty",
     "Loss",

@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
-from forge.data.prompts import PromptBook, open_prompts
+from forge.data.prompts import PromptDataset, open_prompts
 from forge.errors import DataError
 from forge.types import Prompt
 
@@ -28,13 +28,13 @@ def written(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def book_of(path: Path, *, source: dict[str, Any] | None = None, **prompts: Any) -> PromptBook:
+def book_of(path: Path, *, source: dict[str, Any] | None = None, **prompts: Any) -> PromptDataset:
     config = PromptsConfig(sources=(PromptSourceConfig(path=str(path), **(source or {})),), **prompts)
     return open_prompts(config, evaluation=NOTHING_HELD, seed=0).train
 
 
-def everything(book: PromptBook) -> list[Prompt]:
-    return [book.read(index) for index in range(len(book))]
+def everything(dataset: PromptDataset) -> list[Prompt]:
+    return [dataset.read(index) for index in range(len(dataset))]
 
 
 def write_kind(path: Path) -> None:
@@ -61,9 +61,9 @@ def test_a_saved_dataset_and_one_of_its_splits(tmp_path: Path) -> None:
 
     rows = datasets.Dataset.from_list([{**row, "tests": [1]} for row in ROWS])
     datasets.DatasetDict({"exam": rows}).save_to_disk(str(tmp_path / "saved"))
-    book = book_of(tmp_path / "saved", source={"split": "exam", "num_prompts": 3})
-    assert [prompt.messages[-1]["content"] for prompt in everything(book)] == [row["question"] for row in ROWS[:3]]
-    assert book.read(0).metadata == {"tests": [1]}
+    dataset = book_of(tmp_path / "saved", source={"split": "exam", "num_prompts": 3})
+    assert [prompt.messages[-1]["content"] for prompt in everything(dataset)] == [row["question"] for row in ROWS[:3]]
+    assert dataset.read(0).metadata == {"tests": [1]}
     with pytest.raises(DataError, match="no split") as caught:
         book_of(tmp_path / "saved", source={"split": "train"})
     assert caught.value.rule == "the split is one of exam"
@@ -76,9 +76,9 @@ def test_the_format_of_gsm8k_is_recognised_and_its_answer_taken(tmp_path: Path) 
         {"question": "C?", "answer": "#### is not it\n####   -1,000.50 "},
         {"question": "D?", "answer": "#### 1,2"},
     ]
-    book = book_of(written(tmp_path / "train.jsonl", rows))
-    assert [prompt.answer for prompt in everything(book)] == ["18", "1234567", "-1000.50", "1,2"]
-    assert book.read(1).metadata == {"solution": rows[1]["answer"]}
+    dataset = book_of(written(tmp_path / "train.jsonl", rows))
+    assert [prompt.answer for prompt in everything(dataset)] == ["18", "1234567", "-1000.50", "1,2"]
+    assert dataset.read(1).metadata == {"solution": rows[1]["answer"]}
     plain = book_of(tmp_path / "train.jsonl", source={"format": "plain"})
     assert plain.read(0).answer == rows[0]["answer"]
 
@@ -113,15 +113,15 @@ def test_conversations_keep_their_turns_and_their_own_system_message(tmp_path: P
         {"prompt": "5?", "system": "Be long."},
         {"prompt": "6?"},
     ]
-    book = book_of(written(tmp_path / "a.jsonl", rows), system_prompt="Be good.", template="<{prompt}> {prompt} {x}")
-    said = [[(turn["role"], turn["content"]) for turn in prompt.messages] for prompt in everything(book)]
+    dataset = book_of(written(tmp_path / "a.jsonl", rows), system_prompt="Be good.", template="<{prompt}> {prompt} {x}")
+    said = [[(turn["role"], turn["content"]) for turn in prompt.messages] for prompt in everything(dataset)]
     assert said == [
         [("system", "Be good."), ("user", "Hello"), ("assistant", "Hi"), ("user", "<2 + 2?> 2 + 2? {x}")],
         [("system", "Be brief."), ("user", "<3?> 3? {x}")],
         [("system", "Be long."), ("user", "<5?> 5? {x}")],
         [("system", "Be good."), ("user", "<6?> 6? {x}")],
     ]
-    assert [prompt.answer for prompt in everything(book)] == ["4", None, None, None]
+    assert [prompt.answer for prompt in everything(dataset)] == ["4", None, None, None]
 
 
 def test_text_to_go_on_from_has_the_template_and_no_messages(tmp_path: Path) -> None:
@@ -157,9 +157,9 @@ def test_a_record_that_cannot_be_used_is_named_by_file_and_line_or_skipped(name:
     assert caught.value.rule
     assert caught.value.repair
     assert "data.on_bad_record" not in caught.value.repair
-    book = book_of(path, source=source, on_bad_record="skip")
-    assert [prompt.id for prompt in everything(book)] == [f"{path}:1", f"{path}:3"]
-    assert book.num_skipped == 1
+    dataset = book_of(path, source=source, on_bad_record="skip")
+    assert [prompt.id for prompt in everything(dataset)] == [f"{path}:1", f"{path}:3"]
+    assert dataset.num_skipped == 1
 
 
 def test_what_a_record_has_instead_is_listed(tmp_path: Path) -> None:
@@ -214,11 +214,11 @@ def test_an_id_names_one_prompt(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
-    book = book_of(path)
+    dataset = book_of(path)
     written(path, [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "3"}])
-    assert book.read(0).answer == "1"
+    assert dataset.read(0).answer == "1"
     with pytest.raises(DataError, match="changed after the run started") as caught:
-        book.read(1)
+        dataset.read(1)
     assert caught.value.path == f"{path}:2"
 
 

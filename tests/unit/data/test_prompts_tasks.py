@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
-from forge.data.prompts import PromptBook, open_prompts
-from forge.data.tasks import open_task
+from forge.data.prompts import PromptDataset, open_prompts
+from forge.data.tasks import open_task, permuted
 from forge.data.tasks.arithmetic import place_in_turns
-from forge.data.tasks.draws import permuted
 from forge.errors import ConfigError
 from forge.types import Prompt
 
@@ -45,7 +44,7 @@ def make(name: str, count: int, *, seed: int = 0, **args: Any) -> list[Prompt]:
     return [task.read(index) for index in range(count)]
 
 
-def book_of(task: str, *, num_prompts: int | None = None, run_seed: int = 0, **source: Any) -> PromptBook:
+def book_of(task: str, *, num_prompts: int | None = None, run_seed: int = 0, **source: Any) -> PromptDataset:
     config = PromptsConfig(sources=(PromptSourceConfig(task=task, num_prompts=num_prompts, **source),))
     return open_prompts(config, evaluation=EvaluationConfig(), seed=run_seed).train
 
@@ -142,8 +141,8 @@ def test_ids_tell_tasks_arguments_seeds_and_numbers_apart() -> None:
 
 def test_a_book_of_a_task_has_as_many_different_problems_as_were_asked_for() -> None:
     for task in ("arithmetic", "countdown"):
-        book = book_of(task, num_prompts=300, task_args={"level": 2})
-        assert len({book.read(index).messages[0]["content"] for index in range(len(book))}) == len(book) == 300
+        dataset = book_of(task, num_prompts=300, task_args={"level": 2})
+        assert len({dataset.read(index).messages[0]["content"] for index in range(len(dataset))}) == len(dataset) == 300
     assert len(book_of("arithmetic")) == 100
     assert len(book_of("arithmetic", num_prompts=100)) == 100
     assert len(book_of("countdown", task_args={"level": 2})) == 1000
