@@ -83,7 +83,7 @@ def test_all_other_parts_of_ones_own_go_through_the_loop(folder: Path, leaves_no
     names = ("run", "surrogate", "advantages", "sinks")
     files = [word for name in names for word in ("--config", f"my_{name}.yaml")]
     parts = ["algorithm.loss.function=policy", "generator.engine=my_engines:Counting", "run.name=own-parts"]
-    task = "prompts.sources=[{task: 'my_tasks:Digits', task_args: {most: 3}, num_prompts: 40}]"
+    task = "prompts.sources=[{task: 'my_tasks:Digits', task_args: {most: 3}}]"
     run(folder, "-m", "forge.cli", "run", program, *files, *parts, task)
     (written,) = folder.glob("**/metric.csv")
     assert [line.partition(",")[0] for line in written.read_text().splitlines()] == ["1", "2", "3", "4"]

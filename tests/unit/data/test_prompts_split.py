@@ -139,9 +139,9 @@ def test_no_sources_is_an_error() -> None:
 
 def test_an_error_of_an_evaluation_source_names_it() -> None:
     with pytest.raises(ConfigError) as caught:
-        opened(PromptSourceConfig(task="countdown"), evaluation={"sources": [{"task": "count_down"}]})
+        opened(PromptSourceConfig(task="countdown"), evaluation={"sources": [{"task": "own_parts:Doublings"}]})
     assert caught.value.path == "evaluation.sources[0].task"
-    assert caught.value.repair == "did you mean `countdown`?"
+    assert caught.value.repair == "did you mean `Doubling`?"
 
 
 def test_the_digest_tells_whether_prompts_are_still_the_same(tmp_path: Path) -> None:
