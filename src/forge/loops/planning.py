@@ -81,13 +81,13 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     if is_rank():
         raise refuse_ranks()
     model = resolve(config.model)
-    config = _completed(config, model.facts)
+    config = _completed(config, model.architecture)
     check_rewards(config.rewards)
     if not config.rewards.functions:
         raise _needed("rewards.functions", "at least one reward", "such as [{kind: number}]")
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
-    check_layout(config.distributed, model.facts, config.training, num_ranks=planned_ranks(config.distributed))
-    check_at_start(config, facts=model.facts, log=_log)
+    check_layout(config.distributed, model.architecture, config.training, num_ranks=planned_ranks(config.distributed))
+    check_at_start(config, facts=model.architecture, log=_log)
     check_workers(config)
     checkpoint = check_folders(config)
     template = config.generator.chat_template
@@ -222,7 +222,7 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
 def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int) -> TrainerConfig:
     training = config.training.model_copy(update={"share_prefixes": config.rollout.share_prompts})
     return TrainerConfig(
-        model=model.facts,
+        model=model.architecture,
         training=training,
         distributed=config.distributed,
         checkpoint_dir=checkpoint_dir(config),
