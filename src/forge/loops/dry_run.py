@@ -33,7 +33,7 @@ from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, make_sft_l
 from forge.loops.resuming import check_folders
 from forge.loops.run_paths import load_tokenizer, run_dir
 from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
-from forge.memory import check_at_start, find_card, plan_memory, read_run
+from forge.memory import check_at_start, find_card, plan_memory, resolve_run
 from forge.memory.card import host_memory
 from forge.memory.text import gib, summary_lines
 from forge.models.locate import ResolvedModel, resolve
@@ -160,7 +160,7 @@ def _find_grpo(config: GRPOConfig, found: _Found) -> None:
         _find_layout(config, model, planned_ranks(config.distributed), found)
         completed = found.attempt(_completed, config, model.architecture)
         if completed is not None:
-            found.attempt(make_run_loss, completed)
+            found.attempt(make_run_loss, completed, on_gpu=False)
         template = config.generator.chat_template
         found.attempt(load_tokenizer, model, chat_template=template, purpose="reinforcement learning")
     for error in grpo_worker_errors(config):
@@ -329,7 +329,7 @@ def _described(model: ResolvedModel) -> str:
 
 def _describe_memory(config: ForgeConfig) -> Facts:
     card = find_card()
-    run = read_run(config, card=card)
+    run = resolve_run(config, card=card)
     if run.uses_gpus and card is None:
         return [("memory", "not planned: no GPU is visible here; see `forge plan FILE --gpu-memory 80GB`")]
     plan = plan_memory(run, card=card, host_bytes=host_memory())

@@ -24,7 +24,7 @@ from forge.loops.resuming import check_folders, resumed_state
 from forge.loops.run_paths import checkpoint_dir, load_tokenizer
 from forge.loops.worker_checks import check_sft_workers
 from forge.memory import check_at_start
-from forge.memory.run import ACCUMULATION_NOTE
+from forge.memory.resolved import ACCUMULATION_NOTE
 from forge.models.locate import ResolvedModel, resolve
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import is_rank, planned_ranks
