@@ -125,7 +125,7 @@ async def _run(plan: GRPOPlan) -> GRPOResult:
 async def _with_workers(plan: GRPOPlan, stop: Stop, loops: list[GRPOLoop]) -> GRPOResult:
     """Start the workers, and run a loop, which is added to `loops`. All processes are gone when it returns."""
     async with run(plan.config.launcher):
-        workers = await stop.unless(start_workers(plan.config, plan.trainer, loss=plan.loss))
+        workers = await stop.unless(start_workers(plan.config, plan.trainer, loss=plan.loss, run=plan.run))
         if workers is None:
             return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
         loop = GRPOLoop(plan, workers, stop=stop)
