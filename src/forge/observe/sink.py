@@ -64,4 +64,4 @@ class Sink(Protocol):
 
 def closed_error(sink: Sink) -> ValueError:
     """What `write` raises after `close`."""
-    return ValueError(f"{type(sink).__name__} is closed: figures can no longer be written to it")
+    return ValueError(f"{type(sink).__name__} is closed: metrics can no longer be written to it")

@@ -129,7 +129,7 @@ def test_evaluations_and_groups_that_taught_nothing_are_among_the_samples(tmp_pa
 
 def test_a_run_without_a_step_is_shown_by_what_it_sampled(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(DataError, match="no figures yet"):
+    with pytest.raises(DataError, match="no metrics yet"):
         read_run(tmp_path, max_samples=10)
     write_other_rollouts(tmp_path, [1])
     run = read_run(tmp_path, max_samples=10)

@@ -94,7 +94,7 @@ def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
     if not figures.steps:
         if not samples.num_samples and not ledger:
             raise DataError(
-                "this run has no figures yet",
+                "this run has no metrics yet",
                 path=str(place / "metrics.jsonl"),
                 rule="at least one whole line",
                 repair="wait for the end of its first step",
@@ -117,7 +117,7 @@ def _check_folder(place: Path) -> None:
             f"give one of the runs in it: {', '.join(inside[:8])}" if inside else "run with metrics.jsonl set to true"
         )
         raise DataError(
-            "this folder has no figures of a run",
+            "this folder has no metrics of a run",
             path=str(place / "metrics.jsonl"),
             rule="a run's folder has a metrics.jsonl",
             repair=hint,
