@@ -83,12 +83,12 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     if is_rank():
         raise refuse_ranks()
     model = resolve(config.model)
-    config = _completed(config, model.facts)
+    config = _completed(config, model.architecture)
     check_rewards(config.rewards)
     if not config.rewards.functions:
         raise _needed("rewards.functions", "at least one reward", "such as [{kind: number}]")
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
-    run = resolve_run(config, card=find_card() if num_usable_gpus() else None, facts=model.facts)
+    run = resolve_run(config, card=find_card() if num_usable_gpus() else None, facts=model.architecture)
     check_at_start(config, run=run, log=_log)
     check_workers(config)
     checkpoint = check_folders(config)
@@ -202,7 +202,7 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
 def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int) -> TrainerConfig:
     training = config.training.model_copy(update={"share_prefixes": config.rollout.share_prompts})
     return TrainerConfig(
-        model=model.facts,
+        model=model.architecture,
         training=training,
         distributed=config.distributed,
         checkpoint_dir=checkpoint_dir(config),
