@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -16,10 +15,9 @@ from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
 from forge.generator.native.cache_size import ColocatedGeneratorConfig
 from forge.loops.colocated import SharedPolicy
-from forge.memory.trainer import MASTER_BYTES
-from forge.models.sizes import Sizes
+from forge.memory import ResolvedRun
 from forge.rollout.reward_actor import RewardActor
-from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
+from forge.runtime.placement import GPU_VARIABLE
 from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
 from forge.trainer.handles import MeshTrainer, PolicyTrainer, trainer_options
@@ -60,15 +58,18 @@ class Workers:
             raise ends[0]
 
 
-async def start_workers(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Workers:
-    """Start all workers concurrently. Call it inside `async with forge.run(...)`, which ends them."""
+async def start_workers(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, run: ResolvedRun) -> Workers:
+    """Start all workers concurrently. Call it inside `async with forge.run(...)`, which ends them.
+
+    `run` is the configuration, resolved: it says which workers use GPUs, and what weights are published in.
+    """
     if config.store.volumes:
         await store.setup(volumes=config.store.volumes, copies=config.store.copies)
     try:
         async with asyncio.TaskGroup() as tasks:
-            rewards = tasks.create_task(_start_rewards(config))
-            reference = tasks.create_task(_start_reference(config, trainer_config))
-            policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss))
+            rewards = tasks.create_task(_start_rewards(config, run))
+            reference = tasks.create_task(_start_reference(config, trainer_config, run))
+            policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss, run=run))
     except BaseExceptionGroup as errors:
         raise _first_of(errors) from None
     return Workers(*policy.result(), rewards.result(), reference.result())
@@ -83,37 +84,31 @@ def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 async def _start_policy(
-    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss
+    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, run: ResolvedRun
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     """The trainer and the generators, as the placement says."""
-    generator = generator_config(config, trainer_config.model)
+    generator = generator_config(config, trainer_config.model, run)
     if config.placement == "shared":
-        return await _start_shared(config, trainer_config, loss=loss, generator=generator)
+        return await _start_shared(config, trainer_config, loss=loss, generator=generator, run=run)
     if config.placement in ("beside", "turns"):  # generators go to the trainer's GPU, and take what they find there
-        trainer = await _start_trainer(config, trainer_config, loss, dtype=published_dtype(generator))
+        trainer = await _start_trainer(config, trainer_config, loss, run=run)
         gpus = (await trainer.state())["visible_gpus"]
-        return trainer, await _start_generators(config, generator, on_gpus=gpus)
+        return trainer, await _start_generators(config, generator, run=run, on_gpus=gpus)
     async with asyncio.TaskGroup() as tasks:
-        training = tasks.create_task(_start_trainer(config, trainer_config, loss, dtype=published_dtype(generator)))
-        generating = tasks.create_task(_start_generators(config, generator))
+        training = tasks.create_task(_start_trainer(config, trainer_config, loss, run=run))
+        generating = tasks.create_task(_start_generators(config, generator, run=run))
     return training.result(), generating.result()
 
 
-def generator_config(config: GRPOConfig, model: ModelConfig) -> GeneratorConfig:
+def generator_config(config: GRPOConfig, model: ModelConfig, run: ResolvedRun) -> GeneratorConfig:
     """What a generator is made from, with the part of a GPU that the placement leaves to it."""
     section = config.generator.model_copy(update={"gpu_memory_share": config.gpu_memory_share})
     made = GeneratorConfig.of(model, section)
     if not config.gives_way:
         return made
-    expected = 0 if config.placement == "shared" else _published_bytes(config, made)
+    expected = run.num_versions * run.published_item * run.sizes.total
     fields = {name: getattr(made, name) for name in GeneratorConfig.model_fields}
     return ColocatedGeneratorConfig(**fields, expected_bytes=expected, num_colocated=config.generator.num_replicas)
-
-
-def _published_bytes(config: GRPOConfig, generator: GeneratorConfig) -> int:
-    """What published weights take of the trainer's GPU, in all versions that are there at once."""
-    item = 2 if published_dtype(generator) == "bfloat16" else MASTER_BYTES[config.distributed.precision]
-    return config.store.num_versions * item * Sizes.of(generator.model).total
 
 
 def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
@@ -130,17 +125,8 @@ def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
     return ",".join(gpus[:tensor_parallel])
 
 
-def published_dtype(generator: GeneratorConfig) -> str | None:
-    """What weights are published in: bfloat16 where that is what generators make of them, which halves the bytes that
-    are kept and sent; else None, for what the trainer keeps them in."""
-    asked = generator.engine_args.get("dtype") or generator.precision
-    if asked is None:
-        asked = "bfloat16" if wants_gpus(generator.with_gpus) else "float32"
-    return "bfloat16" if asked == "bfloat16" else None
-
-
 async def _start_trainer(
-    config: GRPOConfig, trainer_config: TrainerConfig, loss: Loss, *, dtype: str | None
+    config: GRPOConfig, trainer_config: TrainerConfig, loss: Loss, *, run: ResolvedRun
 ) -> PolicyTrainer:
     """A service of one replica: it is watched, so that a trainer that hangs ends the run instead of holding it up."""
     chosen = Trainer.options(
@@ -149,7 +135,9 @@ async def _start_trainer(
         mesh_name="trainer",
         **config.workers.trainer.options(),
     )
-    return RoutedTrainer(await chosen.as_service(trainer_config, loss), dtype=dtype, keep=config.store.keep)
+    return RoutedTrainer(
+        await chosen.as_service(trainer_config, loss), dtype=run.published_dtype, keep=config.store.keep
+    )
 
 
 # ---- The policy -----------------------------------------------------------------------------------------------------
@@ -278,7 +266,7 @@ class RoutedTrainer(MeshTrainer):
 
 
 async def _start_generators(
-    config: GRPOConfig, generator: GeneratorConfig, *, on_gpus: str | None = None
+    config: GRPOConfig, generator: GeneratorConfig, *, run: ResolvedRun, on_gpus: str | None = None
 ) -> PolicyHandle:
     section, options = config.generator, config.workers.generator.options()
     if on_gpus:
@@ -287,7 +275,7 @@ async def _start_generators(
         procs=section.tensor_parallel,
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
-        with_gpus=wants_gpus(generator.with_gpus) and not on_gpus,
+        with_gpus=run.generator_on_gpu and not on_gpus,
         routing="least_loaded",
         mesh_name="generator",
         **options,
@@ -296,22 +284,17 @@ async def _start_generators(
 
 
 async def _start_shared(
-    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
+    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig, run: ResolvedRun
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     distributed = trainer_config.distributed
     service = await SharedPolicy.options(
-        with_gpus=wants_gpus(distributed.with_gpus),
+        with_gpus=run.trainer_on_gpu,
         num_threads=distributed.num_threads,
         **NEVER_REPLACED,
         mesh_name="policy",
         **config.workers.trainer.options(),
     ).as_service(trainer_config, loss, generator)
     return RoutedTrainer(service), SharedHandle(service)
-
-
-def wants_gpus(chosen: bool | None) -> bool:
-    """Whether GPUs are to be used: as said, or where there are any."""
-    return bool(visible_gpus(os.environ, count_gpus())) if chosen is None else chosen
 
 
 # ---- Rewards and reference ------------------------------------------------------------------------------------------
@@ -339,7 +322,7 @@ class ReferenceHandle(_Handle):
         return found
 
 
-async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
+async def _start_rewards(config: GRPOConfig, run: ResolvedRun) -> RewardsHandle:
     section = config.rewards
     kinds = {function.kind for function in section.functions}
     judge = reward_model = None
@@ -349,7 +332,7 @@ async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
             procs=section.judge.generator.tensor_parallel,
             num_replicas=section.judge.generator.num_replicas,
             num_threads=section.judge.generator.num_threads,
-            with_gpus=wants_gpus(section.judge.generator.with_gpus),
+            with_gpus=run.judge_on_gpu,
             mesh_name="judge",
             **config.workers.judge.options(),
         ).as_service(_judge_config(section.judge))
@@ -379,7 +362,9 @@ def _judge_config(judge: Any) -> GeneratorConfig:
     return GeneratorConfig.of(ModelConfig(path=judge.path), section)
 
 
-async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) -> ReferenceHandle | None:
+async def _start_reference(
+    config: GRPOConfig, trainer_config: TrainerConfig, run: ResolvedRun
+) -> ReferenceHandle | None:
     if config.algorithm.kl.coefficient == 0:
         return None
     section = config.reference
@@ -390,7 +375,7 @@ async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) ->
     service = await ReferenceModel.options(
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
-        with_gpus=wants_gpus(section.with_gpus),
+        with_gpus=run.reference_on_gpu,
         routing="least_loaded",
         mesh_name="reference",
         **config.workers.reference.options(),
