@@ -100,7 +100,8 @@ def test_targets_have_the_pieces_that_belong_in_them() -> None:
 
 def test_memory_for_a_part_says_which_part() -> None:
     shapes = {"w": ((6, 4), "float32")}
-    with pytest.raises(StoreError, match="the shape of the stored tensor") as caught:  # it would be the first rows on every rank
+    # without `where` it would be the first rows on every rank
+    with pytest.raises(StoreError, match="the shape of the stored tensor") as caught:
         resolve("qkv", [ts.At(torch.zeros(2, 4), of="w")], shapes)
     assert (caught.value.path, caught.value.value) == ("qkv", [2, 4])
     assert resolve("x", ts.At(torch.zeros(2, 4), (0, 0), of="w"), shapes)[0].pieces[0].region.offset == (0, 0)
