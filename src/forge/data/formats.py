@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from forge.data.records import Record
+from forge.data.files import Record
 from forge.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -419,7 +419,7 @@ class GRPOLoop:
             return None
         return Evaluator(
             self._config.evaluation,
-            book=self._plan.heldout,
+            dataset=self._plan.heldout,
             policy=self._workers.policy,
             rewards=self._workers.rewards,
             sampling=self._plan.sampling,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
-from forge.data.prompts import PromptBook, PromptOrder, open_prompts
+from forge.data.prompts import PromptDataset, PromptOrder, open_prompts
 from forge.errors import ConfigError
 from forge.loops.evaluation import check_evaluation
 from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger, resumed_state
@@ -58,7 +58,7 @@ class GRPOPlan:
     advantage: AdvantageFunction
     tokenizer: ChatTokenizer
     prompts: PromptOrder
-    heldout: PromptBook | None
+    heldout: PromptDataset | None
     prompts_digest: str
     sampling: Sampling
     rollout: RolloutConfig
@@ -83,12 +83,12 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     if is_rank():
         raise refuse_ranks()
     model = resolve(config.model)
-    config = _completed(config, model.facts)
+    config = _completed(config, model.architecture)
     check_rewards(config.rewards)
     if not config.rewards.functions:
         raise _needed("rewards.functions", "at least one reward", "such as [{kind: number}]")
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
-    run = resolve_run(config, card=find_card() if num_usable_gpus() else None, facts=model.facts)
+    run = resolve_run(config, card=find_card() if num_usable_gpus() else None, facts=model.architecture)
     check_at_start(config, run=run, log=_log)
     check_workers(config)
     checkpoint = check_folders(config)
@@ -96,13 +96,13 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     tokenizer = load_tokenizer(model, chat_template=template, purpose="reinforcement learning")
     if not config.prompts.sources:
         raise _needed("prompts.sources", "at least one source", "such as [{task: arithmetic}]")
-    books = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
-    order = PromptOrder(books.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
+    datasets = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
+    order = PromptOrder(datasets.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
     if checkpoint is not None:
         state = resumed_state(checkpoint, "reinforcement learning")
         check_continues(config, state, prompts_digest=order.digest)
         check_resumed_ledger(run_dir(config), state)
-    num_groups, num_steps = _lengths(config, len(books.train))
+    num_groups, num_steps = _lengths(config, len(datasets.train))
     rate_factor(0, config=config.training, total_steps=num_steps * config.rollout.iterations)  # refuses what cannot be
     sampling = config.generator.sampling.model_copy(update={"n": config.rollout.group_size})
     return GRPOPlan(
@@ -113,7 +113,7 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
         advantage=find_advantage(config.algorithm),
         tokenizer=tokenizer,
         prompts=order,
-        heldout=books.heldout,
+        heldout=datasets.heldout,
         prompts_digest=order.digest,
         sampling=sampling,
         rollout=_rollout(config),
@@ -202,7 +202,7 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
 def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int) -> TrainerConfig:
     training = config.training.model_copy(update={"share_prefixes": config.rollout.share_prompts})
     return TrainerConfig(
-        model=model.facts,
+        model=model.architecture,
         training=training,
         distributed=config.distributed,
         checkpoint_dir=checkpoint_dir(config),

@@ -22,7 +22,7 @@ from forge.config import (
 from forge.errors import ConfigError, ModelError
 from forge.memory.card import Card
 from forge.memory.model_size import MASTER_BYTES
-from forge.models.facts import complete, merge
+from forge.models.architecture import complete, merge
 from forge.models.hf_config import read_hf_config
 from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout, check_layout

@@ -13,7 +13,7 @@ from forge.memory import Card, DevicePlan, plan_memory, resolve_run
 from forge.memory.constants import CUDA_CONTEXT, GIB
 from forge.memory.devices import generator_job
 from forge.memory.generator import cache_need
-from forge.models.facts import complete
+from forge.models.architecture import complete
 
 WORK = StepWork(prefill=GIB, sampler=GIB, graphs=2 * GIB)
 NEED = CacheNeed(page_bytes=GIB, least=2, wanted=60)

@@ -192,7 +192,7 @@ def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.Captu
     assert main(["report", str(tmp_path), "--max-samples", "-3"]) == 2
     told = capsys.readouterr().err
     assert "forge report: there is no such run" in told
-    assert "forge report: this folder has no figures of a run" in told
+    assert "forge report: this folder has no metrics of a run" in told
     assert "forge report: the number of samples is out of range" in told
 
 

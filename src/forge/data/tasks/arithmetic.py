@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from forge.data.mixing import derive
-from forge.data.tasks.arguments import Arguments
-from forge.data.tasks.draws import permuted
+from forge.data.tasks import Arguments, permuted
 from forge.types import Prompt
 
 SIGNS = "+-*"

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from forge.data.tasks.arguments import Arguments, unknown_argument
+from forge.data.tasks import Arguments, unknown_argument
 from forge.errors import ConfigError, DataError, did_you_mean
 from forge.types import Prompt
 
