@@ -261,7 +261,7 @@ class GRPOLoop:
             known: dict[str, Any] | None = extra.get("ledger_before")
             return known
         folder = run_dir(self._config)
-        _log.warning("%s has no %s: it will not record what came before this resume", folder, LEDGER_NAME)
+        _log.warning("%s has no %s: the new one will not contain what came before this resume", folder, LEDGER_NAME)
         return {"next_number": extra["buffer"]["next_number"], "pending": extra["buffer"]["pending"]}
 
     def _restore(self, extra: dict[str, Any]) -> None:
