@@ -3,7 +3,7 @@
     {"step": 3, "group": 17, "epoch": 0, "prompt": "arithmetic:0:5", "outcome": "trained"}
 
 `step` is the step that learned from the group, or the one that was being prepared when it was dropped. A run that
-resumes from step c moves the lines of later steps aside, since what they taught is lost: those groups come again. So do the
+resumes from step c moves the lines of later steps aside, since what they taught is lost: those groups come again. So do
 groups that were dropped after the last step of a run, whose lines are written when it ends.
 """
 

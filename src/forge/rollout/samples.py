@@ -85,7 +85,7 @@ def with_field(batch: Batch, name: str, values: Sequence[Tensor]) -> Batch:
 
 
 def completion_logprobs(groups: Sequence[Group], logprobs: Sequence[Tensor]) -> Mapping[tuple[int, int], list[float]]:
-    """Return the trainer's logprobs of sampled tokens, by group number and index; `logprobs` has a tensor per sample."""
+    """Return the trainer's logprobs of tokens, by group number and index; `logprobs` has a tensor per sample."""
     found: dict[tuple[int, int], list[float]] = {}
     each = iter(logprobs)
     for group in groups:
