@@ -154,7 +154,7 @@ class Collector:
                 if not query.is_overdue:
                     query.is_overdue = True
                     _log.warning(
-                        "%s did not report within %g s; what it has recorded is counted when it answers",
+                        "%s did not report within %g s; its metrics are counted when it answers",
                         ", ".join(query.missing()),
                         timeout_s,
                     )
@@ -194,7 +194,7 @@ async def collect(*, timeout_s: float = 5.0) -> Observations:
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if not is_number or not 0 < timeout_s < math.inf:
         raise OptionError(
-            "metrics are waited for a finite time",
+            "the timeout for metrics is not a finite time",
             path="collect(timeout_s=)",
             value=timeout_s,
             rule="a finite number of seconds > 0",
