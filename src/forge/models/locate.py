@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from forge.config import ModelConfig
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
 from forge.models.architecture import ARCHITECTURE_KEYS, complete, merge, preset_of
 from forge.models.hf_config import read_hf_config
