@@ -183,7 +183,7 @@ async def _opened(config: Any, plan: Plan) -> AsyncIterator[Any]:
 
     run = plan_run(config)
     async with forge.run():
-        workers = await start_workers(run.config, run.trainer, loss=run.loss)
+        workers = await start_workers(run.config, run.trainer, loss=run.loss, run=run.run)
         gate = Gate(workers.policy)
         evaluator = None
         if plan.goal is not None and run.heldout is not None:

@@ -83,7 +83,7 @@ class Generator(ForgeActor):
             try:
                 await self._sync.update_weights("latest", "keep")
             except SyncError:
-                _log.error("this generator refuses requests until a weight update passes its proof")
+                _log.error("this generator accepts no requests until an update succeeds")
 
     def _read_model(self) -> tuple[ResolvedModel, ChatTokenizer | None]:
         from forge.models.locate import resolve
@@ -115,8 +115,8 @@ class Generator(ForgeActor):
         return PromptReader(
             self.config,
             tokenizer=self._tokenizer,
-            max_seq_len=context_limit(self.config, self.model.facts),
-            vocab_size=self.model.facts.vocab_size or 0,
+            max_seq_len=context_limit(self.config, self.model.architecture),
+            vocab_size=self.model.architecture.vocab_size or 0,
         )
 
     @endpoint(concurrent=True)
@@ -247,7 +247,7 @@ class Generator(ForgeActor):
             )
         if mode is not None and mode not in ("drain", "keep", "recompute", "abort"):
             raise OptionError(
-                "there is no such way to update weights",
+                "this is not an update mode",
                 path="update_weights(mode=)",
                 value=mode,
                 rule="one of drain, keep, recompute, abort",
@@ -297,10 +297,10 @@ class Generator(ForgeActor):
             "name": self.model.name,
             "engine": self.config.engine,
             "capabilities": asdict(self._capabilities),
-            "max_seq_len": context_limit(self.config, self.model.facts),
+            "max_seq_len": context_limit(self.config, self.model.architecture),
             "max_open": most_open(self.config),
             "version": self._engine.version,
-            "vocab_size": self.model.facts.vocab_size,
+            "vocab_size": self.model.architecture.vocab_size,
             "has_chat_template": self._tokenizer is not None and self._tokenizer.has_chat_template,
             "folder": None if self.model.folder is None else str(self.model.folder),
             "sampling": self.config.sampling.model_dump(mode="json"),
@@ -367,7 +367,7 @@ async def start_policy(config: PolicyConfig) -> Service[Generator]:
     with_gpus = wants_gpus(section.with_gpus)
     if with_gpus and config.launcher.kind == "local" and not num_usable_gpus():
         raise ConfigError(
-            "the configuration asks for a GPU, and this machine has none",
+            "the configuration requires a GPU, and this machine has none",
             path="generator.with_gpus",
             value=True,
             rule="true only where there is a GPU (nvidia-smi lists them, CUDA_VISIBLE_DEVICES hides them)",

@@ -188,7 +188,7 @@ def context_limit(config: GenerationConfig, model: ModelConfig) -> int:
         return min(supported or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     if supported is not None and config.max_seq_len > supported:
         raise ConfigError(
-            "the generator's context is longer than what the model was made for",
+            "the generator's context is longer than the model supports",
             path="generator.max_seq_len",
             value=config.max_seq_len,
             rule=f"at most {supported}, the model's max_seq_len",
@@ -228,7 +228,7 @@ class OpenCompletions:
         limit = most_open(self._config)
         if num > limit:
             raise ConfigError(
-                "a request asks for more completions than the generator can ever have open",
+                "a request needs more completions than the generator can ever hold",
                 path="sampling.n",
                 value=num,
                 rule=f"at most {limit}: max_batch {self._config.max_batch} and max_queue {self._config.max_queue}",

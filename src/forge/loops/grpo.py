@@ -125,7 +125,7 @@ async def _run(plan: GRPOPlan) -> GRPOResult:
 async def _with_workers(plan: GRPOPlan, stop: Stop, loops: list[GRPOLoop]) -> GRPOResult:
     """Start the workers, and run a loop, which is added to `loops`. All processes are gone when it returns."""
     async with run(plan.config.launcher):
-        workers = await stop.unless(start_workers(plan.config, plan.trainer, loss=plan.loss))
+        workers = await stop.unless(start_workers(plan.config, plan.trainer, loss=plan.loss, run=plan.run))
         if workers is None:
             return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
         loop = GRPOLoop(plan, workers, stop=stop)
@@ -261,7 +261,7 @@ class GRPOLoop:
             known: dict[str, Any] | None = extra.get("ledger_before")
             return known
         folder = run_dir(self._config)
-        _log.warning("%s has no %s: it will not record what came before this resume", folder, LEDGER_NAME)
+        _log.warning("%s has no %s: the new one will not contain what came before this resume", folder, LEDGER_NAME)
         return {"next_number": extra["buffer"]["next_number"], "pending": extra["buffer"]["pending"]}
 
     def _restore(self, extra: dict[str, Any]) -> None:
@@ -419,7 +419,7 @@ class GRPOLoop:
             return None
         return Evaluator(
             self._config.evaluation,
-            book=self._plan.heldout,
+            dataset=self._plan.heldout,
             policy=self._workers.policy,
             rewards=self._workers.rewards,
             sampling=self._plan.sampling,

@@ -180,7 +180,7 @@ def _check_stream(method: Callable[..., Any], where: str, batch: object) -> None
 
 
 def streams_only(where: str, verb: str) -> OptionError:
-    """Why a streaming endpoint cannot be called with another verb than `stream`. `where` names the endpoint."""
+    """Return the error for a streaming endpoint that is called with another verb than `stream`."""
     return OptionError(
         f"{where} is a streaming endpoint: it has no {verb}",
         path=f"{where}.{verb}",
@@ -202,7 +202,7 @@ def unknown_verb(where: str, verb: str, equivalents: Mapping[str, str]) -> Attri
 
 
 def specs_of(cls: type) -> dict[str, EndpointSpec]:
-    """Every endpoint that a class declares or inherits, by name."""
+    """Return every endpoint that a class declares or inherits, by name."""
     found: dict[str, EndpointSpec] = {}
     for name in dir(cls):
         value = inspect.getattr_static(cls, name, None)

@@ -20,8 +20,7 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from forge.config import DistributedConfig, ModelConfig, TrainingConfig
-from forge.models.language_model import LanguageModel
-from forge.models.titan import titan_config
+from forge.models.language_model import LanguageModel, titan_config
 from forge.trainer.layout import Layout
 
 _BACKEND = "partial_dtensor"  # TorchTitan's newer default needs a newer torch
