@@ -282,7 +282,7 @@ def _check(key: object, reduce: object, num_keys: int) -> None:
         )
     if not isinstance(reduce, Reduce):
         raise DataError(
-            f"the metric {key!r} cannot be reduced so",
+            f"the metric {key!r} cannot be reduced this way",
             path=key,
             value=reduce,
             rule=f"one of {', '.join(f'Reduce.{each.name}' for each in Reduce)}",
@@ -293,8 +293,8 @@ def _check(key: object, reduce: object, num_keys: int) -> None:
             f"there are already {num_keys} keys of metrics in this process",
             path=key,
             value=num_keys + 1,
-            rule=f"at most {MAX_KEYS} keys: each is a curve that somebody looks at",
-            repair="do not put an identity, such as that of a prompt, into a key",
+            rule=f"at most {MAX_KEYS} keys, because each one is a separate curve",
+            repair="do not put ids, such as a prompt's, into a key",
         )
 
 
@@ -313,7 +313,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 def record_metric(key: str, value: float, reduce: Reduce = Reduce.MEAN) -> None:
     """Note one value of a metric, in any process and any thread of a run.
 
-    It costs about a microsecond and waits for nobody. The values of all processes since the last step come together
+    It costs about a microsecond and never blocks. The values of all processes since the last step come together
     as `reduce` says when the loop calls `forge.runtime.collect.collect`. A value that is NaN or infinite is counted as
     `nonfinite/<key>` and does not spoil the rest. A key has one `Reduce` in the whole run: another one is a
     `DataError`, as is a key or value that is none.
