@@ -31,7 +31,7 @@ def build_for_inference(
     device: torch.device,
     shared: Mapping[str, Tensor] | None = None,
 ) -> LanguageModel:
-    """The model with paged attention, without gradients. Its weights are empty, to be loaded next.
+    """Return the model with paged attention, without gradients. Its weights are empty, to be loaded next.
 
     With `shared`, parameters by name, it computes with those very tensors and has no weights of its own: whoever
     changes them changes what it computes. They must be whole, and of the dtype and on the device that are asked for.
@@ -68,19 +68,19 @@ def _norm(config: RMSNorm.Config) -> GpuNorm.Config:
 
 
 def _share_rotary(model: LanguageModel) -> None:
-    """One table of rotations for all layers: at 32,000 positions each of its own would take gigabytes."""
+    """Share one table of rotations among all layers: at 32,000 positions a table each would take gigabytes."""
     tables = [layer.attention.rope for layer in model.layers.values()]
     for table in tables[1:]:
         table.cache = tables[0].cache
 
 
 def _hidden_states(hidden: Tensor, weight: Tensor, row: RowTask, group: object) -> Tensor:
-    """What the head returns for a generator, which has more than one use for the rows that were asked for."""
+    """Return what the head returns for a generator, which has more than one use for the rows that were asked for."""
     return hidden
 
 
 def parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters, each under the first of its names (tied weights have two): as a trainer publishes them."""
+    """Return the parameters, each under the first of its names (tied weights have two): as a trainer publishes them."""
     names: dict[int, str] = {}
     for name, parameter in (named := named_parameters([model])):
         names.setdefault(id(parameter), name)
@@ -88,12 +88,12 @@ def parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def paged_layers(model: LanguageModel) -> list[PagedAttention]:
-    """The attention of every layer, in order: whoever owns the cache hands each its part."""
+    """Return the attention of every layer, in order: whoever owns the cache hands each its part."""
     return [layer.attention.inner_attention for layer in model.layers.values()]
 
 
 def cache_shapes(model: ModelConfig, *, num_pages: int, on_gpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of one layer's cached keys and values."""
+    """Return the shapes of one layer's cached keys and values."""
     heads = model.num_kv_heads or 1
     width = model.head_dim or (model.hidden_size or 1) // (model.num_heads or 1)
     rows = (num_pages, heads, PAGE_TOKENS, width)
@@ -101,7 +101,7 @@ def cache_shapes(model: ModelConfig, *, num_pages: int, on_gpu: bool) -> tuple[t
 
 
 def page_bytes(model: ModelConfig, *, item_bytes: int) -> int:
-    """The memory of one page, over all layers."""
+    """Return the memory of one page, over all layers."""
     keys, values = cache_shapes(model, num_pages=1, on_gpu=False)
     per_layer = sum(math.prod(shape) for shape in (keys, values))
     return per_layer * item_bytes * (model.num_layers or 1)

@@ -154,7 +154,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 
 
 def _grouped(x: Tensor, weight_EOI: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's rows times its weight."""
+    """Return each expert's rows times its weight."""
     weight = weight_EOI.to(x.dtype)
     if x.dtype == torch.bfloat16 and all(size % _KERNEL_MULTIPLE == 0 for size in weight.shape[1:]):
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)

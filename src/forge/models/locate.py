@@ -18,6 +18,7 @@ from typing import Final
 from forge.config import ModelConfig
 from forge.config.model_presets import read_preset
 from forge.errors import ModelError
+from forge.kernels.native_build import cache_directory
 from forge.models.architecture import ARCHITECTURE_KEYS, complete, merge, preset_of
 from forge.models.hf_config import read_hf_config
 from forge.models.tiny import TINY_FILES, write_tiny
@@ -122,12 +123,11 @@ def _repo(preset: str | None) -> str | None:
 
 
 def _cached_tiny(config: ModelConfig, environ: Mapping[str, str]) -> Path:
-    """The folder of a tiny model, made unless it is there. It appears under its name only when it is whole."""
+    """Return the folder of a tiny model, made unless it is there. It appears under its name only when it is whole."""
     described = json.dumps(
         [_TINY_EDITION, config.model_dump(include=set(ARCHITECTURE_KEYS), mode="json")], sort_keys=True
     )
-    home = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
-    parent = Path(home) / "torchforge" / "models"
+    parent = cache_directory(environ) / "models"
     folder = parent / f"tiny-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
     if folder.is_dir():
         _check_cached(folder)

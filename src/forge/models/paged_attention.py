@@ -65,7 +65,7 @@ class PagedAttention(Module):  # type: ignore[misc]
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """`attention_masks` is TorchTitan's word for what is handed to the layers: here the key of the row."""
+        """Attend to the cache. `attention_masks`, TorchTitan's name, holds the key of the row."""
         row: PagedRow = self.book.find(attention_masks)
         k_cache, v_cache = self.k_cache, self.v_cache
         assert k_cache is not None, "the cache has not been allocated"

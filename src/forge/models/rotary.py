@@ -62,7 +62,7 @@ class Rotary(CosSinRoPE):  # type: ignore[misc]
 
 
 def _has_cpu_kernel(query: Tensor, key: Tensor, table: Tensor) -> bool:
-    """Whether `forge.kernels.cpu_layers` rotates them, with gradients."""
+    """Return whether `forge.kernels.cpu_layers` rotates them, with gradients."""
     heads = all(is_rowwise(tensor) and len(tensor) == 1 and cpu_layers.rotates(tensor) for tensor in (query, key))
     return heads and is_rowwise(table) and bool(table.is_contiguous())
 
@@ -89,7 +89,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _stretched(frequencies: Tensor, config: CosSinRoPE.Config) -> Tensor:
-    """Llama 3.1: long waves are stretched by the factor, short ones kept, those between blended."""
+    """Stretch long waves by the factor, keep short ones, and blend those between, as Llama 3.1 does."""
     waves = 2 * math.pi / frequencies
     longest = config.original_max_position_embeddings / config.low_freq_factor
     shortest = config.original_max_position_embeddings / config.high_freq_factor

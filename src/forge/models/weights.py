@@ -62,7 +62,7 @@ def load_hf(
     there is never more than one piece of about `max_read_bytes` (one row, where that is larger).
 
     The folder is checked whole before anything is written, so every rank of a run refuses the same folder: a tensor
-    that is missing, one too many, one of another shape or of a quantised dtype, or a file that is damaged raises
+    that is missing, one too many, one of another shape or of a quantized dtype, or a file that is damaged raises
     `ModelError`. (One thing is seen only on the way, by ranks that hold it: an output layer that is said to be tied and
     is not.) Ranks do not wait for each other here.
     """
@@ -81,7 +81,7 @@ def load_hf(
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of some parts, each under every name that it has, without what wrappers insert.
+    """Return the parameters of some parts, each under every name that it has, without what wrappers insert.
 
     FSDP shows whole parameters between forward and backward, and what is written to them is lost; so parts are
     resharded first.
@@ -100,7 +100,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter
 
 
 def shard_range(size: int, splits: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """First index and end of what is left of `size` indices after splits, each (number of chunks, which one).
+    """Return the first index and the end of a part of `size` indices after splits, each (number of chunks, which).
 
     Chunks are those of `torch.chunk`: all of one size, but the last ones may be smaller or empty.
     """
@@ -112,7 +112,7 @@ def shard_range(size: int, splits: Sequence[tuple[int, int]]) -> tuple[int, int]
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Which part of the whole tensor this rank holds. DTensors are split as `full_tensor()` puts them together."""
+    """Return which part of the whole tensor this rank holds; DTensors are split as `full_tensor()` joins them."""
     from torch.distributed.tensor import DTensor, Partial
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -176,7 +176,7 @@ def _fill(name: str, parameter: Tensor, slot: WeightSlot, *, files: _Folder) -> 
 
 
 def _sources(slot: WeightSlot, box: Box, local: Tensor, *, fused: bool) -> Iterator[tuple[str, Box, Tensor]]:
-    """The pieces of a shard: the tensor in the files, the box of it, and the part of the shard that it fills."""
+    """Yield the pieces of a shard: the tensor in the files, the box of it, and the part of the shard that it fills."""
     if slot.fused is None:
         yield slot.hf_names[0], box, local
         return
@@ -240,8 +240,8 @@ class _Folder:
                 path=self._place(extra[0]),
                 value=sorted(extra)[:8],
                 rule="every tensor is taken, so that nothing that was trained is dropped in silence",
-                repair="Check that the configuration is of this checkpoint. Biases, quantised weights and adapters are "
-                "not supported.",
+                repair="Check that the configuration is of this checkpoint. Quantized weights and adapters are not "
+                "supported.",
             )
 
     def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
@@ -268,7 +268,7 @@ class _Folder:
                 path=self._place(name),
                 value=part.get_dtype(),
                 rule=f"one of {', '.join(sorted(_DTYPES))}",
-                repair="Take the checkpoint that is not quantised.",
+                repair="Take the checkpoint that is not quantized.",
             )
 
     def _place(self, name: str) -> str:
@@ -279,7 +279,7 @@ class _Folder:
             into[where].copy_(piece)
 
     def compare_head(self, name: str, box: Box) -> None:
-        """A tied checkpoint may hold its output layer all the same; then it must be the embedding."""
+        """Check that an output layer in a tied checkpoint is the embedding."""
         import torch
 
         if not self.has_needless_head:
@@ -295,7 +295,7 @@ class _Folder:
                 )
 
     def _pieces(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
-        """A box of a tensor in pieces along its first dimension that is not 1: where in the box, and what is there."""
+        """Yield a box of a tensor in pieces along its first dimension that is not 1: its place in the box, and it."""
         from safetensors import SafetensorError
 
         file, handle = self._handles[name]
@@ -340,7 +340,7 @@ def _damaged(file: Path, error: Exception) -> ModelError:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files with the weights of a folder, found as transformers finds them: the single file, then the index."""
+    """Return the files with the weights, found as transformers finds them: the single file, then the index."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.is_file():
         return [single]
