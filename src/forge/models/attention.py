@@ -20,7 +20,7 @@ from forge.kernels.cpu_attention_backward import SharedLayout
 from forge.kernels.cpu_linear import is_rowwise
 from forge.models.flash_attention import Kernel, torch_kernel
 from forge.models.gpu_attention import device_of, power_of_two
-from forge.models.rows import Documents, RowBook, Sharing
+from forge.models.rows import Documents, RowRegistry, Sharing
 
 
 class DocumentAttention(Module):  # type: ignore[misc]
@@ -38,7 +38,7 @@ class DocumentAttention(Module):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.book = RowBook()
+        self.row_registry = RowRegistry()
         self.kernel: Kernel = torch_kernel
 
     @torch.compiler.disable
@@ -53,7 +53,7 @@ class DocumentAttention(Module):  # type: ignore[misc]
         **_: Any,
     ) -> Tensor:
         """Attend within documents. `attention_masks`, TorchTitan's name, holds the key of the row."""
-        row = self.book.find(attention_masks)
+        row = self.row_registry.find(attention_masks)
         if _goes_by_row(q_BLNH):
             factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
             layout = _layout(row.documents.lengths, _prefixes(row.sharing))

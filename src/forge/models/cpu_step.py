@@ -34,10 +34,9 @@ from forge.kernels import cpu_attention, cpu_layers, cpu_linear
 from forge.kernels.cpu_linear import is_rowwise
 from forge.kernels.cpu_step import Calls, LayerTensors, Part, Step, Tensors, library, norms_as_torch
 from forge.models.gpu_layers import GpuNorm
+from forge.models.inference import PagedAttention, PagedRow
 from forge.models.language_model import LanguageModel
-from forge.models.layers import RowFeedForward, RowLinear
-from forge.models.paged_attention import PagedAttention, PagedRow
-from forge.models.rotary import Rotary
+from forge.models.layers import Rotary, RowFeedForward, RowLinear
 
 _LANES: Final = 8  # rows that a product computes at least
 _MOST_WEIGHTS: Final = 1 << 22

@@ -1,7 +1,7 @@
 """Which documents lie in a row of tokens, and how the layers of a model find out.
 
 A row is a line of tokens [1, L] that holds several documents, one after the other. The layers are handed a *key*, a
-tensor with one whole number, and look the row up in the model's `RowBook`. A tensor passes through pipelines, through
+tensor with one whole number, and look the row up in the model's `RowRegistry`. A tensor passes through pipelines,
 activation checkpointing and torch.compile as any input does; an object would be split, forgotten or guarded on.
 """
 
@@ -115,7 +115,7 @@ class PackedRow(Protocol):
 
 
 @dataclass(slots=True)
-class RowBook:
+class RowRegistry:
     """The rows that are under way, by key."""
 
     _rows: dict[int, PackedRow] = field(default_factory=dict)

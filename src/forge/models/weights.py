@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder into a model that may be spread over ranks.
+"""Weights into a model that may be spread over ranks: those of a Hugging Face folder, or random ones.
 
 Each rank opens the files itself and reads only the rows and columns that its shards hold, a bounded piece at a time,
 straight into the parameters. Nothing is gathered, no rank waits for another, and no second copy of the model exists.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _WIDEST = 8
 """Bytes of the widest number that a file may hold."""
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _HARMLESS = "rotary_emb.inv_freq"
+_STD = 0.02
+_OUTPUTS = (".wo.weight", ".w2.weight", ".w2_EDF")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,36 @@ def local_box(tensor: Tensor) -> Box:
         for entry in order:
             splits[entry.tensor_dim] = [(mesh.size(dim), coordinate[dim]) for dim in entry.mesh_dims]
     return tuple(slice(*shard_range(size, splits.get(dim, ()))) for dim, size in enumerate(tensor.shape))
+
+
+def draw_weights(parts: Sequence[nn.Module], *, num_layers: int, seed: int) -> None:
+    """Fill the parameters of this rank's parts as a new model's.
+
+    Norms are 1, biases 0, and the rest comes from a normal distribution.
+
+    Each parameter has a generator of its own, made from the seed and its name, and is drawn whole before this rank's
+    part is taken. So every layout on one kind of device begins with the same model.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        for name, parameter in named_parameters(parts):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if parameter.ndim == 1:
+                local.fill_(0.0 if name.endswith(".bias") else 1.0)
+                continue
+            std = _STD / (2 * num_layers) ** 0.5 if name.endswith(_OUTPUTS) else _STD
+            local.copy_(_draw(name, parameter, std=std, seed=seed)[local_box(parameter)])
+
+
+def _draw(name: str, parameter: Tensor, *, std: float, seed: int) -> Tensor:
+    import torch
+
+    name = EMBEDDING if name == HEAD else name  # one parameter where they are tied
+    generator = torch.Generator(parameter.device).manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    shape = tuple(parameter.shape)
+    return torch.empty(shape, device=parameter.device).normal_(0.0, std, generator=generator)
 
 
 def _slot_of(name: str, parameter: Tensor, slots: Mapping[str, WeightSlot]) -> WeightSlot:
@@ -345,7 +378,7 @@ def _files(folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if index.is_file():
-        return [folder / name for name in _indexed(index)]
+        return [folder / name for name in indexed_files(index)]
     pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if pickled:
         repair = "Convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)."
@@ -362,7 +395,8 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _indexed(index: Path) -> list[str]:
+def indexed_files(index: Path) -> list[str]:
+    """Return the names of the files that an index of weights names."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         whole = all(name == Path(name).name for name in names)
