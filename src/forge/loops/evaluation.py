@@ -16,7 +16,7 @@ from forge.rollout.rollouter import Policy, Rewards, group_seed
 from forge.types import Episode, Group, Score
 
 if TYPE_CHECKING:
-    from forge.data.prompts import PromptBook
+    from forge.data.prompts import PromptDataset
 
 _log = logging.getLogger("forge.grpo")
 
@@ -71,7 +71,7 @@ class Evaluator:
 
     Args:
         config: the section `evaluation`.
-        book: the held-out prompts.
+        dataset: the held-out prompts.
         policy, rewards: who answers and who scores.
         sampling: how tokens are drawn in rollouts; only temperature, number and seed differ here.
         at_once: how many prompts are under way at the same time.
@@ -81,13 +81,13 @@ class Evaluator:
         self,
         config: EvaluationConfig,
         *,
-        book: PromptBook,
+        dataset: PromptDataset,
         policy: Policy,
         rewards: Rewards,
         sampling: Sampling,
         at_once: int,
     ) -> None:
-        self._config, self._book, self._policy, self._rewards = config, book, policy, rewards
+        self._config, self._dataset, self._policy, self._rewards = config, dataset, policy, rewards
         self._sampling = sampling.model_copy(
             update={"temperature": config.temperature, "n": 1 if config.temperature == 0 else config.num_samples}
         )
@@ -95,7 +95,7 @@ class Evaluator:
 
     @property
     def num_prompts(self) -> int:
-        return min(len(self._book), self._config.max_prompts or len(self._book))
+        return min(len(self._dataset), self._config.max_prompts or len(self._dataset))
 
     async def run(self, *, record: Callable[[Sequence[Group]], object] | None = None) -> Evaluation:
         """Ask every prompt once, `num_samples` times. `record` gets the answers, a group for each prompt."""
@@ -122,7 +122,7 @@ class Evaluator:
     async def _ask(self, index: int) -> Group | None:
         """The answers to a prompt; None where no generator can answer it."""
         async with self._slots:
-            prompt = self._book.read(index)
+            prompt = self._dataset.read(index)
             sampling = self._sampling.model_copy(update={"seed": group_seed(0, index)})
             for tries_left in reversed(range(MAX_TRIES)):
                 try:
@@ -169,7 +169,7 @@ def check_evaluation(config: EvaluationConfig, reward_names: Sequence[str]) -> N
     """Refuse to judge by a reward that is not computed."""
     if config.reward is not None and config.reward not in reward_names:
         raise ConfigError(
-            "the evaluation judges by a reward that there is not",
+            "evaluation.reward does not name a reward of this run",
             path="evaluation.reward",
             value=config.reward,
             rule=f"one of {', '.join(reward_names)}",
