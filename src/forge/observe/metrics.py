@@ -313,7 +313,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 def record_metric(key: str, value: float, reduce: Reduce = Reduce.MEAN) -> None:
     """Note one value of a metric, in any process and any thread of a run.
 
-    It costs about a microsecond and waits for nobody. The values of all processes since the last step come together
+    It costs about a microsecond and never blocks. The values of all processes since the last step come together
     as `reduce` says when the loop calls `forge.runtime.collect.collect`. A value that is NaN or infinite is counted as
     `nonfinite/<key>` and does not spoil the rest. A key has one `Reduce` in the whole run: another one is a
     `DataError`, as is a key or value that is none.
