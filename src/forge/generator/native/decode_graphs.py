@@ -15,7 +15,7 @@ from forge.generator.native.pages import PAGE
 from forge.generator.native.schedule import Piece
 from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
-from forge.models.paged_attention import PagedRow
+from forge.models.inference import PagedRow
 
 if TYPE_CHECKING:
     from forge.generator.native.runner import ModelRunner

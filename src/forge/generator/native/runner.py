@@ -28,12 +28,17 @@ from forge.kernels.paged import PagedLayout
 from forge.losses.head import chunked_logprobs
 from forge.models.cpu_step import CpuSteps
 from forge.models.gpu_attention import Extents, decode_shares
-from forge.models.inference import build_for_inference, cache_shapes, page_bytes, paged_layers, parameters_once
+from forge.models.inference import (
+    PagedRow,
+    build_for_inference,
+    cache_shapes,
+    page_bytes,
+    paged_layers,
+    parameters_once,
+)
 from forge.models.layers import rows_linear
 from forge.models.locate import ResolvedModel
-from forge.models.paged_attention import PagedRow
-from forge.models.random_weights import draw_weights
-from forge.models.weights import load_hf
+from forge.models.weights import draw_weights, load_hf
 from forge.runtime.machine import memory
 
 _log = logging.getLogger("forge.generator")
@@ -302,13 +307,13 @@ class ModelRunner:
         found = None if self._cpu_steps is None else self._cpu_steps.hidden(rows.token_ids[0], rows.row)
         if found is not None:
             return found
-        book = self.model.book
-        key = book.enter(rows.row)
+        registry = self.model.row_registry
+        key = registry.enter(rows.row)
         try:
             hidden: Tensor = self.model(rows.token_ids, key)
             return hidden
         finally:
-            book.clear()
+            registry.clear()
 
     def _rows(self, pieces: Sequence[Piece], table: np.ndarray, index: Sequence[int]) -> StepRows:
         sizes = np.array([piece.end - piece.start for piece in pieces], dtype=np.int64)
