@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import SHORT_DTYPES, EngineName
+from forge.config.base import SHORT_DTYPES, ConfigModel, EngineName, FrozenDict, broken_rule
 from forge.config.schema import ForgeConfig, ModelConfig, ReplicatedWorkerConfig
 from forge.errors import ConfigError
 from forge.registry import ENGINES
@@ -85,10 +84,10 @@ class Sampling(ConfigModel):
     def _check_together(self) -> Self:
         if 0.0 < self.temperature < LEAST_TEMPERATURE:
             rule = f"is 0, or at least {LEAST_TEMPERATURE:g}: logits divided by less are no numbers"
-            raise broken_rule(rule, repair="set 0, which takes the likeliest token", key="temperature")
+            raise broken_rule(rule, repair="set 0 for greedy decoding", key="temperature")
         if not _LEAST_PENALTY <= self.repetition_penalty <= 1 / _LEAST_PENALTY:
             rule = f"is at least {_LEAST_PENALTY:g} and at most {1 / _LEAST_PENALTY:g}: float32 holds no more"
-            raise broken_rule(rule, repair="set 1 for none; 1.1 is much already", key="repetition_penalty")
+            raise broken_rule(rule, repair="set 1 for none; 1.1 is already strong", key="repetition_penalty")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             rule = f"may be at most max_tokens, which is {self.max_tokens}"
             raise broken_rule(rule, repair="lower it, or raise max_tokens", key="min_tokens")

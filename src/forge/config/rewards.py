@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.base import ConfigModel, FrozenDict, Name, PathText, RewardName, broken_rule
 from forge.config.generator import GeneratorServiceConfig
-from forge.config.rules import Name, PathText, RewardName
 
 
 class RewardConfig(ConfigModel):
@@ -62,6 +61,16 @@ class JudgeConfig(ConfigModel):
     generator: GeneratorServiceConfig = Field(
         default_factory=GeneratorServiceConfig, description="The engine that runs it."
     )
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        for key in ("weights", "update", "canary"):
+            if getattr(self.generator, key) != GeneratorServiceConfig.model_fields[key].get_default(
+                call_default_factory=True
+            ):
+                rule = "has no meaning here: the weights of a judge never change"
+                raise broken_rule(rule, repair="remove it", key=f"generator.{key}")
+        return self
 
 
 class RewardModelConfig(ConfigModel):

@@ -299,7 +299,7 @@ class _ShuffleBuffer:
                 path=self._source.name,
                 value=len(found),
                 rule=f"{len(wanted)} records that were read ahead are still there",
-                repair="put the data back as it was, or start anew",
+                repair="restore the data, or start a new run",
             )
         self._slots = [found[number] for number in saved["slots"]]
         return [found[number] for number in held]

@@ -125,14 +125,14 @@ def open_prompts(config: PromptsConfig, *, evaluation: EvaluationConfig, seed: i
     train = prompt_index.take(np.flatnonzero(~np.isin(prompt_index.questions, questions)))
     if not len(train):
         raise ConfigError(
-            "every prompt to learn from is also one to judge by",
+            "every training prompt is also an evaluation prompt",
             path="evaluation.sources",
             value=len(questions),
             rule="what evaluation asks is left out of training, and something must remain",
             repair="give evaluation other sources, or a task another seed, or use evaluation.fraction",
         )
     if evaluation.sources and len(train) < len(prompt_index):
-        logger.info("%d prompts are asked by evaluation and left out of training", len(prompt_index) - len(train))
+        logger.info("%d prompts are used for evaluation and left out of training", len(prompt_index) - len(train))
     chosen = _ranked(questions, key=derive(seed, "held out"))[: evaluation.max_prompts]
     _, first = np.unique(held.questions, return_index=True)
     picks = np.sort(first[np.isin(held.questions[first], chosen)])
@@ -177,7 +177,7 @@ def _open_index(
 ) -> PromptIndex:
     if not sources:
         raise ConfigError(
-            "there is nothing to ask the policy",
+            "there are no prompts",
             path=f"{section}.sources",
             value=(),
             rule="at least one source",
@@ -221,10 +221,10 @@ def _open_task(source: PromptSourceConfig, *, where: str, seed: int, lenient: bo
     if not len(prompt_index) or (source.num_prompts is not None and len(prompt_index) < source.num_prompts):
         found = task.num_problems if task.num_problems is not None else len(prompt_index)
         raise ConfigError(
-            f"{task.name} has fewer different problems than are asked for",
+            f"{task.name} has fewer different problems than requested",
             path=f"{where}.num_prompts",
             value=source.num_prompts,
-            rule=f"at most {found}" if task.num_problems is not None else f"about {found}: no others were found",
+            rule=f"at most {found}" if task.num_problems is not None else f"about {found}: no more were found",
             repair="lower it, or widen the task by its level or its arguments",
         )
     return prompt_index

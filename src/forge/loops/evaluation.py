@@ -169,7 +169,7 @@ def check_evaluation(config: EvaluationConfig, reward_names: Sequence[str]) -> N
     """Refuse to judge by a reward that is not computed."""
     if config.reward is not None and config.reward not in reward_names:
         raise ConfigError(
-            "the evaluation judges by a reward that there is not",
+            "evaluation.reward does not name a reward of this run",
             path="evaluation.reward",
             value=config.reward,
             rule=f"one of {', '.join(reward_names)}",

@@ -43,10 +43,10 @@ from forge.observe import is_tracing, span, switch_tracing
 from forge.observe.tracing import drain_trace
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.credit import AdvantageFunction
-from forge.rollout.fruitless import Fruitless, GivenUp
 from forge.rollout.ledger import LedgerLine
 from forge.rollout.rollouter import Rollouter
 from forge.rollout.samples import completion_logprobs
+from forge.rollout.signal import DropReason, NoSignalGroup
 from forge.runtime.lifetime import run
 from forge.trainer.schedules import is_due
 from forge.types import Group, StepResult
@@ -162,7 +162,7 @@ class GRPOLoop:
             num_groups=plan.num_groups,
             algorithm=self._config.algorithm,
             advantage=plan.advantage,
-            on_fruitless=self._note_fruitless,
+            on_no_signal=self._note_no_signal,
         )
         self._rollouter = Rollouter(
             plan.prompts,
@@ -261,7 +261,7 @@ class GRPOLoop:
             known: dict[str, Any] | None = extra.get("ledger_before")
             return known
         folder = run_dir(self._config)
-        _log.warning("%s has no %s: it will not record what came before this resume", folder, LEDGER_NAME)
+        _log.warning("%s has no %s: the new one will not contain what came before this resume", folder, LEDGER_NAME)
         return {"next_number": extra["buffer"]["next_number"], "pending": extra["buffer"]["pending"]}
 
     def _restore(self, extra: dict[str, Any]) -> None:
@@ -269,7 +269,7 @@ class GRPOLoop:
         self._step, self._evaluated_step = int(extra["step"]), extra["evaluated_step"]
         self._last_save = (self._step, self._evaluated_step)
         self._evaluations = [Evaluation.read(each) for each in extra["evaluations"]]
-        self._buffer.load(extra["buffer"], settled=self._records.ledger.settled)
+        self._buffer.load(extra["buffer"], committed=self._records.ledger.committed)
         _log.info("resuming after step %d; %d groups are back in the queue", self._step, len(self._buffer.pending))
 
     # ---- Training: batches -> weights; waits for the buffer's batch ------------------------------------------------
@@ -281,13 +281,13 @@ class GRPOLoop:
             taken = await self._next_batch()
             if taken is None:
                 if not self._stop.is_asked:
-                    self._buffer.check_fruitful()
+                    self._buffer.check_any_signal()
                 break
             learned = await self._learn(taken)
             if learned is None:
                 break
             groups, result = learned
-            self._buffer.settle()
+            self._buffer.commit()
             self._step += 1
             if not self._stop.is_asked:  # else there is no next step, and the save is urgent
                 await self._hand_over()
@@ -329,9 +329,9 @@ class GRPOLoop:
         ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
         num_stale = self._buffer.counts.num_stale
         stale = f"; {num_stale} came from weights that were too old, and went back" if num_stale else ""
-        num_fruitless = self._buffer.tally.num_groups
-        fruitless = f"; {num_fruitless} in a row brought nothing to learn from" if num_fruitless else ""
-        return f"{ready}; under way: {under_way or 'none'}{stale}{fruitless}"
+        num_no_signal = self._buffer.tally.num_groups
+        no_signal = f"; {num_no_signal} in a row brought nothing to learn from" if num_no_signal else ""
+        return f"{ready}; under way: {under_way or 'none'}{stale}{no_signal}"
 
     async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult] | None:
         """Learn from a batch; None if there was no time for it. Then its groups stay pending."""
@@ -401,18 +401,18 @@ class GRPOLoop:
         assert self._records is not None
         logprobs = None if result.logprobs is None else completion_logprobs(groups, result.logprobs)
         lines = [LedgerLine(self._step, group.number, group.epoch, group.prompt.id, "trained") for group in groups]
-        self._records.ledger.write([*lines, *self._dropped_lines(self._step, taken.given_up)])
+        self._records.ledger.write([*lines, *self._dropped_lines(self._step, taken.drops)])
         self._records.rollouts(self._step, groups, logprobs)
         values = self._metrics.of_step(taken, result, clock=self._clock)
         await self._records.metrics(self._step, values)
 
-    def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, GivenUp]]) -> list[LedgerLine]:
+    def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, DropReason]]) -> list[LedgerLine]:
         places = [(self._plan.prompts.at(number), number, outcome) for number, outcome in dropped]
         return [LedgerLine(step, number, epoch, prompt.id, outcome) for (epoch, prompt), number, outcome in places]
 
-    def _note_fruitless(self, fruitless: Fruitless) -> Path | None:
+    def _note_no_signal(self, no_signal: NoSignalGroup) -> Path | None:
         assert self._records is not None
-        return self._records.fruitless(self._buffer.num_taken + 1, fruitless)
+        return self._records.no_signal(self._buffer.num_taken + 1, no_signal)
 
     def _make_evaluator(self) -> Evaluator | None:
         if self._plan.heldout is None:
@@ -498,7 +498,7 @@ class GRPOLoop:
     def _end(self) -> Path | None:
         """Write what became of the groups since the last step, which a resumed run rolls out again, and the report."""
         assert self._records is not None
-        return self._records.end(self._dropped_lines(self._step + 1, self._buffer.unsettled_drops))
+        return self._records.end(self._dropped_lines(self._step + 1, self._buffer.uncommitted_drops))
 
     def close(self) -> None:
         """Write what is left to write, however the run ended, and close the records."""

@@ -153,7 +153,7 @@ def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
     generator = config.generator
     if generator.sampling.temperature == 0:
         raise ConfigError(
-            "rollouts without chance cannot differ from each other",
+            "rollouts at temperature 0 cannot differ from each other",
             path="generator.sampling.temperature",
             value=0.0,
             rule="more than 0 in reinforcement learning",
@@ -189,7 +189,7 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
     room = _capacity(config) // config.generator.num_replicas // section.group_size
     if room < 1:
         raise ConfigError(
-            "a group has more completions than a generator takes",
+            "a group has more completions than a generator accepts",
             path="rollout.group_size",
             value=section.group_size,
             rule=f"at most generator.max_batch + generator.max_queue, which is {_capacity(config)}",
@@ -213,4 +213,4 @@ def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int)
 
 
 def _needed(path: str, rule: str, repair: str) -> ConfigError:
-    return ConfigError("the configuration lacks something", path=path, value=None, rule=rule, repair=repair)
+    return ConfigError("a required key is missing", path=path, value=None, rule=rule, repair=repair)

@@ -12,9 +12,9 @@ from forge.loops.run_paths import run_dir
 from forge.observe import make_sinks
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
-from forge.rollout.fruitless import Fruitless
 from forge.rollout.ledger import Ledger, LedgerLine
 from forge.rollout.record import RolloutRecorder
+from forge.rollout.signal import NoSignalGroup
 from forge.rollout.writing import recording
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
@@ -68,10 +68,10 @@ class Records:
         """Write the answers of an evaluation."""
         self._rollouts.write_evaluation(step, groups)
 
-    def fruitless(self, step: int, fruitless: Fruitless) -> Path | None:
+    def no_signal(self, step: int, no_signal: NoSignalGroup) -> Path | None:
         """Write a group that taught nothing while a step was being prepared; where groups of this kind can be read."""
-        if not fruitless.is_kept:
-            return self._rollouts.write_fruitless(step, fruitless)
+        if not no_signal.is_kept:
+            return self._rollouts.write_no_signal(step, no_signal)
         return self._rollouts.folder if step > 1 and self._plan.config.record.rollouts != "none" else None
 
     async def metrics(self, step: int, values: Mapping[str, Value]) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, TypeGuard
 
 from forge.config import GRPOConfig
 from forge.config.base import ConfigModel
-from forge.config.renames import move_old_keys
-from forge.config.saving import FILE_NAME, to_plain
+from forge.config.fields import move_old_keys
+from forge.config.loading import FILE_NAME, to_plain
 from forge.config.yaml_text import read_yaml
 from forge.errors import CheckpointError, ConfigError
 from forge.loops.run_paths import HasRunPaths, checkpoint_dir, run_dir
@@ -72,7 +72,7 @@ def resumed_state(info: CheckpointInfo, loop: Literal["reinforcement learning", 
         value=f"a checkpoint of {made_by}" if made_by else "no state of a run",
         rule=f"a checkpoint of {loop}",
         repair="name one of this run's checkpoints; to start from the weights of another run, set model.path to the "
-        "folder `hf` beside its checkpoints, and leave --resume out",
+        "folder `hf` next to its checkpoints, and leave --resume out",
     )
 
 
@@ -127,7 +127,7 @@ def _earlier_config(folder: Path) -> Mapping[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        _log.warning("%s cannot be read, so nothing is known of the earlier run: %s", path, error)
+        _log.warning("%s cannot be read, so its configuration cannot be compared: %s", path, error)
         return {}
     return document.data if isinstance(document.data, Mapping) else {}
 
@@ -176,12 +176,12 @@ def check_continues(config: GRPOConfig, extra: Mapping[str, Any], *, prompts_dig
             path="prompts.sources",
             value=prompts_digest,
             rule=f"the digest {extra['prompts']}, as when the checkpoint was made",
-            repair="give the same sources and seed, or start anew under another run.name",
+            repair="use the same sources and seed, or start a new run under another run.name",
         )
     most = config.training.max_steps
     if most is not None and most < int(extra["step"]):
         raise CheckpointError(
-            "the run that is resumed has taken more steps than it may",
+            "the run has already taken more steps than training.max_steps allows",
             path="training.max_steps",
             value=most,
             rule=f"at least {extra['step']}, the steps that the checkpoint has taken",

@@ -42,14 +42,14 @@ class RolloutRunner:
             group = await self._rollouter.roll_out(number)
         except PromptError as error:
             _log.warning("group %d is left out: %s", number, error)
-            self._buffer.give_up(number, "refused")
+            self._buffer.drop(number, "refused")
             return
         except (ActorFailure, EngineDead, CallTimeout) as error:
             self._tries[number] += 1
             if self._tries[number] > self._plan.rollout.max_task_retries:
                 raise
             _log.warning("group %d goes back to the queue: %s", number, error.message)
-            self._buffer.put_back(number)
+            self._buffer.requeue(number)
             return
         failed = [episode for episode in group.episodes if episode.score.failures]
         self._metrics.count_failures(failed)
@@ -70,4 +70,4 @@ class RolloutRunner:
                 repair="correct the reward, or set rewards.on_error to zero or skip",
             )
         _log.warning("group %d is skipped: the reward %r failed: %s", group.number, name, why)
-        self._buffer.give_up(group.number, "failed", group=group)
+        self._buffer.drop(group.number, "failed", group=group)

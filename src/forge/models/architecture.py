@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from forge.config import ModelConfig, preset_names
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
 from forge.models.families import family_of
 
@@ -87,7 +87,7 @@ def complete(model: ModelConfig) -> ModelConfig:
         )
     if model.head_dim is not None and model.head_dim % 2:
         raise ModelError(
-            "Rotary embeddings turn pairs of numbers.",
+            "Rotary embeddings need an even head dimension.",
             path="model.head_dim",
             value=model.head_dim,
             rule="must be even",

@@ -47,7 +47,7 @@ class MetricsLog:
             raise ValueError("the metrics log is closed: metrics can no longer be written to it")
         if not isinstance(step, int) or step < 0:
             raise DataError(
-                "a step is not a number of steps",
+                "the step is not a valid number",
                 path="step",
                 value=step,
                 rule="a whole number, 0 or more",
@@ -100,7 +100,7 @@ def _plain(name: str, value: object) -> Value:
     if isinstance(value, float | int | str):
         return value
     raise DataError(
-        "a metric is neither a number nor a text",
+        "a metric is neither a number nor text",
         path=name,
         value=value,
         rule="each value is a float, an int or a str",
@@ -111,7 +111,7 @@ def _plain(name: str, value: object) -> Value:
 def sink_errors(config: MetricsConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with the sinks of a configuration before they are opened."""
     from forge.config import InvalidConfig
-    from forge.config.call_arguments import argument_problems
+    from forge.config.problems import argument_problems
 
     for index, section in enumerate(config.sinks):
         path = f"metrics.sinks[{index}]"

@@ -56,7 +56,7 @@ def find(kind: str) -> Callable[..., float]:
         raise _refusal(
             f"the reward {kind!r} is not a function",
             kind=kind,
-            rule="a model behind a service gives it",
+            rule="it is computed by a model behind a service",
             repair=f"use it in `rewards.functions` of a run, with the section rewards.{kind}",
         )
     _check_callable(function, kind=kind)
@@ -65,7 +65,7 @@ def find(kind: str) -> Callable[..., float]:
 
 def arguments(kind: str) -> dict[str, inspect.Parameter]:
     """Return the arguments of a reward besides prompt and completion, by name."""
-    from forge.config.call_arguments import named_arguments
+    from forge.config.problems import named_arguments
 
     return named_arguments(REWARDS.find(kind, path="kind"), num_given=0 if is_served(kind) else 2)
 
@@ -130,7 +130,7 @@ def _problems(config: RewardsConfig) -> Iterator[Problem]:
 
 def _argument_problems(kind: str, args: Mapping[str, Any], *, path: str) -> Iterator[Problem]:
     """Yield what is wrong with the arguments: names and types first, then what only together makes sense."""
-    from forge.config.call_arguments import argument_problems
+    from forge.config.problems import argument_problems
 
     function = REWARDS.find(kind, path="kind")
     num_given = 0 if is_served(kind) else 2

@@ -103,7 +103,7 @@ def test_train_false_needs_a_template_that_tells_messages_apart() -> None:
         encode({"messages": turns}, tokenizer=OneRun())
 
 
-def test_nobody_answering_is_a_bad_record_unless_all_counts() -> None:
+def test_a_record_without_an_answer_is_bad_unless_all_counts() -> None:
     with pytest.raises(DataError, match=r"x\.jsonl:3: there is no assistant message"):
         encode({"messages": TURNS[:1]})
     sample, _ = encode({"messages": TURNS[:1]}, loss_on="all")

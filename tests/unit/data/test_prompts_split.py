@@ -110,12 +110,12 @@ def test_what_evaluation_asks_is_left_out_of_training(tmp_path: Path, caplog: py
         sets = opened(train, evaluation={"sources": [held], "fraction": 0.9})
     assert texts(sets.train) == ["b", "c"]
     assert texts(sets.heldout) == ["x", "a "]
-    assert "2 prompts are asked by evaluation" in caplog.text
+    assert "2 prompts are used for evaluation" in caplog.text
 
 
 def test_evaluation_on_all_that_is_trained_on_is_refused(tmp_path: Path) -> None:
     source = written(tmp_path / "a.jsonl", ["a", "b"])
-    with pytest.raises(ConfigError, match="also one to judge by") as caught:
+    with pytest.raises(ConfigError, match="also an evaluation prompt") as caught:
         opened(source, evaluation={"sources": [source]})
     assert caught.value.path == "evaluation.sources"
     assert "something must remain" in str(caught.value.rule)

@@ -168,7 +168,7 @@ def test_an_output_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path:
         with pytest.raises(DataError) as caught:
             write_report(folder, output=output)
         assert caught.value.path == str(output)
-        assert caught.value.rule == f"a file in a folder that is there and can be written: {reason}"
+        assert caught.value.rule == f"a file in an existing, writable folder: {reason}"
         assert caught.value.repair == "give another --output"
     assert sorted(tmp_path.rglob("*")) == before
 

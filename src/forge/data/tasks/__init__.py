@@ -77,7 +77,7 @@ class Arguments:
     ) -> ConfigError:
         """The error for one argument."""
         return ConfigError(
-            f"{self._where}.{name} is not what the task can use",
+            f"{self._where}.{name} is not a valid value for the task",
             path=f"{self._where}.{name}",
             value=self.values.get(name),
             rule=rule,

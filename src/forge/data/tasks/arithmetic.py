@@ -88,7 +88,7 @@ def place_in_turns(sizes: Sequence[int], index: int) -> tuple[int, int]:
             return live[index % len(live)], done + index // len(live)
         index -= block
         done = sizes[smallest]
-    raise IndexError("there are not so many problems")
+    raise IndexError("there are fewer problems")
 
 
 def value_of(operands: Sequence[int], signs: Sequence[str]) -> int:

@@ -50,7 +50,7 @@ class GymTask:
             raise DataError(
                 f"{place}: the task failed to make this problem: {type(error).__name__}: {error}",
                 path=place,
-                rule="a task makes a problem of every number",
+                rule="a task must make a problem for every number",
                 repair="change task_args or the seed, or set prompts.on_bad_record to skip",
             ) from error
         metadata = {

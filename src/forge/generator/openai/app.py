@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer
 
 KEY_VARIABLE: Final = "FORGE_API_KEY"
-CONVERSATION_HEADER: Final = "x-forge-conversation"
 _HEALTH_LIMIT_S: Final = 10.0
 _POLICY: Final[web.AppKey[Policy]] = web.AppKey("policy", Policy)
 
@@ -132,7 +131,7 @@ def _checked_key(config: ServeConfig) -> str | None:
     key = config.api_key or os.environ.get(KEY_VARIABLE) or None
     if key is None and not _is_loopback(config.host):
         raise ConfigError(
-            "everyone who reaches this address could use the model",
+            "without an API key, without an API key, everyone who reaches this address could use the model",
             path="serve.host",
             value=config.host,
             rule="without an API key, the server listens on loopback only",
@@ -192,15 +191,11 @@ def _key_checker(key: str | None) -> Middleware:
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
-    body = await _read_body(request)
-    header = request.headers.get(CONVERSATION_HEADER)
-    return await complete_chat(request.app[_POLICY], request, body, conversation=header)
+    return await complete_chat(request.app[_POLICY], request, await _read_body(request))
 
 
 async def _completions(request: web.Request) -> web.StreamResponse:
-    body = await _read_body(request)
-    header = request.headers.get(CONVERSATION_HEADER)
-    return await complete_text(request.app[_POLICY], request, body, conversation=header)
+    return await complete_text(request.app[_POLICY], request, await _read_body(request))
 
 
 async def _read_body(request: web.Request) -> Mapping[str, Any]:

@@ -152,6 +152,6 @@ def _write(path: Path, content: bytes) -> None:
         raise DataError(
             "the report cannot be written",
             path=str(path),
-            rule=f"a file in a folder that is there and can be written: {error.strerror}",
+            rule=f"a file in an existing, writable folder: {error.strerror}",
             repair="give another --output",
         ) from error
