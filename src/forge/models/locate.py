@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from forge.config import ModelConfig
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
 from forge.kernels.native_build import cache_directory
 from forge.models.architecture import ARCHITECTURE_KEYS, complete, merge, preset_of

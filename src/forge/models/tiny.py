@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from forge.config import ModelConfig
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
 from forge.models.architecture import complete
 from forge.models.families import find_family

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.config.module_folders import module_folders
+from forge.config.command_line import module_folders
 from forge.errors import ActorFailure, ForgeError, LaunchError
 from forge.observe.tracing import LABEL, TRACE, is_tracing
 from forge.runtime import rendezvous
