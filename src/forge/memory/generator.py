@@ -72,7 +72,7 @@ def awake_parts(job: GeneratorJob) -> tuple[Part, ...]:
 def asleep_parts(job: GeneratorJob) -> tuple[Part, ...]:
     """What it still holds on the GPU while the trainer works.
 
-    The embedded engine keeps its recorded steps. In a trainer's process it also keeps its copy of the weights; in one
+    The native engine keeps its recorded steps. In a trainer's process it also keeps its copy of the weights; in one
     of its own these go to the host.
     """
     if job.config.capabilities.reserves_gpu_share:
