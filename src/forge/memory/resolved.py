@@ -21,7 +21,7 @@ from forge.config import (
 )
 from forge.errors import ConfigError, ModelError
 from forge.memory.card import Card
-from forge.memory.model_size import MASTER_BYTES
+from forge.memory.records import MASTER_BYTES
 from forge.models.architecture import complete, merge
 from forge.models.hf_config import read_hf_config
 from forge.models.sizes import Sizes
