@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from forge.errors import OptionError
 from forge.observe.metrics import Partials, drain_metrics, reduced
 from forge.observe.tracing import Span, Trace, drain_trace, is_tracing, spans_of, switch_tracing
 from forge.runtime.control import control, post
 from forge.runtime.group import RankGroup, live_groups
+from forge.runtime.option_checks import check_seconds
 from forge.runtime.replies import OK, Outbox, reply_channel
 from forge.runtime.serialization import decode
 
@@ -154,7 +153,7 @@ class Collector:
                 if not query.is_overdue:
                     query.is_overdue = True
                     _log.warning(
-                        "%s did not report within %g s; what it has recorded is counted when it answers",
+                        "%s did not report within %g s; its metrics are counted when it answers",
                         ", ".join(query.missing()),
                         timeout_s,
                     )
@@ -191,15 +190,7 @@ async def collect(*, timeout_s: float = 5.0) -> Observations:
     named in `unheard` and not waited for again; what it has recorded is in the first result after it answers. If one
     died, what it had recorded since the last call is lost, and nothing else is.
     """
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < math.inf:
-        raise OptionError(
-            "metrics are waited for a finite time",
-            path="collect(timeout_s=)",
-            value=timeout_s,
-            rule="a finite number of seconds > 0",
-            repair="collect(timeout_s=5.0)",
-        )
+    check_seconds("timeout_s", timeout_s, where="collect")
     collector = _collector()
     unheard = await control().submit(collector.gather(timeout_s)) if collector.is_needed else {}
     reports = [_own_report(), *collector.reports.take()]
