@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from forge.config import GeneratorConfig, Sampling, TrainerConfig
 from forge.generator.actor import Generator, Messages
-from forge.generator.engine import EngineStats, GenerationEngine
+from forge.generator.engine import EngineStats
 from forge.observe import span
 from forge.runtime.device_memory import DeviceMemoryError
 from forge.runtime.endpoints import endpoint
@@ -20,46 +20,44 @@ from forge.types import Batch, Completion, StepResult
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forge.generator.native.engine import NativeEngine
     from forge.losses import Loss
-
 
 _log = logging.getLogger("forge.grpo")
 
 T = TypeVar("T")
 
 
-class _Sharing(Generator):
-    """A generator that computes with parameters which somebody else changes.
+class _SharedGenerator(Generator):
+    """A generator that computes with the trainer's parameters.
 
     A trainer that computes in bfloat16 keeps its weights in float32. An engine that generates in bfloat16 cannot
     compute with those, and has a copy, which `copy_weights` renews.
     """
 
     parameters: Mapping[str, Tensor]
-    is_shared: bool
+    _is_shared: bool
 
-    def _make_engine(self, world_size: int, devices: Sequence[str]) -> GenerationEngine:
-        from forge.generator.actor import _end_process
-        from forge.generator.native.engine import NativeEngine
+    def _engine_options(self, world_size: int, devices: Sequence[str]) -> dict[str, Any]:
+        self._is_shared = can_share(self.config, self.parameters)
+        return {"shared": self.parameters if self._is_shared else None}
 
-        self.is_shared = can_share(self.config, self.parameters)
-        return NativeEngine(
-            self.config,
-            model=self.model,
-            tokenizer=self._tokenizer,
-            shared=self.parameters if self.is_shared else None,
-            on_death=_end_process,
-        )
+    @property
+    def engine(self) -> NativeEngine:
+        return cast("NativeEngine", self._engine)
 
     def copy_weights(self) -> None:
         """Bring the engine's copy up to date, if it has one. Nothing may be generated meanwhile."""
-        if not self.is_shared:
-            engine: Any = self._engine
-            engine.thread.serving().runner.load(self.parameters)
+        if not self._is_shared:
+            self.engine.copy_weights(self.parameters)
+
+    def trust(self, version: int) -> None:
+        """Accept a version without proof: the engine computes with the trainer's own weights."""
+        self._sync.trust(version)
 
 
 class SharedPolicy(Trainer):
-    """A trainer that also generates, with the embedded engine on its own parameters.
+    """A trainer that also generates, with the native engine on its own parameters.
 
     Where both compute in the same precision there is nothing to copy: `publish_weights` only gives the weights their
     version. Otherwise it converts them, inside the device's memory. A step of training holds generation up for as long
@@ -69,7 +67,7 @@ class SharedPolicy(Trainer):
 
     def __init__(self, config: TrainerConfig, loss: Loss | None, generator: GeneratorConfig) -> None:
         super().__init__(config, loss)
-        self._generator = _Sharing(generator)
+        self._generator = _SharedGenerator(generator)
 
     @endpoint
     async def setup(self) -> None:
@@ -79,8 +77,8 @@ class SharedPolicy(Trainer):
         await self._generator.setup()
 
     @property
-    def _native(self) -> Any:
-        return self._generator._engine
+    def _native(self) -> NativeEngine:
+        return self._generator.engine
 
     @endpoint
     async def train_step(self, batch: Batch, keep_logprobs: bool = False) -> StepResult:
@@ -139,7 +137,7 @@ class SharedPolicy(Trainer):
         """Give the weights that both compute with their version."""
         async with self._native.changing(version):
             await self._do(self._generator.copy_weights)
-            self._generator._sync.trust(version)
+            self._generator.trust(version)
 
     @endpoint(concurrent=True)
     async def generate(

@@ -236,6 +236,10 @@ class NativeEngine:
                 go_on.set()
                 await changed
 
+    def copy_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy weights into the engine's own, inside a block of `changing`."""
+        self.thread.serving().runner.load(parameters)
+
     def _refuse_shared(self) -> None:
         if self._shared is not None:
             raise ModelError(
