@@ -13,8 +13,8 @@ import forge.store as ts
 from forge.runtime.control import control
 from forge.runtime.meeting import close_point
 from forge.store import device_kernel, kernel
+from forge.store.copy_table import CopyTable, row_major
 from forge.store.digest import digest_tensor
-from forge.store.rects import Rects, row_major
 from store_peers import Peer
 
 pytestmark = [
@@ -200,7 +200,7 @@ def test_a_version_on_a_gpu_ends_with_its_publisher(peers: list[Peer]) -> None:
 def test_the_kernel_agrees_with_the_host() -> None:
     shapes = [(300, 70), (64, 64, 6), (5000,), (1, 4), (2, 1030)]
     sources = [torch.randn(shape) for shape in shapes]
-    rects, host = Rects(), Rects()
+    rects, host = CopyTable(), CopyTable()
     for slot, tensor in enumerate(sources):
         strides = row_major(tuple(tensor.shape), 4)
         for table in (rects, host):

@@ -11,9 +11,9 @@ import torch
 
 import forge.store as ts
 from forge.store.client import client
-from forge.store.layout import held
 from forge.store.records import HEADER, Begin, Layout, SegmentRecord
 from forge.store.snapshot import as_stored
+from forge.store.tensors import shards_of
 
 pytestmark = pytest.mark.alone
 
@@ -23,7 +23,7 @@ def test_a_volume_lets_go_of_what_was_never_committed(drive: Callable[[Any], Any
     async def body() -> None:
         (volume,) = await ts.setup(volumes=1)
         here = client()
-        layout = Layout.of(("w",), (as_stored(held(torch.ones(1 << 16), name="w"), None),))
+        layout = Layout.of(("w",), (as_stored(shards_of(torch.ones(1 << 16), name="w"), None),))
         for version in range(1, 4):
             wish = Begin("policy", "weights", version, 0, 1, layout.id, layout)
             ticket = await here.line.ask("begin", wish)
@@ -31,8 +31,8 @@ def test_a_volume_lets_go_of_what_was_never_committed(drive: Callable[[Any], Any
             if is_elsewhere:
                 here.host = "elsewhere"
             record = SegmentRecord(segment.size, 1)
-            held_by = await asyncio.to_thread(here.carrier.hold, segment, record, ticket)
-            assert [holder for holder in held_by if holder.volume]
+            shards_for = await asyncio.to_thread(here.carrier.hold, segment, record, ticket)
+            assert [holder for holder in shards_for if holder.volume]
             assert await volume.num_segments.call_one() == 1  # type: ignore[attr-defined]
             await here.line.ask("give_up", (ticket.id, "it dies before it commits"))
             while await volume.num_segments.call_one():  # type: ignore[attr-defined]

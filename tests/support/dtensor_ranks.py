@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 import torch.distributed as dist
 
-from forge.store.boxes import Held
-from forge.store.layout import dtype_of, held, local
+from forge.store.sharding import TensorShards
+from forge.store.tensors import dtype_of, local, shards_of
 
 WORLD = 4
 LIMIT_S = 600
@@ -35,7 +35,7 @@ _NOT_IN_GLOO = frozenset(map(dtype_of, ("float8_e4m3fn", "float8_e5m2", "uint16"
 class Part:
     """What one rank says about one of its tensors."""
 
-    held: Held
+    held: TensorShards
     shape: tuple[int, ...]
     data: bytes
     """The local tensor, row-major."""
@@ -212,7 +212,7 @@ class _Rank:
     def _part(self, tensor: Any) -> Part:
         mine = local(tensor)
         inside = tensor.device_mesh.get_coordinate() is not None
-        return Part(held(tensor), tuple(mine.shape), raw(mine), raw(self._full(tensor)) if inside else None)
+        return Part(shards_of(tensor), tuple(mine.shape), raw(mine), raw(self._full(tensor)) if inside else None)
 
     def _full(self, tensor: Any) -> torch.Tensor:
         """`full_tensor()`; what gloo cannot carry travels as another type of the same size, placed alike."""

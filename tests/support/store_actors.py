@@ -349,11 +349,11 @@ async def host_and_pid(_: Rank) -> tuple[str, int]:
 
 async def spoil(rank: Rank, key: str, kind: str, seed: int) -> list[str]:
     """Spoil the newest version in the segment of one of the ranks, chosen by the seed; the tensors that were hit."""
-    from forge.store.catalog import catalog
     from forge.store.client import client
+    from forge.store.fetch_plan import read_catalog
     from forge.store.joining import ranks_of
     from forge.store.records import Acquire
-    from forge.store.views import piece_view
+    from forge.store.tensors import piece_view
 
     me, world_size = ranks_of(None, None)
     draw = random.Random(f"{kind} {seed}")
@@ -361,7 +361,7 @@ async def spoil(rank: Rank, key: str, kind: str, seed: int) -> list[str]:
         return []
     here = client()
     lease = await here.acquire(Acquire(key, "weights", None))
-    known = catalog(lease)
+    known = read_catalog(lease)
     held = [(segment, segment.flat()) for segment in here.segments._segments.values()]
     mine = next(
         memory for segment, memory in held for part in lease.version.parts if segment.stamp == part.segment.stamp
@@ -371,7 +371,7 @@ async def spoil(rank: Rank, key: str, kind: str, seed: int) -> list[str]:
     for name, entry in known.entries.items():
         for stored in entry.stored:
             if stored.part == me:
-                pieces[name] = (stored.box, piece_view(mine, stored.start, stored.box.shape, entry.dtype))
+                pieces[name] = (stored.region, piece_view(mine, stored.start, stored.region.shape, entry.dtype))
     rank.memory = {"mine": mine, "saved": mine.clone()}
     if kind == "swapped":
         (_, one), (_, other) = pieces["a"], pieces["b"]

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from forge.store.objects import delete, exists, get, get_state_dict, keys, put, put_state_dict
     from forge.store.reading import Fetched
     from forge.store.records import VersionInfo
-    from forge.store.targets import At, Chunk, Placed, Region
+    from forge.store.sharding import Region
+    from forge.store.targets import At, Chunk, Placed
     from forge.store.volume import setup
     from forge.store.weights import Publication, Weights
     from forge.store.writing import Published
@@ -26,7 +27,7 @@ _HOMES = {
     "Placed": "targets",
     "Publication": "weights",
     "Published": "writing",
-    "Region": "targets",
+    "Region": "sharding",
     "VersionInfo": "records",
     "Weights": "weights",
     "delete": "objects",

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 from forge.errors import StoreError, StoreKeyError
 from forge.runtime.meeting import MEETING, environment, run_secret
 from forge.store import kernel
+from forge.store.copy_table import CopyTable
 from forge.store.records import Holder, SegmentRecord, Ticket, label_of
-from forge.store.rects import Rects
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports import rdma
 from forge.store.transports.base import Range
 from forge.store.transports.tcp import DataClient
 from forge.store.transports.tcp_server import DataServer
-from forge.store.verifying import table_of
+from forge.store.verification import table_of
 
 if TYPE_CHECKING:
     from forge.store.client import StoreClient
-    from forge.store.sources import Source
+    from forge.store.execution import Source
     from forge.store.transports.cuda import DeviceSegment
 
 _log = logging.getLogger("forge.store")
@@ -305,7 +305,7 @@ class Carrier:
             self._rdma_reader = self._rdma_reader or rdma.RdmaReader()
         self._rdma_reader.read(pickle.loads(holder.token), ranges)
 
-    def digests(self, source: Source, table: Rects) -> list[int]:
+    def digests(self, source: Source, table: CopyTable) -> list[int]:
         """The digests of rectangles of a part, made by a process that holds it."""
         asked = source.holder
         if asked is None or asked.way != "tcp":

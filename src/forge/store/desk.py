@@ -11,9 +11,9 @@ from typing import Any
 
 from forge.errors import StoreError
 from forge.runtime.meeting import Session, host_id
-from forge.store.ledger import Key
 from forge.store.records import Acquire, Begin, Commit, Holder, Lease, Part, Ticket, VersionInfo
 from forge.store.registry import Registry
+from forge.store.registry_state import Key
 
 _log = logging.getLogger("forge.store")
 PATIENCE_S = 30.0

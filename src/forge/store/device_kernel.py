@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from forge.store.rects import CAST, DST, DST_BASE, HEAD, IMAGE, ITEM, NDIM, SLOT, SRC, SRC_BASE, Rects, Walk
-from forge.store.weighing import BLOCK_SALT, BLOCK_WORDS, WORD_WEIGHTS, splitmix64_each
+from forge.store.copy_table import CAST, DST, DST_BASE, HEAD, IMAGE, ITEM, NDIM, SLOT, SRC, SRC_BASE, CopyTable, Walk
+from forge.store.proof import BLOCK_SALT, BLOCK_WORDS, WORD_WEIGHTS, splitmix64_each
 
 BLOCK_BYTES: Final = 4 * BLOCK_WORDS
 GROUP: Final = 4
@@ -54,7 +54,7 @@ def are_words(shape: Sequence[int], *, itemsize: int, walks: tuple[Walk, Walk, W
     return all(value % 4 == 0 for value in offsets) and all(step % 4 == 0 for dim in outer for step in dim[1:])
 
 
-def has_words(rects: Rects) -> bool:
+def has_words(rects: CopyTable) -> bool:
     """Whether all rows of a table consist of words."""
     for row in rects.each():
         ndim = row[NDIM]
@@ -65,7 +65,7 @@ def has_words(rects: Rects) -> bool:
     return True
 
 
-def build(rects: Rects, device: torch.device) -> DeviceTable:
+def build(rects: CopyTable, device: torch.device) -> DeviceTable:
     """Cut a table into blocks. Every row must consist of words; and all of them convert to bfloat16, or none."""
     groups = [_grouped(block) for index in range(len(rects)) for block in _blocks(rects.row(index))]
     table = np.concatenate(groups) if groups else np.zeros((0, COLUMNS), dtype=np.int64)

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from forge.errors import StoreError, WeightMismatch
 from forge.store import device_kernel, kernel
-from forge.store.boxes import Box
-from forge.store.catalog import Catalog, published_digests
 from forge.store.client import StoreClient
+from forge.store.copy_table import SLOT, CopyTable
 from forge.store.digest import digest_tensor
-from forge.store.fetch_plan import FetchPlan
-from forge.store.layout import local
-from forge.store.marks import Mark, addresses, kept_for, mark_of
+from forge.store.fetch_plan import Catalog, FetchPlan, Pull, published_digests
 from forge.store.proof import MODULUS, added
-from forge.store.records import Version
-from forge.store.rects import SLOT, Rects
-from forge.store.sources import Shadows, Source, pull
+from forge.store.records import Holder, Part, Version
+from forge.store.segments import Segment
+from forge.store.sharding import Region
 from forge.store.targets import At
-from forge.store.transports.cuda import pin
-from forge.store.verifying import (
+from forge.store.tensors import Fingerprint, addresses, fingerprint_of, keepalive, local, part_of, piece_view
+from forge.store.transports.base import Range
+from forge.store.transports.cuda import pin, read_stamp
+from forge.store.verification import (
     Verify,
     check_part,
     compare_digests,
@@ -34,7 +35,146 @@ from forge.store.verifying import (
     part_of_slot,
     raise_if_any,
 )
-from forge.store.views import part_of, piece_view
+
+
+@dataclass(eq=False)
+class Source:
+    """One part, opened."""
+
+    part: Part
+    holder: Holder | None
+    segment: Segment | None = None
+    memory: Tensor | None = None
+    """The part's bytes, where they can be read in place."""
+
+    @property
+    def where(self) -> torch.device | None:
+        """The memory in which it can be read in place."""
+        return None if self.memory is None else self.memory.device
+
+    def check_stamp(self, version: Version) -> None:
+        """Raise unless the segment still holds this version: a lease promises it, and this makes sure."""
+        stamp = self.part.segment.stamp
+        if self.segment is not None:
+            stamp = self.segment.stamp
+        elif self.memory is not None and self.memory.is_cuda:
+            stamp = read_stamp(self.memory)
+        if stamp != self.part.segment.stamp:
+            raise WeightMismatch(
+                f"rank {self.part.rank}'s part of version {version.number} of {version.key!r} was overwritten while it "
+                "was being read",
+                path=version.key,
+                value=version.number,
+                rule="a version that is leased stays as it is",
+                repair="fetch again; if it happens twice, report it: leases do not hold",
+            )
+
+
+def open_source(client: StoreClient, version: Version, part: Part, *, is_private: bool = False) -> Source:
+    """The best way to a part. A holder that has gone is passed over for the next."""
+    record = part.segment
+    if record.inline is not None:
+        return Source(part, None, memory=torch.frombuffer(bytearray(record.inline), dtype=torch.uint8))
+    tried: list[str] = []
+    for holder in _in_order(client, record.holders):
+        try:
+            if holder.way != "ask":
+                return _open(client, part, holder, is_private=is_private)
+            part = replace(part, segment=client.carrier.host_copy(holder, record))  # from a GPU that is out of reach
+            return open_source(client, version, part, is_private=is_private)
+        except (OSError, StoreError) as error:
+            tried.append(f"{holder.describe()} by {holder.way}: {error}")
+    raise StoreError(
+        f"rank {part.rank}'s part of version {version.number} of {version.key!r} cannot be reached from here",
+        path=version.key,
+        value=tried or [f"{holder.describe()} by {holder.way}" for holder in record.holders],
+        rule="a process that holds it answers",
+        repair="fetch a newer version, or keep copies: `await ts.setup(volumes=2, copies=2)`",
+    )
+
+
+def _in_order(client: StoreClient, holders: Sequence[Holder]) -> list[Holder]:
+    """Who can be asked from here, the best way first."""
+    order = (*client.ways(), "ask")
+    usable = [
+        holder
+        for holder in holders
+        if holder.way in order and (holder.way not in ("shm", "cuda") or holder.host == client.host)
+    ]
+    return sorted(usable, key=lambda holder: order.index(holder.way))
+
+
+def _open(client: StoreClient, part: Part, holder: Holder, *, is_private: bool) -> Source:
+    if holder.way == "shm":
+        segment = client.open(holder, part.segment, is_private=is_private)
+        return Source(part, holder, segment, segment.flat())
+    if holder.way == "cuda":
+        return Source(part, holder, memory=client.open_device(holder, part.segment))
+    return Source(part, holder)
+
+
+class Shadows:
+    """Memory for the bytes of parts that are pulled, at the offsets that they have there. Kept, so that its pages stay
+    warm from one version to the next."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def take(self, part: int, size: int) -> Tensor:
+        kept = self._kept.pop(part, None)
+        return kept if kept is not None and kept.numel() >= size else torch.empty(size, dtype=torch.uint8)
+
+    def give_back(self, part: int, memory: Tensor) -> None:
+        self._kept[part] = memory
+
+
+class HasTensors(Protocol):
+    """Memory to fill, as tensors."""
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+
+def pull(client: StoreClient, source: Source, pulls: Sequence[Pull], *, shadow: Tensor, targets: HasTensors) -> None:
+    """Fetch bytes of a part from a process that holds it; if that one is lost, from the next."""
+    ranges: list[Range] = []
+    base = memory_view(shadow.data_ptr(), shadow.numel())
+    direct = {wanted.target for wanted in pulls} - {-1}
+    views = {index: memory_view(targets.tensors[index].data_ptr(), span(targets.tensors[index])) for index in direct}
+    for wanted in pulls:
+        view = base if wanted.target < 0 else views[wanted.target]
+        at = wanted.offset if wanted.target < 0 else wanted.at
+        ranges.append((wanted.offset, view[at : at + wanted.num_bytes]))
+    failures: list[str] = []
+    for holder in _in_order(client, source.part.segment.holders):
+        if holder.way not in ("rdma", "tcp"):
+            continue
+        try:
+            client.carrier.read(holder, ranges)
+            source.holder = holder
+            return
+        except (OSError, StoreError) as error:
+            failures.append(f"{holder.describe()} by {holder.way}: {error}")
+    raise StoreError(
+        f"rank {source.part.rank}'s part could not be read: " + "; ".join(failures),
+        value=failures,
+        rule="a process that holds it answers",
+        repair="fetch a newer version, or keep copies: `await ts.setup(volumes=2, copies=2)`",
+    )
+
+
+def memory_view(address: int, num_bytes: int) -> memoryview:
+    """Writable bytes at an address; whoever owns the memory must keep it."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+
+
+def span(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    if tensor.numel() == 0:
+        return 0
+    reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((reach + 1) * tensor.element_size())
+
 
 PIN_FROM = 1 << 20
 """Segments from this size on are pinned when they are copied to a GPU."""
@@ -46,19 +186,19 @@ class Targets:
 
     def __init__(self, into: Mapping[str, Any]) -> None:
         self._places: list[tuple[str, Tensor]] = []
-        self.marks: list[Mark] = []
+        self.fingerprints: list[Fingerprint] = []
         """By which the same memory is recognised when it comes again."""
         for label, place in into.items():
             for entry in place if isinstance(place, list) else (place,):
                 tensor, where = (entry.tensor, (entry.where, entry.of)) if isinstance(entry, At) else (entry, None)
-                mark = mark_of(tensor) if isinstance(tensor, Tensor) else (None, object())
+                fingerprint = fingerprint_of(tensor) if isinstance(tensor, Tensor) else (None, object())
                 self._places.append((label, tensor))
-                self.marks.append((mark[0], label, where, mark[1:]))
+                self.fingerprints.append((fingerprint[0], label, where, fingerprint[1:]))
 
     @property
     def kept(self) -> list[Any]:
-        """What must stay alive for the marks to mean the same."""
-        return [kept_for(tensor) for _, tensor in self._places]
+        """What must stay alive for the fingerprints to mean the same."""
+        return [keepalive(tensor) for _, tensor in self._places]
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -66,7 +206,7 @@ class Targets:
 
     @cached_property
     def addresses(self) -> list[int]:
-        known = addresses(self.marks)
+        known = addresses(self.fingerprints)
         return known if known is not None else [tensor.data_ptr() for tensor in self.tensors]
 
     @property
@@ -129,8 +269,8 @@ class Execution:
         sources, targets = [], []
         for entry in self.plan.torch_copies:
             stored, copy = entry.stored, entry.copy
-            box = piece_view(self._parts[stored.part], stored.start, stored.box.shape, entry.dtype)
-            sources.append(part_of(box, copy.src_at, copy.shape))
+            region = piece_view(self._parts[stored.part], stored.start, stored.region.shape, entry.dtype)
+            sources.append(part_of(region, copy.src_at, copy.shape))
             targets.append(part_of(self.targets.tensors[copy.target], copy.dst_at, copy.shape))
             segment = self.sources[stored.part].segment
             if targets[-1].is_cuda and segment is not None and segment.size >= PIN_FROM:
@@ -148,7 +288,7 @@ class Execution:
         table = self.plan.device_tables.get(name)
         if table is None:
             device = self.targets.gpu
-            rects: Rects = getattr(self.plan, name)
+            rects: CopyTable = getattr(self.plan, name)
             table = self.plan.device_tables[name] = device_kernel.build(rects, device)
         return device_kernel.run(table, sources, targets, copy=copy, digest=digest)
 
@@ -248,9 +388,9 @@ class Execution:
         for entry in self.plan.torch_copies:
             if entry.proof == "tensor":
                 rectangle = part_of(self.targets.tensors[entry.copy.target], entry.copy.dst_at, entry.copy.shape)
-                at = tuple(a + b for a, b in zip(entry.stored.box.offset, entry.copy.src_at, strict=True))
+                at = tuple(a + b for a, b in zip(entry.stored.region.offset, entry.copy.src_at, strict=True))
                 shape = self.known.entries[self.known.owner[entry.slot]].shape
-                digest = digest_tensor(rectangle, Box(at, entry.copy.shape), shape)
+                digest = digest_tensor(rectangle, Region(at, entry.copy.shape), shape)
                 found[entry.slot] = (found[entry.slot] + digest) % MODULUS
         return found
 
@@ -261,7 +401,7 @@ class Execution:
             table = self.plan.device_tables["targets"] = device_kernel.build(self.plan.on_device.reversed(), device)
         return device_kernel.run(table, self.targets.addresses, [], copy=False)
 
-    def _at_source(self, index: int, table: Rects) -> list[int]:
+    def _at_source(self, index: int, table: CopyTable) -> list[int]:
         """Digests of a part's rectangles where the part is held; the part is source 0 of the table."""
         source, memory = self.sources[index], self._parts[index]
         if index in self.plan.pulls:

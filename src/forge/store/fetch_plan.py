@@ -8,22 +8,171 @@ segment, of which untouched pages cost nothing. From there on both are the same.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from forge.errors import StoreError, WeightMismatch
-from forge.store.boxes import Box
-from forge.store.catalog import Catalog, Entry
+from forge.store.copy_table import CopyTable, PieceLocations, Walk, byte_offset, row_major
 from forge.store.device_kernel import DeviceTable, are_words
-from forge.store.layout import dtype_of
-from forge.store.packing import itemsize
-from forge.store.plan import Copy, Stored, plan
-from forge.store.rects import Rects, Walk, byte_offset, row_major
+from forge.store.proof import unpack_digests
+from forge.store.records import Layout, Lease, Part, itemsize, packing
+from forge.store.sharding import Piece, Region
 from forge.store.targets import Target
+from forge.store.tensors import dtype_of
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A region of a tensor as it lies in a segment: row-major and contiguous."""
+
+    part: int
+    """Which segment."""
+    start: int
+    """Where it begins in the segment, in bytes."""
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One rectangle to copy."""
+
+    stored: int
+    """Which of the stored regions it comes from, as a position in their list."""
+    target: int
+    """Which destination tensor it goes to."""
+    shape: tuple[int, ...]
+    src_at: tuple[int, ...]
+    """Where it begins inside of the stored region."""
+    dst_at: tuple[int, ...]
+    """Where it begins inside of the local destination tensor."""
+
+
+def plan_copies(stored: Sequence[Stored], wanted: Sequence[Piece], *, target: int = 0) -> tuple[list[Copy], int]:
+    """Return the copies that fill the wanted pieces of one tensor, and how many wanted elements are not stored.
+
+    Only what a piece needs is copied, each element once. Stored regions are disjoint: the registry has checked that.
+    """
+    copies: list[Copy] = []
+    num_missing = 0
+    index: _StoredIndex | None = None
+    for piece in wanted:
+        region, at = piece.region, piece.at
+        if len(stored) == 1 and stored[0].region == region:
+            copies.append(Copy(0, target, region.shape, (0,) * len(at), at))
+            continue
+        index = index or _StoredIndex(stored, len(at))
+        num_missing += region.numel
+        for number, shared in index.overlapping(region):
+            lands = tuple([a - b + c for a, b, c in zip(shared.offset, region.offset, at, strict=True)])
+            copies.append(Copy(number, target, shared.shape, shared.relative_to(stored[number].region), lands))
+            num_missing -= shared.numel
+    return copies, num_missing
+
+
+class _StoredIndex:
+    """The stored regions of one tensor, sorted along the dimension in which they differ most."""
+
+    def __init__(self, stored: Sequence[Stored], ndim: int) -> None:
+        regions = [item.region for item in stored]
+        self._dim = max(range(ndim), key=lambda dim: len({r.offset[dim] for r in regions})) if len(regions) > 1 else -1
+        self._rows = sorted(((*self._span(region), number) for number, region in enumerate(regions)))
+        self._regions = regions
+        self._starts = [start for start, _, _ in self._rows]
+        # Regions differ in length, so their ends need not be sorted; the furthest end so far is.
+        self._reach = list(accumulate((end for _, end, _ in self._rows), max))
+
+    def overlapping(self, region: Region) -> Iterator[tuple[int, Region]]:
+        """Yield the number of each stored region that shares elements with this one, and what they share."""
+        start, end = self._span(region)
+        for _, _, number in self._rows[bisect_right(self._reach, start) : bisect_left(self._starts, end)]:
+            shared = self._regions[number].intersect(region)
+            if shared is not None:
+                yield number, shared
+
+    def _span(self, region: Region) -> tuple[int, int]:
+        """Return the extent of a region along the sorted dimension; the same for all when there is none."""
+        if self._dim < 0:
+            return 0, 1
+        start = region.offset[self._dim]
+        return start, start + region.shape[self._dim]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One tensor of a version."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stored: list[Stored] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    """For each stored region its number among all pieces of the version."""
+
+
+@dataclass(eq=False)
+class Catalog:
+    """All tensors of a version. The same for all versions that are laid out alike."""
+
+    entries: dict[str, Entry]
+    num_slots: int
+    owner: list[str]
+    """For each slot the name of its tensor."""
+    first_slot: list[int]
+    """For each part the slot of its first piece."""
+    locations: PieceLocations
+    device_tables: dict[int, DeviceTable] = field(default_factory=dict)
+    """For each part that is on a GPU, how it is digested there."""
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {name: (entry.shape, entry.dtype) for name, entry in self.entries.items()}
+
+
+CatalogKey = tuple[tuple[str, tuple[int, ...] | None], ...]
+
+
+def catalog_key(parts: tuple[Part, ...]) -> CatalogKey:
+    return tuple((part.layout, part.written) for part in parts)
+
+
+def read_catalog(lease: Lease) -> Catalog:
+    """Read the layouts of a leased version."""
+    entries: dict[str, Entry] = {}
+    owner: list[str] = []
+    first_slot: list[int] = []
+    starts: list[int] = []
+    numels: list[int] = []
+    itemsizes: list[int] = []
+    numbers: list[int] = []
+    for index, part in enumerate(lease.version.parts):
+        layout: Layout = lease.layouts[part.layout]
+        for name, shards in zip(layout.names, layout.shards, strict=True):
+            if name not in entries:
+                entries[name] = Entry(name, shards.shape, shards.dtype)
+        first_slot.append(len(owner))
+        for number, packed in enumerate(packing(layout, part.written).pieces):
+            entry = entries[layout.names[packed.tensor]]
+            entry.stored.append(Stored(index, packed.start, packed.piece.region))
+            entry.slots.append(len(owner))
+            owner.append(entry.name)
+            starts.append(packed.start)
+            numels.append(packed.piece.region.numel)
+            itemsizes.append(itemsize(entry.dtype))
+            numbers.append(number)
+    locations = PieceLocations.of(starts, numels=numels, itemsizes=itemsizes, numbers=numbers)
+    return Catalog(entries, len(owner), owner, first_slot, locations)
+
+
+def published_digests(parts: tuple[Part, ...]) -> list[int]:
+    """For each slot the digest that its publisher gave it."""
+    return [digest for part in parts for digest in unpack_digests(part.digests)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +206,20 @@ class FetchPlan:
     """
 
     num_slots: int
-    rects: Rects = field(default_factory=Rects)
+    rects: CopyTable = field(default_factory=CopyTable)
     """Copies by the kernel, from the parts or their shadows."""
-    landed: Rects = field(default_factory=Rects)
+    landed: CopyTable = field(default_factory=CopyTable)
     """What comes into targets on the host by other means."""
-    on_device: Rects = field(default_factory=Rects)
+    on_device: CopyTable = field(default_factory=CopyTable)
     """Copies by the GPU's kernel."""
-    landed_on_device: Rects = field(default_factory=Rects)
+    landed_on_device: CopyTable = field(default_factory=CopyTable)
     """What comes into targets on the GPU by other means; here the targets are the sources."""
     torch_copies: list[TorchCopy] = field(default_factory=list)
     pulls: dict[int, list[Pull]] = field(default_factory=dict)
     """For each part that is not mapped, what to fetch of it."""
     whole: dict[int, int] = field(default_factory=dict)
     """Slots that are read whole, and how often."""
-    partial: dict[int, Rects] = field(default_factory=dict)
+    partial: dict[int, CopyTable] = field(default_factory=dict)
     """For each part, what is read of pieces that are not read whole, as it lies in the part, which is source 0."""
     tied: list[tuple[str, str]] = field(default_factory=list)
     """Tensors that go to one and the same memory, as tied weights do, and so must have equal values."""
@@ -85,29 +234,29 @@ def make_plan(key: str, catalog: Catalog, targets: list[Target], where: Sequence
         table.num_slots = catalog.num_slots
     made.pulls = {part: [] for part, device in enumerate(where) if device is None}
     made.tied = _tied(targets)
-    read: dict[int, list[tuple[int, Box]]] = {}
+    read: dict[int, list[tuple[int, Region]]] = {}
     for number, target in enumerate(targets):
         entry = catalog.entries[target.name]
-        copies, missing = plan(entry.stored, target.pieces, target=number)
-        if missing:
+        copies, num_missing = plan_copies(entry.stored, target.pieces, target=number)
+        if num_missing:
             raise WeightMismatch(
                 f"a part of {target.name!r} is in no segment of {key!r}",
                 tensors=[target.name],
                 path=f"{key}/{target.name}",
-                value=missing,
+                value=f"{num_missing} elements",
                 rule="every element that is wanted was published",
                 repair="publish from every rank of the device mesh",
             )
         for copy in copies:
             slot = entry.slots[copy.stored]
-            read.setdefault(slot, []).append((number, Box(copy.src_at, copy.shape)))
+            read.setdefault(slot, []).append((number, Region(copy.src_at, copy.shape)))
             _add(made, entry, slot, copy, target.memory, where[entry.stored[copy.stored].part])
-    for slot, boxes in read.items():
-        times = _times_whole(boxes, int(catalog.places.numels[slot]))
+    for slot, regions in read.items():
+        times = _times_whole(regions, int(catalog.locations.numels[slot]))
         if times:
             made.whole[slot] = times
         else:
-            _note_partial(made, catalog, slot, [box for _, box in boxes])
+            _note_partial(made, catalog, slot, [region for _, region in regions])
     return made
 
 
@@ -142,27 +291,27 @@ def _check_same(one: Target, other: Target) -> None:
         )
 
 
-def _note_partial(made: FetchPlan, catalog: Catalog, slot: int, boxes: list[Box]) -> None:
+def _note_partial(made: FetchPlan, catalog: Catalog, slot: int, regions: list[Region]) -> None:
     entry = catalog.entries[catalog.owner[slot]]
     stored = entry.stored[entry.slots.index(slot)]
-    table = made.partial.setdefault(stored.part, Rects(num_slots=catalog.num_slots))
-    for box in boxes:
-        source, image = _walks(entry, stored, slot, box.offset)
-        table.add(box.shape, itemsize=itemsize(entry.dtype), src=(0, *source[1:]), image=image)
+    table = made.partial.setdefault(stored.part, CopyTable(num_slots=catalog.num_slots))
+    for region in regions:
+        source, image = _walks(entry, stored, slot, region.offset)
+        table.add(region.shape, itemsize=itemsize(entry.dtype), src=(0, *source[1:]), image=image)
 
 
 def _walks(entry: Entry, stored: Stored, slot: int, at: Sequence[int]) -> tuple[Walk, Walk]:
-    """Through the part and through the whole tensor, for a rectangle that begins so far inside its stored box."""
+    """Through the part and through the whole tensor, for a rectangle that begins so far inside its stored region."""
     size = itemsize(entry.dtype)
-    inner, whole = row_major(stored.box.shape, size), row_major(entry.shape, size)
-    image_at = [a + b for a, b in zip(stored.box.offset, at, strict=True)]
+    inner, whole = row_major(stored.region.shape, size), row_major(entry.shape, size)
+    image_at = [a + b for a, b in zip(stored.region.offset, at, strict=True)]
     source = (stored.part, stored.start + byte_offset(at, inner), inner)
     return source, (slot, byte_offset(image_at, whole), whole)
 
 
 def _add(made: FetchPlan, entry: Entry, slot: int, copy: Copy, memory: Tensor, where: torch.device | None) -> None:
     size, stored = itemsize(entry.dtype), entry.stored[copy.stored]
-    made.num_bytes += Box(copy.src_at, copy.shape).numel * size
+    made.num_bytes += Region(copy.src_at, copy.shape).numel * size
     source, image = _walks(entry, stored, slot, copy.src_at)
     strides = tuple(stride * memory.element_size() for stride in memory.stride())
     target = (copy.target, byte_offset(copy.dst_at, strides), strides)
@@ -193,7 +342,7 @@ def _add_on_host(made: FetchPlan, copy: Copy, size: int, walks: tuple[Walk, Walk
     pulls = made.pulls.get(source[0])
     table = made.rects
     if pulls is not None and _is_run(copy.shape, target[2], size) and _is_run(copy.shape, source[2], size):
-        pulls.append(Pull(source[1], Box(copy.src_at, copy.shape).numel * size, copy.target, target[1]))
+        pulls.append(Pull(source[1], Region(copy.src_at, copy.shape).numel * size, copy.target, target[1]))
         table = made.landed
     elif pulls is not None:
         pulls.extend(_runs(source, copy.shape, size))
@@ -222,16 +371,16 @@ def _runs(source: Walk, shape: Sequence[int], size: int) -> Iterator[Pull]:
         yield Pull(first + byte_offset(at, strides[:inner]), run)
 
 
-def _times_whole(boxes: list[tuple[int, Box]], numel: int) -> int:
+def _times_whole(regions: list[tuple[int, Region]], numel: int) -> int:
     """How often the rectangles cover their piece, if each of its elements is covered equally often; else 0."""
-    total = sum(box.numel for _, box in boxes)
-    if total == numel and _are_disjoint([box for _, box in boxes]):
+    total = sum(region.numel for _, region in regions)
+    if total == numel and _are_disjoint([region for _, region in regions]):
         return 1
     per_target: dict[int, int] = {}
-    for target, box in boxes:  # those of one target are disjoint
-        per_target[target] = per_target.get(target, 0) + box.numel
+    for target, region in regions:  # those of one target are disjoint
+        per_target[target] = per_target.get(target, 0) + region.numel
     return len(per_target) if all(count == numel for count in per_target.values()) else 0
 
 
-def _are_disjoint(boxes: list[Box]) -> bool:
-    return all(one.intersect(other) is None for one, other in itertools.combinations(boxes, 2))
+def _are_disjoint(regions: list[Region]) -> bool:
+    return all(one.intersect(other) is None for one, other in itertools.combinations(regions, 2))

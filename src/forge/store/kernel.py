@@ -11,34 +11,48 @@ import ctypes
 import os
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final, Literal, Protocol
 
 import numpy as np
 
 from forge.errors import StoreError
-from forge.store import native_build
+from forge.kernels import native_build
+from forge.kernels.native_build import FLAG_SETS
+from forge.store.copy_table import (
+    COPY,
+    DIGEST,
+    FROM_DST,
+    SAMPLES,
+    STREAM,
+    CopyTable,
+    PieceLocations,
+    TableSlice,
+)
 from forge.store.portable import Bases, Portable
-from forge.store.rects import COPY, DIGEST, FROM_DST, SAMPLES, STREAM, Places, Rects, Share, byte_offset, row_major
-from forge.store.weighing import Words
+from forge.store.proof import WORD_WEIGHTS, Words
 
-__all__ = [
-    "Engine",
-    "Native",
-    "Places",
-    "Portable",
-    "Rects",
-    "byte_offset",
-    "check_samples",
-    "digest_only",
-    "engine",
-    "native",
-    "row_major",
-    "run",
-    "sample",
-    "why_not",
-]
+KERNEL: Final = native_build.Kernel(
+    Path(__file__).with_name("kernel.c"), without="copies and digests are slower but the same"
+)
+
+
+def build(environ: Mapping[str, str], *, flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS) -> ctypes.CDLL:
+    """The loaded kernel, from the cache if it is there. Prints nothing."""
+    library = native_build.build(KERNEL, environ, flag_sets=flag_sets)
+    address, number, flags = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.forge_set_weights.argtypes = [address]
+    library.forge_run.argtypes = [address, address, number, number, address, address, address, flags]
+    library.forge_sample.argtypes = [ctypes.c_uint64, *[address] * 4, number, ctypes.c_uint64, address]
+    library.forge_check.argtypes = [address, address, number, *[address] * 4, ctypes.c_uint64, address, address]
+    for function in ("forge_set_weights", "forge_run", "forge_sample", "forge_check"):
+        getattr(library, function).restype = None
+    weights = WORD_WEIGHTS.astype("<u4")
+    library.forge_set_weights(weights.ctypes.data)
+    return library
+
 
 SWITCH: Final = "FORGE_NATIVE"
 STREAM_BYTES: Final = 16 << 20
@@ -51,9 +65,11 @@ class Engine(Protocol):
 
     name: str
 
-    def rows(self, share: Share, bases: Bases, slots: Words, flags: int) -> None: ...
-    def sample(self, base: int, places: Places, seed: int) -> bytes: ...
-    def check(self, rects: Rects, dst: array[int], places: Places, samples: bytes, seed: int) -> list[int]: ...
+    def rows(self, part: TableSlice, bases: Bases, slots: Words, flags: int) -> None: ...
+    def sample(self, base: int, locations: PieceLocations, seed: int) -> bytes: ...
+    def check(
+        self, rects: CopyTable, dst: array[int], locations: PieceLocations, samples: bytes, seed: int
+    ) -> list[int]: ...
 
 
 class Native:
@@ -64,23 +80,25 @@ class Native:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def rows(self, share: Share, bases: Bases, slots: Words, flags: int) -> None:
+    def rows(self, part: TableSlice, bases: Bases, slots: Words, flags: int) -> None:
         src, dst = bases
         self._library.forge_run(
-            *share.rects.addresses(), share.first, share.last, _address(src), _address(dst), slots.ctypes.data, flags
+            *part.rects.addresses(), part.first, part.last, _address(src), _address(dst), slots.ctypes.data, flags
         )
 
-    def sample(self, base: int, places: Places, seed: int) -> bytes:
-        drawn = np.empty(SAMPLE_BYTES * len(places), dtype=np.uint8)
-        columns = (places.starts, places.numels, places.itemsizes, places.numbers)
+    def sample(self, base: int, locations: PieceLocations, seed: int) -> bytes:
+        drawn = np.empty(SAMPLE_BYTES * len(locations), dtype=np.uint8)
+        columns = (locations.starts, locations.numels, locations.itemsizes, locations.numbers)
         addresses = [column.ctypes.data for column in columns]
-        self._library.forge_sample(base, *addresses, len(places), seed, drawn.ctypes.data)
+        self._library.forge_sample(base, *addresses, len(locations), seed, drawn.ctypes.data)
         return drawn.tobytes()
 
-    def check(self, rects: Rects, dst: array[int], places: Places, samples: bytes, seed: int) -> list[int]:
-        differs = np.zeros(len(places), dtype=np.uint8)
+    def check(
+        self, rects: CopyTable, dst: array[int], locations: PieceLocations, samples: bytes, seed: int
+    ) -> list[int]:
+        differs = np.zeros(len(locations), dtype=np.uint8)
         expected = np.frombuffer(samples, dtype=np.uint8)
-        addresses = [column.ctypes.data for column in (places.starts, places.numels, places.numbers)]
+        addresses = [column.ctypes.data for column in (locations.starts, locations.numels, locations.numbers)]
         table = rects.addresses()
         self._library.forge_check(
             *table, len(rects), _address(dst), *addresses, seed, expected.ctypes.data, differs.ctypes.data
@@ -148,7 +166,7 @@ def choose(switch: str) -> tuple[Engine, str | None]:
     if switch == "0":
         return Portable(), f"{SWITCH}=0"
     try:
-        return Native(native_build.build(os.environ)), None
+        return Native(build(os.environ)), None
     except native_build.NoNativeKernel as error:
         return Portable(), str(error)
 
@@ -168,7 +186,7 @@ def why_not() -> str | None:
 
 
 def run(
-    rects: Rects,
+    rects: CopyTable,
     src: Sequence[int],
     dst: Sequence[int],
     *,
@@ -186,7 +204,7 @@ def run(
 
 
 def digest_only(
-    rects: Rects,
+    rects: CopyTable,
     bases: Sequence[int],
     *,
     side: Literal["src", "dst"] = "src",
@@ -202,32 +220,38 @@ def digest_only(
     return _work(rects, _bases(rects, None, bases), DIGEST | FROM_DST, num_threads, using)
 
 
-def sample(base: int, places: Places, *, seed: int, using: Engine | None = None) -> bytes:
+def sample(base: int, locations: PieceLocations, *, seed: int, using: Engine | None = None) -> bytes:
     """A few elements of each piece of the segment at `base`: at most eight bytes of each, SAMPLE_BYTES per piece."""
-    return (using or engine()).sample(base, places, seed % (1 << 64))
+    return (using or engine()).sample(base, locations, seed % (1 << 64))
 
 
 def check_samples(
-    rects: Rects, dst: Sequence[int], *, places: Places, samples: bytes, seed: int, using: Engine | None = None
+    rects: CopyTable,
+    dst: Sequence[int],
+    *,
+    locations: PieceLocations,
+    samples: bytes,
+    seed: int,
+    using: Engine | None = None,
 ) -> list[int]:
     """The pieces whose samples are not what stands in the destination, as far as the rows cover the sampled elements.
 
-    A row's slot is the piece that it copies from, as an index into `places` and, times SAMPLE_BYTES, into `samples`;
+    A row's slot is the piece that it copies from, as an index into `locations` and, times SAMPLE_BYTES, into `samples`;
     rows without a slot are not checked. The source side of every row must lie in the row-major memory of its piece.
     """
     bases = _bases(rects, None, dst)[1]
-    if rects.num_slots > len(places) or len(samples) != SAMPLE_BYTES * len(places):
+    if rects.num_slots > len(locations) or len(samples) != SAMPLE_BYTES * len(locations):
         raise StoreError(
             "the samples do not belong to these pieces",
             path="samples",
-            value=f"{len(samples)} bytes for {len(places)} places and {rects.num_slots} slots",
+            value=f"{len(samples)} bytes for {len(locations)} locations and {rects.num_slots} slots",
             rule=f"{SAMPLE_BYTES} bytes per place, and a place for every slot",
-            repair="use the places and the samples of the version that was copied",
+            repair="use the locations and the samples of the version that was copied",
         )
-    return (using or engine()).check(rects, bases, places, samples, seed % (1 << 64))
+    return (using or engine()).check(rects, bases, locations, samples, seed % (1 << 64))
 
 
-def _bases(rects: Rects, src: Sequence[int] | None, dst: Sequence[int] | None) -> Bases:
+def _bases(rects: CopyTable, src: Sequence[int] | None, dst: Sequence[int] | None) -> Bases:
     for name, given, needed in (("src", src, rects.num_src), ("dst", dst, rects.num_dst)):
         if given is not None and len(given) < needed:
             raise StoreError(
@@ -240,15 +264,15 @@ def _bases(rects: Rects, src: Sequence[int] | None, dst: Sequence[int] | None) -
     return array("Q", src or ()), array("Q", dst or ())
 
 
-def _work(rects: Rects, bases: Bases, flags: int, num_threads: int, using: Engine | None) -> list[int]:
+def _work(rects: CopyTable, bases: Bases, flags: int, num_threads: int, using: Engine | None) -> list[int]:
     chosen = using or engine()
-    shares = rects.shares(num_threads)
-    sums = [np.zeros(rects.num_slots, dtype=np.uint64) for _ in shares]
-    if len(shares) == 1:
-        chosen.rows(shares[0], bases, sums[0], flags)
+    slices = rects.slices(num_threads)
+    sums = [np.zeros(rects.num_slots, dtype=np.uint64) for _ in slices]
+    if len(slices) == 1:
+        chosen.rows(slices[0], bases, sums[0], flags)
     else:
         pool = _threads.get()
-        jobs = [pool.submit(chosen.rows, share, bases, slots, flags) for share, slots in zip(shares, sums, strict=True)]
+        jobs = [pool.submit(chosen.rows, part, bases, slots, flags) for part, slots in zip(slices, sums, strict=True)]
         for job in jobs:
             job.result()
     if not flags & DIGEST:

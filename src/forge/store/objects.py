@@ -16,7 +16,7 @@ from forge.store.reading import Reader
 from forge.store.records import Acquire, Lease
 from forge.store.targets import Spec, Target, allocate, is_place
 from forge.store.trees import put_together, read_structure, take_apart, write_structure
-from forge.store.verifying import Verify, check_verify
+from forge.store.verification import Verify, check_verify
 from forge.store.writing import Published, Writer, check_dtype
 
 KIND = "object"

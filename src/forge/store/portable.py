@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from forge.store import weighing
-from forge.store.rects import (
+from forge.store import proof
+from forge.store.copy_table import (
     CAST,
     COPY,
     DIGEST,
@@ -26,9 +26,9 @@ from forge.store.rects import (
     SLOT,
     SRC,
     SRC_BASE,
-    Places,
-    Rects,
-    Share,
+    CopyTable,
+    PieceLocations,
+    TableSlice,
     split_row,
 )
 
@@ -64,12 +64,12 @@ def digest(values: Elements, offset: int, strides: Sequence[int]) -> int:
     bytes_at, itemsize = at.reshape(-1), values.itemsize
     if itemsize < 4:
         shift = np.uint64(8) * (bytes_at % np.uint64(4))
-        return weighing.weigh(
+        return proof.weigh(
             values.reshape(-1).view(f"<u{itemsize}").astype(np.uint64) << shift, bytes_at >> np.uint64(2)
         )
     words = values.reshape(-1).view("<u4").astype(np.uint64).reshape(-1, itemsize // 4)
     words_at = (bytes_at >> np.uint64(2))[:, None] + np.arange(itemsize // 4, dtype=np.uint64)
-    return weighing.weigh(words, words_at)
+    return proof.weigh(words, words_at)
 
 
 class Portable:
@@ -77,33 +77,35 @@ class Portable:
 
     name = "portable"
 
-    def rows(self, share: Share, bases: Bases, slots: weighing.Words, flags: int) -> None:
-        for index in range(share.first, share.last):
-            row = share.rects.row(index)
+    def rows(self, part: TableSlice, bases: Bases, slots: proof.Words, flags: int) -> None:
+        for index in range(part.first, part.last):
+            row = part.rects.row(index)
             wanted = flags if row[SLOT] >= 0 else flags & ~DIGEST
             if 0 in row[HEAD : HEAD + row[NDIM]] or not wanted & (COPY | DIGEST):
                 continue
-            for part in split_row(row, STEP_BYTES):
-                _one(part, bases, slots, wanted)
+            for small in split_row(row, STEP_BYTES):
+                _one(small, bases, slots, wanted)
 
-    def sample(self, base: int, places: Places, seed: int) -> bytes:
-        drawn = np.zeros((len(places), SAMPLES, 8), dtype=np.uint8)
-        for piece, positions in enumerate(_positions(places, seed)):
-            itemsize = int(places.itemsizes[piece])
+    def sample(self, base: int, locations: PieceLocations, seed: int) -> bytes:
+        drawn = np.zeros((len(locations), SAMPLES, 8), dtype=np.uint8)
+        for piece, positions in enumerate(_positions(locations, seed)):
+            itemsize = int(locations.itemsizes[piece])
             size = min(itemsize, 8)
             for which, position in enumerate(positions):
-                address = base + int(places.starts[piece]) + position * itemsize
+                address = base + int(locations.starts[piece]) + position * itemsize
                 drawn[piece, which, :size] = np.frombuffer(ctypes.string_at(address, size), dtype=np.uint8)
         return drawn.tobytes()
 
-    def check(self, rects: Rects, dst: array[int], places: Places, samples: bytes, seed: int) -> list[int]:
+    def check(
+        self, rects: CopyTable, dst: array[int], locations: PieceLocations, samples: bytes, seed: int
+    ) -> list[int]:
         differing = set()
-        positions = _positions(places, seed)
+        positions = _positions(locations, seed)
         for row in map(rects.row, range(len(rects))):
             piece = row[SLOT]
             for which, position in enumerate(positions[piece] if piece >= 0 else ()):
                 itemsize = 4 if row[CAST] else row[ITEM]
-                place = _place(row, position * itemsize + int(places.starts[piece]) - row[SRC])
+                place = _place(row, position * itemsize + int(locations.starts[piece]) - row[SRC])
                 if place is None:
                     continue
                 want = samples[8 * (SAMPLES * piece + which) :][: min(itemsize, 8)]
@@ -114,7 +116,7 @@ class Portable:
         return sorted(differing)
 
 
-def _one(row: list[int], bases: Bases, slots: weighing.Words, flags: int) -> None:
+def _one(row: list[int], bases: Bases, slots: proof.Words, flags: int) -> None:
     src, dst = bases
     ndim, itemsize = row[NDIM], row[ITEM]
     shape, src_strides, dst_strides, image_strides = (row[HEAD + i * ndim : HEAD + (i + 1) * ndim] for i in range(4))
@@ -131,14 +133,14 @@ def _one(row: list[int], bases: Bases, slots: weighing.Words, flags: int) -> Non
         slots[slot] += np.array([digest(values.copy(), row[IMAGE], image_strides)], dtype=np.uint64)
 
 
-def _positions(places: Places, seed: int) -> list[list[int]]:
+def _positions(locations: PieceLocations, seed: int) -> list[list[int]]:
     """Which elements of each piece are drawn; none of an empty one."""
     return [
         [
-            weighing.splitmix64((seed + SAMPLES * number + which) & weighing.MASK) % numel
+            proof.splitmix64((seed + SAMPLES * number + which) & proof.MASK) % numel
             for which in range(SAMPLES if numel else 0)
         ]
-        for number, numel in zip(places.numbers.tolist(), places.numels.tolist(), strict=True)
+        for number, numel in zip(locations.numbers.tolist(), locations.numels.tolist(), strict=True)
     ]
 
 

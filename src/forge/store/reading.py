@@ -16,22 +16,20 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError, WeightMismatch
-from forge.store.catalog import Catalog, CatalogKey, catalog, catalog_key
 from forge.store.client import StoreClient
-from forge.store.execution import Execution, Targets
-from forge.store.fetch_plan import FetchPlan, make_plan
+from forge.store.execution import Execution, Shadows, Source, Targets, open_source
+from forge.store.fetch_plan import Catalog, CatalogKey, FetchPlan, catalog_key, make_plan, read_catalog
 from forge.store.records import Lease, Version
-from forge.store.sources import Shadows, Source, open_source
 from forge.store.targets import At, Target, allocate, check_at, is_place, resolve, stored_name
+from forge.store.tensors import part_of, piece_view
 from forge.store.transports.cuda import alias
-from forge.store.verifying import (
+from forge.store.verification import (
     Verify,
     check_part,
     check_part_on_device,
     check_verify,
     raise_if_any,
 )
-from forge.store.views import part_of, piece_view
 
 __all__ = ["Fetched", "Reader", "Verify", "check_verify"]
 _MAX_PLANS = 4
@@ -70,8 +68,8 @@ class Fetched:
             for target in targets:
                 whole = self.tensors[target.name]
                 for piece in target.pieces:
-                    rectangle = part_of(target.memory, piece.at, piece.box.shape)
-                    rectangle.copy_(part_of(whole, piece.box.offset, piece.box.shape), non_blocking=True)
+                    rectangle = part_of(target.memory, piece.at, piece.region.shape)
+                    rectangle.copy_(part_of(whole, piece.region.offset, piece.region.shape), non_blocking=True)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
 
@@ -93,7 +91,7 @@ class Reader:
             known = self._catalogs.get(key)
             if known is None:
                 with _uncollected():
-                    known = self._catalogs[key] = catalog(lease)
+                    known = self._catalogs[key] = read_catalog(lease)
                 if len(self._catalogs) > _MAX_PLANS:
                     self._catalogs.popitem(last=False)
             return known
@@ -145,10 +143,10 @@ class Reader:
         cast: bool,
     ) -> FetchPlan:
         where = tuple(source.where for source in sources)
-        mark = (catalog_key(lease.version.parts), where, strict, cast, targets.marks)
+        fingerprint = (catalog_key(lease.version.parts), where, strict, cast, targets.fingerprints)
         with self._guard:
             for known_mark, made, _ in self._plans:
-                if known_mark == mark:
+                if known_mark == fingerprint:
                     return made
         check_names(f"version {lease.version.number} of {lease.version.key!r}", known.shapes, into, strict=strict)
         with _uncollected():
@@ -157,7 +155,7 @@ class Reader:
             ]
             made = make_plan(lease.version.key, known, wanted, where)
         with self._guard:
-            self._plans.appendleft((mark, made, targets.kept))
+            self._plans.appendleft((fingerprint, made, targets.kept))
         return made
 
     # as views
@@ -190,7 +188,7 @@ class Reader:
         opened: dict[int, Tensor | None] = {}
         differ: set[str] = set()
         for name, entry in known.entries.items():
-            if len(entry.stored) != 1 or entry.stored[0].box.shape != entry.shape:
+            if len(entry.stored) != 1 or entry.stored[0].region.shape != entry.shape:
                 continue
             stored = entry.stored[0]
             if stored.part not in opened:

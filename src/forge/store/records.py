@@ -1,12 +1,15 @@
-"""What the store's processes tell each other. Plain values, small, without tensors."""
+"""The messages between the store's processes, and how a layout's pieces are packed into a segment. No torch."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from forge.store.boxes import Held
+from forge.store.sharding import Piece, TensorShards
 
 ALIGN: Final = 256
 """Every piece begins at a multiple of this: good for vector loads, for views as any dtype, and for DMA."""
@@ -23,13 +26,13 @@ class Layout:
     """
 
     names: tuple[str, ...]
-    helds: tuple[Held, ...]
+    shards: tuple[TensorShards, ...]
     id: str
     """Equal for equal layouts, in every process."""
 
     @classmethod
-    def of(cls, names: tuple[str, ...], helds: tuple[Held, ...]) -> Layout:
-        return cls(names, helds, hashlib.sha256(repr((names, helds)).encode()).hexdigest()[:32])
+    def of(cls, names: tuple[str, ...], shards: tuple[TensorShards, ...]) -> Layout:
+        return cls(names, shards, hashlib.sha256(repr((names, shards)).encode()).hexdigest()[:32])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and other.id == self.id
@@ -187,3 +190,58 @@ class VersionInfo:
     num_readers: int
     is_lost: bool = False
     """Whether a part of it was only in processes that have died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One written piece and its place in the segment."""
+
+    number: int
+    """Of the piece in its layout."""
+    tensor: int
+    """Of its tensor in its layout."""
+    piece: Piece
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where every written piece of a layout is, and how large the segment must be."""
+
+    pieces: tuple[Packed, ...]
+    size: int
+
+
+@functools.cache
+def itemsize(dtype: str) -> int:
+    """Bytes of one element, from the dtype's name alone: the registry has no torch."""
+    if dtype == "bool":
+        return 1
+    bits = re.match(r"[a-z]+(\d+)", dtype)
+    if bits is None:
+        raise ValueError(f"no dtype is named {dtype!r}")
+    return max(8, int(bits[1])) // 8
+
+
+def numbered_pieces(layout: Layout) -> Iterator[tuple[int, int, TensorShards, Piece]]:
+    """Number of the piece, number of its tensor, and both, for every piece of a layout."""
+    number = 0
+    for tensor, shards in enumerate(layout.shards):
+        for piece in shards.pieces:
+            yield number, tensor, shards, piece
+            number += 1
+
+
+@functools.lru_cache(maxsize=64)
+def packing(layout: Layout, written: tuple[int, ...] | None) -> Packing:
+    """Where those pieces of `layout` are that are `written` (all, if None)."""
+    chosen = None if written is None else frozenset(written)
+    packed, at = [], HEADER
+    for number, tensor, shards, piece in numbered_pieces(layout):
+        if chosen is not None and number not in chosen:
+            continue
+        num_bytes = piece.region.numel * itemsize(shards.dtype)
+        packed.append(Packed(number, tensor, piece, at, num_bytes))
+        at += -(-num_bytes // ALIGN) * ALIGN
+    return Packing(tuple(packed), at)

@@ -14,10 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from forge.errors import StoreError
-from forge.store import refusals
-from forge.store.assignment import share_out
-from forge.store.ledger import Building, Kept, Key, Spare, Writer
-from forge.store.packing import packing
+from forge.store import registry_state
 from forge.store.proof import version_digest
 from forge.store.records import (
     Acquire,
@@ -31,7 +28,9 @@ from forge.store.records import (
     Version,
     VersionInfo,
     label_of,
+    packing,
 )
+from forge.store.registry_state import Key, PendingVersion, SpareSegment, StoredVersion, Writer, assign_pieces
 
 SPARES = 1
 """How many free segments a process keeps for the next version of a key."""
@@ -53,14 +52,14 @@ class Registry:
     def __init__(self, outside: Outside) -> None:
         self._outside = outside
         self._ids = itertools.count(1)
-        self._kept: dict[Key, dict[int, Kept]] = {}
-        self._building: dict[Key, list[Building]] = {}
+        self._kept: dict[Key, dict[int, StoredVersion]] = {}
+        self._building: dict[Key, list[PendingVersion]] = {}
         self._newest: dict[Key, int] = {}
         self._writers: dict[int, Writer] = {}
-        self._leases: dict[int, tuple[int, Key, Kept]] = {}
+        self._leases: dict[int, tuple[int, Key, StoredVersion]] = {}
         self._layouts: dict[str, Layout] = {}
         self._layout_uses: Counter[str] = Counter()
-        self._spares: dict[tuple[int, Key], list[Spare]] = {}
+        self._spares: dict[tuple[int, Key], list[SpareSegment]] = {}
         self._volumes: dict[int, Holder] = {}
         self._copies = 1
         self._shares: dict[tuple[str, ...], list[tuple[int, ...] | None]] = {}
@@ -83,9 +82,9 @@ class Registry:
             self._share_out(building)
         return writer.ticket
 
-    def _join(self, key: Key, wish: Begin) -> Building:
+    def _join(self, key: Key, wish: Begin) -> PendingVersion:
         if not 0 <= wish.rank < wish.world_size:
-            raise refusals.no_such_rank(wish)
+            raise registry_state.no_such_rank(wish)
         under_way = self._building.get(key, [])
         for building in under_way:
             if wish.version is None and (wish.rank in building.writers or wish.group != building.group):
@@ -93,26 +92,26 @@ class Registry:
             if wish.version is not None and building.number != wish.version:
                 continue
             if building.world_size != wish.world_size:
-                raise refusals.other_world_size(wish, building)
+                raise registry_state.other_world_size(wish, building)
             if wish.rank in building.writers:
-                raise refusals.rank_twice(wish, building)
+                raise registry_state.rank_twice(wish, building)
             return building
         newest = self._newest.get(key, -1)
         number = wish.version
         if number is None:
             number = max([newest, *(building.number for building in under_way)]) + 1
         elif number <= newest:
-            raise refusals.too_late(wish, number, newest)
-        building = Building(key, number, wish.world_size, wish.keep, wish.group)
+            raise registry_state.too_late(wish, number, newest)
+        building = PendingVersion(key, number, wish.world_size, wish.keep, wish.group)
         self._building.setdefault(key, []).append(building)
         return building
 
-    def _share_out(self, building: Building) -> None:
+    def _share_out(self, building: PendingVersion) -> None:
         names = [building.writers[rank].layout for rank in range(building.world_size)]
         try:
             shares = self._shares.get(tuple(names))
             if shares is None:
-                shares = share_out(building.key[1], [self._layouts[name] for name in names])
+                shares = assign_pieces(building.key[1], [self._layouts[name] for name in names])
                 if len(self._shares) > 256:
                     self._shares.clear()
                 self._shares[tuple(names)] = shares
@@ -148,15 +147,15 @@ class Registry:
         missing = sorted(set(range(building.world_size)) - set(building.writers))
         return f"rank(s) {missing} of {building.world_size} of version {building.number} of {building.key[1]!r}"
 
-    def _make_room(self, building: Building) -> None:
+    def _make_room(self, building: PendingVersion) -> None:
         """The oldest version makes room for the one that is written, so that `keep` versions' memory is enough. One
         complete version is always left."""
         self.retire(building.key, keep=max(1, building.keep - 1))
 
-    def _spare_for(self, writer: Writer, written: tuple[int, ...] | None) -> Spare | None:
+    def _spare_for(self, writer: Writer, written: tuple[int, ...] | None) -> SpareSegment | None:
         """A free segment of the writer's that fits; those that do not are given up."""
         size = packing(self._layouts[writer.layout], written).size
-        found: Spare | None = None
+        found: SpareSegment | None = None
         for spare in self._spares.pop((writer.session, writer.building.key), []):
             if found is None and size <= spare.size <= 2 * size:
                 found = spare
@@ -180,7 +179,7 @@ class Registry:
         if len(building.parts) == building.world_size:
             self._complete(building)
 
-    def _complete(self, building: Building) -> None:
+    def _complete(self, building: PendingVersion) -> None:
         losses = self._without_lost_volumes(building)
         for rank, lost in losses.items():
             if not building.parts[rank].segment.holders:
@@ -203,13 +202,13 @@ class Registry:
             else:  # it was not needed: the part is kept elsewhere
                 self._drop(writer.reuse.name, writer.reuse.openers | {writer.session})
         has_spare = building.key[0] != "weights" or building.keep > 1
-        kept = Kept(version, owners, openers=openers, has_spare=has_spare, losses=losses)
+        kept = StoredVersion(version, owners, openers=openers, has_spare=has_spare, losses=losses)
         self._kept.setdefault(building.key, {})[building.number] = kept
         self._newest[building.key] = max(building.number, self._newest.get(building.key, -1))
         self.retire(building.key, keep=building.keep)
         self._outside.changed(building.key)
 
-    def _without_lost_volumes(self, building: Building) -> dict[int, str]:
+    def _without_lost_volumes(self, building: PendingVersion) -> dict[int, str]:
         """Forget copies on volumes that have ended since they took them. For each rank that lost one, who held it."""
         losses: dict[int, str] = {}
         for rank, part in building.parts.items():
@@ -263,18 +262,18 @@ class Registry:
         if spare is not None:
             self._spares.setdefault((writer.session, writer.building.key), []).append(spare)
 
-    def _drop_part(self, part: Part, *, but: Spare | None = None) -> None:
+    def _drop_part(self, part: Part, *, but: SpareSegment | None = None) -> None:
         for holder in part.segment.holders:
             if but is None or holder.segment != but.name:
                 self._drop(holder.segment, {holder.session})
 
-    def _fail(self, building: Building, failure: StoreError) -> None:
+    def _fail(self, building: PendingVersion, failure: StoreError) -> None:
         if building.failure is None:
             building.failure = failure
             self._not_under_way(building)
             self._outside.changed(building.key)
 
-    def _not_under_way(self, building: Building) -> None:
+    def _not_under_way(self, building: PendingVersion) -> None:
         under_way = self._building[building.key]
         under_way.remove(building)
         if not under_way:
@@ -293,17 +292,17 @@ class Registry:
         needed = {part.layout for part in kept.version.parts} - wish.known
         return Lease(number, kept.version, {name: self._layouts[name] for name in needed})
 
-    def _find(self, key: Key, number: int | None) -> Kept:
+    def _find(self, key: Key, number: int | None) -> StoredVersion:
         usable = {number: kept for number, kept in self._kept.get(key, {}).items() if not kept.is_retired}
         if number is None and usable:
             number = max(usable)
         if number is None or number not in usable:
             near = [name for kind, name in self._kept if kind == key[0]]
-            raise refusals.nothing(key, number, usable=usable, near=near, under_way=self._building.get(key, ()))
+            raise registry_state.nothing(key, number, usable=usable, near=near, under_way=self._building.get(key, ()))
         kept = usable[number]
         for part in kept.version.parts:
             if part.segment.inline is None and not part.segment.holders:
-                raise refusals.lost(key, number, part.rank, held_by=kept.losses.get(part.rank, "a process"))
+                raise registry_state.lost(key, number, part.rank, held_by=kept.losses.get(part.rank, "a process"))
         return kept
 
     def release(self, lease: int) -> None:
@@ -381,7 +380,7 @@ class Registry:
             self._outside.changed(key)
         return retired
 
-    def _free(self, key: Key, kept: Kept) -> None:
+    def _free(self, key: Key, kept: StoredVersion) -> None:
         """Nobody reads a retired version any more: its memory goes back to its writers, or is given up."""
         versions = self._kept.get(key, {})
         if versions.get(kept.version.number) is kept:  # not where the number was published again meanwhile
@@ -393,10 +392,10 @@ class Registry:
             self._layout_done(part.layout)
             owner = kept.owners[part.rank]
             owned = [holder.segment for holder in part.segment.holders if holder.session == owner]
-            spare: Spare | None = None
+            spare: SpareSegment | None = None
             if owned and is_wanted and kept.has_spare and len(self._spares.get((owner, key), ())) < SPARES:
                 sessions = {holder.session for holder in part.segment.holders if holder.segment == owned[0]}
-                spare = Spare(owned[0], part.segment.size, frozenset(kept.openers | sessions))
+                spare = SpareSegment(owned[0], part.segment.size, frozenset(kept.openers | sessions))
                 self._spares.setdefault((owner, key), []).append(spare)
             for segment in {holder.segment for holder in part.segment.holders}:
                 if spare is None or segment != spare.name:

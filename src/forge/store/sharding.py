@@ -1,22 +1,80 @@
-"""Which boxes of a DTensor a rank holds, computed from its mesh and placements alone.
+"""Which regions of a tensor a rank holds: geometry, and the replay of a DTensor's placements.
 
 Placements say how an index range is split, one mesh dimension after the other. Here that splitting is replayed on runs
-of indices, per tensor dimension, and the runs that are left are multiplied out to boxes. Nothing is read and no rank is
-asked: every rank computes its own part, and a test can compute everybody's.
+of indices, per tensor dimension, and the runs that are left are multiplied out to regions. Nothing is read and no rank
+is asked: every rank computes its own part, and a test can compute everybody's.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from forge.errors import StoreError
-from forge.store.boxes import Box, Piece
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangle of a tensor: where it begins, and how large it is."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Region:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(start + size for start, size in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: Region) -> Region | None:
+        """What both cover; None if that is nothing."""
+        start: list[int] = []
+        shape: list[int] = []
+        for a, a_size, b, b_size in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            low = a if a > b else b
+            high = min(a + a_size, b + b_size)
+            if high <= low:
+                return None
+            start.append(low)
+            shape.append(high - low)
+        return Region(tuple(start), tuple(shape))
+
+    def relative_to(self, other: Region) -> tuple[int, ...]:
+        """Where this region begins, counted from the beginning of the other."""
+        return tuple(a - b for a, b in zip(self.offset, other.offset, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A region of the global tensor, and where it lies in the local tensor of the rank that holds it."""
+
+    region: Region
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShards:
+    """What one rank holds of one tensor."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole tensor, over all ranks."""
+    dtype: str
+    pieces: tuple[Piece, ...]
+    """Empty where this rank holds nothing of it."""
+
 
 Run = tuple[int, int]
 """(start, length) of consecutive indices."""
@@ -32,7 +90,7 @@ def pieces_at(
     *,
     order: ShardOrder | None = None,
 ) -> tuple[Piece, ...]:
-    """What the rank at that coordinate of a mesh holds, as boxes with their places in its local tensor.
+    """What the rank at that coordinate of a mesh holds, as regions with their places in its local tensor.
 
     `order` is a DTensor's own order of splitting, where it has one. Without it, placements are read as torch's
     `full_tensor()` reads them: `_StridedShard`s whose factors are sizes of mesh dimensions further to the right mean
@@ -178,4 +236,4 @@ def _product(runs: list[list[Run]]) -> Iterator[Piece]:
         placed.append([(start, length, at) for (start, length), at in zip(along, ends, strict=False) if length])
     for combination in itertools.product(*placed):
         offset, extent, at = zip(*combination, strict=True) if combination else ((), (), ())
-        yield Piece(Box(offset, extent), at)
+        yield Piece(Region(offset, extent), at)

@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 
 from forge.store import kernel
-from forge.store.boxes import Held
+from forge.store.copy_table import CopyTable, PieceLocations, byte_offset, row_major
 from forge.store.device_kernel import DeviceTable, are_words
 from forge.store.device_kernel import build as build_on_device
 from forge.store.device_kernel import run as run_on_device
 from forge.store.digest import digest_tensor
-from forge.store.layout import dtype_name, dtype_of, local
-from forge.store.marks import Mark, addresses
-from forge.store.packing import Packed, Packing, itemsize
 from forge.store.proof import MODULUS, added
-from forge.store.records import Layout
-from forge.store.rects import Places, Rects, byte_offset, row_major
-from forge.store.views import part_of, piece_view
+from forge.store.records import Layout, Packed, Packing, itemsize
+from forge.store.sharding import TensorShards
+from forge.store.tensors import Fingerprint, addresses, dtype_name, dtype_of, local, part_of, piece_view
 
 
 @dataclass(eq=False)
@@ -39,8 +36,8 @@ class Prepared:
 class Memories:
     """The memory of a state dict: where it is, which is often known, and, if it is asked for, as plain tensors."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], marks: Sequence[Mark]) -> None:
-        self._named, self._marks = tensors, marks
+    def __init__(self, tensors: Mapping[str, Tensor], fingerprints: Sequence[Fingerprint]) -> None:
+        self._named, self._fingerprints = tensors, fingerprints
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -48,7 +45,7 @@ class Memories:
 
     @cached_property
     def addresses(self) -> list[int]:
-        known = addresses(self._marks)
+        known = addresses(self._fingerprints)
         return known if known is not None else [tensor.data_ptr() for tensor in self.tensors]
 
 
@@ -57,55 +54,55 @@ class Table:
     """How to write the pieces of one packing."""
 
     packing: Packing
-    rects: Rects
+    rects: CopyTable
     """What the kernel copies; one slot for each piece."""
     others: list[Packed]
     """What torch copies, because it converts, or moves between devices."""
-    digested: Rects
+    digested: CopyTable
     """Those, as they lie in the segment."""
-    places: Places
+    locations: PieceLocations
     on_device: tuple[DeviceTable, ...] = ()
     """What the GPU's kernel copies, and what it converts."""
 
 
-def as_stored(have: Held, dtype: torch.dtype | None) -> Held:
+def as_stored(have: TensorShards, dtype: torch.dtype | None) -> TensorShards:
     if dtype is None or not dtype_of(have.dtype).is_floating_point:
         return have
-    return Held(have.shape, dtype_name(dtype), have.pieces)
+    return TensorShards(have.shape, dtype_name(dtype), have.pieces)
 
 
 def build(layout: Layout, memories: Sequence[Tensor], packed: Packing, device: torch.device) -> Table:
-    rects, digested, copied, converted = (Rects(num_slots=len(packed.pieces)) for _ in range(4))
+    rects, digested, copied, converted = (CopyTable(num_slots=len(packed.pieces)) for _ in range(4))
     others: list[Packed] = []
     for slot, entry in enumerate(packed.pieces):
-        have, memory = layout.helds[entry.tensor], memories[entry.tensor]
-        box, size = entry.piece.box, itemsize(have.dtype)
+        have, memory = layout.shards[entry.tensor], memories[entry.tensor]
+        region, size = entry.piece.region, itemsize(have.dtype)
         image_strides = row_major(have.shape, size)
-        image = (slot, byte_offset(box.offset, image_strides), image_strides)
-        target = (0, entry.start, row_major(box.shape, size))
+        image = (slot, byte_offset(region.offset, image_strides), image_strides)
+        target = (0, entry.start, row_major(region.shape, size))
         is_same = memory.dtype == dtype_of(have.dtype)
         is_fused = memory.dtype == torch.float32 and have.dtype == "bfloat16"
         strides = tuple(stride * memory.element_size() for stride in memory.stride())
         source = (entry.tensor, byte_offset(entry.piece.at, strides), strides)
         if memory.is_cpu and device.type == "cpu" and (is_same or is_fused):
-            rects.add(box.shape, itemsize=size, src=source, dst=target, image=image, cast=is_fused)
+            rects.add(region.shape, itemsize=size, src=source, dst=target, image=image, cast=is_fused)
         elif (
             memory.device == device
             and (is_same or is_fused)
-            and are_words(box.shape, itemsize=size, walks=(source, target, image), is_cast=is_fused)
+            and are_words(region.shape, itemsize=size, walks=(source, target, image), is_cast=is_fused)
         ):
             table = converted if is_fused else copied
-            table.add(box.shape, itemsize=size, src=source, dst=target, image=image, cast=is_fused)
+            table.add(region.shape, itemsize=size, src=source, dst=target, image=image, cast=is_fused)
         else:
             others.append(entry)
-            digested.add(box.shape, itemsize=size, src=target, image=image)
-    places = Places.of(
+            digested.add(region.shape, itemsize=size, src=target, image=image)
+    locations = PieceLocations.of(
         [entry.start for entry in packed.pieces],
-        numels=[entry.piece.box.numel for entry in packed.pieces],
-        itemsizes=[itemsize(layout.helds[entry.tensor].dtype) for entry in packed.pieces],
+        numels=[entry.piece.region.numel for entry in packed.pieces],
+        itemsizes=[itemsize(layout.shards[entry.tensor].dtype) for entry in packed.pieces],
     )
     blocks = tuple(build_on_device(table, device) for table in (copied, converted) if len(table))
-    return Table(packed, rects, others, digested, places, blocks)
+    return Table(packed, rects, others, digested, locations, blocks)
 
 
 def copy(table: Table, layout: Layout, memories: Memories, memory: Tensor) -> list[int]:
@@ -121,15 +118,15 @@ def copy(table: Table, layout: Layout, memories: Memories, memory: Tensor) -> li
     if not table.others:
         return digests
     for entry in table.others:
-        view = piece_view(memory, entry.start, entry.piece.box.shape, layout.helds[entry.tensor].dtype)
-        view.copy_(part_of(memories.tensors[entry.tensor], entry.piece.at, entry.piece.box.shape), non_blocking=True)
+        view = piece_view(memory, entry.start, entry.piece.region.shape, layout.shards[entry.tensor].dtype)
+        view.copy_(part_of(memories.tensors[entry.tensor], entry.piece.at, entry.piece.region.shape), non_blocking=True)
     if memory.is_cuda or any(tensor.is_cuda for tensor in memories.tensors):  # never wake a GPU that is not used
         torch.cuda.synchronize()
     if memory.is_cpu:
         return added(digests, kernel.digest_only(table.digested, base, num_threads=threads))
     slots = {entry.number: slot for slot, entry in enumerate(table.packing.pieces)}
     for entry in table.others:
-        have, box = layout.helds[entry.tensor], entry.piece.box
-        view = piece_view(memory, entry.start, box.shape, have.dtype)
-        digests[slots[entry.number]] += digest_tensor(view, box, have.shape)
+        have, region = layout.shards[entry.tensor], entry.piece.region
+        view = piece_view(memory, entry.start, region.shape, have.dtype)
+        digests[slots[entry.number]] += digest_tensor(view, region, have.shape)
     return [digest % MODULUS for digest in digests]

@@ -10,23 +10,12 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.store.boxes import Piece
-from forge.store.layout import dtype_of, held_by, is_plain, local, region_pieces, wanted
+from forge.store.sharding import Piece, Region
+from forge.store.tensors import dtype_of, is_plain, local, region_pieces, shards_for, wanted_shards
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A rectangle of a stored tensor: where it begins, and how large it is."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def resolve(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return tuple(self.offset), tuple(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +26,8 @@ class Chunk:
     index: int
     count: int
 
-    def resolve(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def resolve(self, shape: tuple[int, ...]) -> Region:
+        """Return the chunk of a tensor of this shape."""
         if not -len(shape) <= self.dim < len(shape) or not 0 <= self.index < self.count:
             raise StoreError(
                 "a chunk is not one of its tensor",
@@ -50,7 +40,7 @@ class Chunk:
         start = min(self.index * step, shape[dim])
         extent = min(step, shape[dim] - start)
         offset = tuple(start if axis == dim else 0 for axis in range(len(shape)))
-        return offset, tuple(extent if axis == dim else size for axis, size in enumerate(shape))
+        return Region(offset, tuple(extent if axis == dim else size for axis, size in enumerate(shape)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +128,13 @@ def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str
         elif isinstance(entry.where, tuple):
             offset = entry.where
         else:
-            offset, extent = _resolved(label, entry.where, shape)
-            _check_extent(label, tuple(tensor.shape), extent)
-        want = wanted(tensor, shape=shape, offset=offset, name=label)
+            region = _resolved(label, entry.where, shape)
+            offset = region.offset
+            _check_extent(label, tuple(tensor.shape), region.shape)
+        want = wanted_shards(tensor, shape=shape, offset=offset, name=label)
     else:
         tensor = entry
-        want = wanted(tensor, name=label)
+        want = wanted_shards(tensor, name=label)
         _check_whole(label, want.shape, shape)
     if want.dtype != dtype and not cast:
         raise StoreError(
@@ -186,9 +177,9 @@ def allocate(
     kind = dtype_of(dtype)
     if isinstance(spec, Placed):
         return _sharded(name, spec, shape, kind)
-    offset, extent = ((0,) * len(shape), shape) if spec is None else _resolved(name, spec, shape)
-    pieces = region_pieces(shape, offset, extent, name=name)
-    tensor = torch.empty(extent, dtype=kind, device=device)
+    region = Region.whole(shape) if spec is None else _resolved(name, spec, shape)
+    pieces = region_pieces(shape, region, name=name)
+    tensor = torch.empty(region.shape, dtype=kind, device=device)
     return tensor, Target(name, name, tensor, pieces)
 
 
@@ -196,7 +187,7 @@ def _are_whole(numbers: object) -> bool:
     return isinstance(numbers, (tuple, list)) and all(isinstance(number, int) for number in numbers)
 
 
-def _resolved(name: str, part: Region | Chunk, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _resolved(name: str, part: Region | Chunk, shape: tuple[int, ...]) -> Region:
     fields = (part.dim, part.index, part.count) if isinstance(part, Chunk) else (part.offset, part.shape)
     if not (_are_whole(fields) if isinstance(part, Chunk) else all(map(_are_whole, fields))):
         raise StoreError(
@@ -207,7 +198,7 @@ def _resolved(name: str, part: Region | Chunk, shape: tuple[int, ...]) -> tuple[
             repair="Chunk(dim=0, index=rank, count=world_size), or Region((0, 0), (2, 4))",
         )
     try:
-        return part.resolve(shape)
+        return part.resolve(shape) if isinstance(part, Chunk) else Region(tuple(part.offset), tuple(part.shape))
     except StoreError as error:
         error.path = name
         raise
@@ -216,14 +207,14 @@ def _resolved(name: str, part: Region | Chunk, shape: tuple[int, ...]) -> tuple[
 def _sharded(name: str, spec: Placed, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Target]:
     from torch.distributed.tensor import DTensor
 
-    have = held_by(shape, dtype, spec.mesh, spec.placements)
+    have = shards_for(shape, dtype, spec.mesh, spec.placements)
     extent = [0] * len(shape)
     if have.pieces:
         extent = [
             max(at + size for at, size in zip(column, sizes, strict=True))
             for column, sizes in zip(
                 zip(*(piece.at for piece in have.pieces), strict=True),
-                zip(*(piece.box.shape for piece in have.pieces), strict=True),
+                zip(*(piece.region.shape for piece in have.pieces), strict=True),
                 strict=True,
             )
         ]

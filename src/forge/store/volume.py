@@ -5,9 +5,9 @@ from __future__ import annotations
 from forge.errors import StoreError
 from forge.runtime.actor import MeshActor
 from forge.runtime.endpoints import endpoint
-from forge.store.checks import check_whole_number
 from forge.store.client import client
 from forge.store.records import Holder
+from forge.store.weights import check_whole_number
 
 
 class Volume(MeshActor):

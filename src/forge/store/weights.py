@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.store.checks import check_whole_number
 from forge.store.client import StoreClient, client, in_thread, start
 from forge.store.execution import Targets
 from forge.store.joining import Contribution, ranks_of
 from forge.store.reading import Fetched, Reader, Verify, check_verify
 from forge.store.records import Acquire, Lease, VersionInfo
 from forge.store.writing import Published, Staged, Writer, check_dtype
+
+
+def check_whole_number(path: str, value: object, *, least: int) -> None:
+    """Raise unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise StoreError(
+            f"{path} is not valid", path=path, value=value, rule=f"a whole number >= {least}", repair=f"give {least}"
+        )
+
 
 _log = logging.getLogger("forge.store")
 KIND = "weights"

@@ -19,15 +19,13 @@ from forge.runtime.meeting import run_id
 from forge.store import kernel
 from forge.store.carrying import is_spread
 from forge.store.client import StoreClient
+from forge.store.copy_table import PieceLocations
 from forge.store.joining import Contribution, Joiner
-from forge.store.layout import held
-from forge.store.marks import Mark, kept_for, mark_of
-from forge.store.packing import packing
 from forge.store.proof import pack_digests, sample_seed
-from forge.store.records import HEADER, Commit, Holder, Layout, Part, SegmentRecord, Ticket
-from forge.store.rects import Places
+from forge.store.records import HEADER, Commit, Holder, Layout, Part, SegmentRecord, Ticket, packing
 from forge.store.segments import Segment
 from forge.store.snapshot import Memories, Prepared, Table, as_stored, build, copy
+from forge.store.tensors import Fingerprint, fingerprint_of, keepalive, shards_of
 from forge.store.transports.cuda import DeviceSegment, to_host
 
 _log = logging.getLogger("forge.store")
@@ -58,7 +56,7 @@ class Staged:
     layout: Layout
     record: SegmentRecord
     began: float
-    places: Places
+    locations: PieceLocations
     segment: Segment | DeviceSegment | None = None
     on_gpu: Tensor | None = None
     """The snapshot, where it still has to go from the GPU to the host."""
@@ -117,7 +115,7 @@ class Writer:
         early = self._joiner.begin_early(contribution)
         try:
             with self._guard:
-                prepared, marks = self._look_at(tensors, dtype)
+                prepared, fingerprints = self._look_at(tensors, dtype)
         except BaseException:
             if early is not None:
                 self._joiner.give_back(early)
@@ -129,7 +127,7 @@ class Writer:
         try:
             for event in ready:
                 event.synchronize()
-            return self._write(contribution, ticket, prepared, Memories(tensors, marks), began)
+            return self._write(contribution, ticket, prepared, Memories(tensors, fingerprints), began)
         except BaseException as error:
             why = f"rank {contribution.rank} could not write its part of {contribution.key!r}: {error}"
             self.client.line.tell("give_up", (ticket.id, why))
@@ -141,16 +139,18 @@ class Writer:
 
     # looking
 
-    def _look_at(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Prepared, list[Mark]]:
-        marks = [mark_of(tensor) for tensor in tensors.values()]
-        seen = (dtype, tuple(tensors), marks)
+    def _look_at(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Prepared, list[Fingerprint]]:
+        fingerprints = [fingerprint_of(tensor) for tensor in tensors.values()]
+        seen = (dtype, tuple(tensors), fingerprints)
         if self._prepared is not None and self._prepared[0] == seen:
-            return self._prepared[1], marks
-        layout = Layout.of(tuple(tensors), tuple(as_stored(held(t, name=name), dtype) for name, t in tensors.items()))
+            return self._prepared[1], fingerprints
+        layout = Layout.of(
+            tuple(tensors), tuple(as_stored(shards_of(t, name=name), dtype) for name, t in tensors.items())
+        )
         devices = {tensor.device for tensor in tensors.values()}
-        prepared = Prepared(layout, devices, [kept_for(tensor) for tensor in tensors.values()])
+        prepared = Prepared(layout, devices, [keepalive(tensor) for tensor in tensors.values()])
         self._prepared = (seen, prepared)
-        return prepared, marks
+        return prepared, fingerprints
 
     def _table(
         self, prepared: Prepared, memories: Memories, device: torch.device, written: tuple[int, ...] | None
@@ -201,7 +201,7 @@ class Writer:
             gpu = None
         record = SegmentRecord(size, secrets.randbits(63) | 1)
         table = self._table(prepared, memories, gpu or torch.device("cpu"), ticket.written)
-        staged = Staged(contribution, ticket, prepared.layout, record, began, table.places, on_gpu=staging)
+        staged = Staged(contribution, ticket, prepared.layout, record, began, table.locations, on_gpu=staging)
         if staging is not None:
             memory = staging
         elif gpu is not None:
@@ -257,7 +257,7 @@ class Writer:
             memory = staged.segment.flat()
         if memory is not None:
             seed = sample_seed(staged.contribution.key, staged.ticket.version)
-            staged.samples = kernel.sample(memory.data_ptr(), staged.places, seed=seed)
+            staged.samples = kernel.sample(memory.data_ptr(), staged.locations, seed=seed)
         if staged.segment is not None:
             staged.segment.set_stamp(staged.record.stamp)
 

@@ -1,4 +1,4 @@
-"""The digest of tensors: on the CPU, by torch operations as on other devices, and of whole versions."""
+"""The digest of tensors: of any dtype and memory layout, and of parts that add up."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.errors import StoreError
-from forge.store import digest
-from forge.store.boxes import Box
-from forge.store.digest import digest_on_device, digest_tensor
+from forge.store.digest import digest_tensor
+from forge.store.sharding import Region
 from kernel_reference import digest_of_bytes
 
 CALM = settings(derandomize=True, deadline=None, max_examples=100)
@@ -45,7 +44,7 @@ DTYPES = [
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Random bytes, whatever they mean."""
     itemsize = torch.empty((), dtype=dtype).element_size()
-    numel = Box.whole(shape).numel
+    numel = Region.whole(shape).numel
     data = torch.randint(0, 256, (numel * itemsize,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     return (data % 2 if dtype is torch.bool else data).view(dtype).reshape(shape)
 
@@ -54,33 +53,22 @@ def content(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def on_device(tensor: torch.Tensor, *, box: Box | None = None, shape: tuple[int, ...] | None = None) -> int:
-    """The way of other devices, taken on the CPU."""
-    whole = tuple(tensor.shape) if shape is None else shape
-    return digest_on_device(tensor, box=box or Box.whole(whole), shape=whole)
-
-
-WAYS = pytest.mark.parametrize("way", [digest_tensor, on_device])
-
-
-@WAYS
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(way, dtype: torch.dtype) -> None:
+def test_every_dtype(dtype: torch.dtype) -> None:
     tensor = random_tensor((5, 7), dtype)
-    assert way(tensor) == digest_of_bytes(content(tensor))
-    assert way(tensor.t()) == digest_of_bytes(content(tensor.t()))
+    assert digest_tensor(tensor) == digest_of_bytes(content(tensor))
+    assert digest_tensor(tensor.t()) == digest_of_bytes(content(tensor.t()))
     part = tensor[1:4, 2:5]
-    assert way(part) == digest_of_bytes(content(part))
-    assert way(tensor[2, 3]) == digest_of_bytes(content(tensor[2:3, 3:4]))
+    assert digest_tensor(part) == digest_of_bytes(content(part))
+    assert digest_tensor(tensor[2, 3]) == digest_of_bytes(content(tensor[2:3, 3:4]))
 
 
-@WAYS
-def test_expanded_and_shifted_memory(way) -> None:
+def test_expanded_and_shifted_memory() -> None:
     base = random_tensor((1, 6), torch.int16)
-    assert way(base.expand(4, 6)) == digest_of_bytes(content(base) * 4)
+    assert digest_tensor(base.expand(4, 6)) == digest_of_bytes(content(base) * 4)
     odd = random_tensor((4099,), torch.uint8)[3:]
-    assert way(odd) == digest_of_bytes(content(odd))
+    assert digest_tensor(odd) == digest_of_bytes(content(odd))
 
 
 def test_empty_and_conjugated_and_trained_tensors() -> None:
@@ -100,29 +88,17 @@ def cut_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[int]]]:
     return random_tensor(shape, dtype, draw(st.integers(0, 9))), cuts
 
 
-@WAYS
 @given(case=cut_tensors())
 @CALM
-def test_parts_add_up_to_the_whole(way, case: tuple[torch.Tensor, list[list[int]]]) -> None:
+def test_parts_add_up_to_the_whole(case: tuple[torch.Tensor, list[list[int]]]) -> None:
     tensor, cuts = case
     shape, parts = tuple(tensor.shape), []
     for spans in itertools.product(*(itertools.pairwise(cut) for cut in cuts)):
-        box = Box(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
+        region = Region(tuple(low for low, _ in spans), tuple(high - low for low, high in spans))
         part = tensor[tuple(slice(low, high) for low, high in spans)]
-        parts.append(way(part, box=box, shape=shape))
-        assert way(part.clone(), box=box, shape=shape) == parts[-1]
+        parts.append(digest_tensor(part, region=region, shape=shape))
+        assert digest_tensor(part.clone(), region=region, shape=shape) == parts[-1]
     assert sum(parts) % (1 << 64) == digest_of_bytes(content(tensor))
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_larger_than_one_step(dtype: torch.dtype) -> None:
-    """The steps of the device's way, dense from an odd place and strided, agree with the kernel."""
-    itemsize = torch.empty((), dtype=dtype).element_size()
-    dense = random_tensor((2 * digest.DENSE_STEP_BYTES // itemsize + 77,), dtype)
-    box, shape = Box((1001,), tuple(dense.shape)), (len(dense) + 2000,)
-    assert on_device(dense, box=box, shape=shape) == digest_tensor(dense, box=box, shape=shape)
-    strided = random_tensor((1100, digest.SPARSE_STEP_ELEMENTS // 500), dtype).t()
-    assert on_device(strided) == digest_tensor(strided)
 
 
 @pytest.mark.parametrize("bit", range(8))
@@ -142,22 +118,22 @@ def test_it_is_the_same_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "box", "shape", "path"),
+    ("tensor", "region", "shape", "path"),
     [
-        (torch.ones(2, 2), Box((0, 0), (2, 3)), (4, 4), "box"),
-        (torch.ones(2, 2), Box((3, 0), (2, 2)), (4, 4), "box"),
-        (torch.ones(2, 2), Box((-1, 0), (2, 2)), (4, 4), "box"),
-        (torch.ones(2, 2), Box((0, 0), (2, 2)), (4, 4, 4), "box"),
-        (torch.ones(2, 2), None, (4, 2), "box"),
+        (torch.ones(2, 2), Region((0, 0), (2, 3)), (4, 4), "region"),
+        (torch.ones(2, 2), Region((3, 0), (2, 2)), (4, 4), "region"),
+        (torch.ones(2, 2), Region((-1, 0), (2, 2)), (4, 4), "region"),
+        (torch.ones(2, 2), Region((0, 0), (2, 2)), (4, 4, 4), "region"),
+        (torch.ones(2, 2), None, (4, 2), "region"),
         (torch.ones(2, 2).to_sparse(), None, None, "tensor"),
         (torch.ones(2, 2, device="meta"), None, None, "tensor"),
     ],
 )
 def test_what_is_not_part_of_the_whole_is_refused(
-    tensor: torch.Tensor, box: Box | None, shape: tuple[int, ...] | None, path: str
+    tensor: torch.Tensor, region: Region | None, shape: tuple[int, ...] | None, path: str
 ) -> None:
     with pytest.raises(StoreError) as caught:
-        digest_tensor(tensor, box=box, shape=shape)
+        digest_tensor(tensor, region=region, shape=shape)
     assert caught.value.path == path
     assert caught.value.rule
     assert caught.value.repair

@@ -10,8 +10,8 @@ import torch
 
 from forge.errors import StoreError
 from forge.store.joining import Contribution, Joiner
-from forge.store.layout import held
 from forge.store.records import Layout
+from forge.store.tensors import shards_of
 
 
 class Line:
@@ -31,7 +31,7 @@ def test_a_rank_that_has_withdrawn_is_refused_without_asking() -> None:
     line = Line()
     joiner = Joiner(SimpleNamespace(line=line))  # type: ignore[arg-type]
     joiner.withdraw()
-    layout = Layout.of(("w",), (held(torch.zeros(2), name="w"),))
+    layout = Layout.of(("w",), (shards_of(torch.zeros(2), name="w"),))
     with pytest.raises(StoreError, match="gave up before all ranks") as caught:
         joiner.begin(Contribution("policy", "weights", 0, rank=1, world_size=2), layout, None)
     assert caught.value.value == "rank 1 of 2"

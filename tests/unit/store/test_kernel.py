@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forge.errors import StoreError
-from forge.store import kernel, native_build
-from forge.store.rects import COPY, DIGEST, SAMPLES, STREAM, Share
+from forge.kernels import native_build
+from forge.store import kernel
+from forge.store.copy_table import COPY, DIGEST, SAMPLES, STREAM, CopyTable, PieceLocations, TableSlice, row_major
 from kernel_reference import Rectangle, digest_of_bytes, splitmix64, to_bf16
 
 FLAGS = {"native": native_build.FLAG_SETS, "plain": (("-O3",),), "avx2": (("-O3", "-mavx2"),)}
@@ -33,7 +34,7 @@ def using(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "avx2" and " avx2 " not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this processor has no AVX2")
     environ = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-    return kernel.Native(native_build.build(environ, flag_sets=FLAGS[request.param]))
+    return kernel.Native(kernel.build(environ, flag_sets=FLAGS[request.param]))
 
 
 CALM = settings(
@@ -49,8 +50,8 @@ def address(array: np.ndarray, shift: int = 0) -> int:
     return array.ctypes.data + shift
 
 
-def table(*rectangles: Rectangle) -> kernel.Rects:
-    rects = kernel.Rects()
+def table(*rectangles: Rectangle) -> CopyTable:
+    rects = CopyTable()
     for r in rectangles:
         rects.add(
             r.shape,
@@ -90,7 +91,7 @@ def rectangles(draw: st.DrawFn) -> Rectangle:
         itemsize,
         src=(draw(st.integers(0, 5)) * itemsize, draw(strides(shape, 4 if cast else itemsize))),
         dst=(draw(st.integers(0, 5)) * itemsize, draw(strides(shape, itemsize))),
-        image=(offset, kernel.row_major(whole, itemsize)),
+        image=(offset, row_major(whole, itemsize)),
         cast=cast,
     )
 
@@ -106,7 +107,7 @@ def test_any_rectangle(using: kernel.Engine, rectangle: Rectangle, shift: int, s
     expected[shift:] = image
     rects, slots = table(rectangle), np.zeros(1, dtype=np.uint64)
     bases = kernel._bases(rects, [address(src)], [address(dst, shift)])
-    using.rows(Share(rects, 0, 1), bases, slots, COPY | DIGEST | (STREAM if stream else 0))
+    using.rows(TableSlice(rects, 0, 1), bases, slots, COPY | DIGEST | (STREAM if stream else 0))
     assert dst.tobytes() == bytes(expected)
     assert int(slots[0]) == digest
     assert kernel.digest_only(rects, [address(src)], using=using) == [digest]
@@ -133,7 +134,7 @@ def test_runs_across_blocks(
     rects, slots = table(Rectangle((size,), 1, src=(0, (1,)), dst=(0, (1,)), image=(at, (1,)))), np.zeros(1, np.uint64)
     bases = kernel._bases(rects, [address(src, src_shift)], [address(dst, dst_shift)])
     for flags in (COPY | DIGEST, COPY):
-        using.rows(Share(rects, 0, 1), bases, slots, flags | (STREAM if stream else 0))
+        using.rows(TableSlice(rects, 0, 1), bases, slots, flags | (STREAM if stream else 0))
         assert (dst == expected).all()
         dst[:] = memory(size + 64, 2)
     assert int(slots[0]) == digest_of_bytes(src[src_shift : src_shift + size].tobytes(), at)
@@ -155,7 +156,7 @@ def test_rows_of_one_slot_add_up_and_rows_without_one_are_only_copied(using: ker
 
 
 def test_slots_that_no_row_names_are_zero(using: kernel.Engine) -> None:
-    assert kernel.run(kernel.Rects(num_slots=3), [], [], digest=True, using=using) == [0, 0, 0]
+    assert kernel.run(CopyTable(num_slots=3), [], [], digest=True, using=using) == [0, 0, 0]
 
 
 def test_cast_is_that_of_torch(using: kernel.Engine) -> None:
@@ -175,7 +176,7 @@ def test_cast_is_that_of_torch(using: kernel.Engine) -> None:
 def test_nine_dimensions_that_can_be_joined(using: kernel.Engine) -> None:
     shape = (2, 1, 2, 1, 3, 2, 1, 2, 2)
     src, dst = torch.arange(math.prod(shape), dtype=torch.int16).reshape(shape), torch.zeros(shape, dtype=torch.int16)
-    steps = kernel.row_major(shape, 2)
+    steps = row_major(shape, 2)
     rects = table(Rectangle(shape, 2, src=(0, steps), dst=(0, steps), image=(0, steps)))
     digests = kernel.run(rects, [src.data_ptr()], [dst.data_ptr()], digest=True, using=using)
     assert torch.equal(src, dst)
@@ -191,7 +192,7 @@ def test_threads_share_one_huge_row_and_many_small_ones(using: kernel.Engine) ->
         for at in range(big, 2 * big - width, width)
     ]
     rects = table(*rows)
-    shares = rects.shares(4)
+    shares = rects.slices(4)
     assert len(shares) == 4
     loads = [sum(math.prod(share.rects.row(i)[9:10]) for i in range(share.first, share.last)) for share in shares]
     assert sum(loads) == rects.total_bytes
@@ -222,9 +223,10 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
     program = """
 import os, numpy as np
 from forge.store import kernel
+from forge.store.copy_table import CopyTable
 size = 1 << 20
 src, dst = np.ones(size, dtype=np.uint8), np.zeros(size, dtype=np.uint8)
-rects = kernel.Rects()
+rects = CopyTable()
 rects.add((size,), itemsize=1, src=(0, 0, (1,)), dst=(0, 0, (1,)), image=(0, 0, (1,)))
 run = lambda: kernel.run(rects, [src.ctypes.data], [dst.ctypes.data], digest=True, num_threads=2)
 before = run()
@@ -248,7 +250,7 @@ assert os.waitpid(child, 0)[1] == 0
 def test_rows_that_make_no_sense_are_refused(change: dict[str, object], path: str) -> None:
     row: dict[str, object] = {"itemsize": 4, "src": (0, 0, (4,)), "dst": (0, 0, (4,)), "image": (0, 0, (4,))}
     with pytest.raises(StoreError) as caught:
-        kernel.Rects().add((5,), **(row | change))  # type: ignore[arg-type]
+        CopyTable().add((5,), **(row | change))  # type: ignore[arg-type]
     assert caught.value.path == path
     assert caught.value.rule
     assert caught.value.repair
@@ -257,12 +259,12 @@ def test_rows_that_make_no_sense_are_refused(change: dict[str, object], path: st
 def test_nine_dimensions_with_gaps_are_refused() -> None:
     walk = (0, 0, tuple(3**d for d in reversed(range(9))))
     with pytest.raises(StoreError, match="too many dimensions") as caught:
-        kernel.Rects().add((2,) * 9, itemsize=1, src=walk, dst=walk, image=walk)
+        CopyTable().add((2,) * 9, itemsize=1, src=walk, dst=walk, image=walk)
     assert caught.value.value == (2,) * 9
 
 
 def test_missing_bases_are_refused(using: kernel.Engine) -> None:
-    rects = kernel.Rects()
+    rects = CopyTable()
     rects.add((1,), itemsize=1, src=(1, 0, (1,)), dst=(2, 0, (1,)))
     with pytest.raises(StoreError) as caught:
         kernel.run(rects, [1], [1, 1, 1], digest=False, using=using)
@@ -275,7 +277,7 @@ def test_missing_bases_are_refused(using: kernel.Engine) -> None:
 SEED = (1 << 64) - 5
 
 
-def stored_pieces() -> tuple[np.ndarray, kernel.Places, list[tuple[int, int, int]]]:
+def stored_pieces() -> tuple[np.ndarray, PieceLocations, list[tuple[int, int, int]]]:
     """A segment of pieces that are 12 x 10 matrices of every item size, and an empty one."""
     pieces, start = [], 256
     for itemsize in (1, 2, 4, 8, 16):
@@ -283,7 +285,7 @@ def stored_pieces() -> tuple[np.ndarray, kernel.Places, list[tuple[int, int, int
         start += -(-120 * itemsize // 256) * 256
     pieces.append((start, 0, 4))
     starts, numels, itemsizes = zip(*pieces, strict=True)
-    return memory(start, 3), kernel.Places.of(starts, numels=numels, itemsizes=itemsizes), pieces
+    return memory(start, 3), PieceLocations.of(starts, numels=numels, itemsizes=itemsizes), pieces
 
 
 def test_samples_are_elements_of_their_pieces(using: kernel.Engine) -> None:
@@ -298,15 +300,15 @@ def test_samples_are_elements_of_their_pieces(using: kernel.Engine) -> None:
     assert drawn == expected
 
 
-def fetched(places: kernel.Places, columns: range) -> kernel.Rects:
+def fetched(places: PieceLocations, columns: range) -> CopyTable:
     """Those columns of every piece, into transposed destinations."""
-    rects = kernel.Rects(num_slots=len(places))
+    rects = CopyTable(num_slots=len(places))
     for piece, (start, numel, itemsize) in enumerate(
         zip(places.starts.tolist(), places.numels.tolist(), places.itemsizes.tolist(), strict=True)
     ):
         shape = (12 if numel else 0, len(columns))
         src = (0, start + columns.start * itemsize, (10 * itemsize, itemsize))
-        image = kernel.row_major((12, 10), itemsize)
+        image = row_major((12, 10), itemsize)
         rects.add(
             shape,
             itemsize=itemsize,
@@ -326,7 +328,7 @@ def test_a_changed_sample_is_found_where_it_was_copied_to(using: kernel.Engine, 
     kernel.run(rects, [address(segment)], bases, digest=False, using=using)
 
     def check() -> list[int]:
-        return kernel.check_samples(rects, bases, places=places, samples=drawn, seed=SEED, using=using)
+        return kernel.check_samples(rects, bases, locations=places, samples=drawn, seed=SEED, using=using)
 
     assert check() == []
     seen = 0
@@ -349,13 +351,13 @@ def test_samples_of_several_segments_keep_their_own_numbers(using: kernel.Engine
     segment, places, pieces = stored_pieces()
     drawn = kernel.sample(address(segment), places, seed=7, using=using)
     starts, numels, itemsizes = zip(pieces[2], pieces[0], strict=True)
-    chosen = kernel.Places.of(starts, numels=numels, itemsizes=itemsizes, numbers=[2, 0])
+    chosen = PieceLocations.of(starts, numels=numels, itemsizes=itemsizes, numbers=[2, 0])
     size = kernel.SAMPLE_BYTES
     samples = drawn[2 * size : 3 * size] + drawn[:size]
     rects, targets = fetched(chosen, range(10)), [memory(120 * 16, 4) for _ in range(2)]
     bases = [address(target) for target in targets]
     kernel.run(rects, [address(segment)], bases, digest=False, using=using)
-    check = {"places": chosen, "seed": 7, "using": using}
+    check = {"locations": chosen, "seed": 7, "using": using}
     assert kernel.check_samples(rects, bases, samples=samples, **check) == []
     assert kernel.check_samples(rects, bases, samples=bytes(2 * size), **check) == [0, 1]
 
@@ -363,10 +365,10 @@ def test_samples_of_several_segments_keep_their_own_numbers(using: kernel.Engine
 def test_samples_see_through_a_cast(using: kernel.Engine) -> None:
     values, cast = torch.randn(40, generator=torch.Generator().manual_seed(0)), torch.empty(40, dtype=torch.bfloat16)
     rects = table(Rectangle((40,), 2, src=(0, (4,)), dst=(0, (2,)), image=(0, (2,)), cast=True))
-    places = kernel.Places.of([0], numels=[40], itemsizes=[4])
+    places = PieceLocations.of([0], numels=[40], itemsizes=[4])
     drawn = kernel.sample(values.data_ptr(), places, seed=1, using=using)
     kernel.run(rects, [values.data_ptr()], [cast.data_ptr()], digest=False, using=using)
-    check = {"places": places, "samples": drawn, "seed": 1, "using": using}
+    check = {"locations": places, "samples": drawn, "seed": 1, "using": using}
     assert kernel.check_samples(rects, [cast.data_ptr()], **check) == []
     cast.neg_()
     assert kernel.check_samples(rects, [cast.data_ptr()], **check) == [0]
@@ -375,7 +377,9 @@ def test_samples_see_through_a_cast(using: kernel.Engine) -> None:
 def test_samples_of_other_pieces_are_refused(using: kernel.Engine) -> None:
     _, places, _ = stored_pieces()
     with pytest.raises(StoreError, match="do not belong") as caught:
-        kernel.check_samples(fetched(places, range(10)), [0] * 6, places=places, samples=bytes(32), seed=0, using=using)
+        kernel.check_samples(
+            fetched(places, range(10)), [0] * 6, locations=places, samples=bytes(32), seed=0, using=using
+        )
     assert caught.value.path == "samples"
     with pytest.raises(StoreError, match="unevenly"):
-        kernel.Places.of([0], numels=[1, 2], itemsizes=[4])
+        PieceLocations.of([0], numels=[1, 2], itemsizes=[4])

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.store.boxes import Box, Held, Piece
 from forge.store.digest import digest_tensor
-from forge.store.packing import packing
 from forge.store.proof import MODULUS, added, pack_digests, sample_seed, unpack_digests, version_digest
-from forge.store.records import Layout, Part, SegmentRecord
+from forge.store.records import Layout, Part, SegmentRecord, packing
+from forge.store.sharding import Piece, Region, TensorShards
 
 Tensors = dict[str, torch.Tensor]
 
@@ -22,13 +21,13 @@ def rank_of(number: int, tensors: Tensors, rows: dict[str, list[tuple[int, int]]
     """What a rank publishes that holds those rows of tensors, digested as they lie in the whole."""
     helds = []
     for name, tensor in tensors.items():
-        boxes = [Box((low, 0), (high - low, tensor.shape[1])) for low, high in rows[name]]
+        boxes = [Region((low, 0), (high - low, tensor.shape[1])) for low, high in rows[name]]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        helds.append(Held(tuple(tensor.shape), dtype, tuple(Piece(box, (0, 0)) for box in boxes)))
+        helds.append(TensorShards(tuple(tensor.shape), dtype, tuple(Piece(box, (0, 0)) for box in boxes)))
     layout = Layout.of(tuple(tensors), tuple(helds))
     digests = []
     for packed in packing(layout, None).pieces:
-        box, tensor = packed.piece.box, tensors[layout.names[packed.tensor]]
+        box, tensor = packed.piece.region, tensors[layout.names[packed.tensor]]
         digests.append(digest_tensor(tensor[box.offset[0] : box.end[0]], box, tuple(tensor.shape)))
     return Part(number, layout.id, None, SegmentRecord(0, 1), pack_digests(digests), b""), layout
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from forge.errors import StoreError, StoreKeyError
-from forge.store.boxes import Box, Held, Piece
-from forge.store.packing import packing
 from forge.store.proof import pack_digests
 from forge.store.records import (
     Acquire,
@@ -24,8 +22,10 @@ from forge.store.records import (
     SegmentRecord,
     Ticket,
     Version,
+    packing,
 )
 from forge.store.registry import Key, Registry
+from forge.store.sharding import Piece, Region, TensorShards
 
 POLICY: Key = ("weights", "policy")
 VALUE: Key = ("object", "value")
@@ -53,14 +53,14 @@ class Told:
 
 def whole(*names: str, numel: int = 48) -> Layout:
     """One rank holds every tensor whole."""
-    held = Held((numel,), "float32", (Piece(Box((0,), (numel,)), (0,)),))
+    held = TensorShards((numel,), "float32", (Piece(Region((0,), (numel,)), (0,)),))
     return Layout.of(names or ("w",), (held,) * max(1, len(names)))
 
 
 def shard(rank: int, world_size: int, numel: int = 48) -> Layout:
     """Equal shards of one tensor."""
     each = numel // world_size
-    return Layout.of(("w",), (Held((numel,), "float32", (Piece(Box((rank * each,), (each,)), (0,)),)),))
+    return Layout.of(("w",), (TensorShards((numel,), "float32", (Piece(Region((rank * each,), (each,)), (0,)),)),))
 
 
 def wish(key: Key = POLICY, *, version: int | None = 1, rank: int = 0, world_size: int = 1, **more: Any) -> Begin:

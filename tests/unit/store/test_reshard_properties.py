@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtensor_ranks import MeshRanks, Part, PlacementCode, Ranks, full_value, placements_of, raw
-from forge.store.boxes import Piece
-from forge.store.layout import dtype_name, itemsize, pieces_at
-from forge.store.plan import Copy, Stored, plan
+from forge.store.fetch_plan import Copy, Stored, plan_copies
+from forge.store.records import itemsize
+from forge.store.sharding import Piece, Region, pieces_at
+from forge.store.tensors import dtype_name
 
 settings.register_profile("store", derandomize=True, deadline=None, database=None)
 FIXED = settings.get_profile("store")
@@ -83,6 +84,15 @@ def at(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
     return tensor[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
+def store_once(rank: int, local: Tensor, pieces: Sequence[Piece], stored: list[Stored], data: list[Tensor]) -> None:
+    """Add the pieces that no earlier rank has: the store keeps one of several replicas."""
+    known: set[Region] = {item.region for item in stored}
+    for piece in pieces:
+        if piece.region not in known:
+            stored.append(Stored(rank, 0, piece.region))
+            data.append(at(local, piece.at, piece.region.shape))
+
+
 def carry_out(copies: Sequence[Copy], stored: Sequence[Tensor], destination: Tensor) -> int:
     """Do what the plan says; return how many elements moved."""
     for copy in copies:
@@ -94,9 +104,9 @@ def check_pieces(full: Tensor, local: Tensor, pieces: Sequence[Piece]) -> None:
     """The pieces tile the local tensor, and each of them has the elements of its box."""
     filled = torch.full_like(local, -1)
     for piece in pieces:
-        at(filled, piece.at, piece.box.shape)[...] = at(full, piece.box.offset, piece.box.shape)
+        at(filled, piece.at, piece.region.shape)[...] = at(full, piece.region.offset, piece.region.shape)
     assert torch.equal(filled, local)
-    assert sum(piece.box.numel for piece in pieces) == local.numel()
+    assert sum(piece.region.numel for piece in pieces) == local.numel()
 
 
 @settings(FIXED, max_examples=250)
@@ -112,13 +122,12 @@ def test_a_plan_between_any_two_layouts_moves_each_wanted_element_once(
         local = source.local(full, coordinate)
         pieces = source.pieces(shape, coordinate)
         check_pieces(full, local, pieces)
-        stored += [Stored(rank, 0, piece.box) for piece in pieces]
-        data += [at(local, piece.at, piece.box.shape) for piece in pieces]
+        store_once(rank, local, pieces, stored, data)
     for coordinate in target.coordinates():
         expected = target.local(full, coordinate)
         destination = torch.full_like(expected, -1)
-        copies, missing = plan(stored, target.pieces(shape, coordinate))
-        assert missing == []
+        copies, num_missing = plan_copies(stored, target.pieces(shape, coordinate))
+        assert num_missing == 0
         assert carry_out(copies, data, destination) == expected.numel()
         assert torch.equal(destination, expected)
 
@@ -184,9 +193,9 @@ def check_parts(parts: Sequence[Part], full: Tensor, dtype: str) -> None:
         mine = as_bytes(part.data, part.shape, dtype)
         filled = torch.full_like(mine, -1)
         for piece in part.held.pieces:
-            at(filled, piece.at, piece.box.shape)[...] = at(whole, piece.box.offset, piece.box.shape)
+            at(filled, piece.at, piece.region.shape)[...] = at(whole, piece.region.offset, piece.region.shape)
         assert torch.equal(filled, mine)
-        assert sum(piece.box.numel for piece in part.held.pieces) == math.prod(part.shape)
+        assert sum(piece.region.numel for piece in part.held.pieces) == math.prod(part.shape)
 
 
 def check_reshard(sources: Sequence[Part], targets: Sequence[Part]) -> None:
@@ -196,13 +205,12 @@ def check_reshard(sources: Sequence[Part], targets: Sequence[Part]) -> None:
     data: list[Tensor] = []
     for rank, part in enumerate(sources):
         local = as_bytes(part.data, part.shape, dtype)
-        stored += [Stored(rank, 0, piece.box) for piece in part.held.pieces]
-        data += [at(local, piece.at, piece.box.shape) for piece in part.held.pieces]
+        store_once(rank, local, part.held.pieces, stored, data)
     for part in targets:
         expected = as_bytes(part.data, part.shape, dtype)
         destination = torch.full_like(expected, -1)
-        copies, missing = plan(stored, part.held.pieces)
-        assert missing == []
+        copies, num_missing = plan_copies(stored, part.held.pieces)
+        assert num_missing == 0
         assert carry_out(copies, data, destination) == math.prod(part.shape)
         assert torch.equal(destination, expected)
 

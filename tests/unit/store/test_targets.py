@@ -88,7 +88,7 @@ def test_targets_have_the_pieces_that_belong_in_them() -> None:
     shapes = {"w": ((6, 4), "float32")}
     memory = torch.zeros(2, 4)
     targets = resolve("w", [ts.At(memory, (4, 0)), ts.At(memory, ts.Chunk(0, 1, 3)), ts.At(torch.zeros(6, 4))], shapes)
-    assert [target.pieces[0].box.offset for target in targets] == [(4, 0), (2, 0), (0, 0)]
+    assert [target.pieces[0].region.offset for target in targets] == [(4, 0), (2, 0), (0, 0)]
     assert targets[0].memory.data_ptr() == memory.data_ptr()
     with pytest.raises(StoreError, match="another dtype"):
         resolve("w", torch.zeros(6, 4, dtype=torch.int32), shapes)
@@ -103,7 +103,7 @@ def test_memory_for_a_part_says_which_part() -> None:
     with pytest.raises(StoreError, match="another shape") as caught:  # it would be the first rows on every rank
         resolve("qkv", [ts.At(torch.zeros(2, 4), of="w")], shapes)
     assert (caught.value.path, caught.value.value) == ("qkv", [2, 4])
-    assert resolve("x", ts.At(torch.zeros(2, 4), (0, 0), of="w"), shapes)[0].pieces[0].box.offset == (0, 0)
+    assert resolve("x", ts.At(torch.zeros(2, 4), (0, 0), of="w"), shapes)[0].pieces[0].region.offset == (0, 0)
     odd: Any
     for odd in (ts.Chunk("0", 0, 2), ts.Region(1, 2), ts.Region((1.0, 0), (2, 4)), (1.0, 0)):  # type: ignore[arg-type]
         with pytest.raises(StoreError, match="part"):
@@ -113,7 +113,7 @@ def test_memory_for_a_part_says_which_part() -> None:
 def test_new_memory_has_the_size_of_the_part() -> None:
     tensor, target = allocate("w", ts.Region((1, 2), (3, 1)), (6, 4), "bfloat16")
     assert (tensor.shape, tensor.dtype, target.memory is tensor) == ((3, 1), torch.bfloat16, True)
-    assert (target.pieces[0].box.offset, target.pieces[0].at) == ((1, 2), (0, 0))
+    assert (target.pieces[0].region.offset, target.pieces[0].at) == ((1, 2), (0, 0))
     assert allocate("w", ts.Chunk(0, 3, 4), (3, 4), "int8")[1].pieces == ()
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from forge.errors import StoreError, WeightMismatch
 from forge.store import device_kernel, kernel
-from forge.store.catalog import Catalog, published_digests
+from forge.store.copy_table import CopyTable, PieceLocations, byte_offset, row_bytes, row_major
+from forge.store.fetch_plan import Catalog, published_digests
 from forge.store.proof import MODULUS, sample_seed
 from forge.store.records import Version
-from forge.store.rects import Places, Rects, byte_offset, row_bytes, row_major
 
 Verify = Literal["cheap", "full", "off"]
 """How a reader checks what it got.
@@ -46,7 +46,7 @@ def compare_digests(catalog: Catalog, version: Version, found: Sequence[int], ti
 
 
 def compare_samples(
-    catalog: Catalog, version: Version, tables: Iterable[Rects], targets: Sequence[int], slots: Iterable[int]
+    catalog: Catalog, version: Version, tables: Iterable[CopyTable], targets: Sequence[int], slots: Iterable[int]
 ) -> set[str]:
     """The tensors of which a sampled element is not in the reader's memory as it was published. Parts that are on a GPU
     have no samples."""
@@ -58,7 +58,7 @@ def compare_samples(
     differ: set[str] = set()
     for table in tables:
         if len(table):
-            wrong = kernel.check_samples(table, targets, places=catalog.places, samples=samples, seed=seed)
+            wrong = kernel.check_samples(table, targets, locations=catalog.locations, samples=samples, seed=seed)
             differ |= {catalog.owner[slot] for slot in wrong if slot in wanted}
     return differ
 
@@ -76,8 +76,8 @@ def check_part(catalog: Catalog, version: Version, index: int, *, address: int, 
             catalog.owner[first + number] for number in range(count) if found[first + number] != published[number]
         }
     elif verify == "cheap" and part.samples:
-        places = part_places(catalog, first, count)
-        found_bytes = kernel.sample(address, places, seed=sample_seed(version.key, version.number))
+        locations = part_locations(catalog, first, count)
+        found_bytes = kernel.sample(address, locations, seed=sample_seed(version.key, version.number))
         size = kernel.SAMPLE_BYTES
         differ |= {
             catalog.owner[first + number]
@@ -108,31 +108,31 @@ def part_of_slot(catalog: Catalog, slot: int) -> int:
     return bisect_right(catalog.first_slot, slot) - 1
 
 
-def part_places(catalog: Catalog, first: int, count: int) -> Places:
-    columns = catalog.places
+def part_locations(catalog: Catalog, first: int, count: int) -> PieceLocations:
+    columns = catalog.locations
     cut = slice(first, first + count)
-    return Places(columns.starts[cut], columns.numels[cut], columns.itemsizes[cut], columns.numbers[cut])
+    return PieceLocations(columns.starts[cut], columns.numels[cut], columns.itemsizes[cut], columns.numbers[cut])
 
 
-def digest_table(catalog: Catalog, index: int, slots: Iterable[int]) -> Rects:
+def digest_table(catalog: Catalog, index: int, slots: Iterable[int]) -> CopyTable:
     """A table that digests whole stored pieces of one part, whose memory is base 0."""
     wanted = frozenset(slots)
-    table = Rects(num_slots=catalog.num_slots)
+    table = CopyTable(num_slots=catalog.num_slots)
     for entry in catalog.entries.values():
         for stored, slot in zip(entry.stored, entry.slots, strict=True):
             if slot not in wanted or stored.part != index:
                 continue
-            size = int(catalog.places.itemsizes[slot])
+            size = int(catalog.locations.itemsizes[slot])
             strides = row_major(entry.shape, size)
-            image = (slot, byte_offset(stored.box.offset, strides), strides)
-            source = (0, stored.start, row_major(stored.box.shape, size))
-            table.add(stored.box.shape, itemsize=size, src=source, image=image)
+            image = (slot, byte_offset(stored.region.offset, strides), strides)
+            source = (0, stored.start, row_major(stored.region.shape, size))
+            table.add(stored.region.shape, itemsize=size, src=source, image=image)
     return table
 
 
-def table_of(rows: Iterable[list[int]], *, num_slots: int) -> Rects:
+def table_of(rows: Iterable[list[int]], *, num_slots: int) -> CopyTable:
     """A table from plain numbers, as they come from another process."""
-    table = Rects(num_slots=num_slots)
+    table = CopyTable(num_slots=num_slots)
     for row in rows:
         table.append_row(row, row_bytes(row))
     return table

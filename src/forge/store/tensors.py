@@ -1,7 +1,7 @@
-"""What a tensor is to the store: the whole shape, the element type, and which boxes of it lie in this process.
+"""What a tensor is to the store: its global shape, its dtype, which regions this process holds, and its memory.
 
-Only tensors whose elements lie in plain memory can be stored; everything else is refused here, by name and with the way
-to repair it, before a byte is moved.
+Only tensors whose elements lie in plain memory can be stored. Everything else is rejected here, by name and with the
+repair, before a byte is moved.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.store.boxes import Box, Held, Piece
-from forge.store.sharding import pieces_at
+from forge.store.sharding import Piece, Region, TensorShards, pieces_at
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
-
-__all__ = ["dtype_name", "dtype_of", "held", "held_by", "itemsize", "local", "pieces_at", "region_pieces", "wanted"]
+import math
+from typing import Any
 
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _DTYPES: Final[dict[str, torch.dtype]] = {
@@ -59,11 +58,6 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def itemsize(name: str) -> int:
-    """How many bytes one element of that type takes."""
-    return int(dtype_of(name).itemsize)
-
-
 def _quantized(value: str, path: str | None) -> StoreError:
     return StoreError(
         "A quantized tensor cannot be stored: its scales are not in its elements.",
@@ -79,7 +73,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN
 
 
-def held(tensor: Tensor | DTensor, *, name: str = "") -> Held:
+def shards_of(tensor: Tensor | DTensor, *, name: str = "") -> TensorShards:
     """What this process holds of a tensor; `name` is what errors call it.
 
     A plain tensor is held whole. A DTensor is held as its placements say, in any order and combination; a rank outside
@@ -89,17 +83,17 @@ def held(tensor: Tensor | DTensor, *, name: str = "") -> Held:
     if type(tensor) in _PLAIN:
         _check_memory(tensor, name)
         shape = tuple(tensor.shape)
-        return Held(shape, dtype_name(tensor.dtype, path=name or None), _whole(shape))
+        return TensorShards(shape, dtype_name(tensor.dtype, path=name or None), _whole(shape))
     sharded = _as_dtensor(tensor)
     if sharded is None:
         plain = local(tensor, name=name)
         shape = tuple(plain.shape)
-        return Held(shape, dtype_name(plain.dtype, path=name or None), _whole(shape))
+        return TensorShards(shape, dtype_name(plain.dtype, path=name or None), _whole(shape))
     shape = tuple(sharded.shape)
     pieces = _dtensor_pieces(sharded, name)
     mine = local(sharded, name=name)
     _check_extent(sharded, pieces, mine, name)
-    return Held(shape, dtype_name(mine.dtype, path=name or None), pieces)
+    return TensorShards(shape, dtype_name(mine.dtype, path=name or None), pieces)
 
 
 def local(tensor: Tensor | DTensor, *, name: str = "") -> Tensor:
@@ -114,15 +108,15 @@ def local(tensor: Tensor | DTensor, *, name: str = "") -> Tensor:
     return tensor.detach()
 
 
-def wanted(
+def wanted_shards(
     target: Tensor | DTensor, *, shape: Sequence[int] | None = None, offset: Sequence[int] | None = None, name: str = ""
-) -> Held:
-    """What a destination wants of a stored tensor; its pieces say where each box goes in `local(target)`.
+) -> TensorShards:
+    """What a destination wants of a stored tensor; its pieces say where each region goes in `local(target)`.
 
     Without `shape` the target is the whole tensor (of which a DTensor has its shards here). With `shape` and `offset`
     the target, plain or DTensor, stands for the rectangle of the stored tensor, `shape` large, that begins at `offset`.
     """
-    have = held(target, name=name)
+    have = shards_of(target, name=name)
     mine = target if type(target) in _PLAIN else local(target, name=name)  # a plain one has just been looked at
     if _overlaps(mine):
         raise StoreError(
@@ -136,8 +130,8 @@ def wanted(
         return have
     whole = tuple(have.shape if shape is None else shape)
     start = tuple((0,) * len(whole) if offset is None else offset)
-    region_pieces(whole, start, have.shape, name=name)
-    return Held(whole, have.dtype, tuple(_moved(piece, start) for piece in have.pieces))
+    region_pieces(whole, Region(start, have.shape), name=name)
+    return TensorShards(whole, have.dtype, tuple(_moved(piece, start) for piece in have.pieces))
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -157,11 +151,9 @@ def _overlaps(tensor: Tensor) -> bool:
     return False
 
 
-def region_pieces(
-    shape: Sequence[int], offset: Sequence[int], extent: Sequence[int], *, name: str = ""
-) -> tuple[Piece, ...]:
-    """The rectangle that begins at `offset` and is `extent` large, to be read into a tensor of that size."""
-    ndim = len(shape)
+def region_pieces(shape: Sequence[int], region: Region, *, name: str = "") -> tuple[Piece, ...]:
+    """Return the piece that fills a tensor of the region's size. Raise unless the region lies inside `shape`."""
+    ndim, offset, extent = len(shape), region.offset, region.shape
     fits = len(offset) == ndim == len(extent) and all(
         start >= 0 and size >= 0 and start + size <= total
         for start, size, total in zip(offset, extent, shape, strict=True)
@@ -170,28 +162,32 @@ def region_pieces(
         raise StoreError(
             "A slice does not lie inside of its tensor.",
             path=name or None,
-            value=f"offset {tuple(offset)}, extent {tuple(extent)}",
+            value=f"offset {offset}, extent {extent}",
             rule=f"0 <= offset and offset + extent <= {tuple(shape)}, in each of {ndim} dimensions",
             repair="Give one offset and one extent per dimension of the stored tensor.",
         )
-    return () if 0 in extent else (Piece(Box(tuple(offset), tuple(extent)), (0,) * ndim),)
+    return () if 0 in extent else (Piece(region, (0,) * ndim),)
 
 
-def held_by(shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement]) -> Held:
+def shards_for(
+    shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> TensorShards:
     """What this rank would hold of a DTensor with that mesh and those placements. There need not be one."""
     whole = tuple(shape)
     coordinate = mesh.get_coordinate()
     pieces = () if coordinate is None else pieces_at(whole, placements, tuple(mesh.shape), coordinate)
-    return Held(whole, dtype_name(dtype), pieces)
+    return TensorShards(whole, dtype_name(dtype), pieces)
 
 
 @lru_cache(maxsize=65536)
 def _whole(shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    return () if 0 in shape else (Piece(Box.whole(shape), (0,) * len(shape)),)
+    return () if 0 in shape else (Piece(Region.whole(shape), (0,) * len(shape)),)
 
 
 def _moved(piece: Piece, by: tuple[int, ...]) -> Piece:
-    return Piece(Box(tuple(a + b for a, b in zip(piece.box.offset, by, strict=True)), piece.box.shape), piece.at)
+    return Piece(
+        Region(tuple(a + b for a, b in zip(piece.region.offset, by, strict=True)), piece.region.shape), piece.at
+    )
 
 
 def _as_dtensor(tensor: Tensor) -> DTensor | None:
@@ -214,7 +210,7 @@ def _dtensor_pieces(tensor: DTensor, name: str) -> tuple[Piece, ...]:
 
 def _check_extent(tensor: DTensor, pieces: tuple[Piece, ...], mine: Tensor, name: str) -> None:
     """A DTensor that was put together by hand can claim a shape that its local tensors do not add up to."""
-    ends = [tuple(a + b for a, b in zip(piece.at, piece.box.shape, strict=True)) for piece in pieces]
+    ends = [tuple(a + b for a, b in zip(piece.at, piece.region.shape, strict=True)) for piece in pieces]
     extent = tuple(map(max, zip(*ends, strict=True))) if ends else ()
     if extent == tuple(mine.shape) if pieces else mine.numel() == 0:
         return
@@ -288,3 +284,49 @@ def _has_storage(tensor: Tensor) -> bool:
         reach = ((size - 1) * stride for size, stride in zip(shape, tensor.stride(), strict=True))
         last = tensor.storage_offset() + sum(reach)
     return bool(address) and bool(storage.nbytes() >= (last + 1) * tensor.itemsize)
+
+
+def piece_view(memory: Tensor, start: int, shape: Sequence[int], dtype: str) -> Tensor:
+    """A piece of a segment as a tensor."""
+    kind = dtype_of(dtype)
+    return memory[start : start + math.prod(shape) * kind.itemsize].view(kind).view(tuple(shape))
+
+
+def part_of(tensor: Tensor, at: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """A rectangle of a tensor."""
+    for dim, (start, extent) in enumerate(zip(at, shape, strict=True)):
+        tensor = tensor.narrow(dim, start, extent)
+    return tensor
+
+
+Fingerprint = tuple[Any, ...]
+"""The address first, then what else must be the same. An address of None: look again every time."""
+
+
+def fingerprint_of(tensor: Tensor) -> Fingerprint:
+    """Equal as long as a tensor is the same memory, looked at in the same way."""
+    if type(tensor) in _PLAIN:
+        if not _is_memory(tensor):
+            return None, object()
+        return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    inner: Any = getattr(tensor, "_local_tensor", None)
+    if type(inner) in _PLAIN and _is_memory(inner):
+        return inner.data_ptr(), inner.dtype, inner.shape, inner.stride(), id(tensor._spec)
+    return None, object()
+
+
+def _is_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are what lies at its address. Looking at one of which they are not says so."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def keepalive(tensor: Tensor) -> Any:
+    """What must stay alive for a fingerprint to mean the same."""
+    return getattr(tensor, "_spec", None) if type(tensor) not in _PLAIN else None
+
+
+def addresses(fingerprints: Sequence[Fingerprint]) -> list[int] | None:
+    """Where the tensors are; None if one has to be looked at."""
+    found = [fingerprint[0] for fingerprint in fingerprints]
+    return None if None in found else found

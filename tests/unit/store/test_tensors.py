@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,11 +14,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from forge.errors import StoreError
-from forge.store.boxes import Box, Held, Piece
-from forge.store.layout import dtype_name, dtype_of, held, held_by, itemsize, local, pieces_at, region_pieces, wanted
+from forge.store.records import itemsize
+from forge.store.sharding import Piece, Region, TensorShards
+from forge.store.tensors import dtype_name, dtype_of, local, region_pieces, shards_for, shards_of, wanted_shards
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 QUANTIZED = [dtype for dtype in DTYPES if str(dtype).startswith("torch.q")]
@@ -51,7 +50,7 @@ def test_every_element_type_has_a_name_and_lies_in_bytes(dtype: torch.dtype) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # complex32 is announced as experimental
         tensor = torch.empty((3, 4), dtype=dtype)
-    assert held(tensor) == Held((3, 4), name, (Piece(Box.whole((3, 4)), (0, 0)),))
+    assert shards_of(tensor) == TensorShards((3, 4), name, (Piece(Region.whole((3, 4)), (0, 0)),))
     assert local(tensor).view(torch.uint8).numel() == 12 * itemsize(name)
 
 
@@ -67,28 +66,28 @@ def test_quantized_types_are_refused(dtype: torch.dtype) -> None:
 
 def test_an_unknown_type_is_refused() -> None:
     with pytest.raises(StoreError) as caught:
-        itemsize("float7")
+        dtype_of("float7")
     check_error(caught.value, message="no such element type", value="float7", path=None)
 
 
 @pytest.mark.parametrize(
     ("tensor", "pieces"),
     [
-        (torch.tensor(3.0), (Piece(Box((), ()), ()),)),
+        (torch.tensor(3.0), (Piece(Region((), ()), ()),)),
         (torch.empty(0, 4), ()),
-        (torch.arange(12.0).view(3, 4).t(), (Piece(Box.whole((4, 3)), (0, 0)),)),
-        (torch.ones(1).expand(5), (Piece(Box.whole((5,)), (0,)),)),
-        (nn.Parameter(torch.ones(2)), (Piece(Box.whole((2,)), (0,)),)),
-        ((torch.ones(2, requires_grad=True) * 2), (Piece(Box.whole((2,)), (0,)),)),
+        (torch.arange(12.0).view(3, 4).t(), (Piece(Region.whole((4, 3)), (0, 0)),)),
+        (torch.ones(1).expand(5), (Piece(Region.whole((5,)), (0,)),)),
+        (nn.Parameter(torch.ones(2)), (Piece(Region.whole((2,)), (0,)),)),
+        ((torch.ones(2, requires_grad=True) * 2), (Piece(Region.whole((2,)), (0,)),)),
     ],
 )
 def test_a_plain_tensor_is_held_whole(tensor: torch.Tensor, pieces: tuple[Piece, ...]) -> None:
-    assert held(tensor) == Held(tuple(tensor.shape), "float32", pieces)
+    assert shards_of(tensor) == TensorShards(tuple(tensor.shape), "float32", pieces)
     mine = local(tensor)
     assert type(mine) is torch.Tensor
     assert not mine.requires_grad
     assert mine.data_ptr() == tensor.data_ptr()
-    assert type(held(tensor).shape) is tuple
+    assert type(shards_of(tensor).shape) is tuple
 
 
 def test_a_subclass_that_is_plain_memory_is_taken_as_such() -> None:
@@ -103,7 +102,7 @@ def test_a_subclass_that_is_plain_memory_is_taken_as_such() -> None:
     mine = local(tensor)
     assert type(mine) is torch.Tensor
     assert mine.data_ptr() == plain.data_ptr()
-    assert held(tensor) == held(plain)
+    assert shards_of(tensor) == shards_of(plain)
 
 
 def freed(num_bytes_left: int = 0) -> torch.Tensor:
@@ -141,7 +140,7 @@ def nested(layout: torch.layout) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:.*(nested|Sparse CSR).*")
 def test_a_tensor_without_plain_memory_is_refused(make: Any, value: str) -> None:
     tensor = make()
-    for ask in (held, local, wanted):
+    for ask in (shards_of, local, wanted_shards):
         with pytest.raises(StoreError) as caught:
             ask(tensor, name="w")
         check_error(caught.value, message="no plain memory", value=value)
@@ -151,117 +150,23 @@ def test_a_tensor_without_plain_memory_is_refused(make: Any, value: str) -> None
 def test_a_quantized_tensor_is_refused() -> None:
     tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     with pytest.raises(StoreError) as caught:
-        held(tensor, name="w")
+        shards_of(tensor, name="w")
     check_error(caught.value, message="quantized", value="qint8")
 
 
 def test_a_tensor_under_a_transform_is_refused() -> None:
     def ask(row: torch.Tensor) -> torch.Tensor:
         with pytest.raises(StoreError) as caught:
-            held(row, name="w")
+            shards_of(row, name="w")
         check_error(caught.value, message="no plain memory", value="no storage")
         return row
 
     torch.vmap(ask)(torch.ones(2, 3))
 
 
-def runs(placements: list[Placement], mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], size: int) -> list[int]:
-    """The indices of a vector that a rank holds, in the order of its local tensor."""
-    pieces = sorted(pieces_at((size,), placements, mesh_shape, coordinate), key=lambda piece: piece.at)
-    return [index for piece in pieces for index in range(piece.box.offset[0], piece.box.end[0])]
-
-
-def test_an_uneven_shard_may_be_empty() -> None:
-    assert [runs([Shard(0)], (4,), (rank,), 5) for rank in range(4)] == [[0, 1], [2, 3], [4], []]
-    assert [runs([Shard(-1)], (4,), (rank,), 2) for rank in range(4)] == [[0], [1], [], []]
-
-
-def test_two_mesh_dimensions_split_from_left_to_right() -> None:
-    ranks = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [runs([Shard(0), Shard(0)], (2, 2), rank, 8) for rank in ranks] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_a_strided_shard_splits_after_the_dimension_to_its_right() -> None:
-    placements = [_StridedShard(0, split_factor=2), Shard(0)]
-    ranks = [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [runs(placements, (2, 2), rank, 8) for rank in ranks] == [[0, 1], [4, 5], [2, 3], [6, 7]]
-    assert [runs([Shard(0)] * 2, (2, 2), rank, 8) for rank in ranks] != [[0, 1], [4, 5], [2, 3], [6, 7]]
-    # Uneven: 9 rows over tp=2 are 5 and 4, and each of them over dp=4. Read from left to right, row 8 would be tp 0's.
-    assert runs(placements, (4, 2), (3, 0), 9) == []
-    assert runs(placements, (4, 2), (3, 1), 9) == [8]
-
-
-def test_an_order_of_splitting_says_the_same_as_strided_shards() -> None:
-    for coordinate in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1)]:
-        strided = pieces_at((9,), [_StridedShard(0, split_factor=2), Shard(0)], (3, 2), coordinate)
-        assert pieces_at((9,), [Shard(0), Shard(0)], (3, 2), coordinate, order=((0, (1, 0)),)) == strided
-
-
-def test_a_strided_shard_that_is_no_order_keeps_parts_of_every_stride() -> None:
-    assert pieces_at((8,), [_StridedShard(0, split_factor=4)], (2,), (1,)) == tuple(
-        Piece(Box((2 * part + 1,), (1,)), (part,)) for part in range(4)
-    )
-
-
-def test_an_uneven_strided_shard_is_cut_into_parts_first() -> None:
-    placements: list[Placement] = [_StridedShard(0, split_factor=2)]
-    assert [runs(placements, (4,), (rank,), 9) for rank in range(4)] == [[0, 1, 5], [2, 3, 6], [4, 7], [8]]
-
-
-def test_neighbouring_runs_are_one_piece() -> None:
-    assert pieces_at((8,), [_StridedShard(0, split_factor=2)], (1,), (0,)) == (Piece(Box((0,), (8,)), (0,)),)
-
-
-def test_several_runs_along_two_dimensions_multiply() -> None:
-    placements = [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=2)]
-    assert pieces_at((4, 4), placements, (2, 2), (0, 1)) == (
-        Piece(Box((0, 1), (1, 1)), (0, 0)),
-        Piece(Box((0, 3), (1, 1)), (0, 1)),
-        Piece(Box((2, 1), (1, 1)), (1, 0)),
-        Piece(Box((2, 3), (1, 1)), (1, 1)),
-    )
-
-
-def test_a_scalar_can_only_be_replicated() -> None:
-    assert pieces_at((), [Replicate()], (2,), (1,)) == (Piece(Box((), ()), ()),)
-    with pytest.raises(StoreError) as caught:
-        pieces_at((), [Shard(0)], (2,), (1,))
-    check_error(caught.value, message="dimension that it does not have", value="Shard", path=None)
-
-
-@dataclass(frozen=True)
-class Scattered(Placement):
-    """A placement that torch does not have."""
-
-
-@pytest.mark.parametrize(
-    ("placements", "coordinate", "message", "value"),
-    [
-        ([Shard(2)], (0,), "dimension that it does not have", "Shard(dim=2)"),
-        ([Shard(-3)], (0,), "dimension that it does not have", "Shard(dim=-3)"),
-        ([Partial()], (0,), "only the terms of a sum", "Partial(sum) on mesh dimension 0"),
-        ([Scattered()], (0,), "does not know", "Scattered"),
-        ([Shard(0), Shard(0)], (0,), "does not fit its mesh", "2 placements"),
-        ([Shard(0)], (2,), "does not fit its mesh", "(2,)"),
-    ],
-)
-def test_placements_that_mean_nothing_are_refused(
-    placements: list[Placement], coordinate: tuple[int, ...], message: str, value: str
-) -> None:
-    with pytest.raises(StoreError) as caught:
-        pieces_at((4, 4), placements, (2,), coordinate)
-    check_error(caught.value, message=message, value=value, path=None)
-
-
-def test_an_order_that_leaves_a_split_out_is_refused() -> None:
-    with pytest.raises(StoreError) as caught:
-        pieces_at((4,), [Shard(0), Shard(0)], (2, 2), (0, 0), order=((0, (1,)),))
-    check_error(caught.value, message="order of splitting", value="(1,)", path=None)
-
-
 def test_a_dtensor_is_held_as_its_placements_say(mesh: DeviceMesh) -> None:
     tensor = nn.Parameter(distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [Shard(1)]))
-    assert held(tensor) == held_by((2, 3), torch.float32, mesh, [Shard(1)]) == held(torch.ones(2, 3))
+    assert shards_of(tensor) == shards_for((2, 3), torch.float32, mesh, [Shard(1)]) == shards_of(torch.ones(2, 3))
     mine = local(tensor)
     assert type(mine) is torch.Tensor
     assert not mine.requires_grad
@@ -272,7 +177,7 @@ def test_a_dtensor_is_held_as_its_placements_say(mesh: DeviceMesh) -> None:
 def test_a_partial_dtensor_is_refused_by_name(mesh: DeviceMesh) -> None:
     tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     with pytest.raises(StoreError) as caught:
-        held(tensor, name="w")
+        shards_of(tensor, name="w")
     check_error(caught.value, message="Partial", value="Partial(sum)")
     assert "redistribute" in str(caught.value.repair)
 
@@ -281,30 +186,30 @@ def test_a_dtensor_that_claims_another_shape_is_refused(mesh: DeviceMesh) -> Non
     for shape in [(3,), (0,)]:
         tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], shape=shape, stride=(1,))
         with pytest.raises(StoreError) as caught:
-            held(tensor, name="w")
+            shards_of(tensor, name="w")
         check_error(caught.value, message="does not have the shape", value="local shape (2,)")
 
 
 def test_a_dtensor_without_memory_is_refused(mesh: DeviceMesh) -> None:
     tensor = DTensor.from_local(torch.ones(2, device="meta"), mesh, [Shard(0)])
     with pytest.raises(StoreError) as caught:
-        held(tensor, name="w")
+        shards_of(tensor, name="w")
     check_error(caught.value, message="no plain memory", value="meta")
 
 
 def test_a_collective_that_still_runs_is_waited_for(mesh: DeviceMesh) -> None:
     pending = funcol.all_gather_single(torch.arange(3.0), 0, mesh)
     assert type(pending) is funcol.AsyncCollectiveTensor
-    assert held(pending) == held(torch.ones(3))
+    assert shards_of(pending) == shards_of(torch.ones(3))
     mine = local(DTensor.from_local(pending, mesh, [Replicate()]))
     assert type(mine) is torch.Tensor
     assert mine.tolist() == [0.0, 1.0, 2.0]
 
 
 def test_a_slice_is_one_piece() -> None:
-    assert region_pieces((8, 4), (2, 0), (3, 4)) == (Piece(Box((2, 0), (3, 4)), (0, 0)),)
-    assert region_pieces((8, 4), (8, 0), (0, 4)) == ()
-    assert region_pieces((), (), ()) == (Piece(Box((), ()), ()),)
+    assert region_pieces((8, 4), Region((2, 0), (3, 4))) == (Piece(Region((2, 0), (3, 4)), (0, 0)),)
+    assert region_pieces((8, 4), Region((8, 0), (0, 4))) == ()
+    assert region_pieces((), Region((), ())) == (Piece(Region((), ()), ()),)
 
 
 @pytest.mark.parametrize(
@@ -312,23 +217,23 @@ def test_a_slice_is_one_piece() -> None:
 )
 def test_a_slice_outside_of_its_tensor_is_refused(offset: tuple[int, ...], extent: tuple[int, ...]) -> None:
     with pytest.raises(StoreError) as caught:
-        region_pieces((8, 4), offset, extent, name="w")
+        region_pieces((8, 4), Region(offset, extent), name="w")
     check_error(caught.value, message="slice", value=f"offset {offset}")
 
 
 def test_a_target_can_be_a_slice_of_what_is_stored(mesh: DeviceMesh) -> None:
-    want = Held((8, 4), "float32", (Piece(Box((2, 0), (3, 4)), (0, 0)),))
+    want = TensorShards((8, 4), "float32", (Piece(Region((2, 0), (3, 4)), (0, 0)),))
     plain = torch.empty(3, 4)
-    assert wanted(plain) == held(plain)
-    assert wanted(plain, shape=(8, 4), offset=(2, 0)) == want
-    assert wanted(distribute_tensor(plain, mesh, [Shard(0)]), shape=(8, 4), offset=(2, 0)) == want
-    assert wanted(plain, shape=(8, 4)).pieces == (Piece(Box((0, 0), (3, 4)), (0, 0)),)
+    assert wanted_shards(plain) == shards_of(plain)
+    assert wanted_shards(plain, shape=(8, 4), offset=(2, 0)) == want
+    assert wanted_shards(distribute_tensor(plain, mesh, [Shard(0)]), shape=(8, 4), offset=(2, 0)) == want
+    assert wanted_shards(plain, shape=(8, 4)).pieces == (Piece(Region((0, 0), (3, 4)), (0, 0)),)
     with pytest.raises(StoreError) as caught:
-        wanted(plain, shape=(4, 4), offset=(2, 0), name="w")
+        wanted_shards(plain, shape=(4, 4), offset=(2, 0), name="w")
     check_error(caught.value, message="slice", value="offset (2, 0)")
 
 
 def test_a_target_whose_elements_share_memory_is_refused() -> None:
     with pytest.raises(StoreError) as caught:
-        wanted(torch.ones(1).expand(5), name="w")
+        wanted_shards(torch.ones(1).expand(5), name="w")
     check_error(caught.value, message="share memory", value="strides (0,)")

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from forge.errors import StoreError
-from forge.store import kernel, native_build
-from forge.store.native_build import NoNativeKernel, build
+from forge.kernels import native_build
+from forge.kernels.native_build import NoNativeKernel
+from forge.store import kernel
+from forge.store.copy_table import CopyTable
+from forge.store.kernel import build
 from kernel_reference import digest_of_bytes
 
 COMPILER = shutil.which("cc") or "cc"
@@ -31,7 +34,7 @@ def cached(environ: dict[str, str]) -> list[Path]:
 
 def assert_works(environ: dict[str, str]) -> None:
     data = np.arange(100, dtype=np.uint8)
-    rects = kernel.Rects()
+    rects = CopyTable()
     rects.add((100,), itemsize=1, src=(0, 0, (1,)), image=(0, 3, (1,)))
     engine = kernel.Native(build(environ))
     assert kernel.digest_only(rects, [data.ctypes.data], using=engine) == [digest_of_bytes(data.tobytes(), 3)]

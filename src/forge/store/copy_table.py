@@ -49,16 +49,16 @@ def byte_offset(at: Sequence[int], strides: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TableSlice:
     """What one thread does: some rows of a table."""
 
-    rects: Rects
+    rects: CopyTable
     first: int
     last: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class PieceLocations:
     """Where stored pieces lie in their segments, and how each is numbered there: what samples are drawn from."""
 
     starts: npt.NDArray[np.int64]
@@ -76,14 +76,14 @@ class Places:
         numels: Sequence[int],
         itemsizes: Sequence[int],
         numbers: Sequence[int] | None = None,
-    ) -> Places:
+    ) -> PieceLocations:
         """Pieces of one segment in order, or, with `numbers`, any pieces of any segments."""
         order = range(len(starts)) if numbers is None else numbers
         columns = [np.array(column, dtype=np.int64) for column in (starts, numels, itemsizes, order)]
         if len({len(column) for column in columns}) != 1:
             raise StoreError(
                 "the pieces to sample are described unevenly",
-                path="Places",
+                path="PieceLocations",
                 value=[len(column) for column in columns],
                 rule="as many starts as element counts, item sizes and numbers",
                 repair="give one of each per piece",
@@ -94,21 +94,21 @@ class Places:
         return len(self.starts)
 
 
-class Rects:
+class CopyTable:
     """Rows of equally shaped rectangles: where to read, where to write, and where they lie in the tensor's image.
 
     Addresses are not part of it: a row names a base by its index, and the bases are given to each run. Sums of digests
-    go to numbered slots, and rows may share one. Several threads may run one table at the same time.
+    go to numbered slots, and rows may part one. Several threads may run one table at the same time.
     """
 
-    __slots__ = ("_nbytes", "_shares", "_starts", "_table", "num_dst", "num_slots", "num_src", "total_bytes")
+    __slots__ = ("_nbytes", "_slices", "_starts", "_table", "num_dst", "num_slots", "num_src", "total_bytes")
 
     def __init__(self, *, num_slots: int = 0) -> None:
         """`num_slots` counts the slots to report even if no row names the last ones."""
         self._table = array("q")
         self._starts = array("q")
         self._nbytes = array("q")
-        self._shares: dict[int, list[Share]] = {}
+        self._slices: dict[int, list[TableSlice]] = {}
         self.num_slots = num_slots
         self.num_src = 0
         self.num_dst = 0
@@ -180,9 +180,9 @@ class Rects:
         """All rows, as plain numbers."""
         return (self.row(index) for index in range(len(self)))
 
-    def reversed(self) -> Rects:
+    def reversed(self) -> CopyTable:
         """The same rectangles with their destinations as sources, and no destinations."""
-        turned = Rects(num_slots=self.num_slots)
+        turned = CopyTable(num_slots=self.num_slots)
         for row in self.each():
             ndim = row[NDIM]
             shape, _, dst, image = (row[HEAD + ndim * part : HEAD + ndim * (part + 1)] for part in range(4))
@@ -194,19 +194,19 @@ class Rects:
         """Of the table and of the index of its rows; valid until a row is added."""
         return self._table.buffer_info()[0], self._starts.buffer_info()[0]
 
-    def shares(self, num_threads: int) -> list[Share]:
+    def slices(self, num_threads: int) -> list[TableSlice]:
         """The work cut into at most that many parts of about equal bytes."""
         parts = max(1, min(num_threads, self.total_bytes // MIN_PART_BYTES))
         if parts == 1:
-            return [Share(self, 0, len(self))]
-        known = self._shares.get(parts)
+            return [TableSlice(self, 0, len(self))]
+        known = self._slices.get(parts)
         if known is None or known[0].rects.total_bytes != self.total_bytes:
-            known = self._shares[parts] = self._cut(parts)
+            known = self._slices[parts] = self._cut(parts)
         return known
 
-    def _cut(self, parts: int) -> list[Share]:
+    def _cut(self, parts: int) -> list[TableSlice]:
         limit = max(MIN_PART_BYTES, self.total_bytes // (4 * parts))
-        fine = Rects(num_slots=self.num_slots)
+        fine = CopyTable(num_slots=self.num_slots)
         ends: list[int] = []
         for index, nbytes in enumerate(self._nbytes):
             row = self.row(index)
@@ -215,7 +215,7 @@ class Rects:
                 if fine.total_bytes * parts >= self.total_bytes * (len(ends) + 1):
                     ends.append(len(fine))
         ends[-1] = len(fine)
-        return [Share(fine, first, last) for first, last in zip([0, *ends], ends, strict=False) if first < last]
+        return [TableSlice(fine, first, last) for first, last in zip([0, *ends], ends, strict=False) if first < last]
 
 
 def row_bytes(row: Sequence[int]) -> int:
