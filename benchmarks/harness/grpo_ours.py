@@ -179,6 +179,7 @@ async def _opened(config: Any, plan: Plan) -> AsyncIterator[Any]:
     from forge.loops.evaluation import Evaluator
     from forge.loops.grpo import GRPOLoop
     from forge.loops.planning import plan_run
+    from forge.loops.rollouts import single_turn
     from forge.loops.workers import Workers, start_workers
 
     run = plan_run(config)
@@ -191,13 +192,14 @@ async def _opened(config: Any, plan: Plan) -> AsyncIterator[Any]:
                 run.config.evaluation,
                 book=run.heldout,
                 policy=workers.policy,
-                rewards=workers.rewards,
+                score=workers.rewards.score.route,
                 sampling=run.sampling,
                 at_once=run.prompts_at_once,
             )
         trainer: Any = Turns(workers.trainer, gate, window=plan.window, evaluator=evaluator)
         policy: Any = gate
-        loop = GRPOLoop(run, Workers(trainer, policy, workers.rewards, workers.reference))
+        watched = Workers(trainer, policy, workers.rewards, workers.reference)
+        loop = GRPOLoop(run, watched, single_turn(run, watched))
         try:
             yield loop
         finally:

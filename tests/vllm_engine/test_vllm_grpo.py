@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_runs import app_command, config, episodes, metrics, ledger
+from grpo_runs import app_command, config, episodes, ledger, metrics
 
 pytestmark = pytest.mark.alone
 

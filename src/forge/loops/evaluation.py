@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forge.config import EvaluationConfig, Sampling
 from forge.errors import ActorFailure, CallTimeout, ConfigError, EngineDead, PromptError
 from forge.observe import span
-from forge.rollout.rollouter import Policy, Rewards, group_seed
+from forge.rollout.rollouter import Policy, ScoreFunction, group_seed
 from forge.types import Episode, Group, Score
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class Evaluator:
     Args:
         config: the section `evaluation`.
         book: the held-out prompts.
-        policy, rewards: who answers and who scores.
+        policy: generates completions.
+        score: scores them.
         sampling: how tokens are drawn in rollouts; only temperature, number and seed differ here.
         at_once: how many prompts are under way at the same time.
     """
@@ -83,11 +84,11 @@ class Evaluator:
         *,
         book: PromptBook,
         policy: Policy,
-        rewards: Rewards,
+        score: ScoreFunction,
         sampling: Sampling,
         at_once: int,
     ) -> None:
-        self._config, self._book, self._policy, self._rewards = config, book, policy, rewards
+        self._config, self._book, self._policy, self._score = config, book, policy, score
         self._sampling = sampling.model_copy(
             update={"temperature": config.temperature, "n": 1 if config.temperature == 0 else config.num_samples}
         )
@@ -127,7 +128,7 @@ class Evaluator:
             for tries_left in reversed(range(MAX_TRIES)):
                 try:
                     completions = await self._policy.generate(prompt, sampling=sampling)
-                    scores = await self._rewards.score(prompt, completions)
+                    scores = await self._score(prompt, completions)
                     pairs = zip(completions, scores, strict=True)
                     return Group(index, 0, tuple(Episode(prompt, *pair) for pair in pairs))
                 except PromptError as error:

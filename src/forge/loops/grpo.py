@@ -33,18 +33,17 @@ from forge.loops.planning import GRPOPlan
 from forge.loops.preflight import check_grpo
 from forge.loops.recording import Records
 from forge.loops.resuming import LEDGER_NAME, check_continues, group_keys, report_changes
-from forge.loops.rollouts import RolloutRunner
+from forge.loops.rollouts import RolloutRunner, RolloutSource, single_turn
 from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.saving import SaveRule, where_it_stopped
 from forge.loops.step_metrics import StepClock, StepMetrics
-from forge.loops.stopping import Stop, stopped_by_signals, wait_reporting
+from forge.loops.stopping import Reminder, Stop, stopped_by_signals
 from forge.loops.workers import Workers, start_workers
 from forge.observe import is_tracing, span, switch_tracing
 from forge.observe.tracing import drain_trace
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.fruitless import Fruitless, GivenUp
 from forge.rollout.ledger import LedgerLine
-from forge.rollout.rollouter import Rollouter
 from forge.rollout.samples import completion_logprobs
 from forge.runtime.lifetime import run
 from forge.trainer.schedules import is_due
@@ -114,7 +113,7 @@ async def _with_workers(plan: GRPOPlan, stop: Stop, loops: list[GRPOLoop]) -> GR
         workers = await stop.unless(start_workers(plan.config, plan.trainer, loss=plan.loss))
         if workers is None:
             return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
-        loop = GRPOLoop(plan, workers, stop=stop)
+        loop = GRPOLoop(plan, workers, single_turn(plan, workers), stop=stop)
         loops.append(loop)
         try:
             return await loop.run()
@@ -134,12 +133,19 @@ class GRPOLoop:
     Args:
         plan: what is to be done.
         workers: the services that do it.
+        source: makes the groups that are trained on; `single_turn` is the one of `run_grpo`.
         stop: says when the run is asked to end.
         clock: tells the seconds between two checkpoints, and those that throughput is taken over.
     """
 
     def __init__(
-        self, plan: GRPOPlan, workers: Workers, *, stop: Stop | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        plan: GRPOPlan,
+        workers: Workers,
+        source: RolloutSource,
+        *,
+        stop: Stop | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._config, self._workers = plan, plan.config, workers
         self._stop = stop or Stop()
@@ -149,21 +155,13 @@ class GRPOLoop:
             algorithm=self._config.algorithm,
             on_fruitless=self._note_fruitless,
         )
-        self._rollouter = Rollouter(
-            plan.prompts,
-            policy=workers.policy,
-            rewards=workers.rewards,
-            reference=workers.reference,
-            sampling=plan.sampling,
-            algorithm=self._config.algorithm,
-            seed=self._config.run.seed,
-        )
+        self._source = source
         self._learner = Learner(plan, workers)
         self._evaluator = self._make_evaluator()
         self._records: Records | None = None
         self._has_begun = False
-        self._metrics = StepMetrics(self._rollouter, self._buffer, clock=clock)
-        self._runner = RolloutRunner(plan, self._rollouter, self._buffer, metrics=self._metrics)
+        self._metrics = StepMetrics(source, self._buffer, clock=clock)
+        self._runner = RolloutRunner(plan, source, self._buffer, metrics=self._metrics)
         self._clock = StepClock()
         self._save_rule = SaveRule(self._config.checkpointing, clock=clock)
         self._ledger_before: dict[str, Any] | None = None
@@ -286,29 +284,27 @@ class GRPOLoop:
 
     async def _next_batch(self) -> TakenBatch | None:
         """The next batch; None at the end, or when the run is asked to stop. Says what it waits for when it is long."""
-        generating_before = self._rollouter.generating_s
+        generating_before = self._source.generating_s
         with self._clock.part("waiting"), span("wait for batch", step=self._step):
             try:
-                taken = await self._stop.unless(self._waited_for())
+                taken = await self._stop.unless(self._buffer.take(), reminder=self._reminder(self._what_is_missing))
             except RolloutError:  # too many batches in a row had no signal
                 await self._save()
                 raise
-        self._clock.move("waiting", "generating", self._rollouter.generating_s - generating_before)
+        self._clock.move("waiting", "generating", self._source.generating_s - generating_before)
         return taken
 
-    async def _waited_for(self) -> TakenBatch | None:
-        return await self._wait(self._buffer.take(), self._what_is_missing)
-
-    async def _wait(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
-        return await wait_reporting(
-            work, every_s=self._plan.rollout.report_wait_s, say=lambda: self._say_waiting(what())
+    def _reminder(self, what: Callable[[], str]) -> Reminder:
+        """Return what logs, now and then, what a long wait is for."""
+        return Reminder(
+            self._plan.rollout.report_wait_s, lambda: _log.warning("step %d waits: %s", self._step + 1, what())
         )
 
-    def _say_waiting(self, what: str) -> None:
-        _log.warning("step %d waits: %s", self._step + 1, what)
+    async def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        return await self._reminder(lambda: what).during(work)
 
     def _what_is_missing(self) -> str:
-        stages = self._rollouter.stages()
+        stages = self._source.stages()
         shown = [f"group {number} {name} for {seconds:.0f} s" for number, (name, seconds) in stages.items()]
         under_way = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
         ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
@@ -322,8 +318,9 @@ class GRPOLoop:
         """Learn from a batch; None if there was no time for it. Then its groups stay pending."""
         try:
             with self._clock.part("training"), span("train", step=self._step):
-                learning = self._wait(self._learner.learn(taken.groups), lambda: "the trainer learns")
-                groups, result = await self._stop.in_time(learning, self._abandon)
+                reminder = self._reminder(lambda: "the trainer learns")
+                learning = self._learner.learn(taken.groups)
+                groups, result = await self._stop.in_time(learning, self._abandon, reminder=reminder)
         except StepAbandoned:
             return None
         except NonFiniteError:
@@ -360,12 +357,12 @@ class GRPOLoop:
 
     async def _publish(self) -> None:
         publishing = self._workers.trainer.publish_weights(self._step, name=self._config.generator.weights)
-        await self._wait(publishing, lambda: "the trainer publishes its weights")
+        await self._wait(publishing, "the trainer publishes its weights")
 
     async def _serve(self, version: int) -> None:
         with span("update generators", version=version):
             taking = self._workers.policy.update_weights(version)
-            reports = await self._wait(taking, lambda: f"generators load version {version}")
+            reports = await self._wait(taking, f"generators load version {version}")
         self._metrics.note_sync(reports)
         self._buffer.serve(version)
 
@@ -406,7 +403,7 @@ class GRPOLoop:
             self._config.evaluation,
             book=self._plan.heldout,
             policy=self._workers.policy,
-            rewards=self._workers.rewards,
+            score=self._workers.rewards.score.route,
             sampling=self._plan.sampling,
             at_once=self._plan.prompts_at_once,
         )
@@ -444,7 +441,7 @@ class GRPOLoop:
         }
         with span("save", step=self._step):
             saving = self._workers.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)
-            await self._wait(saving, lambda: "the trainer saves its state")
+            await self._wait(saving, "the trainer saves its state")
         self._last_save = (self._step, self._evaluated_step)
         self._save_rule.saved()
 

@@ -7,12 +7,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from forge.generator.engine import UpdateReport
 from forge.observe.sink import Value
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
-from forge.rollout.rollouter import Rollouter
 from forge.types import Episode, StepResult
+
+if TYPE_CHECKING:
+    from forge.loops.rollouts import RolloutSource
 
 PARTS = ("waiting", "generating", "training", "syncing", "other")
 
@@ -55,9 +58,9 @@ class StepMetrics:
     """Puts the metrics of steps together."""
 
     def __init__(
-        self, rollouter: Rollouter, buffer: ReplayBuffer, *, clock: Callable[[], float] = time.monotonic
+        self, source: RolloutSource, buffer: ReplayBuffer, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._rollouter, self._buffer, self._clock = rollouter, buffer, clock
+        self._source, self._buffer, self._clock = source, buffer, clock
         self._last_at = clock()
         self._num_failed = 0
         self._num_samples = self._num_tokens = 0
@@ -86,7 +89,7 @@ class StepMetrics:
         times = clock.values()
         values: dict[str, Value] = {**_of_rollouts(taken), **_of_training(result), **times, **self._sync}
         values["rollout/num_failed"], self._num_failed = self._num_failed, 0
-        num_samples, num_tokens = self._rollouter.num_samples, self._rollouter.num_tokens
+        num_samples, num_tokens = self._source.num_samples, self._source.num_tokens
         now = self._clock()
         seconds = max(now - self._last_at, 1e-9)  # rollouts go on while the loop evaluates and saves, between two steps
         values["rollout/samples_per_s"] = (num_samples - self._num_samples) / seconds

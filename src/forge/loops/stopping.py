@@ -30,7 +30,7 @@ within this time of the first are not a second request."""
 
 
 class Stop:
-    """Whether the run was asked to end, and by which signal. Parts of a run that can be cut short are awaited with `unless`."""
+    """Whether the run was asked to end, and by which signal. Await what can be cut short with `unless`."""
 
     def __init__(self) -> None:
         self._asked, self._late = asyncio.Event(), asyncio.Event()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
@@ -22,22 +22,13 @@ from forge.rollout.reward_actor import RewardActor
 from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
 from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
-from forge.trainer.handles import MeshTrainer, PolicyTrainer, trainer_options
-from forge.types import Batch, Completion, Prompt, Score
+from forge.trainer.handles import NEVER_REPLACED, PolicyTrainer, ServiceTrainer, trainer_options
+from forge.types import Completion, Prompt
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forge.losses import Loss
-    from forge.runtime.typed_endpoints import Endpoint
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _log = logging.getLogger("forge.grpo")
-
-NEVER_REPLACED: Mapping[str, Any] = {"max_restarts": 0, "heartbeat_timeout_s": 120.0}
-"""Options of what holds the state of training: another process in its place would not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +37,14 @@ class Workers:
 
     trainer: PolicyTrainer
     policy: PolicyHandle
-    rewards: RewardsHandle
-    reference: ReferenceHandle | None
+    rewards: Service[RewardActor]
+    reference: Service[ReferenceModel] | None
 
     async def close(self) -> None:
         """Shut all workers down in order. `forge.run` ends the ones that are left, however a run ends."""
-        others = (self.policy, self.rewards, *(() if self.reference is None else (self.reference,)))
-        ends = await asyncio.gather(self.trainer.close(), *(other.close() for other in others), return_exceptions=True)
+        services = [self.rewards] if self.reference is None else [self.rewards, self.reference]
+        closing = [self.trainer.close(), self.policy.close(), *(_shut_down(service) for service in services)]
+        ends = await asyncio.gather(*closing, return_exceptions=True)
         for end in ends[1:]:
             if isinstance(end, Exception):  # all that counted is done: this does not make the run a failed one
                 _log.warning("a service did not shut down cleanly: %s", end)
@@ -138,33 +130,25 @@ def published_dtype(generator: GeneratorConfig) -> str | None:
 
 
 async def _start_trainer(trainer_config: TrainerConfig, loss: Loss, *, dtype: str | None) -> PolicyTrainer:
-    """A service of one replica: it is watched, so that a trainer that hangs ends the run instead of holding it up."""
-    chosen = Trainer.options(**trainer_options(trainer_config.distributed), **NEVER_REPLACED, mesh_name="trainer")
-    return RoutedTrainer(await chosen.as_service(trainer_config, loss), dtype=dtype)
+    chosen = Trainer.options(**trainer_options(trainer_config.distributed))
+    return ServiceTrainer(await chosen.as_service(trainer_config, loss), dtype=dtype)
 
 
 # ---- The policy -----------------------------------------------------------------------------------------------------
 
 
-class _Handle:
-    """A service that ends with the run."""
-
-    def __init__(self, service: Any) -> None:
-        self.service = service
-
-    async def close(self) -> None:
-        """Let its replicas end in order."""
-        await self.service.close.options(partial=True).fanout()
-        await self.service.shutdown()
+async def _shut_down(service: Any) -> None:
+    """Close the replicas of a service, then end it."""
+    await service.close.options(partial=True).fanout()
+    await service.shutdown()
 
 
-class PolicyHandle(_Handle):
-    """The generators of a run, as one policy."""
-
-    service: Service[Generator]
+class PolicyHandle:
+    """The generators of a run, as one policy: requests wait while all queues are full, and generators that die during
+    an update are left out."""
 
     def __init__(self, service: Service[Generator] | Service[SharedPolicy], *, takes_turns: bool = False) -> None:
-        super().__init__(service)
+        self.service = cast("Service[Generator]", service)
         self._takes_turns = takes_turns
         self._num_open = 0
         self._one_less = asyncio.Event()
@@ -218,6 +202,10 @@ class PolicyHandle(_Handle):
         if self._takes_turns:
             await _of_the_living(self.service.wake.fanout(), "wake")
 
+    async def close(self) -> None:
+        """Shut the generators down."""
+        await _shut_down(self.service)
+
     async def stats(self) -> list[Any]:
         """What each engine does and has done."""
         outcomes = await self.service.stats.options(partial=True).fanout()
@@ -247,27 +235,6 @@ class SharedHandle(PolicyHandle):
         """The trainer's end is its own."""
 
 
-class RoutedTrainer(MeshTrainer):
-    """A trainer behind a service of one replica that is never replaced: its state would be lost.
-
-    It publishes weights in `dtype`; None for what it keeps them in.
-    """
-
-    def __init__(self, service: Service[Trainer], *, dtype: str | None = None) -> None:
-        super().__init__(service)
-        self._dtype = dtype
-
-    async def publish_weights(self, version: int, *, name: str) -> None:
-        await self._first(self._actor.publish_weights, version, name=name, dtype=self._dtype)
-
-    async def _first(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return await endpoint.route(*args, **kwargs)
-
-    async def close(self) -> None:
-        await self._first(self._actor.close)
-        await self._actor.shutdown()
-
-
 async def _start_generators(
     config: GRPOConfig, generator: GeneratorConfig, *, on_gpus: str | None = None
 ) -> PolicyHandle:
@@ -294,7 +261,7 @@ async def _start_shared(
         **NEVER_REPLACED,
         mesh_name="policy",
     ).as_service(trainer_config, loss, generator)
-    return RoutedTrainer(service), SharedHandle(service)
+    return ServiceTrainer(service), SharedHandle(service)
 
 
 def wants_gpus(chosen: bool | None) -> bool:
@@ -305,29 +272,7 @@ def wants_gpus(chosen: bool | None) -> bool:
 # ---- Rewards and reference ------------------------------------------------------------------------------------------
 
 
-class RewardsHandle(_Handle):
-    """The service that scores completions."""
-
-    service: Service[RewardActor]
-
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        """One score for each completion. A reward that fails is told in it, not raised."""
-        return await self.service.score.route(prompt, list(completions))
-
-
-class ReferenceHandle(_Handle):
-    """The service of reference models."""
-
-    service: Service[ReferenceModel]
-
-    async def logprobs(self, batch: Batch, *, temperature: float) -> list[Tensor]:
-        """One tensor [L] for each sample."""
-        found = await self.service.forward_logprobs.route(batch, temperature=temperature)
-        assert found is not None  # rank 0 answers
-        return found
-
-
-async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
+async def _start_rewards(config: GRPOConfig) -> Service[RewardActor]:
     section = config.rewards
     kinds = {function.kind for function in section.functions}
     judge = reward_model = None
@@ -350,10 +295,9 @@ async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
             with_gpus=section.reward_model.with_gpus,
             mesh_name="reward_model",
         ).as_service(section.reward_model)
-    service = await RewardActor.options(
+    return await RewardActor.options(
         num_replicas=section.num_replicas, routing="least_loaded", mesh_name="rewards"
     ).as_service(section, judge, reward_model)
-    return RewardsHandle(service)
 
 
 def _judge_config(judge: Any) -> GeneratorConfig:
@@ -362,7 +306,7 @@ def _judge_config(judge: Any) -> GeneratorConfig:
     return GeneratorConfig.of(ModelConfig(path=judge.path), section)
 
 
-async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) -> ReferenceHandle | None:
+async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) -> Service[ReferenceModel] | None:
     if config.algorithm.kl.coefficient == 0:
         return None
     section = config.reference
@@ -370,11 +314,10 @@ async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) ->
     if section.path is not None:  # another model, whose logits are rounded as the policy's are
         model = ModelConfig(path=section.path, head_precision=model.head_precision)
     updates: Mapping[str, Any] = {"model": model, "frozen": True, "checkpoint_dir": None}
-    service = await ReferenceModel.options(
+    return await ReferenceModel.options(
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
         with_gpus=wants_gpus(section.with_gpus),
         routing="least_loaded",
         mesh_name="reference",
     ).as_service(trainer_config.model_copy(update=dict(updates)))
-    return ReferenceHandle(service)
