@@ -1,15 +1,21 @@
-"""Put a model on its ranks: build it, cut it into stages, split it over tensor, expert and data parallel ranks."""
+"""Put a model on its ranks: build it, cut it into stages, split it over tensor, expert and data parallel ranks.
+
+The output layer computes logprobs a chunk at a time, or the whole loss with its gradient (`head_function`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import forge.models.titan_setup  # noqa: F401
 
 # isort: split
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.config import TrainingConfig as TitanTraining
@@ -20,7 +26,9 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from forge.config import DistributedConfig, ModelConfig, TrainingConfig
-from forge.models.language_model import LanguageModel
+from forge.losses.head import chunked_logprobs, chunked_nll
+from forge.models.language_model import HeadFunction, LanguageModel
+from forge.models.rows import RowTask
 from forge.models.titan import titan_config
 from forge.trainer.layout import Layout
 
@@ -217,3 +225,76 @@ def _settle_sums(part: LanguageModel, *, on_gpu: bool, is_alone: bool) -> None:
                 module.set_gradient_divide_factor(None)
             elif not on_gpu:
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def head_function(*, chunk_tokens: int | None, fp32_logits: bool = False) -> HeadFunction:
+    """A head that never holds more than `chunk_tokens` rows of logits; None for what suits the device.
+
+    `fp32_logits` is `model.head_precision: float32`: see `chunked_logprobs`.
+    """
+
+    def compute(hidden_ND: Tensor, weight_VD: Tensor, row: RowTask, group: Any) -> Any:
+        start = 0 if group is None else dist.get_rank(group) * weight_VD.shape[0]
+        if row.weights is not None:
+            return chunked_nll(
+                hidden_ND,
+                weight_VD,
+                row.targets,
+                row.weights,
+                chunk_tokens=chunk_tokens,
+                fp32_logits=fp32_logits,
+                group=group,
+                vocab_start=start,
+            )
+        logprobs, entropy = chunked_logprobs(
+            hidden_ND,
+            weight_VD,
+            row.targets,
+            chunk_tokens=chunk_tokens,
+            temperature=row.temperature,
+            entropy=row.entropy,
+            fp32_logits=fp32_logits,
+            group=group,
+            vocab_start=start,
+        )
+        return _as_row(logprobs, entropy, row) if row.as_row else (logprobs, entropy)
+
+    return compute
+
+
+def _as_row(logprobs: Tensor, entropy: Tensor | None, row: RowTask) -> Tensor:
+    both = torch.stack([logprobs, torch.zeros_like(logprobs) if entropy is None else entropy], dim=-1)
+    return both.new_zeros(row.positions.shape[1], 2).index_copy(0, row.index, both).unsqueeze(0)
+
+
+def from_row(output_1L2: Tensor, row: RowTask) -> tuple[Tensor, Tensor]:
+    """What `as_row` put into a row: logprobs and entropies of the places that were asked about."""
+    both = output_1L2[0].index_select(0, row.index)
+    return both[:, 0], both[:, 1]
+
+
+SMALLEST_BYTES = 2**20
+"""Smaller tensors stay where they are: moving them costs more than they take."""
+
+_Kept: TypeAlias = Any
+"""A tensor that stayed, or the device that it came from with its copy."""
+
+
+def keep_activations_on_host() -> AbstractContextManager[Any]:
+    """While this holds, large tensors that autograd saves are kept in host memory; weights stay where they are."""
+    return cast(AbstractContextManager[Any], torch.autograd.graph.saved_tensors_hooks(_to_host, _back))
+
+
+def _to_host(tensor: Tensor) -> _Kept:
+    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    if is_weight or tensor.nbytes < SMALLEST_BYTES or type(tensor) is not Tensor:
+        return tensor
+    kept = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, kept.copy_(tensor, non_blocking=True)
+
+
+def _back(kept: _Kept) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    device, tensor = kept
+    return tensor.to(device, non_blocking=True) if device.type == "cuda" else tensor

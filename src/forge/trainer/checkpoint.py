@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from forge.errors import CheckpointError, ConfigError, ForgeError
 from forge.trainer import checkpoint_folder as folders
 from forge.trainer.checkpoint_folder import CheckpointInfo, WriterLock
-from forge.trainer.checkpoint_reading import StrictLoadPlanner
-from forge.trainer.checkpoint_writing import CheckpointWriter, SavePurpose, Stage
+from forge.trainer.checkpoint_io import CheckpointWriter, SavePurpose, Stage, StrictLoadPlanner
 
 _Answer = TypeVar("_Answer")
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -25,17 +25,13 @@ from forge.models.random_weights import draw_weights
 from forge.models.rows import RowBook, RowTask
 from forge.models.weights import load_hf, named_parameters
 from forge.observe import num_parameters
-from forge.trainer.assembly import Assembled, Precision, assemble
-from forge.trainer.head import from_row, head_function
+from forge.trainer.assembly import Assembled, Precision, assemble, from_row, head_function, keep_activations_on_host
 from forge.trainer.layout import check_layout
-from forge.trainer.microbatches import RowPlan, check_batch, plan_rows, scatter_back
-from forge.trainer.offload import keep_activations_on_host
+from forge.trainer.microbatches import RowPlan, check_batch, plan_rows, plan_shared_rows, scatter_back
 from forge.trainer.optimizer import Optimizer, gradient_norm, scale_gradients
-from forge.trainer.prefixes import plan_shared_rows
 from forge.trainer.ranks import Ranks
-from forge.trainer.row_building import Row, build_rows
+from forge.trainer.row_building import Row, Sums, build_rows
 from forge.trainer.schedules import rate_factor
-from forge.trainer.sums import Sums
 from forge.types import Batch, Sample, StepResult
 
 

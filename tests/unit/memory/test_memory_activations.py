@@ -14,8 +14,8 @@ from forge.memory.activations import Row, Setting, kept_bytes, recomputed_bytes
 from forge.memory.model_size import Sizes
 from forge.models.rows import Documents, RowBook, RowTask, Sharing
 from forge.models.titan import titan_config
-from forge.trainer.head import head_function
-from forge.trainer.prefixes import plan_shared_rows
+from forge.trainer.assembly import head_function
+from forge.trainer.microbatches import plan_shared_rows
 from forge.trainer.row_building import build_rows
 from forge.types import Batch, Sample
 
