@@ -7,7 +7,7 @@ that a program can act on them and a person can read them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 
@@ -204,3 +204,23 @@ class WeightMismatch(StoreError):
     def __init__(self, message: str, *, tensors: Sequence[str] = (), **fields: Any) -> None:
         super().__init__(message, **fields)
         self.tensors = tuple(tensors)
+
+
+def nearest(word: str, known: Iterable[str], *, count: int = 1) -> list[str]:
+    """Return up to `count` known words that look like this one, best first."""
+    import difflib
+
+    folded: dict[str, str] = {}
+    for candidate in known:
+        folded.setdefault(_fold(candidate), candidate)
+    return [folded[match] for match in difflib.get_close_matches(_fold(word), folded, n=count, cutoff=0.6)]
+
+
+def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str | None:
+    """Return a repair that names the nearest known word, or None when none is near."""
+    matches = nearest(word, known)
+    return f"did you mean `{prefix}{matches[0]}`?" if matches else None
+
+
+def _fold(word: str) -> str:
+    return word.lower().replace("-", "_")

@@ -46,14 +46,14 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _described(name: str) -> str:
     """The reward's name and arguments, and what it is in a sentence, for a terminal."""
+    from forge.registry import REWARDS
     from forge.rewards import arguments
-    from forge.rewards.catalog import specification
 
     words = []
     for parameter in arguments(name).values():
         default = parameter.default
         words.append(parameter.name if default is inspect.Parameter.empty else f"{parameter.name}={_shown(default)}")
-    first = (inspect.getdoc(specification(name)) or "").partition("\n\n")[0].replace("\n", " ")
+    first = (inspect.getdoc(REWARDS.find(name, path="kind")) or "").partition("\n\n")[0].replace("\n", " ")
     head = textwrap.fill(f"{name}({', '.join(words)})", width=100, subsequent_indent=" " * (len(name) + 1))
     return f"{head}\n{textwrap.fill(first, width=100, initial_indent='    ', subsequent_indent='    ')}"
 

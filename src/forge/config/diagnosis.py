@@ -12,9 +12,8 @@ from forge.config.fields import field_at, fields_below, walk_fields
 from forge.config.layers import Origin
 from forge.config.paths import Path, child, format_path, parse_path, value_at
 from forge.config.problems import Problem
-from forge.config.suggest import did_you_mean, nearest
 from forge.config.yaml_text import read_yaml
-from forge.errors import MISSING
+from forge.errors import MISSING, did_you_mean, nearest
 
 
 def diagnose(

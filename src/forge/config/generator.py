@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import SHORT_DTYPES
+from forge.config.rules import SHORT_DTYPES, EngineName
 from forge.config.schema import ForgeConfig, ModelConfig
+from forge.errors import ConfigError
+from forge.registry import ENGINES
+
+if TYPE_CHECKING:
+    from forge.generator.engine import EngineCapabilities
 
 UpdateMode = Literal["drain", "keep", "recompute", "abort"]
 
@@ -141,10 +146,10 @@ class CanaryConfig(ConfigModel):
 class GenerationConfig(ConfigModel):
     """Which engine generates tokens, and its settings."""
 
-    engine: Literal["native", "vllm"] = Field(
+    engine: EngineName = Field(
         default="native",
         description="`native`: the trainer's own model definition, on the CPU or one GPU, nothing to install. `vllm`: "
-        "vLLM in a separate process.",
+        "vLLM in a separate process. `module:attribute`: an engine class of your own.",
     )
     weights: str = Field(
         default="policy", min_length=1, description="Name under which the trainer publishes weights in the store."
@@ -211,9 +216,20 @@ class GenerationConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        if self.engine == "native" and self.engine_args:
-            raise broken_rule("only for `engine: vllm`", repair="set engine: vllm, or remove it", key="engine_args")
+        try:
+            declared = self.capabilities if self.engine_args or ":" in self.engine else None
+        except ConfigError as error:
+            raise broken_rule(f"{error.message}: {error.rule}", repair=str(error.repair), key="engine") from error
+        if declared is not None and self.engine_args and not declared.engine_args:
+            rule = "needs an engine that takes arguments, such as `vllm`"
+            raise broken_rule(rule, repair="set engine: vllm, or remove it", key="engine_args")
         return self
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What the engine's class declares that it can do."""
+        found: EngineCapabilities = ENGINES.find(self.engine, path="generator.engine").capabilities
+        return found
 
 
 class GeneratorConfig(GenerationConfig):

@@ -158,8 +158,8 @@ class GRPOConfig(ForgeConfig):
             rule = f"0 with placement `{self.placement}`: the policy generates and learns in turns"
             repair = "set placement: beside or apart, or staleness: 0"
             raise broken_rule(rule, repair=repair, key="rollout.staleness")
-        if self.placement == "shared" and self.generator.engine != "native":
-            rule = "`native` with placement `shared`: only it computes with the trainer's own weights"
+        if self.placement == "shared" and not self.generator.capabilities.shared_weights:
+            rule = "with placement `shared` it must compute with the trainer's own weights, as `native` does"
             raise broken_rule(rule, repair="set placement: turns or beside", key="generator.engine")
         if self.placement == "shared" and self.generator.num_replicas > 1:
             rule = "1 with placement `shared`: there is one process"
@@ -182,4 +182,4 @@ class GRPOConfig(ForgeConfig):
     def gives_way(self) -> bool:
         """Whether the generators' cache is chosen to fill what a trainer at rest leaves of a GPU, and is given back
         while it works."""
-        return self.placement in ("turns", "shared") and self.generator.engine == "native"
+        return self.placement in ("turns", "shared") and not self.generator.capabilities.reserves_gpu_share

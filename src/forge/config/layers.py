@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from forge.config.paths import Path, child, format_path
 from forge.config.problems import Problem
-from forge.config.suggest import did_you_mean
-from forge.errors import MISSING
+from forge.errors import MISSING, did_you_mean
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from forge.config.paths import Path, format_path, value_at
 from forge.config.problems import InvalidConfig, Problem
 from forge.config.renames import MovedKey, move_old_keys
 from forge.config.saving import to_plain
-from forge.config.suggest import did_you_mean
 from forge.config.yaml_text import read_yaml, write_yaml
-from forge.errors import MISSING, ConfigError
+from forge.errors import MISSING, ConfigError, did_you_mean
 
 C = TypeVar("C", bound=ConfigModel)
 FilePath = str | os.PathLike[str]

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.rules import PathText
-from forge.config.suggest import did_you_mean
+from forge.errors import did_you_mean
 
 COLUMN_KEYS = ("messages", "prompt", "question", "answer", "system", "role", "content")
 """What a source may have another name for."""

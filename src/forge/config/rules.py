@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, PlainSerializer
 
 from forge.config.base import broken_rule
+from forge.registry import ADVANTAGES, ENGINES, LOSSES, REWARDS, SINKS, SURROGATES, TASKS, Registry
 
 
 def matches(pattern: str, *, rule: str, repair: str) -> AfterValidator:
@@ -22,6 +23,27 @@ def matches(pattern: str, *, rule: str, repair: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def registered(registry: Registry[Any]) -> AfterValidator:
+    """A validator for the name of an object: a built-in one, or `module:attribute`, which is imported later."""
+
+    def check(name: str) -> str:
+        problem = registry.problem(name)
+        if problem is not None:
+            raise broken_rule(problem[0], repair=problem[1])
+        return name
+
+    return AfterValidator(check)
+
+
+LossName = Annotated[str, registered(LOSSES)]
+SurrogateName = Annotated[str, registered(SURROGATES)]
+AdvantageName = Annotated[str, registered(ADVANTAGES)]
+TaskName = Annotated[str, registered(TASKS)]
+RewardName = Annotated[str, registered(REWARDS)]
+EngineName = Annotated[str, registered(ENGINES)]
+SinkName = Annotated[str, registered(SINKS)]
 
 
 def _literal(kind: type[str] | type[Path]) -> Callable[[str | Path], str | Path]:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forge.config import PromptSourceConfig, SourceConfig
-from forge.config.suggest import did_you_mean
 from forge.data.files import suffix_of
 from forge.data.formats import Layout, convert
 from forge.data.hub import is_saved_dataset
 from forge.data.records import Record
 from forge.data.sources import find_files, open_indexed
-from forge.errors import DataError
+from forge.errors import DataError, did_you_mean
 from forge.types import Prompt
 
 logger = logging.getLogger("forge.data")

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from forge.config import GenerationConfig, Sampling, UpdateMode
+from forge.registry import ENGINES
 from forge.types import Completion, Delta
 
 if TYPE_CHECKING:
     from forge.errors import ConfigError
-
-ENGINES: Final[Mapping[str, str]] = {
-    "native": "forge.generator.native.engine:NativeEngine",
-    "vllm": "forge.generator.vllm.engine:VllmEngine",
-}
-"""Built-in engines by the name that `generator.engine` gives them. Importing one imports neither torch nor vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +39,7 @@ class EngineCapabilities:
 
 def engine_class(name: str) -> Any:
     """Return the engine class that `generator.engine` names: a built-in name, or `module:attribute`."""
-    module, _, attribute = ENGINES.get(name, name).partition(":")
-    return getattr(import_module(module), attribute)
+    return ENGINES.find(name, path="generator.engine")
 
 
 @dataclass(frozen=True, slots=True)

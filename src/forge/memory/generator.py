@@ -66,7 +66,7 @@ class GeneratorJob:
 
 def awake_parts(job: GeneratorJob) -> tuple[Part, ...]:
     """What it holds while it generates."""
-    return _vllm_parts(job) if job.config.engine == "vllm" else _native_parts(job)
+    return _vllm_parts(job) if job.config.capabilities.reserves_gpu_share else _native_parts(job)
 
 
 def asleep_parts(job: GeneratorJob) -> tuple[Part, ...]:
@@ -75,7 +75,7 @@ def asleep_parts(job: GeneratorJob) -> tuple[Part, ...]:
     The embedded engine keeps its recorded steps. In a trainer's process it also keeps its copy of the weights; in one
     of its own these go to the host.
     """
-    if job.config.engine == "vllm":
+    if job.config.capabilities.reserves_gpu_share:
         return (Part("vLLM asleep", VLLM_ASLEEP, "context and recorded steps"),)
     kept = {"weights", "rotary tables", "CUDA graphs"} if job.is_guest else {"CUDA context", "CUDA graphs"}
     return tuple(part for part in _native_parts(job) if part.name in kept)

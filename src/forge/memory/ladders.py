@@ -45,7 +45,7 @@ def _cache(run: PlannedRun, card: Card | None) -> Iterator[Words]:
     job = generator_job(run, card)
     if job is None:
         return
-    if job.config.engine == "vllm" and job.on_gpu and job.config.kv_cache_gb is None:
+    if job.config.capabilities.reserves_gpu_share and job.on_gpu and job.config.kv_cache_gb is None:
         given = job.config.engine_args.get("gpu_memory_utilization")
         now = given if given is not None else (job.share or VLLM_SHARE)
         key = "engine_args.gpu_memory_utilization" if given is not None else "gpu_memory_share"
@@ -83,7 +83,7 @@ def _placement(config: GRPOConfig, run: PlannedRun) -> Iterator[Words]:
     if config.placement in ("apart", "beside"):
         yield ("placement=turns", *fresh)
     is_alone = run.layout is not None and run.layout.num_ranks == 1 and config.generator.num_replicas == 1
-    if config.placement != "shared" and is_alone and config.generator.engine == "native":
+    if config.placement != "shared" and is_alone and config.generator.capabilities.shared_weights:
         yield ("placement=shared", *fresh)
 
 
@@ -116,8 +116,9 @@ def _fewer_sequences(config: GRPOConfig | PolicyConfig) -> Iterator[Words]:
 
 
 def _more_gpus(config: GRPOConfig | PolicyConfig, run: PlannedRun) -> Iterator[Words]:
-    """vLLM can be split over GPUs, as far as its heads can."""
-    if config.generator.engine != "vllm" or not run.generator_on_gpu or run.placement != "apart":
+    """Split the engine over GPUs, as far as its heads can be."""
+    can_split = config.generator.capabilities.tensor_parallel
+    if not can_split or not run.generator_on_gpu or run.placement != "apart":
         return
     for tensor in (2, 4, 8):
         if tensor > run.tensor_parallel and run.sizes.num_kv_heads % tensor == 0:

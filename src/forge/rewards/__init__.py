@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forge.rewards.answers import answer_in_tags, math, number
-    from forge.rewards.catalog import find, is_served, names
-    from forge.rewards.checking import arguments, check, check_args
+    from forge.rewards.catalog import arguments, check, check_args, find, is_served, names
     from forge.rewards.composing import Reward, all_of, any_of, bound, gated, product_of, rescaled
     from forge.rewards.form import length, tags
     from forge.rewards.matching import contains, exact, fuzzy, regex
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     **dict.fromkeys(("answer_in_tags", "math", "number"), "answers"),
-    **dict.fromkeys(("find", "is_served", "names"), "catalog"),
-    **dict.fromkeys(("arguments", "check", "check_args"), "checking"),
+    **dict.fromkeys(("arguments", "check", "check_args", "find", "is_served", "names"), "catalog"),
     **dict.fromkeys(("Reward", "all_of", "any_of", "bound", "gated", "product_of", "rescaled"), "composing"),
     **dict.fromkeys(("length", "tags"), "form"),
     **dict.fromkeys(("contains", "exact", "fuzzy", "regex"), "matching"),

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, MinLen
 
 from forge.errors import OptionError
+from forge.rewards.catalog import checks
 from forge.types import Completion, Prompt
 
 _TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -54,6 +55,7 @@ def _parts(text: str, tags: Sequence[str]) -> tuple[str, list[str], bool]:
     return "".join([*outside, text[position:]]), insides, True
 
 
+@checks(tags)
 def check_tags(args: Mapping[str, Any]) -> None:
     """Refuse what is no name of a tag, and the same tag twice."""
     names = args.get("tags", ("think", "answer"))
@@ -107,6 +109,7 @@ def length(
     return max(0.0, 1.0 - off / margin) if margin else 0.0
 
 
+@checks(length)
 def check_length(args: Mapping[str, Any]) -> None:
     """Refuse bounds that cross, and bounds beside a target."""
     low, high, target = args.get("min_tokens", 0), args.get("max_tokens"), args.get("target")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from forge.errors import OptionError
+from forge.rewards.catalog import checks, served
 from forge.types import Completion, Prompt
 
 JUDGE_TEMPLATE = """\
@@ -51,21 +52,24 @@ _CLOSING = re.compile(r"</(?=\s*(?:question|reference|response))", re.IGNORECASE
 _TAIL = 20_000
 
 
+@served
 def judge(*, template: str | None = None, scale: Annotated[int, Ge(1)] = 10) -> None:
     """A language model grades the completion from 0 to `scale`; the score is divided by `scale`."""
 
 
+@served
 def reward_model(*, squash: Literal["none", "sigmoid"] = "none") -> None:
     """A classifier with one label gives the completion a number; `squash: sigmoid` brings it between 0 and 1."""
 
 
+@checks(judge)
 def check_judge(args: Mapping[str, Any]) -> None:
     """Refuse a judge's template that does not show the response, or that misspells one of its places."""
     template = args.get("template")
     if template is None:
         return
     for word in re.findall(r"\{([A-Za-z_]+)\}", template):
-        from forge.config.suggest import did_you_mean
+        from forge.errors import did_you_mean
 
         question = did_you_mean(word, PLACES)
         if word not in PLACES and question:

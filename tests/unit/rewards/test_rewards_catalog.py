@@ -145,11 +145,11 @@ NOT_FOUND = (
         ("Exact", "did you mean `exact`?"),
         ("zzz", "`forge rewards` lists the built-in ones"),
         ("own_rewards:plane", "did you mean `plain`?"),
-        ("own_rewards:", "check the name of the function"),
+        ("own_rewards:", "check the name behind the colon"),
         ("own_rewards:later", "write `def` instead of `async def`"),
         ("own_rewards:several", "return one number"),
         ("own_rewards:lonely", "write it as a function"),
-        ("own_rewards:constant", "write it as a function"),
+        ("own_rewards:constant", f"write a reward, or name one of {', '.join(names())}"),
         ("no_such_module:f", NOT_FOUND),
         (
             "lacking_rewards:f",

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from forge.config.suggest import nearest
 from forge.data.tasks.arguments import Arguments
 from forge.data.tasks.arithmetic import Arithmetic
 from forge.data.tasks.countdown import Countdown
-from forge.errors import ConfigError
+from forge.errors import ConfigError, nearest
 from forge.types import Prompt
 
 GYM = "reasoning_gym/"

@@ -7,8 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forge.config.suggest import did_you_mean
-from forge.errors import ConfigError
+from forge.errors import ConfigError, did_you_mean
 
 _LONGEST_LABEL = 48
 

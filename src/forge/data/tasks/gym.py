@@ -8,9 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from forge.config.suggest import did_you_mean
 from forge.data.tasks.arguments import label_of, unknown_argument
-from forge.errors import ConfigError, DataError
+from forge.errors import ConfigError, DataError, did_you_mean
 from forge.types import Prompt
 
 _OURS = ("seed", "size")

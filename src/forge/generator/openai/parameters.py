@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from forge.config import Sampling
 from forge.config.diagnosis import diagnose
-from forge.config.suggest import did_you_mean
+from forge.errors import did_you_mean
 from forge.generator.openai.errors import RequestError, refuse
 
 _SAMPLING: Final = {

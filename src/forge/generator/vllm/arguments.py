@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from forge.config import GeneratorConfig, ModelConfig
-from forge.config.suggest import did_you_mean
-from forge.errors import ConfigError
+from forge.errors import ConfigError, did_you_mean
 from forge.generator.limits import context_limit
 from forge.generator.vllm.environment import Build
 
