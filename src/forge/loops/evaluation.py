@@ -17,6 +17,8 @@ from forge.types import Episode, Group, Score
 
 if TYPE_CHECKING:
     from forge.data.prompts import PromptBook
+    from forge.loops.planning import GRPOPlan
+    from forge.loops.workers import Workers
 
 _log = logging.getLogger("forge.grpo")
 
@@ -157,6 +159,20 @@ class Evaluator:
     def _is_solved(self, score: Score) -> bool:
         name = self._config.reward
         return (score.reward if name is None else score.parts[name]) >= self._config.solved_at - 1e-9
+
+
+def make_evaluator(plan: GRPOPlan, workers: Workers) -> Evaluator | None:
+    """Return the evaluator of a run; None where there are no held-out prompts."""
+    if plan.heldout is None:
+        return None
+    return Evaluator(
+        plan.config.evaluation,
+        book=plan.heldout,
+        policy=workers.policy,
+        score=workers.rewards.score.route,
+        sampling=plan.sampling,
+        at_once=plan.prompts_at_once,
+    )
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:

@@ -27,15 +27,14 @@ from typing import Any, TypeVar
 
 from forge.config import GRPOConfig, save
 from forge.errors import CheckpointError, NonFiniteError, RecordError, RolloutError, StepAbandoned
-from forge.loops.evaluation import Evaluation, Evaluator
+from forge.loops.evaluation import Evaluation, make_evaluator
 from forge.loops.learning import Learner
 from forge.loops.planning import GRPOPlan
 from forge.loops.preflight import check_grpo
 from forge.loops.recording import Records
-from forge.loops.resuming import LEDGER_NAME, check_continues, group_keys, report_changes
+from forge.loops.resuming import SaveRule, check_continues, group_keys, ledger_before, report_changes, where_it_stopped
 from forge.loops.rollouts import RolloutRunner, RolloutSource, single_turn
 from forge.loops.run_paths import checkpoint_dir, run_dir
-from forge.loops.saving import SaveRule, where_it_stopped
 from forge.loops.step_metrics import StepClock, StepMetrics
 from forge.loops.stopping import Reminder, Stop, stopped_by_signals
 from forge.loops.workers import Workers, start_workers
@@ -84,47 +83,37 @@ async def run_grpo(config: GRPOConfig) -> GRPOResult:
     """
     plan = check_grpo(config)
     was_tracing = is_tracing()
-    switch_tracing(config.record.trace)  # before anyone is started, who takes it over
+    switch_tracing(config.record.trace)  # before workers start: they inherit it
     try:
         return await _run(plan)
     finally:
         switch_tracing(was_tracing)
         if not was_tracing:
-            drain_trace()  # what is left is of this run, and must not show up in another's
+            drain_trace()  # what is left belongs to this run
 
 
 async def _run(plan: GRPOPlan) -> GRPOResult:
-    loops: list[GRPOLoop] = []
+    """Start the workers and run a loop. When all processes have ended, log what a resume continues after."""
     hint, grace_s = "this step is finished and saved", plan.config.checkpointing.grace_s
+    loop: GRPOLoop | None = None
+    is_stopped = True
     async with stopped_by_signals(save_hint=hint, grace_s=grace_s) as (stop, _):
         try:
-            result = await _with_workers(plan, stop, loops)
-        except BaseException:
-            _log_where_it_stopped(plan, loops)
-            raise
-        if result.is_stopped:
-            _log_where_it_stopped(plan, loops)
-        return result
-
-
-async def _with_workers(plan: GRPOPlan, stop: Stop, loops: list[GRPOLoop]) -> GRPOResult:
-    """Start the workers, and run a loop, which is added to `loops`. All processes are gone when it returns."""
-    async with run(plan.config.launcher):
-        workers = await stop.unless(start_workers(plan.config, plan.trainer, loss=plan.loss))
-        if workers is None:
-            return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
-        loop = GRPOLoop(plan, workers, single_turn(plan, workers), stop=stop)
-        loops.append(loop)
-        try:
-            return await loop.run()
+            async with run(plan.config.launcher):
+                workers = await stop.unless(start_workers(plan.config, plan.trainer, loss=plan.loss))
+                if workers is None:
+                    return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
+                loop = GRPOLoop(plan, workers, single_turn(plan, workers), stop=stop)
+                try:
+                    result = await loop.run()
+                finally:
+                    loop.close()
+            is_stopped = result.is_stopped
+            return result
         finally:
-            loop.close()
-
-
-def _log_where_it_stopped(plan: GRPOPlan, loops: Sequence[GRPOLoop]) -> None:
-    """Log what a resume continues after. Called when no process can complete a checkpoint any more."""
-    step = loops[0].step if loops else plan.resume_step
-    _log.warning("%s", where_it_stopped(step, checkpoint_dir(plan.config)))
+            if is_stopped:
+                step = plan.resume_step if loop is None else loop.step
+                _log.warning("%s", where_it_stopped(step, checkpoint_dir(plan.config)))
 
 
 class GRPOLoop:
@@ -157,7 +146,7 @@ class GRPOLoop:
         )
         self._source = source
         self._learner = Learner(plan, workers)
-        self._evaluator = self._make_evaluator()
+        self._evaluator = make_evaluator(plan, workers)
         self._records: Records | None = None
         self._has_begun = False
         self._metrics = StepMetrics(source, self._buffer, clock=clock)
@@ -220,11 +209,11 @@ class GRPOLoop:
         return task
 
     async def _begin(self) -> None:
-        """Take up an earlier run if there is one, open the records, and give the generators their first weights."""
+        """Resume an earlier run if there is one, open the records, and give the generators their first weights."""
         extra = await self._workers.trainer.load(self._config.checkpointing.resume)
         if extra is not None:
             check_continues(self._config, extra, prompts_digest=self._plan.prompts_digest)
-            self._ledger_before = self._find_ledger(extra)
+            self._ledger_before = ledger_before(self._config, extra)
             report_changes(self._config, run_dir(self._config))
         self._records = Records(self._plan, resume_step=None if extra is None else int(extra["step"]))
         save(self._config, run_dir(self._config))
@@ -237,15 +226,6 @@ class GRPOLoop:
         await self._sync()
         if self._config.evaluation.at_start and self._step == 0:
             await self._evaluate()
-
-    def _find_ledger(self, extra: dict[str, Any]) -> dict[str, Any] | None:
-        """What the ledger of this run does not hold, because another run's has it or it is gone."""
-        if (run_dir(self._config) / LEDGER_NAME).exists():
-            known: dict[str, Any] | None = extra.get("ledger_before")
-            return known
-        folder = run_dir(self._config)
-        _log.warning("%s has no %s: it will not record what came before this resume", folder, LEDGER_NAME)
-        return {"next_number": extra["buffer"]["next_number"], "pending": extra["buffer"]["pending"]}
 
     def _restore(self, extra: dict[str, Any]) -> None:
         assert self._records is not None
@@ -283,11 +263,13 @@ class GRPOLoop:
         await self._finish_sync()
 
     async def _next_batch(self) -> TakenBatch | None:
-        """The next batch; None at the end, or when the run is asked to stop. Says what it waits for when it is long."""
+        """Return the next batch; None at the end, or when the run is asked to stop."""
         generating_before = self._source.generating_s
         with self._clock.part("waiting"), span("wait for batch", step=self._step):
             try:
-                taken = await self._stop.unless(self._buffer.take(), reminder=self._reminder(self._what_is_missing))
+                taken = await self._stop.unless(
+                    self._buffer.take(), reminder=self._reminder(self._runner.describe_wait)
+                )
             except RolloutError:  # too many batches in a row had no signal
                 await self._save()
                 raise
@@ -302,17 +284,6 @@ class GRPOLoop:
 
     async def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T:
         return await self._reminder(lambda: what).during(work)
-
-    def _what_is_missing(self) -> str:
-        stages = self._source.stages()
-        shown = [f"group {number} {name} for {seconds:.0f} s" for number, (name, seconds) in stages.items()]
-        under_way = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
-        ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
-        num_stale = self._buffer.counts.num_stale
-        stale = f"; {num_stale} came from weights that were too old, and went back" if num_stale else ""
-        num_fruitless = self._buffer.tally.num_groups
-        fruitless = f"; {num_fruitless} in a row brought nothing to learn from" if num_fruitless else ""
-        return f"{ready}; under way: {under_way or 'none'}{stale}{fruitless}"
 
     async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult] | None:
         """Learn from a batch; None if there was no time for it. Then its groups stay pending."""
@@ -339,7 +310,7 @@ class GRPOLoop:
     # ---- Weights: trainer -> store -> generators ------------------------------------------------------------------
 
     async def _hand_over(self) -> None:
-        """Give the new weights to the generators: at once when training is synchronous, else beside the next step."""
+        """Send the new weights to the generators: at once when training is synchronous, else during the next step."""
         await self._finish_sync()
         if self._failed:
             return
@@ -395,18 +366,6 @@ class GRPOLoop:
     def _note_fruitless(self, fruitless: Fruitless) -> Path | None:
         assert self._records is not None
         return self._records.fruitless(self._buffer.num_taken + 1, fruitless)
-
-    def _make_evaluator(self) -> Evaluator | None:
-        if self._plan.heldout is None:
-            return None
-        return Evaluator(
-            self._config.evaluation,
-            book=self._plan.heldout,
-            policy=self._workers.policy,
-            score=self._workers.rewards.score.route,
-            sampling=self._plan.sampling,
-            at_once=self._plan.prompts_at_once,
-        )
 
     async def _evaluate(self) -> None:
         if self._evaluator is None or self._evaluated_step == self._step:

@@ -118,3 +118,15 @@ class RolloutRunner:
             )
         _log.warning("group %d is skipped: the reward %r failed: %s", group.number, name, why)
         self._buffer.give_up(group.number, "failed", group=group)
+
+    def describe_wait(self) -> str:
+        """Return what a batch is waiting for, for a log line."""
+        stages = self._source.stages()
+        shown = [f"group {number} {name} for {seconds:.0f} s" for number, (name, seconds) in stages.items()]
+        in_flight = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
+        ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
+        num_stale = self._buffer.counts.num_stale
+        stale = f"; {num_stale} came from weights that were too old, and went back" if num_stale else ""
+        num_fruitless = self._buffer.tally.num_groups
+        fruitless = f"; {num_fruitless} in a row brought nothing to learn from" if num_fruitless else ""
+        return f"{ready}; under way: {in_flight or 'none'}{stale}{fruitless}"

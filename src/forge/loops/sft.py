@@ -23,9 +23,8 @@ from typing import Any
 from forge.config import SFTConfig, save
 from forge.errors import NonFiniteError, StepAbandoned
 from forge.loops.preflight import PreparedSFT, prepare_sft
-from forge.loops.resuming import report_changes
+from forge.loops.resuming import SaveRule, report_changes, where_it_stopped
 from forge.loops.run_paths import checkpoint_dir, run_dir
-from forge.loops.saving import SaveRule, where_it_stopped
 from forge.loops.stopping import Stop, stopped_by_signals
 from forge.observe import (
     MetricsLog,
