@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import forge
-from forge.runtime.meeting import HOST
+from forge.runtime.rendezvous import HOST
 from forge.store import kernel
 from forge.store.client import WAYS
 from harness.memory import Watch, available

@@ -172,7 +172,7 @@ def facts_of(shape: str) -> Any:
 
 def prepare(folder: Path, plan: Plan) -> dict[str, Any]:
     """Write the model and the prompts that all sides begin with, unless they are there, and say what they are."""
-    from forge.observe import num_parameters
+    from forge.models.sizes import num_parameters
 
     model, prompts = model_folder(folder, plan), prompts_file(folder, plan)
     if not model.exists():

@@ -20,7 +20,7 @@ Drive = Callable[[Coroutine[Any, Any, Any]], Any]
 
 PAGES = {
     "docs/concepts/store.md": (3, 0),
-    "docs/concepts/meeting.md": (1, 0),
+    "docs/concepts/rendezvous.md": (1, 0),
     "docs/guides/weights.md": (6, 2),
     "docs/guides/generators.md": (0, 1),
     "README.md": (0, 3),

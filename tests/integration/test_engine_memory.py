@@ -20,8 +20,8 @@ from engine_ranks import Ranks, gradients_of, made_batch, opened, ranks_of, whol
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.errors import ConfigError, DataError, NonFiniteError
 from forge.losses import ClippedPolicy, CrossEntropy, Loss
+from forge.models.sizes import num_parameters
 from forge.models.weights import named_parameters
-from forge.observe import num_parameters
 from forge.types import Batch, StepResult
 
 pytestmark = pytest.mark.alone

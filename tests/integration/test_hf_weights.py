@@ -42,6 +42,7 @@ MIXTURE = {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_si
 CONFIGS = {
     "qwen3_tied": ModelConfig(family="qwen3", intermediate_size=45, tie_embeddings=True, **FACTS),
     "qwen3": ModelConfig(family="qwen3", intermediate_size=45, tie_embeddings=False, **FACTS),
+    "qwen2": ModelConfig(family="qwen2", intermediate_size=45, tie_embeddings=False, **FACTS),
     "llama": ModelConfig(family="llama", intermediate_size=45, tie_embeddings=False, **FACTS),
     "qwen3_moe": ModelConfig(family="qwen3_moe", tie_embeddings=False, **MIXTURE, **FACTS),
     "qwen3_moe_fused": ModelConfig(family="qwen3_moe", tie_embeddings=False, **MIXTURE, **FACTS),
@@ -269,6 +270,8 @@ def hugging_face_model(family: str) -> Any:
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -287,6 +290,8 @@ def hugging_face_model(family: str) -> Any:
     }
     if config.family == "llama":
         model: Any = LlamaForCausalLM(LlamaConfig(intermediate_size=45, **facts))
+    elif config.family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(intermediate_size=45, **facts))
     elif config.family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=45, **facts))
     else:

@@ -339,7 +339,7 @@ async def num_bytes_sent(_: Rank) -> int:
 
 
 async def host_and_pid(_: Rank) -> tuple[str, int]:
-    from forge.runtime.meeting import host_id
+    from forge.runtime.rendezvous import host_id
 
     return host_id(), os.getpid()
 

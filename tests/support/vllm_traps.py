@@ -105,11 +105,11 @@ async def orphans() -> None:
     ours = make_engine(config())
     await ours.start()
     await Weights("policy", rank=0, world_size=1).publish(weights(1), version=1)
-    await ours.update("latest", "keep")
+    await ours.update_weights("latest", "keep")
     await forge.shutdown()
     error = ""
     try:
-        await ours.update("latest", "keep")
+        await ours.update_weights("latest", "keep")
     except Exception as raised:  # noqa: BLE001 - the test judges it
         error = type(raised).__name__
     (made,) = await ours.generate(request(sampling=Sampling(temperature=0.0, max_tokens=5, ignore_eos=True)))

@@ -30,7 +30,7 @@ def _own_weights(engine, on_loop):
         if engine.version != -1:
             store = Weights(engine.config.weights, rank=0, world_size=1)
             await store.publish(weights(0), version=engine.version + 100)
-            await engine.update("latest", "drain")
+            await engine.update_weights("latest", "drain")
 
     on_loop(restore())
 
@@ -307,7 +307,7 @@ def test_threads_do_not_spin_and_nothing_is_sent_home(engine):
     }
     assert expected.items() <= worker["environment"].items()
     assert worker["num_threads"] == int(worker["environment"]["OMP_NUM_THREADS"])
-    assert not [name for name in os.environ if name.startswith(("VLLM_", "FORGE_VLLM", "FORGE_MEETING"))]
+    assert not [name for name in os.environ if name.startswith(("VLLM_", "FORGE_VLLM", "FORGE_RENDEZVOUS"))]
 
 
 @pytest.mark.parametrize(

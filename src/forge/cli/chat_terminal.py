@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from forge.errors import ModelError
+from forge.generator.actor import start_policy
 from forge.generator.chat_session import ChatSession, TokenText
-from forge.generator.policy import start_policy
 from forge.types import INITIAL_VERSION
 
 if TYPE_CHECKING:

@@ -91,8 +91,8 @@ async def _work(config: PolicyConfig) -> None:
     import asyncio
 
     import forge
+    from forge.generator.actor import start_policy
     from forge.generator.openai import check_serving, serve_openai
-    from forge.generator.policy import start_policy
     from forge.models.locate import resolve
 
     await check_serving(config.serve)

@@ -24,6 +24,7 @@ from forge.config.generator import (
     ServeConfig,
     UpdateConfig,
     UpdateMode,
+    Verify,
 )
 from forge.config.grpo import GRPOConfig, RecordConfig, ReferenceConfig, RolloutConfig
 from forge.config.layers import Origin
@@ -42,22 +43,21 @@ from forge.config.rewards import (
 )
 from forge.config.saving import dump, save
 from forge.config.schema import (
-    ActorConfig,
     ForgeConfig,
     KubernetesConfig,
     LauncherConfig,
     ModelConfig,
+    ReplicatedWorkerConfig,
     RopeScalingConfig,
     RunConfig,
-    ServiceConfig,
     SlurmConfig,
     StoreConfig,
+    WorkerConfig,
 )
 from forge.config.sft import DataConfig, MetricsConfig, SFTConfig, SourceConfig, ValidationConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainerConfig, TrainingConfig
 
 __all__ = [
-    "ActorConfig",
     "AdvantageConfig",
     "AlgorithmConfig",
     "CanaryConfig",
@@ -90,6 +90,7 @@ __all__ = [
     "PromptsConfig",
     "RecordConfig",
     "ReferenceConfig",
+    "ReplicatedWorkerConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RewardsConfig",
@@ -99,7 +100,6 @@ __all__ = [
     "SFTConfig",
     "Sampling",
     "ServeConfig",
-    "ServiceConfig",
     "SlurmConfig",
     "SourceConfig",
     "StoreConfig",
@@ -108,6 +108,8 @@ __all__ = [
     "UpdateConfig",
     "UpdateMode",
     "ValidationConfig",
+    "Verify",
+    "WorkerConfig",
     "add_module_folders",
     "broken_rule",
     "dump",

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.rules import SHORT_DTYPES, EngineName
-from forge.config.schema import ForgeConfig, ModelConfig
+from forge.config.schema import ForgeConfig, ModelConfig, ReplicatedWorkerConfig
 from forge.errors import ConfigError
 from forge.registry import ENGINES
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forge.generator.engine import EngineCapabilities
 
 UpdateMode = Literal["drain", "keep", "recompute", "abort"]
+Verify = Literal["cheap", "full", "off"]
 
 LEAST_TEMPERATURE: Final = 1e-30
 _LEAST_PENALTY: Final = 1e-30
@@ -126,6 +127,7 @@ class UpdateConfig(ConfigModel):
     retry_wait_s: float = Field(
         default=0.5, ge=0, description="Seconds before the second attempt; doubled for each further one."
     )
+    verify: Verify = Field(default="cheap", description="How a generator checks that it received what was published.")
 
 
 class CanaryConfig(ConfigModel):
@@ -276,6 +278,12 @@ class ServeConfig(ConfigModel):
     max_body_mb: float = Field(default=16.0, gt=0, description="Largest accepted request body.")
 
 
+class PolicyWorkersConfig(ConfigModel):
+    """The processes of each worker. Their number and devices are in `generator`."""
+
+    generator: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="The generators.")
+
+
 class PolicyConfig(ForgeConfig):
     """What programs that only generate are configured with: `forge chat`, `forge serve`, apps/vllm."""
 
@@ -286,4 +294,7 @@ class PolicyConfig(ForgeConfig):
 
     generator: GeneratorServiceConfig = Field(default_factory=GeneratorServiceConfig, description="What makes tokens.")
     system_prompt: str | None = Field(default=None, description="System message of a conversation.")
+    workers: PolicyWorkersConfig = Field(
+        default_factory=PolicyWorkersConfig, description="The processes of each worker."
+    )
     serve: ServeConfig = Field(default_factory=ServeConfig, description="The OpenAI-compatible endpoint.")

@@ -13,7 +13,7 @@ from forge.config.generator import GeneratorServiceConfig
 from forge.config.prompts import EvaluationConfig, PromptsConfig
 from forge.config.rewards import RewardsConfig
 from forge.config.rules import PathText
-from forge.config.schema import ForgeConfig
+from forge.config.schema import ForgeConfig, ReplicatedWorkerConfig, StoreConfig, WorkerConfig
 from forge.config.sft import MetricsConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
 
@@ -83,6 +83,21 @@ class ReferenceConfig(ConfigModel):
     )
 
 
+class GRPOWorkersConfig(ConfigModel):
+    """The processes of each worker. Their number and devices are in the sections of the workers."""
+
+    trainer: WorkerConfig = Field(default_factory=WorkerConfig, description="The trainer.")
+    generator: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="The generators.")
+    rewards: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="What scores.")
+    reference: ReplicatedWorkerConfig = Field(
+        default_factory=ReplicatedWorkerConfig, description="The reference models."
+    )
+    judge: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="The judges.")
+    reward_model: ReplicatedWorkerConfig = Field(
+        default_factory=ReplicatedWorkerConfig, description="The reward models."
+    )
+
+
 class RecordConfig(ConfigModel):
     """What is recorded of rollouts."""
 
@@ -103,7 +118,8 @@ class GRPOConfig(ForgeConfig):
     """Reinforcement learning of a policy: GRPO and its family."""
 
     old_keys: ClassVar[Mapping[str, str | None]] = {
-        f"generators.{key}": f"generator.{key}" for key in ("num_replicas", "tensor_parallel", "num_threads")
+        **{f"generators.{key}": f"generator.{key}" for key in ("num_replicas", "tensor_parallel", "num_threads")},
+        "store.verify": "generator.update.verify",
     }
 
     prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="What the policy is asked.")
@@ -124,6 +140,8 @@ class GRPOConfig(ForgeConfig):
     checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved, and when.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How the policy is judged.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are written.")
+    store: StoreConfig = Field(default_factory=StoreConfig, description="Where published weights are kept.")
+    workers: GRPOWorkersConfig = Field(default_factory=GRPOWorkersConfig, description="The processes of each worker.")
     record: RecordConfig = Field(default_factory=RecordConfig, description="What is written down of rollouts.")
 
     @model_validator(mode="after")

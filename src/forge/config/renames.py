@@ -47,11 +47,11 @@ class MovedKey:
 
 
 def old_keys(section: type[BaseModel]) -> dict[str, str | None]:
-    """Return the old keys of a section and of the classes that it derives from."""
+    """Return the old keys of a section and of the classes that it derives from, which may not be its keys again."""
     found: dict[str, str | None] = {}
     for base in section.__mro__:
         found = {**vars(base).get("old_keys", {}), **found}
-    return found
+    return {key: new for key, new in found.items() if key not in section.model_fields}
 
 
 @cache

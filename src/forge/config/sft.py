@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.rules import PathText
-from forge.config.schema import ForgeConfig
+from forge.config.schema import ForgeConfig, WorkerConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "text"]
@@ -121,6 +121,12 @@ class MetricsConfig(ConfigModel):
     wandb_project: str = Field(default="torchforge", min_length=1, description="Project in Weights & Biases.")
 
 
+class SFTWorkersConfig(ConfigModel):
+    """The processes of each worker. Their number and devices are in `distributed`."""
+
+    trainer: WorkerConfig = Field(default_factory=WorkerConfig, description="The trainer.")
+
+
 class SFTConfig(ForgeConfig):
     """Supervised fine-tuning: one configuration for `apps/sft/main.py`."""
 
@@ -130,6 +136,7 @@ class SFTConfig(ForgeConfig):
     data: DataConfig = Field(default_factory=DataConfig, description="Where samples come from.")
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description="How training is judged.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are written.")
+    workers: SFTWorkersConfig = Field(default_factory=SFTWorkersConfig, description="The processes of each worker.")
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:

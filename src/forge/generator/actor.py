@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from forge.config import GeneratorConfig, Sampling, UpdateMode
+from forge.config import GeneratorConfig, PolicyConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, OptionError, SyncError
 from forge.generator.engine import (
     EngineCapabilities,
@@ -19,9 +19,9 @@ from forge.generator.engine import (
     Request,
     UpdateReport,
     engine_class,
+    most_open,
 )
-from forge.generator.limits import most_open
-from forge.generator.long_texts import LongTexts, is_long
+from forge.generator.prompts import LongTexts, is_long
 from forge.generator.sync import Sync, Version
 from forge.observe import span
 from forge.runtime.endpoints import endpoint
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from forge.generator.prompts import PromptReader
     from forge.models.locate import ResolvedModel
     from forge.models.tokenizer import ChatTokenizer
+    from forge.service import Service
 
 _log = logging.getLogger("forge.generator")
 Messages = Sequence[Mapping[str, Any]]
@@ -85,7 +86,7 @@ class Generator(ForgeActor):
 
         if await Weights(self.config.weights).versions():
             try:
-                await self._sync.update("latest", "keep")
+                await self._sync.update_weights("latest", "keep")
             except SyncError:
                 _log.error("this generator takes no requests until an update passes")
 
@@ -118,7 +119,7 @@ class Generator(ForgeActor):
         return found
 
     def _make_reader(self) -> PromptReader:
-        from forge.generator.limits import context_limit
+        from forge.generator.engine import context_limit
         from forge.generator.prompts import PromptReader
 
         return PromptReader(
@@ -265,7 +266,7 @@ class Generator(ForgeActor):
         self._may_be_behind = False
         mode = mode or self.config.update.mode
         with span("update_weights", version=version, mode=mode):
-            return await self._sync.update(version, mode)
+            return await self._sync.update_weights(version, mode)
 
     async def _catch_up(self) -> None:
         """Before the first requests after a restart: a version that was sent to all while this replica began passed it
@@ -300,7 +301,7 @@ class Generator(ForgeActor):
         version, vocab_size, has_chat_template, folder, sampling."""
         if not self._is_front:
             return {}
-        from forge.generator.limits import context_limit
+        from forge.generator.engine import context_limit
 
         return {
             "name": self.model.name,
@@ -364,3 +365,46 @@ def _end_process(error: BaseException) -> None:
     _log.critical("the engine died, and this generator ends with it", exc_info=error)
     logging.shutdown()
     os._exit(ENGINE_DIED)
+
+
+# ---- A service -------------------------------------------------------------------------------------------------------
+
+
+async def start_policy(config: PolicyConfig) -> Service[Generator]:
+    """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
+    section = config.generator
+    if section.tensor_parallel > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
+        raise ConfigError(
+            f"the engine `{section.engine}` runs in one process",
+            path="generator.tensor_parallel",
+            value=section.tensor_parallel,
+            rule="1, unless `engine: vllm`",
+            repair="set generator.engine=vllm, or generator.num_replicas instead",
+        )
+    with_gpus = _wants_gpus(section.with_gpus)
+    if with_gpus and config.launcher.kind == "local" and not _num_gpus():
+        raise ConfigError(
+            "the configuration asks for a GPU, and this machine has none",
+            path="generator.with_gpus",
+            value=True,
+            rule="true only where there is a GPU (nvidia-smi lists them, CUDA_VISIBLE_DEVICES hides them)",
+            repair="run it on a machine with a GPU; or set generator.with_gpus=false, for a model that a CPU can run",
+        )
+    options = Generator.options(
+        procs=section.tensor_parallel,
+        num_replicas=section.num_replicas,
+        num_threads=section.num_threads,
+        with_gpus=with_gpus,
+        **config.workers.generator.options(),
+    )
+    return await options.as_service(GeneratorConfig.of(config.model, section))
+
+
+def _wants_gpus(chosen: bool | None) -> bool:
+    return bool(_num_gpus()) if chosen is None else chosen
+
+
+def _num_gpus() -> int:
+    from forge.runtime.placement import count_gpus, visible_gpus
+
+    return len(visible_gpus(os.environ, count_gpus()))

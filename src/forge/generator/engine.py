@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
-from forge.config import GenerationConfig, Sampling, UpdateMode
+from forge.config import GenerationConfig, ModelConfig, Sampling, UpdateMode
+from forge.errors import ConfigError, Overloaded
 from forge.registry import ENGINES
 from forge.types import Completion, Delta
-
-if TYPE_CHECKING:
-    from forge.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class EngineCapabilities:
 
     Attributes:
         shared_weights: computes with the parameters of a trainer in the same process (`placement: shared`): it takes
-            `shared=` and has `changing`, `release_cache` and `restore_cache`.
+            `shared=` and has `paused`, `release_cache` and `restore_cache`.
         tensor_parallel: splits a model over several processes: it takes `tensor_parallel=` and `devices=`.
         adapters: serves LoRA adapters: it has `load_adapter` and `unload_adapter`.
         structured_output: follows `Sampling.structured`.
@@ -85,7 +84,7 @@ class EngineStats:
             tokens that were drawn.
         num_preempted: how often a completion had to give its memory to another and was read again.
         cache_used: the part of the cache that is in use, from 0 to 1.
-        is_asleep: whether memory was given back with `sleep`.
+        is_asleep: whether its memory was released with `sleep`.
         more: what only one engine knows.
     """
 
@@ -139,8 +138,8 @@ class GenerationEngine(Protocol):
         """The n completions as they grow. Closing the iterator ends the work on them."""
         ...
 
-    async def update(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
-        """Take weights from the store, whole. If that fails it raises, and the old weights go on serving."""
+    async def update_weights(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
+        """Load a version from the store, whole. If that raises, the old version keeps serving."""
         ...
 
     async def score(
@@ -160,11 +159,11 @@ class GenerationEngine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give the device's memory back. Requests wait until `wake`."""
+        """Release the device's memory. Requests wait until `wake`."""
         ...
 
     async def wake(self) -> None:
-        """Take memory again, with the newest weights that were served."""
+        """Restore the memory, with the newest weights that were served."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -172,3 +171,65 @@ class GenerationEngine(Protocol):
     async def close(self) -> None:
         """End everything that the engine started. Completions under way end as aborted."""
         ...
+
+
+# ---- Limits ----------------------------------------------------------------------------------------------------------
+
+
+MOST_UNLESS_ASKED: Final = 4096
+
+
+def context_limit(config: GenerationConfig, model: ModelConfig) -> int:
+    """The longest prompt and completion together, in tokens, for a model whose facts are complete."""
+    supported = model.max_seq_len
+    if config.max_seq_len is None:
+        return min(supported or MOST_UNLESS_ASKED, MOST_UNLESS_ASKED)
+    if supported is not None and config.max_seq_len > supported:
+        raise ConfigError(
+            "the generator's context is longer than what the model was made for",
+            path="generator.max_seq_len",
+            value=config.max_seq_len,
+            rule=f"at most {supported}, the model's max_seq_len",
+            repair=f"set generator.max_seq_len={supported}, or correct model.max_seq_len",
+        )
+    return config.max_seq_len
+
+
+def most_open(config: GenerationConfig) -> int:
+    """Return how many completions one generator may have under way or waiting."""
+    return config.max_batch + config.max_queue
+
+
+class OpenCompletions:
+    """The completions that are under way or wait. An engine has one, on its event loop."""
+
+    def __init__(self, config: GenerationConfig) -> None:
+        self._config = config
+        self.num = 0
+
+    @contextmanager
+    def opened(self, num: int) -> Iterator[None]:
+        """Count a request's completions while it is open; `Overloaded` where there would be too many at the moment,
+        `ConfigError` where there are too many at any time."""
+        limit = most_open(self._config)
+        if num > limit:
+            raise ConfigError(
+                "a request asks for more completions than the generator can ever have open",
+                path="sampling.n",
+                value=num,
+                rule=f"at most {limit}: max_batch {self._config.max_batch} and max_queue {self._config.max_queue}",
+                repair="ask for fewer, or raise generator.max_queue",
+            )
+        if self.num + num > limit:
+            raise Overloaded(
+                "the generator has as many completions waiting as it may",
+                path="generator.max_queue",
+                value=f"{self.num} open, {num} more asked for",
+                rule=f"at most {limit} open: max_batch {self._config.max_batch} and max_queue {self._config.max_queue}",
+                repair="ask for fewer at once, raise generator.max_queue, or add replicas",
+            )
+        self.num += num
+        try:
+            yield
+        finally:
+            self.num -= num

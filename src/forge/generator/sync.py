@@ -73,7 +73,7 @@ class Sync:
         """The engine computes with the trainer's own weights, which are this version now: there is nothing to prove."""
         self._trusted = {version}
 
-    async def update(self, version: Version, mode: UpdateMode) -> UpdateReport:
+    async def update_weights(self, version: Version, mode: UpdateMode) -> UpdateReport:
         """Take a version, trying as often as the configuration says, and prove it; see `Generator.update_weights`.
 
         If the caller is cancelled when the new weights are in place already, they are proven all the same.
@@ -118,7 +118,7 @@ class Sync:
             try:
                 number = await self._number(version)
                 self._trusted.discard(number)  # after a rewind the number stands for other weights
-                report = await self._engine.update(number, mode)
+                report = await self._engine.update_weights(number, mode)
             except WeightMismatch as error:  # another try would find the same
                 _log.error("the update to version %s was refused: %s", version, error.message)
                 raise
@@ -148,7 +148,7 @@ class Sync:
         try:
             newest = await self._number("latest")
             if newest != "latest" and newest > self._engine.version:
-                await self.update(newest, "keep")
+                await self.update_weights(newest, "keep")
         except SyncError:
             _log.error("this generator takes no requests until an update passes")
         except (StoreError, OSError) as error:

@@ -95,47 +95,47 @@ class SharedPolicy(Trainer):
 
         Whoever cancels it waits until the work has ended: the thread that does it cannot be stopped.
         """
-        async with self._native.changing(self._native.version):
-            done = asyncio.ensure_future(self._with_cache_lent(work))
+        async with self._native.paused(self._native.version):
+            done = asyncio.ensure_future(self._with_cache_released(work))
             try:
                 return await asyncio.shield(done)
             except asyncio.CancelledError:
                 await asyncio.wait([done])
                 raise
 
-    async def _with_cache_lent(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def _with_cache_released(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do something while the engine's cache is free for it: on a GPU, unless completions under way need it."""
-        is_lent = self._native.is_on_gpu and await self._do(self._native.lend_cache)
+        is_released = self._native.is_on_gpu and await self._do(self._native.release_cache)
         try:
             result = await work()
         except BaseException:
-            if is_lent:
-                await self._try_to_reclaim()
+            if is_released:
+                await self._try_to_restore()
             raise
-        if is_lent:
+        if is_released:
             with span("take the cache again"):
-                await self._do(self._native.reclaim_cache)
+                await self._do(self._native.restore_cache)
         return result
 
-    async def _try_to_reclaim(self) -> None:
+    async def _try_to_restore(self) -> None:
         """After work that failed: what it failed with is to be told, not that its memory is not free yet."""
         try:
-            await self._do(self._native.reclaim_cache)
+            await self._do(self._native.restore_cache)
         except DeviceMemoryError as error:
             _log.warning("after a failed step the generator sleeps until the next one: %s", error)
 
     @endpoint
     async def load(self, resume: str = "must") -> dict[str, Any] | None:
         """Go on from a checkpoint, between two steps of generation."""
-        async with self._native.changing(self._native.version):
+        async with self._native.paused(self._native.version):
             return await super().load(resume)
 
     @endpoint
     async def publish_weights(
-        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None
+        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None, keep: int = 2
     ) -> None:
         """Give the weights that both compute with their version."""
-        async with self._native.changing(version):
+        async with self._native.paused(version):
             await self._do(self._generator.copy_weights)
             self._generator.trust(version)
 

@@ -316,7 +316,7 @@ def _start(checkpoint: CheckpointInfo | None) -> str:
 
 
 def _described(model: ResolvedModel) -> str:
-    from forge.memory.model_size import Sizes
+    from forge.models.sizes import Sizes
 
     return f"{model.name}, {Sizes.of(model.facts).total:,} parameters, in {model.folder or 'no folder: random weights'}"
 

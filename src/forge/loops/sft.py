@@ -20,20 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.config import SFTConfig, save
+from forge.config import SFTConfig, WorkerConfig, save
 from forge.errors import NonFiniteError, StepAbandoned
 from forge.loops.preflight import PreparedSFT, prepare_sft
 from forge.loops.resuming import SaveRule, report_changes, where_it_stopped
 from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.stopping import Stop, stopped_by_signals
+from forge.models.sizes import flops_per_token, mean_context, model_flops_utilization
 from forge.observe import (
     MetricsLog,
     Throughput,
     device_peak_flops,
-    flops_per_token,
     make_sinks,
-    mean_context,
-    model_flops_utilization,
     step_values,
 )
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
@@ -81,10 +79,10 @@ async def run_sft(config: SFTConfig, *, clock: Callable[[], float] = time.monoto
             loop = _Loop(config, prepared, stop=stop, clock=clock)
             try:
                 if is_rank():
-                    result = await _drive(loop, prepared, is_late=is_late)
+                    result = await _drive(loop, prepared, is_late=is_late, worker=config.workers.trainer)
                 else:
                     async with run(config.launcher):
-                        result = await _drive(loop, prepared, is_late=is_late)
+                        result = await _drive(loop, prepared, is_late=is_late, worker=config.workers.trainer)
             except BaseException:
                 loop.log_where_it_stopped()
                 raise
@@ -93,8 +91,8 @@ async def run_sft(config: SFTConfig, *, clock: Callable[[], float] = time.monoto
             return result
 
 
-async def _drive(loop: _Loop, prepared: PreparedSFT, *, is_late: Callable[[], bool]) -> SFTResult:
-    trainer = await loop.stop.unless(open_trainer(prepared.trainer, should_abandon=is_late))
+async def _drive(loop: _Loop, prepared: PreparedSFT, *, is_late: Callable[[], bool], worker: WorkerConfig) -> SFTResult:
+    trainer = await loop.stop.unless(open_trainer(prepared.trainer, should_abandon=is_late, worker=worker))
     if trainer is None:
         return SFTResult(loop.step, math.nan, None, None, None, True, loop.stop.exit_code)
     try:

@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from forge import store
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
 from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
-from forge.generator.native.guest import GuestConfig
+from forge.generator.native.cache_size import ColocatedGeneratorConfig
 from forge.loops.colocated import SharedPolicy
-from forge.memory.constants import PUBLISHED_VERSIONS
-from forge.memory.model_size import Sizes
 from forge.memory.trainer import MASTER_BYTES
+from forge.models.sizes import Sizes
 from forge.rollout.reward_actor import RewardActor
 from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
 from forge.service import Service
@@ -54,6 +54,8 @@ class Workers:
 
 async def start_workers(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Workers:
     """Start all workers concurrently. Call it inside `async with forge.run(...)`, which ends them."""
+    if config.store.volumes:
+        await store.setup(volumes=config.store.volumes, copies=config.store.copies)
     try:
         async with asyncio.TaskGroup() as tasks:
             rewards = tasks.create_task(_start_rewards(config))
@@ -78,13 +80,13 @@ async def _start_policy(
     """The trainer and the generators, as the placement says."""
     generator = generator_config(config, trainer_config.model)
     if config.placement == "shared":
-        return await _start_shared(trainer_config, loss=loss, generator=generator)
+        return await _start_shared(config, trainer_config, loss=loss, generator=generator)
     if config.placement in ("beside", "turns"):  # generators go to the trainer's GPU, and take what they find there
-        trainer = await _start_trainer(trainer_config, loss, dtype=published_dtype(generator))
+        trainer = await _start_trainer(config, trainer_config, loss, dtype=published_dtype(generator))
         gpus = (await trainer.state())["visible_gpus"]
         return trainer, await _start_generators(config, generator, on_gpus=gpus)
     async with asyncio.TaskGroup() as tasks:
-        training = tasks.create_task(_start_trainer(trainer_config, loss, dtype=published_dtype(generator)))
+        training = tasks.create_task(_start_trainer(config, trainer_config, loss, dtype=published_dtype(generator)))
         generating = tasks.create_task(_start_generators(config, generator))
     return training.result(), generating.result()
 
@@ -97,13 +99,13 @@ def generator_config(config: GRPOConfig, model: ModelConfig) -> GeneratorConfig:
         return made
     expected = 0 if config.placement == "shared" else _published_bytes(config, made)
     fields = {name: getattr(made, name) for name in GeneratorConfig.model_fields}
-    return GuestConfig(**fields, expected_bytes=expected, num_guests=config.generator.num_replicas)
+    return ColocatedGeneratorConfig(**fields, expected_bytes=expected, num_colocated=config.generator.num_replicas)
 
 
 def _published_bytes(config: GRPOConfig, generator: GeneratorConfig) -> int:
-    """What published weights take of the trainer's GPU, in the two versions that are there at most."""
+    """What published weights take of the trainer's GPU, in all versions that are there at once."""
     item = 2 if published_dtype(generator) == "bfloat16" else MASTER_BYTES[config.distributed.precision]
-    return PUBLISHED_VERSIONS * item * Sizes.of(generator.model).total
+    return config.store.num_versions * item * Sizes.of(generator.model).total
 
 
 def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
@@ -129,9 +131,12 @@ def published_dtype(generator: GeneratorConfig) -> str | None:
     return "bfloat16" if asked == "bfloat16" else None
 
 
-async def _start_trainer(trainer_config: TrainerConfig, loss: Loss, *, dtype: str | None) -> PolicyTrainer:
-    chosen = Trainer.options(**trainer_options(trainer_config.distributed))
-    return ServiceTrainer(await chosen.as_service(trainer_config, loss), dtype=dtype)
+async def _start_trainer(
+    config: GRPOConfig, trainer_config: TrainerConfig, loss: Loss, *, dtype: str | None
+) -> PolicyTrainer:
+    options = trainer_options(trainer_config.distributed) | config.workers.trainer.options()
+    service = await Trainer.options(**options).as_service(trainer_config, loss)
+    return ServiceTrainer(service, dtype=dtype, keep=config.store.keep)
 
 
 # ---- The policy -----------------------------------------------------------------------------------------------------
@@ -238,21 +243,23 @@ class SharedHandle(PolicyHandle):
 async def _start_generators(
     config: GRPOConfig, generator: GeneratorConfig, *, on_gpus: str | None = None
 ) -> PolicyHandle:
-    section = config.generator
+    section, options = config.generator, config.workers.generator.options()
+    if on_gpus:
+        options["env"][GPU_VARIABLE] = gpus_beside(on_gpus, tensor_parallel=section.tensor_parallel)
     service = await Generator.options(
         procs=section.tensor_parallel,
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
         with_gpus=wants_gpus(generator.with_gpus) and not on_gpus,
-        env={} if not on_gpus else {GPU_VARIABLE: gpus_beside(on_gpus, tensor_parallel=section.tensor_parallel)},
         routing="least_loaded",
         mesh_name="generator",
+        **options,
     ).as_service(generator)
     return PolicyHandle(service, takes_turns=config.placement == "turns")
 
 
 async def _start_shared(
-    trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
+    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     distributed = trainer_config.distributed
     service = await SharedPolicy.options(
@@ -260,6 +267,7 @@ async def _start_shared(
         num_threads=distributed.num_threads,
         **NEVER_REPLACED,
         mesh_name="policy",
+        **config.workers.trainer.options(),
     ).as_service(trainer_config, loss, generator)
     return ServiceTrainer(service), SharedHandle(service)
 
@@ -284,6 +292,7 @@ async def _start_rewards(config: GRPOConfig) -> Service[RewardActor]:
             num_threads=section.judge.generator.num_threads,
             with_gpus=wants_gpus(section.judge.generator.with_gpus),
             mesh_name="judge",
+            **config.workers.judge.options(),
         ).as_service(_judge_config(section.judge))
     if "reward_model" in kinds:
         assert section.reward_model is not None
@@ -294,9 +303,13 @@ async def _start_rewards(config: GRPOConfig) -> Service[RewardActor]:
             num_threads=section.reward_model.num_threads,
             with_gpus=section.reward_model.with_gpus,
             mesh_name="reward_model",
+            **config.workers.reward_model.options(),
         ).as_service(section.reward_model)
     return await RewardActor.options(
-        num_replicas=section.num_replicas, routing="least_loaded", mesh_name="rewards"
+        num_replicas=section.num_replicas,
+        routing="least_loaded",
+        mesh_name="rewards",
+        **config.workers.rewards.options(),
     ).as_service(section, judge, reward_model)
 
 
@@ -320,4 +333,5 @@ async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) ->
         with_gpus=wants_gpus(section.with_gpus),
         routing="least_loaded",
         mesh_name="reference",
+        **config.workers.reference.options(),
     ).as_service(trainer_config.model_copy(update=dict(updates)))

@@ -15,8 +15,9 @@ from forge.generator.native.cache_size import (
     step_work,
 )
 from forge.memory.constants import CUDA_CONTEXT, GIB, PAGE_TOKENS, VLLM_ASLEEP, VLLM_OVERHEAD, VLLM_SHARE
-from forge.memory.model_size import ITEM_BYTES, Sizes
+from forge.memory.model_size import ITEM_BYTES
 from forge.memory.records import Part
+from forge.models.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,98 +1,13 @@
-"""How many numbers a model consists of, and how many of them one rank of a trainer holds."""
+"""How many of a model's parameters one rank of a trainer holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge.config import ModelConfig
+from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The widths of an architecture.
-
-    Attributes:
-        hidden, vocab, num_layers: of the whole model.
-        inner: the width inside a dense feed-forward layer, or inside one expert.
-        queries, keys: the width of all query heads and of all key heads.
-        head_dim: of one head; `num_heads` and `num_kv_heads` how many there are.
-        has_head_norms: whether queries and keys are normalised.
-        is_tied: whether embedding and output layer are one matrix.
-        num_experts, num_chosen: of a mixture, in all and for one token; 0 and 1 for a dense model.
-    """
-
-    hidden: int
-    vocab: int
-    num_layers: int
-    inner: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    has_head_norms: bool
-    is_tied: bool
-    num_experts: int = 0
-    num_chosen: int = 1
-
-    @classmethod
-    def of(cls, model: ModelConfig) -> Sizes:
-        """The widths of a model whose facts are complete, which `forge.models.facts.complete` makes sure of."""
-        is_mixture = model.num_experts is not None
-        inner = model.expert_intermediate_size if is_mixture else model.intermediate_size
-        return cls(
-            hidden=model.hidden_size or 0,
-            vocab=model.vocab_size or 0,
-            num_layers=model.num_layers or 0,
-            inner=inner or 0,
-            num_heads=model.num_heads or 1,
-            num_kv_heads=model.num_kv_heads or 1,
-            head_dim=model.head_dim or (model.hidden_size or 0) // (model.num_heads or 1),
-            has_head_norms=model.family != "llama",
-            is_tied=bool(model.tie_embeddings),
-            num_experts=model.num_experts or 0,
-            num_chosen=model.num_experts_per_token or 1,
-        )
-
-    @property
-    def queries(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    @property
-    def embedding(self) -> int:
-        """The numbers of the embedding, and as many of the output layer."""
-        return self.vocab * self.hidden
-
-    @property
-    def layer_matrices(self) -> int:
-        """Those of a layer that every token meets, without its norms: tensor parallel ranks split them."""
-        attention = 2 * self.hidden * (self.queries + self.keys)
-        router = self.hidden * self.num_experts
-        return attention + (router if self.num_experts else 3 * self.hidden * self.inner)
-
-    @property
-    def layer_experts(self) -> int:
-        """Those of a layer's experts."""
-        return self.num_experts * 3 * self.hidden * self.inner
-
-    @property
-    def layer_norms(self) -> int:
-        """Those of a layer's norms, which tensor parallel ranks each hold whole."""
-        return 2 * self.hidden + (2 * self.head_dim if self.has_head_norms else 0)
-
-    @property
-    def layer(self) -> int:
-        return self.layer_matrices + self.layer_experts + self.layer_norms
-
-    @property
-    def total(self) -> int:
-        """All parameters, exactly; tied ones once."""
-        return self.embedding * (1 if self.is_tied else 2) + self.num_layers * self.layer + self.hidden
 
 
 @dataclass(frozen=True, slots=True)

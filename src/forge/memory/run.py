@@ -18,10 +18,9 @@ from forge.config import (
 )
 from forge.errors import ConfigError, ModelError
 from forge.memory.card import Card
-from forge.memory.constants import PUBLISHED_VERSIONS
-from forge.memory.model_size import Sizes
 from forge.models.facts import complete, merge
 from forge.models.hf_config import read_hf_config
+from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout, check_layout
 
 ACCUMULATION_NOTE = (
@@ -71,7 +70,7 @@ class PlannedRun:
     reference_on_gpu: bool = False
     trainer_on_gpu: bool = False
     generator_on_gpu: bool = False
-    num_versions: int = PUBLISHED_VERSIONS
+    num_versions: int = 0
     publishes_half: bool = False
     is_spread: bool = False
     group_size: int = 1
@@ -140,7 +139,7 @@ def _facts(model: ModelConfig, notes: list[str]) -> ModelConfig:
         return complete(model)
     folder = Path(model.path)
     if (folder / "config.json").is_file():
-        return complete(merge(model, read_hf_config(folder)))
+        return complete(merge(model, read_hf_config(folder, family=model.family)))
     try:
         found = complete(model)
     except ModelError as error:
@@ -197,7 +196,7 @@ def _read_grpo(config: GRPOConfig, base: PlannedRun, card: Card | None, notes: l
         reference_on_gpu=wants_reference and _on_gpu(config.reference.with_gpus, card),
         trainer_on_gpu=on_gpu,
         generator_on_gpu=generator_on_gpu,
-        num_versions=0 if config.placement == "shared" else PUBLISHED_VERSIONS,
+        num_versions=0 if config.placement == "shared" else config.store.num_versions,
         publishes_half=asked == "bfloat16" or (asked is None and generator_on_gpu),
         is_spread=config.launcher.kind != "local" or (config.distributed.hosts or 1) > 1 or config.store.volumes > 0,
         group_size=config.rollout.group_size,
@@ -229,7 +228,7 @@ def _read_sft(config: SFTConfig, base: PlannedRun, card: Card | None, notes: lis
 
 
 def _read_policy(config: PolicyConfig, base: PlannedRun, card: Card | None, notes: list[str]) -> PlannedRun:
-    from forge.generator.limits import context_limit
+    from forge.generator.engine import context_limit
 
     return replace(
         base,

@@ -10,9 +10,9 @@ Nothing is derived from weights, and none is copied: the kernels read them where
 between two steps. The kernels are those that compute layer by layer too (`cpu_linear`, `cpu_attention`,
 `cpu_layers`); what torch did between them is in `cpu_step.c`, and is tried against torch before it is used.
 
-What is not of such a shape goes layer by layer as before: experts, biases, other precisions than float32, kernels that
-could not be compiled, weights too large for every thread to read all of them, and steps in which one long text would
-keep one thread busy while the others wait.
+What is not of such a shape goes layer by layer as before: experts, biases other than those of queries, keys and values,
+other precisions than float32, kernels that could not be compiled, weights too large for every thread to read all of
+them, and steps in which one long text would keep one thread busy while the others wait.
 """
 
 from __future__ import annotations
@@ -213,22 +213,27 @@ def tensors_of(model: LanguageModel) -> Tensors | None:
     norms = [norm, *(norm for layer in found for norm in layer.norms)]
     if not all(type(norm) is GpuNorm and norm.eps is not None for norm in norms):
         return None
-    every = [embeddings.weight, *(norm.weight for norm in norms), *(each for layer in found for each in layer.products)]
+    every = [embeddings.weight, *(norm.weight for norm in norms)]
+    every += [each for layer in found for each in (*layer.products, *(layer.biases or ()))]
     if not all(is_rowwise(tensor) and tensor.is_contiguous() for tensor in every):
         return None
     return Tensors(embeddings.weight, found, norm, model.lm_head.weight)
 
 
 def _layer(layer: nn.Module) -> LayerTensors | None:
-    """Attention and feed-forward of the kinds that are known, without experts and biases."""
+    """Return attention and feed-forward of the kinds that are known; None for others, such as experts."""
     attention, forward = layer.attention, getattr(layer, "feed_forward", None)
     if type(attention) is not GQAttention or type(forward) is not RowFeedForward:
         return None
     inner, rope, qkv = attention.inner_attention, attention.rope, attention.qkv_linear
     if type(inner) is not PagedAttention or type(rope) is not Rotary or type(qkv) is not QKVLinear:
         return None
-    linears = (qkv.wq, qkv.wk, qkv.wv, attention.wo, forward.w1, forward.w3, forward.w2)
-    if not all(_is_plain(linear) for linear in linears) or inner.k_cache is None or inner.v_cache is None:
+    projections, others = (qkv.wq, qkv.wk, qkv.wv), (attention.wo, forward.w1, forward.w3, forward.w2)
+    has_biases = qkv.wq.bias is not None
+    are_known = all(_is_linear(linear, bias=has_biases) for linear in projections)
+    if not are_known or not all(_is_linear(linear, bias=False) for linear in others):
+        return None
+    if inner.k_cache is None or inner.v_cache is None:
         return None
     width = attention.head_dim
     if not cpu_attention.takes(width) or tuple(rope.cache.shape[1:]) != (2 * width,) or not rope.cache.is_contiguous():
@@ -249,9 +254,10 @@ def _layer(layer: nn.Module) -> LayerTensors | None:
         k_cache=inner.k_cache,
         v_cache=inner.v_cache,
         scale=width**-0.5 if attention.scaling is None else attention.scaling,
+        biases=(qkv.wq.bias, qkv.wk.bias, qkv.wv.bias) if has_biases else None,
     )
 
 
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether it is one product and nothing else."""
-    return bool(type(linear) is RowLinear and linear.bias is None)
+def _is_linear(linear: nn.Module, *, bias: bool) -> bool:
+    """Whether it is one product, with or without a bias, and nothing else."""
+    return bool(type(linear) is RowLinear and (linear.bias is not None) == bias)

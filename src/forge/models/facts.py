@@ -11,6 +11,7 @@ from typing import Any, Final
 from forge.config import ModelConfig, preset_names
 from forge.config.model_presets import read_preset
 from forge.errors import ModelError
+from forge.models.families import family_of
 
 _DENSE: Final = (
     "family",
@@ -62,7 +63,8 @@ def complete(model: ModelConfig) -> ModelConfig:
     preset = preset_facts(model)
     said = model.model_fields_set
     model = model.model_copy(update={key: value for key, value in preset.items() if key not in said})
-    needed = _DENSE if model.family != "qwen3_moe" else (*_DENSE, *_EXPERTS)
+    has_experts = model.family is not None and family_of(model).has_experts
+    needed = (*_DENSE, *_EXPERTS) if has_experts else _DENSE
     missing = [f"model.{key}" for key in needed if getattr(model, key) is None]
     if missing:
         raise ModelError(
@@ -75,13 +77,13 @@ def complete(model: ModelConfig) -> ModelConfig:
             repair=f"set model.path to a folder with config.json, or model.preset to {' or '.join(preset_names())}",
         )
     surplus = [key for key in _EXPERTS if getattr(model, key) is not None]
-    if model.family != "qwen3_moe" and surplus:
+    if surplus and not has_experts:
         raise ModelError(
             "A dense model has no experts.",
             path=f"model.{surplus[0]}",
             value=getattr(model, surplus[0]),
             rule=f"null for the family {model.family}",
-            repair=f"remove {', '.join(f'model.{key}' for key in surplus)}, or set model.family to qwen3_moe",
+            repair=f"remove {', '.join(f'model.{key}' for key in surplus)}, or choose a family with experts",
         )
     if model.head_dim is not None and model.head_dim % 2:
         raise ModelError(

@@ -55,7 +55,7 @@ def resolve(model: ModelConfig, *, environ: Mapping[str, str] | None = None) -> 
     if model.path is not None:
         folder = Path(model.path)
         check_folder(folder, repo=model.hf_repo or _repo(preset))
-        facts = complete(merge(model, read_hf_config(folder)))
+        facts = complete(merge(model, read_hf_config(folder, family=model.family)))
         return ResolvedModel(facts, folder, model.name or model.hf_repo or folder.resolve().name)
     facts = complete(model)
     name = model.name or preset or model.hf_repo or f"{facts.family} with random weights"

@@ -16,7 +16,9 @@ _OUTPUTS = (".wo.weight", ".w2.weight", ".w2_EDF")
 
 
 def draw_weights(parts: Sequence[nn.Module], *, num_layers: int, seed: int) -> None:
-    """Fill the parameters of this rank's parts as a new model's: norms with 1, the rest from a normal distribution.
+    """Fill the parameters of this rank's parts as a new model's.
+
+    Norms are 1, biases 0, and the rest comes from a normal distribution.
 
     Each parameter has a generator of its own, made from the seed and its name, and is drawn whole before this rank's
     part is taken. So every layout on one kind of device begins with the same model.
@@ -25,7 +27,7 @@ def draw_weights(parts: Sequence[nn.Module], *, num_layers: int, seed: int) -> N
         for name, parameter in named_parameters(parts):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if parameter.ndim == 1:
-                local.fill_(1.0)
+                local.fill_(0.0 if name.endswith(".bias") else 1.0)
                 continue
             std = STD / (2 * num_layers) ** 0.5 if name.endswith(_OUTPUTS) else STD
             local.copy_(_draw(name, parameter, std=std, seed=seed)[local_box(parameter)])

@@ -7,10 +7,11 @@ can be run and tested with this one. Its weights are random, so it knows nothing
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,9 @@ from forge.config import ModelConfig
 from forge.config.model_presets import read_preset
 from forge.errors import ModelError
 from forge.models.facts import complete
+from forge.models.families import find_family
 from forge.models.hf_config import SpecialIds, write_hf_config, write_json
+from forge.models.weight_names import weight_map
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,26 +67,6 @@ _STD: Final = 0.04
 # Words keep the space before them, every digit is alone, and no piece holds both letters and other characters.
 _PIECES: Final = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ASCII_PIECES: Final = re.compile(r" ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
-_SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "qwen3": {},
-    "qwen3_moe": {
-        "tie_embeddings": False,
-        "num_experts": 4,
-        "num_experts_per_token": 2,
-        "expert_intermediate_size": 64,
-    },
-    "llama": {
-        "tie_embeddings": False,
-        "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_seq_len": 256,
-        },
-        "norm_eps": 1e-5,
-    },
-}
 
 
 def make_tiny(folder: str | Path, *, seed: int = 0, family: str = "qwen3", **shape: Any) -> ModelConfig:
@@ -93,15 +76,7 @@ def make_tiny(folder: str | Path, *, seed: int = 0, family: str = "qwen3", **sha
     facts of the preset `tiny`. A tensor depends on the seed, its name and its shape alone: two models that differ in
     the number of layers agree in the layers that both have.
     """
-    if family not in _SHAPES:
-        raise ModelError(
-            "There is no tiny model of this family.",
-            path="family",
-            value=family,
-            rule=f"one of {', '.join(_SHAPES)}",
-            repair="choose one of them",
-        )
-    asked = {**read_preset("tiny").data["model"], **_SHAPES[family], "family": family, **shape}
+    asked = {**read_preset("tiny").data["model"], **find_family(family).tiny, "family": family, **shape}
     try:
         facts = ModelConfig.model_validate(asked)
     except ValidationError as error:
@@ -122,7 +97,7 @@ def write_tiny(facts: ModelConfig, folder: str | Path, *, seed: int = 0) -> Mode
     from safetensors.numpy import save_file
 
     facts = complete(facts)
-    vocab, max_length = _sizes(facts, "vocab_size", "max_seq_len")
+    vocab, max_length = facts.vocab_size or 0, facts.max_seq_len or 0
     if vocab < VOCAB_SIZE:
         raise ModelError(
             "The tiny tokenizer has more tokens than the model would have.",
@@ -145,55 +120,19 @@ def write_tiny(facts: ModelConfig, folder: str | Path, *, seed: int = 0) -> Mode
 
 
 def tensor_shapes(facts: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of a Hugging Face checkpoint with these facts, by name."""
-    vocab, hidden, num_layers = _sizes(facts, "vocab_size", "hidden_size", "num_layers")
-    yield "model.embed_tokens.weight", (vocab, hidden)
-    for layer in range(num_layers):
-        for name, shape in _layer_shapes(facts):
-            yield f"model.layers.{layer}.{name}.weight", shape
-    yield "model.norm.weight", (hidden,)
-    if not facts.tie_embeddings:
-        yield "lm_head.weight", (vocab, hidden)
-
-
-def _sizes(facts: ModelConfig, *keys: str) -> tuple[int, ...]:
-    return tuple(int(getattr(facts, key)) for key in keys)
-
-
-def _layer_shapes(facts: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, head_dim, num_heads, num_kv_heads = _sizes(facts, "hidden_size", "head_dim", "num_heads", "num_kv_heads")
-    queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-    yield "input_layernorm", (hidden,)
-    yield "post_attention_layernorm", (hidden,)
-    yield "self_attn.q_proj", (queries, hidden)
-    yield "self_attn.k_proj", (keys, hidden)
-    yield "self_attn.v_proj", (keys, hidden)
-    yield "self_attn.o_proj", (hidden, queries)
-    if facts.family != "llama":
-        yield "self_attn.q_norm", (head_dim,)
-        yield "self_attn.k_norm", (head_dim,)
-    if facts.family != "qwen3_moe":
-        yield from _feed_forward("mlp", hidden, *_sizes(facts, "intermediate_size"))
-        return
-    num_experts, inner = _sizes(facts, "num_experts", "expert_intermediate_size")
-    yield "mlp.gate", (num_experts, hidden)
-    for expert in range(num_experts):
-        yield from _feed_forward(f"mlp.experts.{expert}", hidden, inner)
-
-
-def _feed_forward(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{prefix}.gate_proj", (inner, hidden)
-    yield f"{prefix}.up_proj", (inner, hidden)
-    yield f"{prefix}.down_proj", (hidden, inner)
+    """Yield the tensors of a Hugging Face checkpoint with these facts: name and shape."""
+    for slot in weight_map(facts):
+        for name in slot.hf_names:
+            yield name, slot.hf_shape
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
     """Evenly distributed values from raw bits, whose stream numpy promises never to change; norms are 1."""
     import numpy as np
 
-    if len(shape) == 1:
+    if len(shape) == 1 and not name.endswith(".bias"):
         return np.ones(shape, np.float32)
-    bits = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(shape[0] * shape[1])
+    bits = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(math.prod(shape))
     unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
     values: NDArray[np.float32] = (unit * np.float32(_STD * 3**0.5)).reshape(shape)
     return values

@@ -17,13 +17,14 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from forge.config import ModelConfig
 from forge.models.attention import DocumentAttention
 from forge.models.experts import Experts
+from forge.models.families import family_of
 from forge.models.gate import RowFeedForward
 from forge.models.language_model import Head, LanguageModel
 from forge.models.linear import RowLinear
 from forge.models.rotary import Rotary
 from forge.models.row_norm import RowNorm
 
-_LATER = dict.fromkeys(("weight", "w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
+_LATER = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
 """Weights are loaded or drawn by us, in a way that does not depend on the layout; TorchTitan is to leave them alone."""
 
 
@@ -50,13 +51,13 @@ def _norm(model: ModelConfig, size: int) -> RowNorm.Config:
     return RowNorm.Config(normalized_shape=size, eps=model.norm_eps or 1e-6, param_init=_LATER)
 
 
-def _linear(num_in: int, num_out: int) -> RowLinear.Config:
-    return RowLinear.Config(in_features=num_in, out_features=num_out, param_init=_LATER)
+def _linear(num_in: int, num_out: int, *, bias: bool = False) -> RowLinear.Config:
+    return RowLinear.Config(in_features=num_in, out_features=num_out, bias=bias, param_init=_LATER)
 
 
 def _layer(model: ModelConfig, max_seq_len: int) -> Qwen3TransformerBlock.Config:
     dim = _given(model.hidden_size)
-    mixture = model.num_experts is not None
+    mixture = family_of(model).has_experts
     return Qwen3TransformerBlock.Config(
         attention_norm=_norm(model, dim),
         ffn_norm=_norm(model, dim),
@@ -68,15 +69,19 @@ def _layer(model: ModelConfig, max_seq_len: int) -> Qwen3TransformerBlock.Config
 
 def _attention(model: ModelConfig, max_seq_len: int) -> GQAttention.Config:
     dim, heads, kv_heads = _given(model.hidden_size), _given(model.num_heads), _given(model.num_kv_heads)
-    width = model.head_dim or dim // heads
+    width, family = model.head_dim or dim // heads, family_of(model)
     return GQAttention.Config(
         dim=dim,
         n_heads=heads,
         n_kv_heads=kv_heads,
         head_dim=width,
-        qkv_linear=QKVLinear.Config(head_dim=width, wq=_linear(dim, heads * width), wkv=_linear(dim, kv_heads * width)),
+        qkv_linear=QKVLinear.Config(
+            head_dim=width,
+            wq=_linear(dim, heads * width, bias=family.qkv_bias),
+            wkv=_linear(dim, kv_heads * width, bias=family.qkv_bias),
+        ),
         wo=_linear(heads * width, dim),
-        qk_norm=None if model.family == "llama" else _norm(model, width),
+        qk_norm=_norm(model, width) if family.qk_norm else None,
         inner_attention=DocumentAttention.Config(),
         rope=_rotary(model, width, max_seq_len),
     )

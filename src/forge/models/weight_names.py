@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from forge.config.schema import ModelConfig
 from forge.errors import ModelError
+from forge.models.families import Family, family_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,10 +73,11 @@ def weight_map(config: ModelConfig) -> tuple[WeightSlot, ...]:
     A tied output layer has no slot of its own: `lm_head.weight` is then another name of `tok_embeddings.weight`.
     """
     dim, vocab = _fact(config, "hidden_size"), _fact(config, "vocab_size")
+    family = family_of(config)
     slots = [WeightSlot(EMBEDDING, (vocab, dim), ("model.embed_tokens.weight",))]
     for layer in range(_fact(config, "num_layers")):
-        slots += _attention(config, layer)
-        slots += _feed_forward(config, layer) if config.num_experts is None else _mixture(config, layer)
+        slots += _attention(config, family, layer)
+        slots += _mixture(config, layer) if family.has_experts else _feed_forward(config, layer)
     slots.append(WeightSlot("norm.weight", (dim,), ("model.norm.weight",)))
     if not config.tie_embeddings:
         slots.append(WeightSlot(HEAD, (vocab, dim), (HEAD,)))
@@ -145,19 +147,21 @@ def _fact(config: ModelConfig, key: str) -> int:
     return int(value)
 
 
-def _attention(config: ModelConfig, layer: int) -> list[WeightSlot]:
+def _attention(config: ModelConfig, family: Family, layer: int) -> list[WeightSlot]:
     ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
     dim, heads = _fact(config, "hidden_size"), _fact(config, "num_heads")
     width = config.head_dim or dim // heads
     queries, keys = heads * width, _fact(config, "num_kv_heads") * width
     slots = [
         WeightSlot(f"{ours}.attention_norm.weight", (dim,), (f"{theirs}.input_layernorm.weight",)),
-        WeightSlot(f"{ours}.attention.qkv_linear.wq.weight", (queries, dim), (f"{theirs}.self_attn.q_proj.weight",)),
-        WeightSlot(f"{ours}.attention.qkv_linear.wk.weight", (keys, dim), (f"{theirs}.self_attn.k_proj.weight",)),
-        WeightSlot(f"{ours}.attention.qkv_linear.wv.weight", (keys, dim), (f"{theirs}.self_attn.v_proj.weight",)),
-        WeightSlot(f"{ours}.attention.wo.weight", (dim, queries), (f"{theirs}.self_attn.o_proj.weight",)),
     ]
-    if config.family != "llama":
+    for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
+        linear, hf_linear = f"{ours}.attention.qkv_linear.w{name}", f"{theirs}.self_attn.{name}_proj"
+        slots.append(WeightSlot(f"{linear}.weight", (outputs, dim), (f"{hf_linear}.weight",)))
+        if family.qkv_bias:
+            slots.append(WeightSlot(f"{linear}.bias", (outputs,), (f"{hf_linear}.bias",)))
+    slots.append(WeightSlot(f"{ours}.attention.wo.weight", (dim, queries), (f"{theirs}.self_attn.o_proj.weight",)))
+    if family.qk_norm:
         slots += [
             WeightSlot(f"{ours}.attention.{norm}.weight", (width,), (f"{theirs}.self_attn.{norm}.weight",))
             for norm in ("q_norm", "k_norm")

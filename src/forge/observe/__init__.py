@@ -11,13 +11,6 @@ Importing this loads neither torch nor any of the packages that the sinks write 
 
 from forge.observe.console import ConsoleSink
 from forge.observe.devices import device_peak_flops
-from forge.observe.flops import (
-    flops_per_token,
-    mean_context,
-    model_flops_utilization,
-    num_active_parameters,
-    num_parameters,
-)
 from forge.observe.jsonl import JsonlSink, MetricsLine, read_jsonl
 from forge.observe.log import MetricsLog, make_sinks
 from forge.observe.metrics import Reduce, record_metric
@@ -42,13 +35,8 @@ __all__ = [
     "Value",
     "WandbSink",
     "device_peak_flops",
-    "flops_per_token",
     "is_tracing",
     "make_sinks",
-    "mean_context",
-    "model_flops_utilization",
-    "num_active_parameters",
-    "num_parameters",
     "read_jsonl",
     "record_metric",
     "span",

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 from forge.config.rewards import RewardConfig
 from forge.errors import ForgeError
-from forge.rollout.reward_worker_main import LENGTH
+from forge.rollout.reward_worker_main import CALL, SETUP
+from forge.runtime import framing
 from forge.types import Completion, Prompt
 
 START_TIMEOUT_S = 120.0
@@ -80,7 +81,7 @@ class RewardWorkers:
                 if self._is_closed:
                     raise RewardFailed("the workers of this reward are closed")
                 worker = await slot.worker()
-                return await worker.ask(LENGTH.pack(index) + payload, timeout_s=timeout_s)
+                return await worker.ask(framing.pack(CALL, index, payload), timeout_s=timeout_s)
             except _Late:
                 self.num_killed += 1
                 raise RewardFailed(f"it took longer than {timeout_s:g} s, and was killed") from None
@@ -190,7 +191,7 @@ class _Worker:
             )
         try:
             worker._reader, worker._writer = await asyncio.open_unix_connection(sock=ours, limit=2**20)
-            worker.pid = int(await worker.ask(asked, timeout_s=START_TIMEOUT_S))
+            worker.pid = int(await worker.ask(framing.pack(SETUP, 0, asked), timeout_s=START_TIMEOUT_S))
         except _Late:
             raise RewardFailed(f"its process was not ready within {START_TIMEOUT_S:g} s") from None
         except _Died as death:
@@ -200,14 +201,13 @@ class _Worker:
             raise
         return worker
 
-    async def ask(self, message: bytes, *, timeout_s: float) -> float:
-        """Send a message and wait for its answer. Whatever keeps the answer away ends the worker."""
+    async def ask(self, frame: Sequence[bytes | memoryview], *, timeout_s: float) -> float:
+        """Send a frame and wait for the reply. Whatever prevents the reply ends the worker."""
         try:
             async with asyncio.timeout(timeout_s):
-                self._writer.writelines((LENGTH.pack(len(message)), message))
+                self._writer.writelines(frame)
                 await self._writer.drain()
-                head = await self._reader.readexactly(LENGTH.size)
-                data = await self._reader.readexactly(LENGTH.unpack(head)[0])
+                _, _, data = await framing.read(self._reader)
         except TimeoutError:
             await self.end()
             raise _Late from None

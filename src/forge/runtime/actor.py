@@ -17,10 +17,9 @@ from forge.runtime.endpoints import EndpointSpec, specs_of
 from forge.runtime.group import GroupSpec
 from forge.runtime.placement import GPU_VARIABLE, RANK_VARIABLES
 from forge.runtime.replies import ReplyTo
+from forge.runtime.serialization import as_remote, decode
 from forge.runtime.starting import Starting
 from forge.runtime.streams import ItemsTo
-from forge.runtime.travelling import portable
-from forge.runtime.wire import decode
 
 T = TypeVar("T")
 
@@ -98,7 +97,7 @@ class MeshActor(_Base):
             args, kwargs = decode(payload)
             spec = self._forge_spec(name)
         except Exception as error:  # noqa: BLE001 - arguments that cannot be read here, or no such endpoint
-            reply.exception(portable(error))
+            reply.exception(as_remote(error))
             return
         dispatcher.start(self, reply, spec, args, kwargs, call_id)
 
@@ -113,7 +112,7 @@ class MeshActor(_Base):
             args, kwargs = decode(payload)
             spec = self._forge_spec(name)
         except Exception as error:  # noqa: BLE001 - as above
-            items.exception(portable(error))
+            items.exception(as_remote(error))
             port.send(None)
             return
         task = dispatcher.start_stream(self, items, spec, args, kwargs, call_id)

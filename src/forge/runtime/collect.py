@@ -22,7 +22,7 @@ from forge.observe.tracing import Span, Trace, drain_trace, is_tracing, spans_of
 from forge.runtime.control import control, post
 from forge.runtime.group import RankGroup, live_groups
 from forge.runtime.replies import OK, Outbox, reply_desk
-from forge.runtime.wire import decode
+from forge.runtime.serialization import decode
 
 _log = logging.getLogger("forge.runtime")
 Report = tuple[Partials, Trace]

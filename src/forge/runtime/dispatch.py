@@ -15,8 +15,8 @@ from typing import Any
 
 from forge.runtime.endpoints import EndpointSpec
 from forge.runtime.replies import Outbox
+from forge.runtime.serialization import as_remote
 from forge.runtime.streams import ItemsTo, Room, serve_items
-from forge.runtime.travelling import portable
 
 _log = logging.getLogger("forge.runtime")
 _FORGET_AFTER = 4096
@@ -136,7 +136,7 @@ class Dispatcher:
 
 
 def _report(port: Any, error: BaseException) -> None:
-    port.exception(portable(error))
+    port.exception(as_remote(error))
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         raise error  # by us, and not by the user's own code

@@ -22,7 +22,7 @@ from typing import Any
 from forge.config.module_folders import module_folders
 from forge.errors import ActorFailure, ForgeError, LaunchError
 from forge.observe.tracing import LABEL, TRACE, is_tracing
-from forge.runtime import meeting
+from forge.runtime import rendezvous
 from forge.runtime.backend import (
     OWNED,
     Actor,
@@ -190,7 +190,7 @@ class RankGroup:
             self._placed.append(host)
 
     async def _spawn(self) -> None:
-        await meeting.open_point()
+        await rendezvous.open_server()
         port = await self.hosts[0].watch.free_port()
         devices = {host: ",".join(lease.devices) for host, lease in self._leases}
 
@@ -198,7 +198,7 @@ class RankGroup:
             rank = int(point.rank)
             host = self.hosts[rank // self.spec.num_procs]
             env = self._environment(rank, port) | {GROUP: self.name, RANK: str(rank)}
-            env |= meeting.open_environment(is_remote=not host.is_local)
+            env |= rendezvous.open_environment(is_remote=not host.is_local)
             env |= {LABEL: self.spec.label.replace("\0", ""), TRACE: str(int(is_tracing()))}
             env["CUDA_VISIBLE_DEVICES"] = devices.get(host, "")
             env[OWNER] = str(host.facts.pid)
@@ -230,7 +230,7 @@ class RankGroup:
         boot = asyncio.create_task(self._watch_boot())
         try:
             self._probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
-            told = self._probe.introduce.call(meeting.secret_environment())
+            told = self._probe.introduce.call(rendezvous.secret_environment())
             replies = await self._ask(told, self.spec.spawn_timeout_s, "start")
         finally:
             boot.cancel()

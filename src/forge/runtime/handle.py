@@ -19,8 +19,8 @@ from forge.runtime.control import control
 from forge.runtime.endpoints import specs_of, streams_only, unknown_verb
 from forge.runtime.group import PendingCalls, RankGroup, translate
 from forge.runtime.replies import reply_desk
+from forge.runtime.serialization import encode
 from forge.runtime.streams import End, Inflow
-from forge.runtime.wire import encode
 
 _EQUIVALENTS = {"route": "call_one", "fanout": "call", "call_all": "call"}
 """Verbs of services and of other libraries, and what an actor has instead."""

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import LaunchError, PlacementError
-from forge.runtime import meeting
+from forge.runtime import rendezvous
 from forge.runtime.backend import install_fault_hook, this_host
 from forge.runtime.control import control
 from forge.runtime.group import GroupSpec, RankGroup
@@ -63,17 +63,17 @@ class Runtime:
                         repair="call forge.run(launcher=...) first, or forge.shutdown() before changing hosts",
                     )
                 return
-            was_open = meeting.is_point_open()
+            was_open = rendezvous.is_server_open()
             try:
                 await self._find_hosts(launcher)
             except BaseException:
                 if not was_open:
-                    await meeting.close_point()
+                    await rendezvous.close_server()
                 raise
 
     async def _find_hosts(self, launcher: LauncherConfig | None) -> None:
         if launcher is None or launcher.kind == "local":
-            await meeting.open_point()
+            await rendezvous.open_server()
             install_fault_hook()
             this_host()  # starts Monarch in this process
             _close_at_exit()
@@ -81,7 +81,7 @@ class Runtime:
             return
         from forge.runtime.launchers import launch
 
-        await meeting.open_point(launcher.bind)
+        await rendezvous.open_server(launcher.bind)
         install_fault_hook()
         allocation = await launch(launcher)
         _close_at_exit()
@@ -175,7 +175,7 @@ class Runtime:
                 _log.exception("%r did not stop cleanly", thing)
 
     async def close(self) -> None:
-        """Stop everything that is owned, let the hosts go, and close the meeting point. Called on the control loop."""
+        """Stop what is owned, release the hosts, and close the rendezvous server. Called on the control loop."""
         async with self._guard:
             for block in reversed(self._blocks):
                 await self._stop_all(block)
@@ -190,7 +190,7 @@ class Runtime:
                 if release is not None:
                     await release()
             finally:
-                await meeting.close_point()
+                await rendezvous.close_server()
 
 
 _runtime: Runtime | None = None

@@ -15,10 +15,10 @@ from forge.errors import PlacementError
 
 _log = logging.getLogger("forge.runtime")
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
-MEETING_VARIABLES = ("FORGE_MEETING", "FORGE_SECRET", "FORGE_RUN")
+RENDEZVOUS_VARIABLES = ("FORGE_RENDEZVOUS", "FORGE_SECRET", "FORGE_RUN")
 RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *MEETING_VARIABLES,
+    *RENDEZVOUS_VARIABLES,
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -141,7 +141,7 @@ class ThreadLedger:
 
 
 def rank_environment(*, rank: int, local_rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
-    """The variables that `torch.distributed` reads, less the meeting point."""
+    """The variables that `torch.distributed` reads, less the rendezvous server."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

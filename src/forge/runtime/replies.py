@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 from forge.runtime.backend import Channel
 from forge.runtime.control import post
 from forge.runtime.rank_main import RANK
-from forge.runtime.wire import decode, encode
+from forge.runtime.serialization import decode, encode
 
 _log = logging.getLogger("forge.runtime")
 

@@ -18,7 +18,7 @@ from forge.errors import ActorFailure, CallTimeout
 from forge.runtime.control import control, post
 from forge.runtime.group import PendingCalls, translate
 from forge.runtime.replies import FAILED, OK, Outbox, ReplyDesk
-from forge.runtime.wire import decode
+from forge.runtime.serialization import decode
 
 _log = logging.getLogger("forge.runtime")
 

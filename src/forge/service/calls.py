@@ -11,7 +11,7 @@ from forge.errors import ActorFailure, CallTimeout, FanoutError, ForgeError, Opt
 from forge.runtime.actor import check_seconds
 from forge.runtime.endpoints import EndpointSpec, unknown_verb
 from forge.runtime.replies import read_answers, reply_desk
-from forge.runtime.wire import encode
+from forge.runtime.serialization import encode
 from forge.service.batching import Batcher, check_answers
 from forge.service.records import Outcome, Request
 from forge.service.table import RoutingTable, Target

@@ -10,8 +10,8 @@ from typing import Any, Self
 from forge.errors import ActorFailure, OptionError
 from forge.runtime.endpoints import streams_only
 from forge.runtime.replies import reply_desk
+from forge.runtime.serialization import encode
 from forge.runtime.streams import End, Expired, Inflow
-from forge.runtime.wire import encode
 from forge.service.calls import Call, ServiceEndpoint, is_remote
 from forge.service.records import Request
 from forge.service.table import Target

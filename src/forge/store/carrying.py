@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import StoreError, StoreKeyError
-from forge.runtime.meeting import MEETING, environment, run_secret
+from forge.runtime.rendezvous import RENDEZVOUS, environment, run_secret
 from forge.store import kernel
 from forge.store.copy_table import CopyTable
-from forge.store.records import Holder, SegmentRecord, Ticket, label_of
+from forge.store.records import Assignment, Holder, SegmentRecord, label_of
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports import rdma
 from forge.store.transports.base import Range
@@ -81,7 +81,7 @@ class Shelf:
         return None if segment is None else memoryview(segment.map)
 
     def label(self, name: str, label: str) -> None:
-        """Remember for which ticket a segment is held. Raises if that has come to nothing meanwhile."""
+        """Remember for which assignment a segment is held. Raises if that has come to nothing meanwhile."""
         with self._guard:
             self._labels[name] = label
             is_abandoned = label in self._abandoned
@@ -89,7 +89,7 @@ class Shelf:
             raise StoreError(f"{label} was abandoned", path=name, value=label)
 
     def abandon(self, label: str) -> list[str]:
-        """A ticket came to nothing: what was taken for it, and what still comes for it, is not needed."""
+        """A assignment came to nothing: what was taken for it, and what still comes for it, is not needed."""
         with self._guard:
             self._abandoned.append(label)
             return [name for name, its in self._labels.items() if its == label]
@@ -226,14 +226,14 @@ class Carrier:
         asked = Holder("ask", here.host, here.pid, here.session, segment=segment.name, address=self.serve().address)
         return segment.holder(host=here.host, pid=here.pid, session=here.session), asked
 
-    def hold(self, segment: Segment, record: SegmentRecord, ticket: Ticket) -> tuple[Holder, ...]:
+    def hold(self, segment: Segment, record: SegmentRecord, assignment: Assignment) -> tuple[Holder, ...]:
         """Make a written segment readable for others: here, and on the volumes if there are any."""
         given: list[Holder] = []
-        volumes = ticket.volumes
+        volumes = assignment.volumes
         is_shared = not volumes
         for volume in volumes:
             try:
-                handed = self._hand_over(segment, record, volume, label_of(ticket.id))
+                handed = self._hand_over(segment, record, volume, label_of(assignment.id))
             except StoreError as error:
                 _log.warning("%s did not take segment %s: %s", volume.describe(), segment.name, error.message)
                 continue
@@ -348,12 +348,12 @@ def is_spread() -> bool:
 
     if os.environ.get(WAYS):
         return True
-    return any(address.startswith("tcp:") for address in environment()[MEETING].split())
+    return any(address.startswith("tcp:") for address in environment()[RENDEZVOUS].split())
 
 
 def own_address() -> str:
     """The address of this host as others of the run reach it: the one from which it reaches the run's root."""
-    for address in environment()[MEETING].split():
+    for address in environment()[RENDEZVOUS].split():
         if address.startswith("tcp:"):
             host, _, port = address.removeprefix("tcp:").rpartition(":")
             host = host.strip("[]")

@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.runtime.meeting import Line, LineError, host_id, meet, run_id
+from forge.runtime.rendezvous import Connection, ConnectionFailure, connect, host_id, run_id
 from forge.store.carrying import Carrier, on_host
 from forge.store.records import Acquire, Holder, Layout, Lease, SegmentRecord
 from forge.store.segments import Segment, SegmentPool, open_segment
@@ -36,7 +36,7 @@ class StoreClient:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.line: Line = meet("store")
+        self.line: Connection = connect("store")
         self.host = host_id()
         self.session = int(self.line.call("hello", None))
         self.segments = SegmentPool(run_id())
@@ -82,9 +82,9 @@ class StoreClient:
 
     # versions
 
-    async def acquire(self, wish: Acquire, *, wait_s: float = 0.0) -> Lease:
+    async def acquire(self, request: Acquire, *, wait_s: float = 0.0) -> Lease:
         """Lease a version; `layouts` of the answer has all that it needs."""
-        asked = self.ask_for(wish, wait_s=wait_s)
+        asked = self.ask_for(request, wait_s=wait_s)
         try:
             await asyncio.shield(asyncio.wrap_future(asked.answer))
         except asyncio.CancelledError:
@@ -92,20 +92,20 @@ class StoreClient:
             raise
         return asked.lease()
 
-    def ask_for(self, wish: Acquire, *, wait_s: float = 0.0) -> Asked:
+    def ask_for(self, request: Acquire, *, wait_s: float = 0.0) -> Asked:
         """Ask for a lease, to be waited for later."""
-        known = self._known(wish)
-        answer = self.line.request("acquire", (replace(wish, known=frozenset(known)), wait_s))
-        return Asked(self, wish, known, answer)
+        known = self._known(request)
+        answer = self.line.request("acquire", (replace(request, known=frozenset(known)), wait_s))
+        return Asked(self, request, known, answer)
 
-    def _known(self, wish: Acquire) -> dict[str, Layout]:
+    def _known(self, request: Acquire) -> dict[str, Layout]:
         """The layouts of a key that need not be told again; kept by the caller, for another may forget them."""
         with self._guard:
-            return self._layouts.get((wish.kind, wish.key), {})
+            return self._layouts.get((request.kind, request.key), {})
 
-    def with_layouts(self, wish: Acquire, lease: Lease, known: dict[str, Layout]) -> Lease:
+    def with_layouts(self, request: Acquire, lease: Lease, known: dict[str, Layout]) -> Lease:
         """Complete a lease with the layouts that were known, and remember those of this key for the next one."""
-        key = (wish.kind, wish.key)
+        key = (request.kind, request.key)
         with self._guard:
             self._layouts.pop(key, None)
             used = {part.layout for part in lease.version.parts}
@@ -118,8 +118,8 @@ class StoreClient:
     def release(self, lease: int) -> None:
         """Let a version go. Waits for nothing, and does nothing when the run has ended."""
         if self.line.is_open:
-            with contextlib.suppress(LineError):  # it has just ended
-                self.line.tell("release", lease)
+            with contextlib.suppress(ConnectionFailure):  # it has just ended
+                self.line.notify("release", lease)
 
     def release_soon(self, lease: int) -> None:
         """As `release`, from anywhere: also from a finalizer, which may interrupt a thread that holds the line."""
@@ -178,13 +178,13 @@ class Asked:
     """A lease that was asked for."""
 
     client: StoreClient
-    wish: Acquire
+    request: Acquire
     known: dict[str, Layout]
     answer: Future[Lease]
 
     def lease(self) -> Lease:
         """Wait for it. `layouts` has all that it needs."""
-        return self.client.with_layouts(self.wish, self.answer.result(), self.known)
+        return self.client.with_layouts(self.request, self.answer.result(), self.known)
 
     def let_go(self) -> None:
         """Nobody wants it any more: it is released, when it comes or again."""

@@ -1,4 +1,4 @@
-"""The store's desk at the run's meeting point: brings requests to the registry, and its decisions to processes."""
+"""The store's registry at the rendezvous server: brings requests to the registry, and its decisions to processes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from forge.errors import StoreError
-from forge.runtime.meeting import Session, host_id
-from forge.store.records import Acquire, Begin, Commit, Holder, Lease, Part, Ticket, VersionInfo
+from forge.runtime.rendezvous import Session, host_id
+from forge.store.records import Acquire, Assignment, Begin, Commit, Holder, Lease, Part, VersionInfo
 from forge.store.registry import Registry
 from forge.store.registry_state import Key
 
@@ -22,7 +22,7 @@ HERE = 0
 """Stands for the registry's own process where a session is named."""
 
 
-def open_desk() -> StoreDesk:
+def open_registry() -> StoreDesk:
     return StoreDesk()
 
 
@@ -58,7 +58,7 @@ class StoreDesk:
         self._sessions.pop(session.id, None)
         self._registry.left(session.id, f"pid {session.pid} on host {session.host.split('/')[0]}")
 
-    async def answer(self, session: Session, name: str, body: Any) -> Any:
+    async def handle(self, session: Session, name: str, body: Any) -> Any:
         answer = getattr(self, f"on_{name}", None)
         if answer is None:
             raise StoreError(f"the store's desk has no answer to {name!r}", value=name)
@@ -87,48 +87,48 @@ class StoreDesk:
     async def on_hello(self, session: Session, _: None) -> int:
         return session.id
 
-    async def on_begin(self, session: Session, wish: Begin) -> Ticket:
-        number = self._registry.begin(session.id, wish)
+    async def on_begin(self, session: Session, request: Begin) -> Assignment:
+        number = self._registry.begin(session.id, request)
         if number is None:
-            return Ticket(0, -1, needs_layout=True)
+            return Assignment(0, -1, needs_layout=True)
         patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._tell_waiting, number)
         try:
-            async with asyncio.timeout(wish.timeout_s):
-                while (ticket := self._registry.ticket(number)) is None:
-                    await self._changes((wish.kind, wish.key))
+            async with asyncio.timeout(request.timeout_s):
+                while (assignment := self._registry.assignment(number)) is None:
+                    await self._changes((request.kind, request.key))
         except TimeoutError:
             late = StoreError(
                 f"{self._registry.waiting_for(number)} did not begin in time",
-                path=wish.key,
-                value=f"{wish.timeout_s} s",
-                rule=f"all {wish.world_size} ranks publish a version",
+                path=request.key,
+                value=f"{request.timeout_s} s",
+                rule=f"all {request.world_size} ranks publish a version",
                 repair="publish from every rank, or say which rank of how many this is: Weights(rank=, world_size=)",
             )
-            self._registry.close_ticket(number, late.message)
+            self._registry.close_assignment(number, late.message)
             raise late from None
         except BaseException:
-            self._registry.close_ticket(number)
+            self._registry.close_assignment(number)
             raise
         finally:
             patience.cancel()
-        return ticket
+        return assignment
 
-    def _tell_waiting(self, ticket: int) -> None:
-        _log.warning("a publication waits for %s to begin", self._registry.waiting_for(ticket))
+    def _tell_waiting(self, assignment: int) -> None:
+        _log.warning("a publication waits for %s to begin", self._registry.waiting_for(assignment))
 
     async def on_commit(self, session: Session, body: tuple[Key, Commit]) -> tuple[int, str]:
         """Answers when the version is complete: with its number and digest."""
         key, commit = body
         try:
             self._registry.commit(replace(commit, part=self._hold(commit.part)))
-            while (version := self._registry.outcome(commit.ticket)) is None:
+            while (version := self._registry.outcome(commit.assignment)) is None:
                 await self._changes(key)
         finally:
-            self._registry.close_ticket(commit.ticket)
+            self._registry.close_assignment(commit.assignment)
         return version.number, version.digest
 
     async def on_give_up(self, session: Session, body: tuple[int, str]) -> None:
-        self._registry.close_ticket(*body)
+        self._registry.close_assignment(*body)
 
     async def on_withdraw(self, session: Session, token: str) -> None:
         self._registry.withdraw(session.id, token)
@@ -151,11 +151,11 @@ class StoreDesk:
 
     async def on_acquire(self, session: Session, body: tuple[Acquire, float]) -> Lease:
         """A version; waits up to so many seconds for it to come."""
-        wish, wait_s = body
+        request, wait_s = body
         if wait_s > 0:
             with contextlib.suppress(TimeoutError):  # the registry says what is missing
-                await asyncio.wait_for(self._wait_for((wish.kind, wish.key), wish.version), wait_s)
-        return self._registry.acquire(session.id, wish)
+                await asyncio.wait_for(self._wait_for((request.kind, request.key), request.version), wait_s)
+        return self._registry.acquire(session.id, request)
 
     async def _wait_for(self, key: Key, number: int | None) -> None:
         """Until it is there, or cannot come any more: versions rise."""

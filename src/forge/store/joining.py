@@ -1,4 +1,4 @@
-"""Joining a version: every rank says what it will write, and gets a ticket when all have said so."""
+"""Joining a version: every rank says what it will write, and gets a assignment when all have said so."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from forge.errors import StoreError
-from forge.runtime.meeting import LineError
+from forge.runtime.rendezvous import ConnectionFailure
 from forge.store.client import StoreClient
-from forge.store.records import Begin, Layout, Ticket
+from forge.store.records import Assignment, Begin, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _wish(contribution: Contribution, layout_id: str, layout: Layout | None) -> Begin:
+def _request_for(contribution: Contribution, layout_id: str, layout: Layout | None) -> Begin:
     return Begin(
         key=contribution.key,
         kind=contribution.kind,
@@ -72,13 +72,13 @@ getattr(threading, "_register_atexit", atexit.register)(_withdraw_all)
 
 
 class Joiner:
-    """Asks the registry for tickets, for one key of one process. The layout is told once, as long as it stays."""
+    """Asks the registry for assignments, for one key of one process. The layout is told once, as long as it stays."""
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
         self._told: str | None = None
         self._token = ""
-        self._joining: Future[Ticket] | None = None
+        self._joining: Future[Assignment] | None = None
         self._is_withdrawn = False
         self._is_joining = threading.Lock()
         _joiners.add(self)
@@ -87,46 +87,46 @@ class Joiner:
         """Whether this is the layout that the registry was told, which `begin_early` relies on."""
         return self._told == layout.id
 
-    def begin_early(self, contribution: Contribution) -> Future[Ticket] | None:
-        """Ask for a ticket before the tensors are looked at, if they are likely those of last time and nobody else
+    def begin_early(self, contribution: Contribution) -> Future[Assignment] | None:
+        """Ask for a assignment before the tensors are looked at, if they are likely those of last time and nobody else
         takes part, who would have to begin again if they are not."""
         if self._told is None or contribution.world_size > 1:
             return None
-        return self._client.line.request("begin", _wish(contribution, self._told, None))
+        return self._client.line.request("begin", _request_for(contribution, self._told, None))
 
-    def give_back(self, early: Future[Ticket]) -> None:
-        ticket = early.result()
-        if not ticket.needs_layout:
-            self._client.line.call("give_up", (ticket.id, "the state dict has changed its layout"))
+    def give_back(self, early: Future[Assignment]) -> None:
+        assignment = early.result()
+        if not assignment.needs_layout:
+            self._client.line.call("give_up", (assignment.id, "the state dict has changed its layout"))
 
-    def begin(self, contribution: Contribution, layout: Layout, early: Future[Ticket] | None) -> Ticket:
+    def begin(self, contribution: Contribution, layout: Layout, early: Future[Assignment] | None) -> Assignment:
         if early is not None:
-            ticket = early.result()
-            if not ticket.needs_layout:
-                return ticket
+            assignment = early.result()
+            if not assignment.needs_layout:
+                return assignment
         known = None if self._told == layout.id and early is None else layout
         self._token = secrets.token_hex(8)
-        wish = replace(_wish(contribution, layout.id, known), token=self._token)
-        ticket = self._join(wish)
-        if ticket.needs_layout:
-            ticket = self._join(replace(wish, layout=layout))
+        request = replace(_request_for(contribution, layout.id, known), token=self._token)
+        assignment = self._join(request)
+        if assignment.needs_layout:
+            assignment = self._join(replace(request, layout=layout))
         self._told = layout.id
-        return ticket
+        return assignment
 
-    def _join(self, wish: Begin) -> Ticket:
+    def _join(self, request: Begin) -> Assignment:
         """Join a version; waits until every rank has, or until this one withdraws."""
         try:
             with self._is_joining:
                 if self._is_withdrawn:
                     raise CancelledError
-                self._joining = self._client.line.request("begin", wish)
+                self._joining = self._client.line.request("begin", request)
             return self._joining.result()
         except CancelledError:
             raise StoreError(
-                f"rank {wish.rank} gave up before all ranks had begun to publish {wish.key!r}",
-                path=wish.key,
-                value=f"rank {wish.rank} of {wish.world_size}",
-                rule=f"all {wish.world_size} ranks publish",
+                f"rank {request.rank} gave up before all ranks had begun to publish {request.key!r}",
+                path=request.key,
+                value=f"rank {request.rank} of {request.world_size}",
+                rule=f"all {request.world_size} ranks publish",
                 repair="publish again, from every rank",
             ) from None
         finally:
@@ -138,5 +138,5 @@ class Joiner:
             self._is_withdrawn = True
             joining = self._joining
         if joining is not None and joining.cancel() and self._client.line.is_open:
-            with contextlib.suppress(LineError):  # it has just ended
-                self._client.line.tell("withdraw", self._token)  # the answer may have been on its way
+            with contextlib.suppress(ConnectionFailure):  # it has just ended
+                self._client.line.notify("withdraw", self._token)  # the answer may have been on its way

@@ -216,14 +216,14 @@ async def keys(prefix: str = "") -> list[str]:
         raise StoreError(
             "a prefix is a string", path="keys(prefix)", value=prefix, rule="a string", repair='keys("batch/")'
         )
-    found: list[str] = await client().line.ask("keys", (KIND, prefix))
+    found: list[str] = await client().line.call_async("keys", (KIND, prefix))
     return found
 
 
 async def exists(key: str) -> bool:
     """Whether there is a value under this key."""
     check_key(key)
-    return bool(await client().line.ask("exists", (KIND, key)))
+    return bool(await client().line.call_async("exists", (KIND, key)))
 
 
 async def delete(key: str | None = None, *, prefix: str | None = None) -> int:
@@ -244,7 +244,7 @@ async def delete(key: str | None = None, *, prefix: str | None = None) -> int:
         names = await keys(prefix)
     else:
         names = [str(key)]
-    count: int = await client().line.ask("delete", (KIND, names))
+    count: int = await client().line.call_async("delete", (KIND, names))
     return count
 
 

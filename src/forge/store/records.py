@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from forge.store.sharding import Piece, TensorShards
@@ -77,6 +77,11 @@ class SegmentRecord:
     inline: bytes | None = None
     """The bytes themselves, where they are so few that a segment would cost more."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody holds the bytes any more."""
+        return self.inline is None and not self.holders
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -91,6 +96,11 @@ class Part:
     """One 64-bit digest for each written piece."""
     samples: bytes
     """A few elements of each written piece."""
+
+    def without(self, sessions: Collection[int]) -> Part:
+        """Return the part without the copies that these sessions hold."""
+        left = tuple(holder for holder in self.segment.holders if holder.session not in sessions)
+        return replace(self, segment=replace(self.segment, holders=left))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +135,13 @@ class Begin:
     timeout_s: float | None = None
     """How long to wait for the other ranks; None: for ever, with a word in the log."""
     token: str = ""
-    """By which the rank can withdraw, also before it knows its ticket."""
+    """By which the rank can withdraw, also before it knows its assignment."""
     group: str = ""
     """Whose rank this is, where no version says so: ranks of different groups do not make up one value."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class Assignment:
     """The answer to `Begin`: what to write, and where."""
 
     id: int
@@ -144,16 +154,16 @@ class Ticket:
     """The storage volumes that shall hold the part; empty: the publisher itself does."""
 
 
-def label_of(ticket: int) -> str:
-    """What stands for all that a volume took for a ticket, where a segment is named."""
-    return f"ticket/{ticket}"
+def label_of(assignment: int) -> str:
+    """What stands for all that a volume took for a assignment, where a segment is named."""
+    return f"assignment/{assignment}"
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
     """A rank's part is written and can be read."""
 
-    ticket: int
+    assignment: int
     part: Part
     extra: bytes = b""
 

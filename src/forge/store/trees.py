@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge.errors import StoreError
-from forge.runtime.wire import encode
+from forge.runtime.serialization import encode
 
 MAX_REST = 16 << 20
 """Bytes of a value, apart from its tensors, that the store takes."""

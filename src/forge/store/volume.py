@@ -49,7 +49,7 @@ async def setup(*, volumes: int = 0, copies: int = 1) -> list[object]:
             rule=f"at most as many as volumes: {volumes}",
             repair=f"ts.setup(volumes={copies}, copies={copies})",
         )
-    await client().line.ask("copies", copies)
+    await client().line.call_async("copies", copies)
     started: list[object] = []
     for number in range(volumes):
         label = f"store-volume-{number}"

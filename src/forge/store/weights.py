@@ -241,9 +241,9 @@ class Weights:
             wait_s: how long to wait for the version to appear.
         """
         checked = check_verify("fetch(verify=)", self.verify if verify is None else verify)
-        wish = self._wish(version)
+        request = self._request_for(version)
         here = client()
-        lease = await here.acquire(wish, wait_s=wait_s)
+        lease = await here.acquire(request, wait_s=wait_s)
         try:
             return await in_thread(self._read, here, lambda: lease, into, checked, strict, cast)
         except BaseException:
@@ -263,14 +263,14 @@ class Weights:
         """As `fetch`, for programs without an event loop, such as the workers of an inference engine."""
         checked = check_verify("fetch(verify=)", self.verify if verify is None else verify)
         here = client()
-        asked = here.ask_for(self._wish(version), wait_s=wait_s)
+        asked = here.ask_for(self._request_for(version), wait_s=wait_s)
         try:
             return self._read(here, asked.lease, into, checked, strict, cast)
         except BaseException:
             asked.let_go()
             raise
 
-    def _wish(self, version: int | Literal["latest"]) -> Acquire:
+    def _request_for(self, version: int | Literal["latest"]) -> Acquire:
         if version == "latest":
             return Acquire(self.name, KIND, None)
         if not isinstance(version, int):
@@ -306,7 +306,7 @@ class Weights:
     async def wait(self, *, at_least: int = 0, timeout_s: float | None = None) -> int:
         """Wait until a version of at least this number can be fetched; the newest number."""
         check_whole_number("wait(at_least=)", at_least, least=0)
-        waiting = client().line.ask("wait", ((KIND, self.name), at_least))
+        waiting = client().line.call_async("wait", ((KIND, self.name), at_least))
         try:
             return int(await asyncio.wait_for(waiting, timeout_s))
         except TimeoutError:
@@ -321,21 +321,21 @@ class Weights:
 
     async def versions(self) -> list[VersionInfo]:
         """The versions that can be fetched now, oldest first."""
-        found: list[VersionInfo] = await client().line.ask("versions", (KIND, self.name))
+        found: list[VersionInfo] = await client().line.call_async("versions", (KIND, self.name))
         return found
 
     async def retire(self, *, keep: int = 1) -> list[int]:
         """Let go of all but the newest `keep` versions; the numbers that went. A version that is being read stays
         until its readers let it go, but nobody new gets it."""
         check_whole_number("retire(keep=)", keep, least=0)
-        retired: list[int] = await client().line.ask("retire", ((KIND, self.name), keep))
+        retired: list[int] = await client().line.call_async("retire", ((KIND, self.name), keep))
         return retired
 
     async def rewind(self, *, to: int) -> list[int]:
         """Take back every version after `to`, so that a trainer that went back to a checkpoint can publish those
         numbers again. The numbers that went."""
         check_whole_number("rewind(to=)", to, least=-1)
-        retired: list[int] = await client().line.ask("rewind", ((KIND, self.name), to))
+        retired: list[int] = await client().line.call_async("rewind", ((KIND, self.name), to))
         return retired
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.runtime.meeting import run_id
+from forge.runtime.rendezvous import run_id
 from forge.store import kernel
 from forge.store.carrying import is_spread
 from forge.store.client import StoreClient
 from forge.store.copy_table import PieceLocations
 from forge.store.joining import Contribution, Joiner
 from forge.store.proof import pack_digests, sample_seed
-from forge.store.records import HEADER, Commit, Holder, Layout, Part, SegmentRecord, Ticket, packing
+from forge.store.records import HEADER, Assignment, Commit, Holder, Layout, Part, SegmentRecord, packing
 from forge.store.segments import Segment
 from forge.store.snapshot import Memories, Prepared, Table, as_stored, build, copy
 from forge.store.tensors import Fingerprint, fingerprint_of, keepalive, shards_of
@@ -52,7 +52,7 @@ class Staged:
     """A part of which the snapshot was taken, and which is not yet committed."""
 
     contribution: Contribution
-    ticket: Ticket
+    assignment: Assignment
     layout: Layout
     record: SegmentRecord
     began: float
@@ -68,7 +68,7 @@ class Staged:
     @property
     def is_soon_done(self) -> bool:
         """Whether nothing remains but to tell the registry: no copy, no volume, and nobody else to wait for."""
-        return self.on_gpu is None and not self.ticket.volumes and self.contribution.world_size == 1
+        return self.on_gpu is None and not self.assignment.volumes and self.contribution.world_size == 1
 
 
 def check_dtype(path: str, dtype: object) -> None:
@@ -123,14 +123,14 @@ class Writer:
         if early is not None and not self._joiner.fits(prepared.layout):
             self._joiner.give_back(early)  # these are other tensors than last time
             early = None
-        ticket = self._joiner.begin(contribution, prepared.layout, early)
+        assignment = self._joiner.begin(contribution, prepared.layout, early)
         try:
             for event in ready:
                 event.synchronize()
-            return self._write(contribution, ticket, prepared, Memories(tensors, fingerprints), began)
+            return self._write(contribution, assignment, prepared, Memories(tensors, fingerprints), began)
         except BaseException as error:
             why = f"rank {contribution.rank} could not write its part of {contribution.key!r}: {error}"
-            self.client.line.tell("give_up", (ticket.id, why))
+            self.client.line.notify("give_up", (assignment.id, why))
             raise
 
     def withdraw(self) -> None:
@@ -189,28 +189,28 @@ class Writer:
     def _write(
         self,
         contribution: Contribution,
-        ticket: Ticket,
+        assignment: Assignment,
         prepared: Prepared,
         memories: Memories,
         began: float,
     ) -> Staged:
-        size = packing(prepared.layout, ticket.written).size
-        gpu, is_kept_there = self._gpu(prepared.devices, size, has_volumes=bool(ticket.volumes))
+        size = packing(prepared.layout, assignment.written).size
+        gpu, is_kept_there = self._gpu(prepared.devices, size, has_volumes=bool(assignment.volumes))
         staging = self._take_staging(size, gpu) if gpu is not None and not is_kept_there else None
         if staging is None and not is_kept_there:
             gpu = None
         record = SegmentRecord(size, secrets.randbits(63) | 1)
-        table = self._table(prepared, memories, gpu or torch.device("cpu"), ticket.written)
-        staged = Staged(contribution, ticket, prepared.layout, record, began, table.locations, on_gpu=staging)
+        table = self._table(prepared, memories, gpu or torch.device("cpu"), assignment.written)
+        staged = Staged(contribution, assignment, prepared.layout, record, began, table.locations, on_gpu=staging)
         if staging is not None:
             memory = staging
         elif gpu is not None:
-            segment = self._device_segment(contribution.key, size, gpu, ticket.reuse)
+            segment = self._device_segment(contribution.key, size, gpu, assignment.reuse)
             memory, staged.segment = segment.memory, segment
         elif size - HEADER <= INLINE:
             memory = staged.inline = torch.empty(size, dtype=torch.uint8)
         else:
-            host = self._segment(contribution.key, size, ticket.reuse)
+            host = self._segment(contribution.key, size, assignment.reuse)
             memory, staged.segment = host.flat(), host
         try:
             if staged.segment is not None:
@@ -246,7 +246,7 @@ class Writer:
         """What remains of a snapshot: its way from the GPU to the host, its samples, its stamp."""
         size = staged.record.size
         if staged.on_gpu is not None:
-            segment = self._segment(staged.contribution.key, size, staged.ticket.reuse)
+            segment = self._segment(staged.contribution.key, size, staged.assignment.reuse)
             staged.segment = segment
             segment.set_stamp(0)
             to_host(staged.on_gpu[HEADER:size], segment, HEADER)
@@ -256,7 +256,7 @@ class Writer:
         if isinstance(staged.segment, Segment):
             memory = staged.segment.flat()
         if memory is not None:
-            seed = sample_seed(staged.contribution.key, staged.ticket.version)
+            seed = sample_seed(staged.contribution.key, staged.assignment.version)
             staged.samples = kernel.sample(memory.data_ptr(), staged.locations, seed=seed)
         if staged.segment is not None:
             staged.segment.set_stamp(staged.record.stamp)
@@ -267,7 +267,7 @@ class Writer:
             staged.on_gpu = None
             self._staging_is_free.release()
         is_kept = staged.segment is self._spare  # it was handed over whole, and is free for the next part
-        if staged.segment is not None and not is_kept and staged.segment.name != staged.ticket.reuse:
+        if staged.segment is not None and not is_kept and staged.segment.name != staged.assignment.reuse:
             self.client.drop(staged.segment.name)
 
     def _segment(self, key: str, size: int, reuse: str | None) -> Segment:
@@ -295,15 +295,15 @@ class Writer:
 
     def commit(self, staged: Staged, *, snapshot_s: float) -> Published:
         """Make the part readable, and wait until the version is complete."""
-        contribution, ticket = staged.contribution, staged.ticket
+        contribution, assignment = staged.contribution, staged.assignment
         try:
             self._finish(staged)
             inline = None if staged.inline is None else staged.inline.numpy().tobytes()
             record = replace(staged.record, holders=self._holders(staged), inline=inline)
             digests = pack_digests(staged.digests)
-            part = Part(contribution.rank, staged.layout.id, ticket.written, record, digests, staged.samples)
+            part = Part(contribution.rank, staged.layout.id, assignment.written, record, digests, staged.samples)
             key = (contribution.kind, contribution.key)
-            commit = Commit(ticket.id, part, contribution.extra)
+            commit = Commit(assignment.id, part, contribution.extra)
             version, digest = self.client.line.call("commit", (key, commit))
         except BaseException as error:
             self._give_up(staged, error)
@@ -313,7 +313,9 @@ class Writer:
 
     def _give_up(self, staged: Staged, error: BaseException) -> None:
         if self.client.line.is_open:
-            self.client.line.tell("give_up", (staged.ticket.id, f"rank {staged.contribution.rank} failed: {error}"))
+            self.client.line.notify(
+                "give_up", (staged.assignment.id, f"rank {staged.contribution.rank} failed: {error}")
+            )
         self._let_go(staged)
 
     def _holders(self, staged: Staged) -> tuple[Holder, ...]:
@@ -323,7 +325,7 @@ class Writer:
             return ()
         if isinstance(segment, DeviceSegment):
             return self.client.carrier.hold_device(segment)
-        holders = self.client.carrier.hold(segment, staged.record, staged.ticket)
+        holders = self.client.carrier.hold(segment, staged.record, staged.assignment)
         if not any(holder.segment == segment.name for holder in holders):  # handed over whole: free for the next one
             self.recycle(segment)
         return holders

@@ -87,13 +87,13 @@ class Trainer(ForgeActor):
 
     @endpoint
     async def publish_weights(
-        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None
+        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None, keep: int = 2
     ) -> None:
         """Publish the weights as a version of `name` in the store. Returns when readers can fetch it.
 
         With `canary`, the logprobs that this model gives a few tokens are kept with the version, so that generators
         can prove that they compute with the same weights. `dtype`, such as bfloat16, is what they are published in,
-        from the first version of a name on; None for what they are kept in.
+        from the first version of a name on; None for what they are kept in. The store has memory for `keep` versions.
         """
         import torch
 
@@ -102,7 +102,7 @@ class Trainer(ForgeActor):
         ranks = self.engine.ranks
         if self._weights is None or self._weights.name != name:
             kind = None if dtype is None else getattr(torch, dtype)
-            self._weights = Weights(name, rank=ranks.rank, world_size=ranks.size, dtype=kind)
+            self._weights = Weights(name, rank=ranks.rank, world_size=ranks.size, dtype=kind, keep=keep)
         with span("publish_weights", version=version):
             if canary:
                 with span("keep canary"):

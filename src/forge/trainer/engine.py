@@ -23,8 +23,8 @@ from forge.models.flash_attention import Situation, choose_kernel, load_kernel
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.random_weights import draw_weights
 from forge.models.rows import RowBook, RowTask
+from forge.models.sizes import num_parameters
 from forge.models.weights import load_hf, named_parameters
-from forge.observe import num_parameters
 from forge.trainer.assembly import Assembled, Precision, assemble, from_row, head_function, keep_activations_on_host
 from forge.trainer.layout import check_layout
 from forge.trainer.microbatches import RowPlan, check_batch, plan_rows, plan_shared_rows, scatter_back

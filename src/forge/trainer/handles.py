@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from forge.config import DistributedConfig, TrainerConfig
+from forge.config import DistributedConfig, TrainerConfig, WorkerConfig
 from forge.trainer.actor import Trainer
 from forge.types import Batch, StepResult
 
@@ -74,13 +74,13 @@ that a trainer that hangs ends the run."""
 class ServiceTrainer:
     """A trainer in processes of its own, driven from the controller: what `LocalTrainer` is for ranks.
 
-    It publishes weights in `dtype`; None for what it keeps them in.
+    It publishes weights in `dtype`, None for what it keeps them in, and has memory for `keep` versions.
     """
 
     is_leader = True
 
-    def __init__(self, service: Service[Trainer], *, dtype: str | None = None) -> None:
-        self.service, self._dtype = service, dtype
+    def __init__(self, service: Service[Trainer], *, dtype: str | None = None, keep: int = 2) -> None:
+        self.service, self._dtype, self._keep = service, dtype, keep
 
     async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
         return await self.service.train_step.route(batch, keep_logprobs=keep_logprobs)
@@ -97,7 +97,7 @@ class ServiceTrainer:
         return logprobs
 
     async def publish_weights(self, version: int, *, name: str) -> None:
-        await self.service.publish_weights.route(version, name=name, dtype=self._dtype)
+        await self.service.publish_weights.route(version, name=name, dtype=self._dtype, keep=self._keep)
 
     async def release_memory(self) -> None:
         await self.service.release_memory.route()
@@ -184,12 +184,20 @@ def is_rank() -> bool:
 
 
 async def open_trainer(
-    config: TrainerConfig, loss: Loss | None = None, *, should_abandon: Callable[[], bool] = lambda: False
+    config: TrainerConfig,
+    loss: Loss | None = None,
+    *,
+    should_abandon: Callable[[], bool] = lambda: False,
+    worker: WorkerConfig | None = None,
 ) -> TrainerHandle:
-    """A trainer for this program: in this process if it is a rank itself, else in as many as the degrees ask for."""
+    """A trainer for this program: in this process if it is a rank itself, else in as many as the degrees ask for.
+
+    `worker` says how those processes are started.
+    """
     if is_rank():
         return LocalTrainer(config, loss, should_abandon=should_abandon)
-    return ServiceTrainer(await Trainer.options(**trainer_options(config.distributed)).as_service(config, loss))
+    options = trainer_options(config.distributed) | ({} if worker is None else worker.options())
+    return ServiceTrainer(await Trainer.options(**options).as_service(config, loss))
 
 
 def trainer_options(distributed: DistributedConfig) -> dict[str, Any]:

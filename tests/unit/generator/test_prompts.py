@@ -9,7 +9,7 @@ import pytest
 import generator_models as models
 from forge.config import InvalidConfig, ModelConfig, Sampling
 from forge.errors import ConfigError, DataError, PromptError
-from forge.generator.limits import MOST_UNLESS_ASKED, context_limit
+from forge.generator.engine import MOST_UNLESS_ASKED, context_limit
 from forge.generator.prompts import PromptReader
 from generator_models import FIRST
 

@@ -17,13 +17,12 @@ from forge.errors import ConfigError, EngineDead
 from forge.generator.engine import Request
 from forge.generator.vllm import environment
 from forge.generator.vllm.arguments import OWNED, check_known, check_owned, make_plan, refused, thawed
-from forge.generator.vllm.counting import Counts
-from forge.generator.vllm.process import check_amx, check_device
+from forge.generator.vllm.process import Counts, check_amx, check_device
 from forge.generator.vllm.translation import Reader, version_spans
 from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
 from forge.runtime.control import control
-from forge.runtime.meeting import close_point
+from forge.runtime.rendezvous import close_server
 from forge.types import INITIAL_VERSION, VersionSpan
 
 FACTS = ModelConfig(
@@ -216,12 +215,12 @@ def test_the_environment_is_set_for_children_and_taken_back(monkeypatch):
             assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE", "the user's own stays"
             assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
             assert os.environ["FORGE_VLLM_OWNER"] == str(os.getpid())
-            assert os.environ["FORGE_MEETING"]
+            assert os.environ["FORGE_RENDEZVOUS"]
             assert os.environ["FORGE_SECRET"]
             os.environ["LEFT_BY_VLLM"] = "1"
         assert dict(os.environ) == before
     finally:
-        control().start(close_point()).result()
+        control().start(close_server()).result()
 
 
 def test_only_what_cannot_be_imported_is_hidden(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from episodes import make_completion
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped, SyncError
 from forge.generator.engine import UpdateReport
-from forge.generator.native.guest import GuestConfig
+from forge.generator.native.cache_size import ColocatedGeneratorConfig
 from forge.loops.workers import (
     PolicyHandle,
     Workers,
@@ -145,7 +145,7 @@ QWEN3_1_7B |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936,
 
 
 @pytest.mark.parametrize(
-    ("keys", "gigabytes", "num_guests"),
+    ("keys", "gigabytes", "num_colocated"),
     [
         ({"placement": "shared"}, 0, 1),
         ({"placement": "turns"}, 6.88, 1),
@@ -157,7 +157,7 @@ QWEN3_1_7B |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936,
     ],
 )
 def test_a_guest_leaves_room_for_what_is_still_to_come(
-    keys: dict[str, Any], gigabytes: float | None, num_guests: int | None
+    keys: dict[str, Any], gigabytes: float | None, num_colocated: int | None
 ) -> None:
     """In turns two published versions of the weights will be on the GPU; in one process nothing is published."""
     keys = {**keys, "generator": {"with_gpus": True, **keys.get("generator", {})}}
@@ -165,10 +165,10 @@ def test_a_guest_leaves_room_for_what_is_still_to_come(
     if gigabytes is None:
         assert type(made) is GeneratorConfig
         return
-    assert isinstance(made, GuestConfig)
+    assert isinstance(made, ColocatedGeneratorConfig)
     assert made.expected_bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
-    assert made.num_guests == num_guests
-    assert GeneratorConfig.model_validate(made.model_dump(exclude={"expected_bytes", "num_guests"}))
+    assert made.num_colocated == num_colocated
+    assert GeneratorConfig.model_validate(made.model_dump(exclude={"expected_bytes", "num_colocated"}))
     assert pickle.loads(pickle.dumps(made)) == made
 
 
@@ -194,8 +194,8 @@ def test_a_trainer_is_told_what_to_publish_in() -> None:
         asked.append((args, kwargs))
 
     actor = SimpleNamespace(publish_weights=SimpleNamespace(route=route))
-    asyncio.run(ServiceTrainer(actor, dtype="bfloat16").publish_weights(4, name="policy"))
-    assert asked == [((4,), {"name": "policy", "dtype": "bfloat16"})]
+    asyncio.run(ServiceTrainer(actor, dtype="bfloat16", keep=3).publish_weights(4, name="policy"))
+    assert asked == [((4,), {"name": "policy", "dtype": "bfloat16", "keep": 3})]
 
 
 def test_beside_a_trainer_generators_use_its_first_gpus() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from forge.config import ModelConfig
 from forge.memory.activations import Row, Setting, kept_bytes, recomputed_bytes
-from forge.memory.model_size import Sizes
 from forge.models.rows import Documents, RowBook, RowTask, Sharing
+from forge.models.sizes import Sizes
 from forge.models.titan import titan_config
 from forge.trainer.assembly import head_function
 from forge.trainer.microbatches import plan_shared_rows
@@ -37,6 +37,7 @@ DENSE: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {"family": "llama"},
+    "qwen2": {"family": "qwen2"},
     "qwen3_moe": {
         "family": "qwen3_moe",
         "intermediate_size": None,

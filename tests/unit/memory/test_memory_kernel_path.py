@@ -24,9 +24,9 @@ from torchtitan.protocols.module import Module
 
 from forge.config import ForgeConfig, ModelConfig, load
 from forge.memory.activations import Row, Setting, backward_bytes, kept_bytes, recomputed_bytes
-from forge.memory.model_size import Sizes
 from forge.models.facts import complete
 from forge.models.rows import Documents, RowBook, RowTask
+from forge.models.sizes import Sizes
 from forge.models.titan import titan_config
 from memory_tracking import LiveBytes
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from forge.config import ForgeConfig, ModelConfig, load, preset_names
-from forge.memory.model_size import Sizes, holdings
+from forge.memory.model_size import holdings
 from forge.models.facts import complete
+from forge.models.sizes import Sizes, num_parameters
 from forge.models.titan import titan_config
-from forge.observe import num_parameters
 from forge.trainer.layout import Layout
 
 

@@ -11,8 +11,8 @@ import pytest
 from forge.config import ModelConfig, preset_names
 from forge.config.model_presets import read_preset
 from forge.errors import ModelError
-from forge.models.facts import FACTS
-from forge.models.hf_config import SpecialIds, complete, merge, read_hf_config, write_hf_config
+from forge.models.facts import FACTS, complete, merge
+from forge.models.hf_config import SpecialIds, read_hf_config, write_hf_config
 from forge.models.tiny import make_tiny
 
 QWEN3: dict[str, Any] = {
@@ -56,7 +56,11 @@ LLAMA = {key: value for key, value in QWEN3.items() if "window" not in key and k
     "rope_scaling": {"rope_type": "llama3", **SCALING},
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
-FAMILIES = {"qwen3": QWEN3, "qwen3_moe": MOE, "llama": LLAMA}
+QWEN2 = {key: value for key, value in QWEN3.items() if key not in ("head_dim", "attention_bias")} | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+}
+FAMILIES = {"qwen3": QWEN3, "qwen2": QWEN2, "qwen3_moe": MOE, "llama": LLAMA}
 
 
 def folder_with(tmp_path: Path, content: object) -> Path:
@@ -173,13 +177,14 @@ def test_a_window_that_no_layer_uses_is_read(tmp_path: Path) -> None:
         (QWEN3, {"attention_dropout": 0.1}, "attention_dropout", 0.1, "only 0"),
         (QWEN3, {"quantization_config": {"bits": 4}}, "quantization_config", {"bits": 4}, "only null"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor", 0.5, "only 1"),
+        (QWEN2, WINDOW | {"max_window_layers": 2}, "use_sliding_window", True, ""),
         (QWEN3, WINDOW | {"max_window_layers": 2}, "use_sliding_window", True, ""),
         (MOE, WINDOW | {"max_window_layers": 9}, "use_sliding_window", True, ""),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "sliding_attention", "full"),
         (MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step", 2, "only 1"),
         (MOE, {"mlp_only_layers": [0]}, "mlp_only_layers", [0], "only []"),
         (MOE, {"norm_topk_prob": False}, "norm_topk_prob", False, "only true"),
-        (MOE, {"norm_topk_prob": None}, "norm_topk_prob", False, "only true"),
+        (MOE, {"norm_topk_prob": None}, "norm_topk_prob", None, "only true"),
         (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "yarn", "llama3"),
         (LLAMA, {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
          "rope_parameters.rope_type", "linear", "default and llama3"),

@@ -33,6 +33,7 @@ FACTS: dict[str, Any] = {
 MODELS = {
     "qwen3": ModelConfig(family="qwen3", tie_embeddings=False, **FACTS),
     "llama": ModelConfig(family="llama", tie_embeddings=True, **FACTS),
+    "qwen2": ModelConfig(family="qwen2", tie_embeddings=True, **FACTS),
     "mixture": ModelConfig(
         family="qwen3_moe",
         tie_embeddings=False,

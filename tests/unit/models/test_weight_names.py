@@ -23,6 +23,7 @@ from parameter_tree import tree
 FACTS = {"num_layers": 2, "hidden_size": 12, "num_heads": 3, "num_kv_heads": 1, "head_dim": 6, "vocab_size": 17}
 CONFIGS = {
     "llama": ModelConfig(family="llama", intermediate_size=20, tie_embeddings=False, **FACTS),
+    "qwen2": ModelConfig(family="qwen2", intermediate_size=20, tie_embeddings=True, **FACTS),
     "qwen3": ModelConfig(family="qwen3", intermediate_size=20, tie_embeddings=True, **FACTS),
     "qwen3_moe": ModelConfig(
         family="qwen3_moe",

@@ -15,9 +15,8 @@ from forge.runtime.dispatch import Dispatcher
 from forge.runtime.endpoints import endpoint, specs_of
 from forge.runtime.group import PendingCalls
 from forge.runtime.replies import FAILED, OK, Outbox
+from forge.runtime.serialization import as_remote, decode, encode
 from forge.runtime.streams import WINDOW, End, Expired, Inflow, ItemsTo, Room
-from forge.runtime.travelling import portable
-from forge.runtime.wire import decode, encode
 
 LIMIT_S = 600
 ITEM, PROBE = streams._ITEM, streams._PROBE
@@ -352,7 +351,7 @@ def test_an_error_of_any_rank_ends_the_stream_after_what_came_before_it() -> Non
         far = Far(num_ranks=2)
         with far.inflow as inflow:
             far.say(ITEM, 1)
-            far.say(FAILED, portable(KeyError("there")), rank=1)
+            far.say(FAILED, as_remote(KeyError("there")), rank=1)
             assert await inflow.next() == 1
             with pytest.raises(KeyError, match="there"):
                 await inflow.next()

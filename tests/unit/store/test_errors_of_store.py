@@ -101,7 +101,7 @@ async def check_kept() -> None:
 
 async def check_nobody_reads() -> None:
     for key in (("object", "kept"), ("weights", "policy")):
-        readers = [info.num_readers for info in await client().line.ask("versions", key)]
+        readers = [info.num_readers for info in await client().line.call_async("versions", key)]
         assert readers == [0], f"a mistake keeps {key[1]!r} leased for ever"
 
 

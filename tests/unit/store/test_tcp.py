@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 import forge.runtime.dispatch  # noqa: F401 - brings Monarch, whose own descriptors are to be there before the first test
 from forge.errors import RemoteError, StoreError, StoreKeyError
-from forge.runtime import lines
+from forge.runtime import sockets
 from forge.store.transports import tcp_frames as frames
 from forge.store.transports.base import batches
 from forge.store.transports.tcp import DataClient, DataServer
@@ -341,7 +341,7 @@ def test_a_stranger_gets_nothing_and_disturbs_nobody(site: Site) -> None:
     ],
 )
 def test_a_request_against_the_protocol_is_answered_and_hung_up_on(site: Site, head: bytes, reason: str) -> None:
-    with lines.dial(site.server.address, SECRET) as sock:
+    with sockets.connect(site.server.address, SECRET) as sock:
         sock.sendall(head)
         status, size = frames.receive_answer(sock)
         assert status == frames.ERROR, reason

@@ -12,13 +12,13 @@ from torch import Tensor
 from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.errors import NonFiniteError
 from forge.generator.engine import EngineStats
+from forge.generator.native.decode_graphs import LastSampled
 from forge.generator.native.pages import PagePool
 from forge.generator.native.randomness import completion_seed, fresh_seed
 from forge.generator.native.runner import ModelRunner
-from forge.generator.native.sampler import Drawn, Sampler, SampleRow
+from forge.generator.native.sampler import Sampled, Sampler, SampleRow
 from forge.generator.native.schedule import Piece, Scheduler
-from forge.generator.native.sequences import Running, ScoreJob, Ticket
-from forge.generator.native.step_rows import LastDraw
+from forge.generator.native.sequences import PendingRequest, ScoreJob, SequenceState
 from forge.generator.text import TextTracker
 from forge.models.locate import ResolvedModel
 from forge.types import FinishReason
@@ -53,8 +53,8 @@ class _Launched:
         pieces: what is computed of each, where it was launched ahead and is still to be noted as computed.
     """
 
-    sequences: Sequence[Running]
-    drawn: Drawn
+    sequences: Sequence[SequenceState]
+    drawn: Sampled
     version: int
     pieces: Sequence[Piece] = ()
 
@@ -75,7 +75,7 @@ class Batching:
     step more. Whoever waits for its place begins one step later. And on a GPU the step is computed for more rows, so
     that the last bits are those of a larger batch if that makes its padded size another.
 
-    Whoever does anything but the next `step`, or looks at more than `stats`, calls `settle` first.
+    Whoever does anything but the next `step`, or looks at more than `stats`, calls `finish_launched` first.
 
     Args:
         config: what the generator was configured with.
@@ -111,44 +111,44 @@ class Batching:
         )
         self.counts = _Counts()
         self._ahead: _Launched | None = None
-        self._newest: Drawn | None = None  # of the step that was launched ahead last, even if nobody wants its tokens
+        self._newest: Sampled | None = None  # of the step that was launched ahead last, even if nobody wants its tokens
         self._tokenizer = tokenizer
         self._model_stops = () if tokenizer is None else tokenizer.stop_token_ids
         self._send, self._messages = send, list[Message]()
 
     def flush(self) -> None:
-        """Tell what has come up."""
+        """Deliver the results since the last call."""
         if self._messages:
             messages, self._messages = self._messages, []
             self._send(messages)
 
     # ---- Coming and going ---------------------------------------------------------------------------------------
 
-    def enter(self, ticket: Ticket) -> None:
+    def enter(self, pending: PendingRequest) -> None:
         """Take a request in. Its completions begin together where they fit; each prompt is then read once."""
-        request, limit = ticket.request, self.config.max_batch
-        tell, tell_delta = ticket.tell, ticket.tell_delta
-        ticket.tell = lambda found: self._messages.append((tell, found))
-        if tell_delta is not None:
-            ticket.tell_delta = lambda delta: self._messages.append((tell_delta, delta))
+        request, limit = pending.request, self.config.max_batch
+        deliver, deliver_delta = pending.deliver, pending.deliver_delta
+        pending.deliver = lambda found: self._messages.append((deliver, found))
+        if deliver_delta is not None:
+            pending.deliver_delta = lambda delta: self._messages.append((deliver_delta, delta))
         seed = request.sampling.seed if request.sampling.seed is not None else fresh_seed()
-        each = [self._completion(ticket, index, seed) for index in range(request.sampling.n)]
+        each = [self._completion(pending, index, seed) for index in range(request.sampling.n)]
         for start in range(0, len(each), limit):
             leader = each[start]
             leader.siblings = each[start + 1 : start + limit]
             self.scheduler.waiting.append(leader)
         self.counts.num_prompt_tokens += len(request.prompt_ids)
 
-    def _completion(self, ticket: Ticket, index: int, seed: int) -> Running:
-        request = ticket.request
+    def _completion(self, pending: PendingRequest, index: int, seed: int) -> SequenceState:
+        request = pending.request
         sampling, prompt = request.sampling, request.prompt_ids
         stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._model_stops))
         room = self.max_seq_len - len(prompt)
-        return Running(
+        return SequenceState(
             ids=list(prompt),
             num_prompt=len(prompt),
             max_len=len(prompt) + (room if sampling.max_tokens is None else min(room, sampling.max_tokens)),
-            ticket=ticket,
+            pending=pending,
             index=index,
             row=SampleRow(
                 sampling=sampling,
@@ -157,7 +157,7 @@ class Batching:
                 token_ids=[],
                 stop_ids=stops,
             ),
-            tracker=self._tracker(sampling, always=ticket.tell_delta is not None),
+            tracker=self._tracker(sampling, always=pending.deliver_delta is not None),
             stop_ids=frozenset(stops),
         )
 
@@ -169,21 +169,21 @@ class Batching:
 
     def enter_score(self, job: ScoreJob) -> None:
         """Take in tokens to be scored."""
-        tell = job.tell
-        job.tell = lambda found: self._messages.append((tell, found))
+        deliver = job.deliver
+        job.deliver = lambda found: self._messages.append((deliver, found))
         if len(job.token_ids) < 2:
-            job.tell(job.logprobs[: len(job.token_ids)])
+            job.deliver(job.logprobs[: len(job.token_ids)])
             return
         ids = list(job.token_ids[:-1])
         queue = self.scheduler.urgent if job.is_urgent else self.scheduler.waiting
-        queue.append(Running(ids=ids, num_prompt=len(ids), max_len=len(ids), score=job))
+        queue.append(SequenceState(ids=ids, num_prompt=len(ids), max_len=len(ids), score=job))
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, pending: PendingRequest) -> None:
         """Nobody waits for a request any more."""
-        if ticket.is_over:
+        if pending.is_over:
             return
-        ticket.is_over = True
-        for sequence in [sequence for sequence in self.scheduler.sequences() if sequence.ticket is ticket]:
+        pending.is_over = True
+        for sequence in [sequence for sequence in self.scheduler.sequences() if sequence.pending is pending]:
             self.scheduler.end(sequence)
             self.counts.num_aborted += 1
 
@@ -196,7 +196,7 @@ class Batching:
         """End every completion as it is; those that have not begun too. How many there were."""
         return self._abort(list(self.scheduler.sequences()))
 
-    def _abort(self, sequences: Sequence[Running]) -> int:
+    def _abort(self, sequences: Sequence[SequenceState]) -> int:
         completions = [sequence for sequence in sequences if sequence.score is None]
         for sequence in completions:
             self._finish(sequence, "abort")
@@ -207,39 +207,39 @@ class Batching:
         self._ahead = None
         for sequence in list(self.scheduler.sequences()):
             self.scheduler.end(sequence)
-            if sequence.ticket is not None:
-                sequence.ticket.fail(error)
+            if sequence.pending is not None:
+                sequence.pending.fail(error)
             elif sequence.score is not None:
-                sequence.score.tell(error)
+                sequence.score.deliver(error)
 
-    def weights_changed(self, mode: UpdateMode) -> int:
+    def weights_updated(self, mode: UpdateMode) -> int:
         """The weights are others now: what follows for completions under way. How many were cut short."""
         scheduler = self.scheduler
         scheduler.pool.forget()
         num_aborted = 0
-        begun = [sequence for sequence in scheduler.sequences() if sequence.slot >= 0 or sequence.num_drawn > 0]
+        begun = [sequence for sequence in scheduler.sequences() if sequence.slot >= 0 or sequence.num_sampled > 0]
         if mode == "abort":
             with_siblings = [each for one in begun if one.score is None for each in (one, *one.siblings)]
             num_aborted = self._abort(list(dict.fromkeys(with_siblings)))
         if mode in ("recompute", "abort"):
             scheduler.preempt_all()
             return num_aborted
-        # One answer is of one version; and spans do not tell who read a text: one that is not read yet is read whole.
+        # One answer is of one version, and spans do not say who read a prompt: one that is half read is read again.
         scheduler.begin_again([each for each in scheduler.running if each.score is not None or each.is_being_read])
         for sequence in begun:
             sequence.is_pure = sequence.slot < 0
         return num_aborted
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Free the cache. Whatever is under way is read again later."""
         self.scheduler.preempt_all()
         self._forget_prefixes()
-        self.runner.give_back()
+        self.runner.release()
 
-    def give_back_cache(self) -> None:
+    def release_cache(self) -> None:
         """Free the cache alone, while nothing is under way."""
         self._forget_prefixes()
-        self.runner.give_back_cache()
+        self.runner.release_cache()
 
     def _forget_prefixes(self) -> None:
         self.scheduler.pool.forget()
@@ -267,7 +267,7 @@ class Batching:
         """Whether a step is under way whose tokens have not been taken in."""
         return self._ahead is not None
 
-    def settle(self) -> None:
+    def finish_launched(self) -> None:
         """Take in the tokens of a step that was launched ahead, if there is one: nothing is under way then.
 
         The device has also done with a step that was forgotten: weights and cache may be changed or freed.
@@ -288,17 +288,17 @@ class Batching:
         decodes: list[Piece] = []
         others: list[Piece] = []
         for piece in pieces:
-            is_decode = piece.end - piece.start == 1 and piece.draws
+            is_decode = piece.end - piece.start == 1 and piece.samples
             (decodes if is_decode else others).append(piece)
         if not others:
-            return self._draw(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version)
+            return self._sample(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version)
         if not self.runner.on_gpu:
             self._compute(pieces, version)
             return None
         self._compute(others, version)
         decodes = [piece for piece in decodes if piece.sequence.slot >= 0]  # another of its request may have failed
         if decodes:
-            self._take_in(self._draw(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version))
+            self._take_in(self._sample(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version))
         return None
 
     def _launch_ahead(self, launched: _Launched, version: int, *, admit: bool) -> _Launched | None:
@@ -310,35 +310,35 @@ class Batching:
         # next writes to it in a later launch, behind this one on the same stream, and only full pages are shared.
         place_of = {sequence: place for place, sequence in enumerate(launched.sequences)}
         sequences = [piece.sequence for piece in pieces]
-        last = LastDraw(launched.drawn.token_ids, [place_of[sequence] for sequence in sequences])
+        last = LastSampled(launched.drawn.token_ids, [place_of[sequence] for sequence in sequences])
         logits = self.runner.decode_logits(pieces, self.scheduler.table, last=last)
-        self._newest = self.sampler.draw(logits, _rows(sequences), num_ahead=1)
+        self._newest = self.sampler.sample(logits, _rows(sequences), num_ahead=1)
         return _Launched(sequences, self._newest, version, pieces)
 
     def _compute(self, pieces: list[Piece], version: int) -> None:
         """All pieces in one row: logits where a token is drawn, logprobs where tokens are scored."""
-        drawing = [piece for piece in pieces if piece.draws]
+        decoding = [piece for piece in pieces if piece.samples]
         scoring = [piece for piece in pieces if piece.sequence.score is not None]
         ends: dict[int, int] = {}
         total = 0
         for piece in pieces:
             total += piece.end - piece.start
             ends[id(piece)] = total
-        index = [ends[id(piece)] - 1 for piece in drawing]
+        index = [ends[id(piece)] - 1 for piece in decoding]
         for piece in scoring:
             end = ends[id(piece)]
             index += range(end - (piece.end - piece.start), end)
         hidden = self.runner.hidden(pieces, self.scheduler.table, index)
         for piece in pieces:
-            if not piece.draws and piece.sequence.score is None:
+            if not piece.samples and piece.sequence.score is None:
                 self.scheduler.computed(piece)
-        place = len(drawing)
+        place = len(decoding)
         for piece in scoring:
             size = piece.end - piece.start
             self._scored(piece, hidden[place : place + size])
             place += size
-        if drawing:
-            self._take_in(self._draw(drawing, self.runner.logits(hidden[: len(drawing)]), version))
+        if decoding:
+            self._take_in(self._sample(decoding, self.runner.logits(hidden[: len(decoding)]), version))
 
     def _scored(self, piece: Piece, hidden: Tensor) -> None:
         sequence = piece.sequence
@@ -351,11 +351,11 @@ class Batching:
         if sequence.num_computed == len(sequence.ids):
             found = job.logprobs
             self.scheduler.end(sequence)
-            job.tell(found)
+            job.deliver(found)
 
-    def _draw(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> _Launched:
+    def _sample(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> _Launched:
         """Draw the next token of every piece, and the first one of the siblings that begin here."""
-        sequences: list[Running] = []
+        sequences: list[SequenceState] = []
         index: list[int] = []
         copies: list[tuple[int, int]] = []
         for number, piece in enumerate(pieces):
@@ -369,7 +369,7 @@ class Batching:
         self.runner.copy_pages(copies)
         if len(index) > len(pieces):
             logits = logits[torch.tensor(index, device=logits.device)]
-        return _Launched(sequences, self.sampler.draw(logits, _rows(sequences)), version)
+        return _Launched(sequences, self.sampler.sample(logits, _rows(sequences)), version)
 
     def _take_in(self, launched: _Launched) -> None:
         """Wait for the tokens of a step, and take in those of completions that have not ended since its launch."""
@@ -395,28 +395,28 @@ class Batching:
             reason = sequence.add_token(token, logprob, full, launched.version)
             if reason is not None:
                 self._finish(sequence, reason)
-            elif sequence.ticket is not None and sequence.ticket.tell_delta is not None:
-                sequence.ticket.tell_delta(sequence.delta())
+            elif sequence.pending is not None and sequence.pending.deliver_delta is not None:
+                sequence.pending.deliver_delta(sequence.delta())
 
-    def _fail(self, sequence: Running, error: BaseException) -> None:
+    def _fail(self, sequence: SequenceState, error: BaseException) -> None:
         """End a completion, and the others of its request, with an error."""
-        assert sequence.ticket is not None
-        ticket = sequence.ticket
-        for each in [each for each in self.scheduler.sequences() if each.ticket is ticket]:
+        assert sequence.pending is not None
+        pending = sequence.pending
+        for each in [each for each in self.scheduler.sequences() if each.pending is pending]:
             self.scheduler.end(each)
-        ticket.fail(error)
+        pending.fail(error)
 
-    def _finish(self, sequence: Running, reason: FinishReason) -> None:
-        assert sequence.ticket is not None
+    def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
+        assert sequence.pending is not None
         completion = sequence.completion(reason, self._decode)
         self.scheduler.end(sequence)
         if reason == "abort":
             self.counts.num_aborted += 1
         else:
             self.counts.num_done += 1
-        if sequence.ticket.tell_delta is not None:
-            sequence.ticket.tell_delta(sequence.delta(completion))
-        sequence.ticket.add(completion)
+        if sequence.pending.deliver_delta is not None:
+            sequence.pending.deliver_delta(sequence.delta(completion))
+        sequence.pending.add(completion)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special=True)
@@ -447,5 +447,5 @@ class Batching:
         )
 
 
-def _rows(sequences: Sequence[Running]) -> list[SampleRow]:
+def _rows(sequences: Sequence[SequenceState]) -> list[SampleRow]:
     return [sequence.row for sequence in sequences if sequence.row is not None]

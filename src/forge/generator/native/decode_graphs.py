@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,14 +11,44 @@ import torch
 from torch import Tensor
 
 from forge.generator.native.cache_size import graph_sizes
+from forge.generator.native.pages import PAGE
 from forge.generator.native.schedule import Piece
-from forge.generator.native.step_rows import LastDraw, StepRows, places_of, tokens_of
 from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
 from forge.models.paged_attention import PagedRow
 
 if TYPE_CHECKING:
     from forge.generator.native.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRows:
+    """What one step is about, on the device: tokens int64 [1, T], and the row that tells the layers the rest."""
+
+    token_ids: Tensor
+    row: PagedRow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LastSampled:
+    """The tokens of a decode step that only the device knows: int64 [R], and the place of each piece's among them."""
+
+    token_ids: Tensor
+    places: Sequence[int]
+
+
+def places_of(pieces: Sequence[Piece], table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For pieces of one token each: positions and slots, int64 [S], and the pages of their sequences, int32 [S, W]."""
+    positions = np.array([piece.start for piece in pieces], dtype=np.int64)
+    pages = table[[piece.sequence.slot for piece in pieces]][:, : int(positions.max()) // PAGE + 1]
+    slots = pages[np.arange(len(pieces)), positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+    return positions, slots, pages
+
+
+def tokens_of(pieces: Sequence[Piece], last: LastSampled | None) -> np.ndarray:
+    """The tokens of pieces of one token each; or where they are among those of the last draw. Int64 [S]."""
+    found = last.places if last is not None else [piece.sequence.ids[piece.start] for piece in pieces]
+    return np.array(found, dtype=np.int64)
 
 
 class DecodeGraphs:
@@ -63,7 +94,7 @@ class DecodeGraphs:
         row = PagedRow(self._positions[:, :size], index, layout, is_decode=True)
         return self._runner.logits(self._runner.forward(StepRows(self._token_ids[:, :size], row)))
 
-    def run(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastDraw | None = None) -> Tensor:
+    def run(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastSampled | None = None) -> Tensor:
         """The logits [S, V] of pieces of one token each.
 
         Nothing here waits for the device: a step may be launched while the one before is computed. The buffers are

@@ -11,13 +11,18 @@ from torch import Tensor
 
 from forge.config import GeneratorConfig
 from forge.errors import ConfigError, WeightMismatch
-from forge.generator.native.cache_size import CacheNeed, pages_in_turns, pages_on_cpu, pages_on_gpu, step_work
-from forge.generator.native.decode_graphs import DecodeGraphs
-from forge.generator.native.guest import GuestConfig
+from forge.generator.native.cache_size import (
+    CacheNeed,
+    ColocatedGeneratorConfig,
+    pages_in_turns,
+    pages_on_cpu,
+    pages_on_gpu,
+    step_work,
+)
+from forge.generator.native.decode_graphs import DecodeGraphs, LastSampled, StepRows, places_of, tokens_of
+from forge.generator.native.memory import Caches, choose_memory
 from forge.generator.native.pages import PAGE
-from forge.generator.native.residence import Caches, choose_residence
 from forge.generator.native.schedule import Piece
-from forge.generator.native.step_rows import LastDraw, StepRows, places_of, tokens_of
 from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
 from forge.losses.head import chunked_logprobs
@@ -63,7 +68,7 @@ class ModelRunner:
             model.facts, max_seq_len=max_seq_len, dtype=self.dtype, device=self.device, shared=shared
         )
         self.parameters = parameters_once(self.model)
-        self._residence = choose_residence(self.device, {} if self.is_shared else self.parameters)
+        self._memory = choose_memory(self.device, {} if self.is_shared else self.parameters)
         if shared is None and model.folder is not None:
             load_hf([self.model], model.folder, model.facts)
         elif shared is None:
@@ -73,8 +78,8 @@ class ModelRunner:
         self.num_pages = self._choose_num_pages()
         self._caches: Caches = []
         self._graphs: DecodeGraphs | None = None
-        self._resting: DecodeGraphs | None = None
-        self.allocate()
+        self._saved_graphs: DecodeGraphs | None = None
+        self.allocate_cache()
 
     # ---- Memory -------------------------------------------------------------------------------------------------
 
@@ -128,9 +133,9 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         config, share = self.config, self.config.gpu_memory_share
-        if not isinstance(config, GuestConfig) or share is not None:
+        if not isinstance(config, ColocatedGeneratorConfig) or share is not None:
             return pages_on_gpu(need, free_bytes=free, total_bytes=total, share=share)
-        each = max(0, free - config.expected_bytes) // config.num_guests
+        each = max(0, free - config.expected_bytes) // config.num_colocated
         work = step_work(self.facts, config, item=self.dtype.itemsize, on_gpu=True)
         return pages_in_turns(need, free_bytes=each, work=work)
 
@@ -146,50 +151,50 @@ class ModelRunner:
             )
         return asked
 
-    def allocate(self) -> None:
+    def allocate_cache(self) -> None:
         """Take the memory of the cache; on a GPU, also record the decode steps, unless those from before are good."""
         shapes = cache_shapes(self.facts, num_pages=self.num_pages, on_gpu=self.on_gpu)
         layers = paged_layers(self.model)
-        self._caches = self._residence.take_cache(shapes, num_layers=len(layers), dtype=self._cache_dtype)
+        self._caches = self._memory.allocate_cache(shapes, num_layers=len(layers), dtype=self._cache_dtype)
         for layer, caches in zip(layers, self._caches, strict=True):
             layer.k_cache, layer.v_cache = caches
-        self._graphs, self._resting = self._resting, None
+        self._graphs, self._saved_graphs = self._saved_graphs, None
         if self._graphs is None and self.on_gpu and self.config.cuda_graphs and self.facts.num_experts is None:
             self._graphs = DecodeGraphs(self, max_batch=self.config.max_batch)
 
-    def give_back_cache(self) -> None:
-        """Free the cache; `allocate` takes it again, empty. Nothing can be computed between.
+    def release_cache(self) -> None:
+        """Free the cache; `allocate_cache` takes it again, empty. Nothing can be computed between.
 
         Recorded steps stay where the cache comes back to its addresses. They are out of reach meanwhile.
         """
-        if self._graphs is not None and self._residence.keeps_addresses:
-            self._resting = self._graphs
+        if self._graphs is not None and self._memory.keeps_addresses:
+            self._saved_graphs = self._graphs
         self._graphs = None
         if self._cpu_steps is not None:
             self._cpu_steps.forget()
         self._caches = []
         for layer in paged_layers(self.model):
             layer.k_cache = layer.v_cache = None
-        self._residence.drop_cache()
+        self._memory.release_cache()
 
-    def give_back(self) -> None:
-        """Free the cache, and keep the weights in host memory, where `load` reaches them too."""
-        self.give_back_cache()
+    def release(self) -> None:
+        """Free the cache, and keep the weights in host memory, where `update_weights` reaches them too."""
+        self.release_cache()
         if self.on_gpu:
-            self._residence.send_weights()
+            self._memory.release_weights()
 
-    def take_back(self) -> None:
-        """As before `give_back`; the cache is empty. If there is too little memory, all stays as it was."""
+    def restore(self) -> None:
+        """As before `release`; the cache is empty. If there is too little memory, all stays as it was."""
         try:
-            self._residence.fetch_weights()
-            self.allocate()
+            self._memory.restore_weights()
+            self.allocate_cache()
         except BaseException:
-            self.give_back()
+            self.release()
             raise
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
+    def check_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `WeightMismatch` unless these are the weights of this model."""
         own = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -206,7 +211,7 @@ class ModelRunner:
             )
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite the weights in place with tensors that were checked."""
         torch._foreach_copy_(list(self.parameters.values()), [tensors[name] for name in self.parameters])
         if self.on_gpu:
@@ -236,7 +241,7 @@ class ModelRunner:
         return self._graphs is not None
 
     @torch.inference_mode()
-    def decode_logits(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastDraw | None = None) -> Tensor:
+    def decode_logits(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastSampled | None = None) -> Tensor:
         """Compute pieces of one token each; what `logits` returns for them, in a buffer that the next step overwrites.
 
         With `last` the tokens are those of the last draw, which need not have reached the host.
@@ -247,7 +252,7 @@ class ModelRunner:
         found = None if self._cpu_steps is None else self._cpu_steps.logits(rows.token_ids[0], rows.row)
         return self.logits(self.forward(rows)) if found is None else found
 
-    def _decode_rows(self, pieces: Sequence[Piece], table: np.ndarray, last: LastDraw | None) -> StepRows:
+    def _decode_rows(self, pieces: Sequence[Piece], table: np.ndarray, last: LastSampled | None) -> StepRows:
         positions, slots, pages = places_of(pieces, table)
         starts = np.arange(len(pieces) + 1, dtype=np.int32)
         arrays: tuple[np.ndarray, ...] = (starts, (positions + 1).astype(np.int32), pages, slots)

@@ -29,8 +29,8 @@ from forge.config import Sampling
 from forge.errors import ModelError, NonFiniteError
 from forge.generator.native import gpu_sampling
 from forge.generator.native.randomness import uniforms
-from forge.generator.native.shaping import Shaping, Tally, is_shaped, must_go_on
-from forge.generator.native.transfer import Arrival, put
+from forge.generator.native.shaping import Shaping, TokenCounts, is_shaped, must_go_on
+from forge.generator.native.transfer import HostCopy, put
 from forge.kernels.cpu_sampling import BLOCK, sample_tokens, single_thread
 
 _BLOCK: Final = BLOCK
@@ -47,7 +47,7 @@ class SampleRow:
         sampling: how its tokens are drawn.
         seed: the completion's own (`randomness.completion_seed`), from 0 to 2^63 - 1.
         prompt_ids: the prompt, for the repetition penalty.
-        token_ids: what was drawn so far; whoever calls `draw` appends to it.
+        token_ids: what was drawn so far; whoever calls `sample` appends to it.
         stop_ids: tokens that end it, which are not drawn before `sampling.min_tokens`.
     """
 
@@ -59,7 +59,7 @@ class SampleRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class Sampled:
     """One token for each row, on the device, and on its way to the host.
 
     Attributes:
@@ -73,15 +73,15 @@ class Drawn:
     token_ids: Tensor
     logprobs: Tensor
     full_logprobs: Tensor
-    _arrival: Arrival = field(init=False, repr=False)
+    _host_copy: HostCopy = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         packed = torch.stack([self.token_ids.double(), self.logprobs.double(), self.full_logprobs.double()])
-        object.__setattr__(self, "_arrival", Arrival(packed))
+        object.__setattr__(self, "_host_copy", HostCopy(packed))
 
     def wait(self) -> None:
         """Wait for the device to have drawn these: what was launched before is done too."""
-        self._arrival.wait()
+        self._host_copy.wait()
 
     def fetch(self, *, skip: Collection[int] = ()) -> tuple[list[int], list[float], list[float]]:
         """Tokens, logprobs and full logprobs on the host: the one wait for the device in a step.
@@ -90,7 +90,7 @@ class Drawn:
         Raises `NonFiniteError` if a row's logits were NaN or infinite, or no token was allowed; its `value` is the
         tuple of such rows. Whoever wants the others' tokens all the same asks again with `skip=error.value`.
         """
-        found = self._arrival.wait()
+        found = self._host_copy.wait()
         rows = np.flatnonzero(~np.isfinite(found[1:]).all(axis=0)).tolist()
         broken = tuple(row for row in rows if row not in skip)
         tokens, logprobs, full = found.tolist()
@@ -149,7 +149,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self._device = torch.device(device)
-        self._tally = Tally(vocab_size, self._device)
+        self._token_counts = TokenCounts(vocab_size, self._device)
         self._plan = self._planned([])
         width = -(-vocab_size // _BLOCK) * _BLOCK
         self._probs = _Space(width, self._device)  # what is beyond the vocabulary stays 0
@@ -161,11 +161,11 @@ class Sampler:
         return self._plan.shaping is not None
 
     @torch.no_grad()
-    def draw(self, logits_SV: Tensor, rows: Sequence[SampleRow], *, num_ahead: int = 0) -> Drawn:
+    def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow], *, num_ahead: int = 0) -> Sampled:
         """One token for each row of the logits, float32 or, on a GPU, bfloat16 [S, V], which stay as they are.
 
         Nothing is waited for on a GPU, where only one small copy goes in. Rows whose logits are not finite give no
-        error here but in `Drawn.fetch`.
+        error here but in `Sampled.fetch`.
 
         `num_ahead` tokens of each row have been drawn that are not among its `token_ids` yet. That is only for rows
         that nothing shapes (`is_shaping`): the shaped must know their tokens.
@@ -176,14 +176,14 @@ class Sampler:
         assert num_ahead == 0 or not self.is_shaping
         if logits_SV.is_cpu and logits_SV.numel() <= _FEW_LOGITS:
             with single_thread():
-                return self._drawn(logits_SV, self._plan, num_ahead)
-        return self._drawn(logits_SV, self._plan, num_ahead)
+                return self._sample(logits_SV, self._plan, num_ahead)
+        return self._sample(logits_SV, self._plan, num_ahead)
 
-    def _drawn(self, logits_SV: Tensor, plan: _Plan, num_ahead: int) -> Drawn:
+    def _sample(self, logits_SV: Tensor, plan: _Plan, num_ahead: int) -> Sampled:
         uniforms_S = self._copy_in(plan, num_ahead)
         if plan.is_plain and gpu_sampling.takes(logits_SV):
             sampled, logprobs = gpu_sampling.sample(logits_SV, uniforms_S, scale_S1=plan.scale_S1)
-            return Drawn(sampled, logprobs, logprobs)
+            return Sampled(sampled, logprobs, logprobs)
         logits_SV = logits_SV.float()
         scaled_SV, probs_SW = self._softmaxes(logits_SV, plan)
         lse_S = _logsumexp(scaled_SV, probs_SW)
@@ -206,7 +206,7 @@ class Sampler:
         if plan.shaping is not None:
             own = _at(shaped_PV, token_ids.index_select(0, plan.shaping.places_S)) - shaped_lse_P
             logprobs = full.index_copy(0, plan.shaping.places_S, own)
-        return Drawn(token_ids, logprobs, full)
+        return Sampled(token_ids, logprobs, full)
 
     def _check(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
         wanted = (len(rows), self.vocab_size)
@@ -226,20 +226,20 @@ class Sampler:
         scales = [1.0 if row.sampling.is_greedy else 1.0 / row.sampling.temperature for row in rows]
         shaped = [place for place, row in enumerate(rows) if is_shaped(row, self.vocab_size)]
         if not shaped:
-            self._tally.follow(())
+            self._token_counts.follow(())
         return _Plan(
             rows=tuple(rows),
             seeds=np.array([row.seed for row in rows], dtype=np.uint64),
             scale_S1=None if set(scales) <= {1.0} else put(np.array(scales, dtype=np.float32), device)[:, None],
             is_greedy_S=put(np.array(greedy), device) if any(greedy) else None,
             is_all_greedy=all(greedy),
-            shaping=Shaping([rows[place] for place in shaped], shaped, self._tally) if shaped else None,
+            shaping=Shaping([rows[place] for place in shaped], shaped, self._token_counts) if shaped else None,
             going_on=tuple(row for row in rows if must_go_on(row)),
         )
 
     def _copy_in(self, plan: _Plan, num_ahead: int) -> Tensor:
-        """The uniform numbers [S], and into the tally the tokens drawn since; as one copy to the device."""
-        places, pairs = self._tally.fresh()
+        """The uniform numbers [S], and into the token_counts the tokens drawn since; as one copy to the device."""
+        places, pairs = self._token_counts.fresh()
         if plan.is_all_greedy and not places:
             return torch.empty(0, dtype=torch.float64, device=self._device)
         num_rows = len(plan.rows)
@@ -247,7 +247,7 @@ class Sampler:
         steps += np.uint64(num_ahead)
         words = np.concatenate([uniforms(plan.seeds, steps).view(np.int64), np.array(places + pairs, dtype=np.int64)])
         copied = put(words, self._device)
-        self._tally.add(copied[num_rows : num_rows + len(places)], copied[num_rows + len(places) :])
+        self._token_counts.add(copied[num_rows : num_rows + len(places)], copied[num_rows + len(places) :])
         return copied[:num_rows].view(torch.float64)
 
     def _softmaxes(self, logits: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge.generator.native.pages import PAGE, ROOT, OutOfPages, PagePool
-from forge.generator.native.sequences import Running
+from forge.generator.native.sequences import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The tokens [start, end) of a sequence, to be computed in the next step."""
 
-    sequence: Running
+    sequence: SequenceState
     start: int
     end: int
 
     @property
-    def draws(self) -> bool:
+    def samples(self) -> bool:
         """Whether it reaches the end of what is known, so that a token can be drawn."""
         return self.end == len(self.sequence.ids) and self.sequence.score is None
 
@@ -42,9 +42,9 @@ class Scheduler:
     def __init__(self, pool: PagePool, *, max_batch: int, chunk_tokens: int, max_pages: int) -> None:
         self.pool = pool
         self.max_batch, self.chunk_tokens = max_batch, chunk_tokens
-        self.waiting: deque[Running] = deque()
-        self.urgent: deque[Running] = deque()
-        self.running: list[Running] = []
+        self.waiting: deque[SequenceState] = deque()
+        self.urgent: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
         self.table = np.zeros((max_batch + 1, max_pages), dtype=np.int32)
         self.num_preempted = 0
         self.num_shared_tokens = 0
@@ -64,7 +64,7 @@ class Scheduler:
         """Completions under way, those included that begin when their prompt has been read."""
         return sum(1 + len(sequence.siblings) for sequence in self.running if not sequence.is_urgent)
 
-    def sequences(self) -> Iterator[Running]:
+    def sequences(self) -> Iterator[SequenceState]:
         """All, siblings included."""
         for sequence in (*self.running, *self.urgent, *self.waiting):
             yield sequence
@@ -95,14 +95,14 @@ class Scheduler:
             pieces.append(Piece(beginning, beginning.num_computed, beginning.num_computed + num))
         return [piece for piece in pieces if piece.sequence.slot >= 0]
 
-    def plan_ahead(self, drawing: Sequence[Running], *, admit: bool = True) -> list[Piece]:
-        """The next step while `drawing` draw a token each that nobody knows yet: the place of that token is known.
+    def plan_ahead(self, decoding: Sequence[SequenceState], *, admit: bool = True) -> list[Piece]:
+        """The next step while `decoding` draw a token each that nobody knows yet: the place of that token is known.
 
         Empty unless the step is sure to be everybody's next token and nothing else: all that is under way draws, nobody
         waits who could begin, and there are pages without taking them from anybody. Those that reach their full length
         with the token that they draw are left out; whether another ends with it cannot be known.
         """
-        if self.urgent or sum(sequence.slot >= 0 for sequence in drawing) != len(self.running):
+        if self.urgent or sum(sequence.slot >= 0 for sequence in decoding) != len(self.running):
             return []
         pieces = [
             Piece(sequence, len(sequence.ids), len(sequence.ids) + 1)
@@ -116,7 +116,7 @@ class Scheduler:
             self._grow(piece.sequence, piece.end)
         return pieces
 
-    def _could_begin(self, sequence: Running | None) -> bool:
+    def _could_begin(self, sequence: SequenceState | None) -> bool:
         if sequence is None or not self._has_room(sequence):
             return False
         self._let_go(sequence)
@@ -130,11 +130,11 @@ class Scheduler:
             self._place(sequence)
             self.running.insert(0, self.running.pop())
 
-    def _next(self, admit: bool) -> Running | None:
+    def _next(self, admit: bool) -> SequenceState | None:
         """Who begins next: the first that waits, or with `admit=False` the first that had begun before."""
         return next((sequence for sequence in self.waiting if admit or sequence.began is not None), None)
 
-    def _make_room(self, sequence: Running, length: int) -> bool:
+    def _make_room(self, sequence: SequenceState, length: int) -> bool:
         """Pages for a sequence up to a length, taken from those that began last if need be."""
         while -(-length // PAGE) - len(sequence.pages) > self.pool.num_free:
             victim = self.running[-1]
@@ -144,14 +144,14 @@ class Scheduler:
         self._grow(sequence, length)
         return True
 
-    def _grow(self, sequence: Running, length: int) -> None:
+    def _grow(self, sequence: SequenceState, length: int) -> None:
         held = len(sequence.pages)
         num = -(-length // PAGE) - held
         if num > 0:
             sequence.pages += self.pool.take(num)
             self.table[sequence.slot, held : held + num] = sequence.pages[held:]
 
-    def _admit(self, sequence: Running) -> bool:
+    def _admit(self, sequence: SequenceState) -> bool:
         """Begin a sequence if there is a place for it and all its siblings, and memory for what is known of it."""
         if not self._has_room(sequence):
             return False
@@ -164,7 +164,7 @@ class Scheduler:
         self._place(sequence)
         return True
 
-    def _has_room(self, sequence: Running) -> bool:
+    def _has_room(self, sequence: SequenceState) -> bool:
         """Whether it can begin; if so, it holds the pages of its beginning that are computed already."""
         if self.num_reserved + 1 + len(sequence.siblings) > self.max_batch:
             return False
@@ -177,11 +177,11 @@ class Scheduler:
             return False
         return True
 
-    def _let_go(self, sequence: Running) -> None:
+    def _let_go(self, sequence: SequenceState) -> None:
         self.pool.release(sequence.pages)
         sequence.pages, sequence.mark = [], ROOT
 
-    def _place(self, sequence: Running, *, at: int | None = None) -> None:
+    def _place(self, sequence: SequenceState, *, at: int | None = None) -> None:
         sequence.slot = self._slots.pop()
         self.table[sequence.slot, : len(sequence.pages)] = sequence.pages
         self.running.insert(len(self.running) if at is None else at, sequence)
@@ -198,7 +198,7 @@ class Scheduler:
             sequence.mark = self.pool.seal(page, tokens, after=sequence.mark)
             sequence.num_sealed += 1
 
-    def fork(self, sequence: Running) -> list[tuple[int, int]]:
+    def fork(self, sequence: SequenceState) -> list[tuple[int, int]]:
         """Let the siblings of a sequence begin where it is. Which pages must be copied to which: those not yet full.
 
         They are put next to it: a GPU reads what neighbours have in common once for all of them.
@@ -228,7 +228,7 @@ class Scheduler:
             self._place(sibling, at=beside + number)
         return copies
 
-    def end(self, sequence: Running) -> None:
+    def end(self, sequence: SequenceState) -> None:
         """Forget a sequence that has ended, whether it had begun or not."""
         if sequence.slot >= 0:
             self._withdraw(sequence)
@@ -237,7 +237,7 @@ class Scheduler:
         elif sequence in self.urgent:
             self.urgent.remove(sequence)
 
-    def preempt(self, sequence: Running) -> None:
+    def preempt(self, sequence: SequenceState) -> None:
         """Take a sequence's pages; it is the first to begin again."""
         self._withdraw(sequence)
         sequence.is_pure = True
@@ -248,14 +248,14 @@ class Scheduler:
         """Take every sequence's pages; they begin again in the order in which they are."""
         self.begin_again(list(self.running))
 
-    def begin_again(self, sequences: Sequence[Running]) -> None:
+    def begin_again(self, sequences: Sequence[SequenceState]) -> None:
         """Take the pages of these, not for want of memory; they begin again in this order."""
         before = self.num_preempted
         for sequence in reversed(sequences):
             self.preempt(sequence)
         self.num_preempted = before
 
-    def _withdraw(self, sequence: Running) -> None:
+    def _withdraw(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         self.pool.release(sequence.pages)
         self._slots.append(sequence.slot)

@@ -22,7 +22,7 @@ def put(array: NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-class Arrival:
+class HostCopy:
     """A tensor on its way to the host, from the moment at which this is made.
 
     What is launched afterwards is not waited for.

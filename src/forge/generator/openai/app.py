@@ -21,10 +21,16 @@ from forge.config import ServeConfig
 from forge.errors import ConfigError
 from forge.generator.openai.chat import complete_chat
 from forge.generator.openai.completions import complete_text
-from forge.generator.openai.errors import RequestError, refuse, request_error
-from forge.generator.openai.http_errors import JsonErrorRunner, is_malformed, malformed_request
+from forge.generator.openai.errors import (
+    JsonErrorRunner,
+    RequestError,
+    is_malformed,
+    malformed_request,
+    refuse,
+    request_error,
+)
 from forge.generator.openai.policy import Policy
-from forge.generator.openai.recorder import Recorder
+from forge.generator.openai.records import Recorder
 
 if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer

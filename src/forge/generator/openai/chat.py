@@ -10,11 +10,9 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from forge.generator.openai.answers import chat_logprobs, exact_tokens, usage_of, weight_versions
-from forge.generator.openai.messages import read_messages, read_template
-from forge.generator.openai.parameters import read_flag, read_wish
 from forge.generator.openai.policy import Ask, Policy
-from forge.generator.openai.streaming import send_events
+from forge.generator.openai.requests import read_flag, read_messages, read_template, read_wish
+from forge.generator.openai.responses import chat_logprobs, exact_tokens, send_events, usage_of, weight_versions
 from forge.generator.openai.tool_calls import CallReader, ToolCall
 from forge.types import Completion, Delta
 

@@ -11,11 +11,10 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from forge.generator.openai.answers import exact_tokens, text_logprobs, usage_of
 from forge.generator.openai.errors import refuse
-from forge.generator.openai.parameters import Wish, read_wish
 from forge.generator.openai.policy import Ask, Policy
-from forge.generator.openai.streaming import merge, send_events
+from forge.generator.openai.requests import Wish, read_wish
+from forge.generator.openai.responses import exact_tokens, merge, send_events, text_logprobs, usage_of
 from forge.types import Completion, Delta
 
 _OWN: Final = frozenset(("prompt",))

@@ -7,12 +7,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forge.generator.long_texts import LongTexts, is_long
 from forge.generator.openai.errors import refuse
-from forge.generator.openai.parameters import Wish
 from forge.generator.openai.prompts import ChatPrompt, ExactPrompts
-from forge.generator.openai.recorder import Recorder
-from forge.generator.prompts import length_checked, too_long
+from forge.generator.openai.records import Recorder
+from forge.generator.openai.requests import Wish
+from forge.generator.prompts import LongTexts, is_long, length_checked, too_long
 from forge.types import Completion, Delta
 
 if TYPE_CHECKING:

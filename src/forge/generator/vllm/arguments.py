@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from forge.config import GeneratorConfig, ModelConfig
 from forge.errors import ConfigError, did_you_mean
-from forge.generator.limits import context_limit
+from forge.generator.engine import context_limit
 from forge.generator.vllm.environment import Build
 
 PATH: Final = "generator.engine_args"

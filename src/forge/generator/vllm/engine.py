@@ -20,16 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from forge import _amx
 from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, EngineDead, ModelError, OptionError, PromptError
-from forge.generator.engine import EngineCapabilities, EngineStats, Request, UpdateReport
-from forge.generator.limits import OpenCompletions
+from forge.generator.engine import EngineCapabilities, EngineStats, OpenCompletions, Request, UpdateReport
 from forge.generator.vllm.adapters import Adapters
 from forge.generator.vllm.arguments import Plan, check_owned, make_plan, thawed
-from forge.generator.vllm.counting import Counts, counter
 from forge.generator.vllm.environment import Build, installed_build
-from forge.generator.vllm.process import Watch, build, check_amx, check_device, end, forget_names
-from forge.generator.vllm.refusals import dead, refusals, translated
-from forge.generator.vllm.scoring import score_one
-from forge.generator.vllm.translation import Reader, SpanFinder, sampling_params
+from forge.generator.vllm.process import Counts, Watch, build, check_amx, check_device, counter, end, forget_names
+from forge.generator.vllm.translation import Reader, SpanFinder, dead, refusals, sampling_params, score_one, translated
 from forge.generator.vllm.updating import Updates
 from forge.models.facts import FACTS
 from forge.types import INITIAL_VERSION, Completion, Delta
@@ -131,7 +127,13 @@ class VllmEngine:
         self._watches = [Watch(pid, self._on_end) for pid in self._pids]
         forget_names(mark for worker in self.workers for mark in worker["marks"])
         self._updates = Updates(
-            llm, self.config.weights, facts, counts=self.counts, died=self.died, give_up=self._give_up
+            llm,
+            self.config.weights,
+            facts,
+            verify=self.config.update.verify,
+            counts=self.counts,
+            died=self.died,
+            give_up=self._give_up,
         )
         await self._updates.open()
         self._adapters = Adapters(llm, is_enabled=has_adapters)
@@ -347,7 +349,7 @@ class VllmEngine:
 
     # ---- Weights, memory, adapters -----------------------------------------------------------------------------------
 
-    async def update(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
+    async def update_weights(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
         self._alive()
         assert self._updates is not None
         async with translated():

@@ -91,7 +91,7 @@ def engine_environment(
     One thread at a time; blocks while another is inside. Afterwards the environment is what it was, whatever vLLM has
     put there meanwhile.
     """
-    from forge.runtime.meeting import environment
+    from forge.runtime.rendezvous import environment
 
     with _starting:
         before = dict(os.environ)

@@ -3,7 +3,7 @@
 vLLM imports this module in every worker, because `ForgeWorker` is named as its `worker_extension_cls`. Importing it
 registers the weight-transfer backend `forge_store` with vLLM's own factory, and begins to watch the process that the
 engine belongs to. A worker is no actor, but it belongs to the run: the variables in its environment say where the run's
-meeting point is.
+rendezvous server is.
 
 An update has two halves. `forge_fetch` gets a version from the store and checks all of it, beside generation; nothing
 of the model is touched. Only then does vLLM's own sequence of `start_weight_update`, `update_weights` and
@@ -40,7 +40,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from forge.config import ModelConfig
+from forge.config import ModelConfig, Verify
 from forge.errors import ForgeError, RemoteError, WeightMismatch
 from forge.generator.vllm.arguments import BACKEND
 from forge.generator.vllm.environment import OWNER
@@ -56,6 +56,7 @@ class StoreInit(WeightTransferInitInfo):  # type: ignore[misc]
 
     weights: str
     facts: dict[str, Any]
+    verify: Verify = "cheap"
 
 
 @dataclass
@@ -103,7 +104,7 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     _ready: _Ready | None = None
 
     def init_transfer_engine(self, init_info: StoreInit) -> None:
-        self._weights = Weights(init_info.weights)
+        self._weights = Weights(init_info.weights, verify=init_info.verify)
         self._facts = ModelConfig(**init_info.facts)
 
     def fetch(self, version: int) -> Outcome:

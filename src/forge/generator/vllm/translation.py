@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from forge.config import Sampling
-from forge.errors import EngineDead
+from forge.errors import EngineDead, PromptError
 from forge.generator.engine import Request
 from forge.generator.native.randomness import completion_seed
 from forge.generator.text import TextTracker
@@ -240,3 +241,106 @@ class SpanFinder:
 def _spread(seed: int | None) -> int | None:
     """A seed far from those of its neighbours: vLLM gives completion i of a request the seed plus i."""
     return None if seed is None else completion_seed(seed, 0) >> 1
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+
+
+def dead(what: str) -> EngineDead:
+    return EngineDead(
+        f"vLLM's engine {what}.",
+        path="generator.engine",
+        value="vllm",
+        rule="its process serves requests",
+        repair="send the request again: the replica is replaced",
+    )
+
+
+@contextlib.contextmanager
+def refusals(request: Request) -> Iterator[None]:
+    """What vLLM says of a request that it cannot serve, as `PromptError`."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        yield
+    except (VLLMClientError, ValueError) as error:
+        raise PromptError(
+            "vLLM refuses this request.",
+            path=f"request {request.id}",
+            value=request.sampling.model_dump(exclude_defaults=True),
+            rule=str(error),
+            repair="change what the rule names",
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def translated(request: Request | None = None) -> AsyncIterator[None]:
+    """The end of the engine as `EngineDead`, and refusals as `PromptError`."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        if request is None:
+            yield
+        else:
+            with refusals(request):
+                yield
+    except EngineDeadError as error:
+        raise dead("has ended") from error
+
+
+# ---- Scores ----------------------------------------------------------------------------------------------------------
+
+
+async def score_one(llm: Any, request: Request, *, max_seq_len: int, is_singly: bool = False) -> list[float]:
+    """Those of a request's prompt; the first token's is 0.
+
+    All but the last token are read as a prompt, and the last one is only asked about. So a sequence may be as long as
+    the context, which has to have room for one token after a prompt.
+
+    `is_singly` asks about one token at a time, which is slow: with room for adapters on the CPU, vLLM 0.32.0 ends with
+    an error when it is asked for the logprobs of a prompt while it works on another request.
+    """
+    ids = list(request.prompt_ids)
+    if not 1 <= len(ids) <= max_seq_len:
+        raise PromptError(
+            "A sequence of this length cannot be scored.",
+            path="score(token_ids)",
+            value=f"{len(ids)} tokens",
+            rule=f"from 1 to {max_seq_len} tokens",
+            repair="cut it, or raise generator.max_seq_len",
+        )
+    if len(ids) == 1:
+        return [0.0]
+    if is_singly:
+        return [0.0, *[(await _ask(llm, ids[:end], ids[end], f"{request.id}.{end}"))[1] for end in range(1, len(ids))]]
+    table, last = await _ask(llm, ids[:-1], ids[-1], request.id, with_prompt=True)
+    return [0.0, *(table[place][ids[place]].logprob for place in range(1, len(ids) - 1)), last]
+
+
+async def _ask(llm: Any, ids: list[int], token: int, name: str, *, with_prompt: bool = False) -> tuple[Any, float]:
+    """What vLLM has for every token of a prompt, and the logprob of a token after it."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        prompt_logprobs=0 if with_prompt else None,
+        logprob_token_ids=[token],
+        detokenize=False,
+        skip_reading_prefix_cache=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    async with contextlib.aclosing(llm.generate(tokens_input(ids), params, name)) as outputs:
+        (found,) = [output async for output in outputs]
+    part = found.outputs[0]
+    if part.finish_reason == "abort":
+        raise EngineDead(
+            "The score was cut short by an update of the weights.",
+            path="score(token_ids)",
+            rule="no update with mode abort comes between",
+            repair="ask again",
+        )
+    return found.prompt_logprobs, part.logprobs[0][token].logprob

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Literal
 
-from forge.config import UpdateMode
+from forge.config import UpdateMode, Verify
 from forge.errors import EngineDead, ForgeError, StoreKeyError
 from forge.generator.engine import UpdateReport
-from forge.generator.vllm.counting import Counts
+from forge.generator.vllm.process import Counts
 from forge.types import INITIAL_VERSION
 
 _log = logging.getLogger("forge.generator.vllm")
@@ -47,6 +47,7 @@ class Updates:
         weights: str,
         facts: dict[str, Any],
         *,
+        verify: Verify = "cheap",
         counts: Counts,
         died: asyncio.Event,
         give_up: Callable[[BaseException], None],
@@ -59,7 +60,7 @@ class Updates:
         self.are_weights_away = False
         self._died, self._give_up = died, give_up
         self._llm = llm
-        self._name = weights
+        self._name, self._verify = weights, verify
         self._facts = facts
         self._counts = counts
         self._digest = ""
@@ -72,7 +73,7 @@ class Updates:
 
         self._notices.bind("\0" + self._address)
         self._notices.setblocking(False)
-        info = {"weights": self._name, "facts": self._facts}
+        info = {"weights": self._name, "facts": self._facts, "verify": self._verify}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     def close(self) -> None:

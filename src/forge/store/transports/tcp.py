@@ -1,6 +1,6 @@
 """Segments over TCP: `DataServer` in the process that holds them, `DataClient` wherever they are wanted.
 
-The way between hosts that have no RDMA. Both ends prove that they know the run's secret (see `forge.runtime.lines`,
+The way between hosts that have no RDMA. Both ends prove that they know the run's secret (see `forge.runtime.sockets`,
 which also encrypts where certificates are set up). Bytes go from the holder's mapping into the socket and from the
 socket into the reader's own memory; nothing is copied in between and nothing is pickled.
 """
@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 from forge.errors import ForgeError, StoreError
-from forge.runtime.wire import encode
+from forge.runtime.serialization import encode
 from forge.store.transports import tcp_frames as frames
 from forge.store.transports.base import Range, SegmentSource, as_bytes, batches
 from forge.store.transports.tcp_server import DataServer

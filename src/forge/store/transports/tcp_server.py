@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from forge.errors import StoreError
-from forge.runtime import lines
-from forge.runtime.travelling import portable
-from forge.runtime.wire import decode, encode
+from forge.runtime import sockets
+from forge.runtime.serialization import as_remote, decode, encode
 from forge.store.transports import tcp_frames as frames
 from forge.store.transports.base import SegmentSource, out_of_bounds
 
@@ -54,8 +53,8 @@ class DataServer:
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self._secret, self._segments, self._on_ask, self._max_connections = secret, segments, on_ask, max_connections
-        self._listener = lines.listen(f"tcp:[{bind}]:0" if ":" in bind else f"tcp:{bind}:0")
-        self.address = lines.address_of(self._listener)
+        self._listener = sockets.listen(f"tcp:[{bind}]:0" if ":" in bind else f"tcp:{bind}:0")
+        self.address = sockets.address_of(self._listener)
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, socket.socket] = {}
         self._ended: list[threading.Thread] = []
@@ -110,7 +109,7 @@ class DataServer:
     def _attend(self, sock: socket.socket, handle: socket.socket) -> None:
         """One connection, from the greeting to its end."""
         try:
-            sock = lines.admit(sock, self._secret)
+            sock = sockets.accept(sock, self._secret)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_S * 1000)
             self._serve(sock)
         except (OSError, frames.BadFrame) as error:  # a stranger, or a peer that has gone: no concern of others
@@ -244,9 +243,9 @@ def _send_value(sock: socket.socket, answer: bytes) -> None:
 
 
 def _send_error(sock: socket.socket, error: Exception) -> None:
-    answer = encode(portable(error))
+    answer = encode(as_remote(error))
     if len(answer) > frames.MAX_PICKLE:
-        answer = encode(portable(_too_large(type(error).__name__, len(answer))))
+        answer = encode(as_remote(_too_large(type(error).__name__, len(answer))))
     frames.send_views(sock, [frames.pack_answer(frames.ERROR, len(answer)), answer])
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from forge.errors import StoreError
-from forge.runtime import lines
-from forge.runtime.wire import decode
+from forge.runtime import sockets
+from forge.runtime.serialization import decode
 from forge.store.transports import tcp_frames as frames
 from forge.store.transports.base import Range
 
@@ -29,7 +29,7 @@ class Stream:
     """One connection. Requests may be sent ahead; answers come in their order. For one thread at a time."""
 
     def __init__(self, address: str, secret: bytes, *, stall_s: float) -> None:
-        self._sock = lines.dial(address, secret)
+        self._sock = sockets.connect(address, secret)
         self.address = address
         # A peer that pauses is waited for as long as `set_stall` says; keepalive alone notices that a host has gone.
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)

@@ -85,7 +85,7 @@ function chartSections(board) {
 // The figures that no chart above shows are drawn when they are asked for: there can be hundreds.
 function moreCharts(plans, board) {
   const grid = make('div', { class: 'grid' });
-  const box = make('details', { class: 'more' }, make('summary', { text: `More figures (${plans.length})` }), grid);
+  const box = make('details', { class: 'more' }, make('summary', { text: `More metrics (${plans.length})` }), grid);
   box.addEventListener('toggle', () => {
     if (box.open && !grid.childElementCount) grid.append(...plans.map((plan) => new Chart(plan, board).node));
   });
