@@ -82,7 +82,7 @@ class SharedPolicy(Trainer):
 
     @endpoint
     async def train_step(self, batch: Batch, keep_logprobs: bool = False) -> StepResult:
-        """One optimizer step, between two steps of generation."""
+        """Take one optimizer step, between two steps of generation."""
         return await self._between_steps(partial(super().train_step, batch, keep_logprobs))
 
     @endpoint(retry=True)
@@ -118,7 +118,7 @@ class SharedPolicy(Trainer):
         return result
 
     async def _try_to_restore(self) -> None:
-        """After work that failed: what it failed with is to be told, not that its memory is not free yet."""
+        """Restore the cache after work that failed. Log a failure: the error of the work is the one to raise."""
         try:
             await self._do(self._native.restore_cache)
         except DeviceMemoryError as error:
@@ -177,7 +177,7 @@ def can_share(config: GeneratorConfig, parameters: Mapping[str, Tensor]) -> bool
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A parameter of the one rank as a plain tensor, in the same memory: mixed precision makes it a DTensor."""
+    """Return a parameter of the one rank as a plain tensor, in the same memory: mixed precision makes it a DTensor."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -55,7 +55,7 @@ class Evaluation:
         return cls(**{**fields, "pass_at": {int(k): value for k, value in fields["pass_at"].items()}})
 
     def values(self) -> dict[str, float]:
-        """The metrics under the names that sinks and the report know."""
+        """Return the metrics under the names that sinks and the report know."""
         most = max(self.pass_at)
         metrics = {
             "evaluation/reward": self.reward,
@@ -123,7 +123,7 @@ class Evaluator:
         return self._summed(answered)
 
     async def _ask(self, index: int) -> Group | None:
-        """The answers to a prompt; None where no generator can answer it."""
+        """Return the answers to a prompt; None where no generator can answer it."""
         async with self._slots:
             prompt = self._book.read(index)
             sampling = self._sampling.model_copy(update={"seed": group_seed(0, index)})
@@ -176,7 +176,7 @@ def make_evaluator(plan: GRPOPlan, workers: Workers) -> Evaluator | None:
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """How likely at least one of k samples is solved, if `num_solved` of `num_samples` are: unbiased (Chen 2021)."""
+    """Return pass@k: how likely at least one of k samples is solved, unbiased (Chen 2021)."""
     if num_samples - num_solved < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)

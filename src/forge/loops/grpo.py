@@ -144,8 +144,7 @@ class GRPOLoop:
             algorithm=self._config.algorithm,
             on_fruitless=self._note_fruitless,
         )
-        self._source = source
-        self._learner = Learner(plan, workers)
+        self._source, self._learner = source, Learner(plan, workers)
         self._evaluator = make_evaluator(plan, workers)
         self._records: Records | None = None
         self._has_begun = False
@@ -154,8 +153,7 @@ class GRPOLoop:
         self._clock = StepClock()
         self._save_rule = SaveRule(self._config.checkpointing, clock=clock)
         self._ledger_before: dict[str, Any] | None = None
-        self._step = 0
-        self._reward = math.nan
+        self._step, self._reward = 0, math.nan
         self._evaluations: list[Evaluation] = []
         self._evaluated_step: int | None = None
         self._last_save: tuple[int, int | None] | None = None
@@ -173,13 +171,13 @@ class GRPOLoop:
         """Train until the last step, the goal of the evaluation, or a request to stop."""
         await self._begin()
         try:
-            await self._train_and_feed()
+            await self._train_with_rollouts()
         except RecordError:
             await self._complete_save()
             raise
         return await self._finish()
 
-    async def _train_and_feed(self) -> None:
+    async def _train_with_rollouts(self) -> None:
         self._metrics.begin()
         rollouts = self._watched(self._runner.run(), "rollouts")
         try:
@@ -197,7 +195,7 @@ class GRPOLoop:
             failed[0].result()  # raises what ended it
 
     def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task beside training. If it fails, the step under way is finished and saved, and the run ends."""
+        """Start a task beside training. If it fails, the step in progress is finished and saved, and the run ends."""
 
         def look(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
@@ -350,7 +348,7 @@ class GRPOLoop:
     # ---- Records, evaluation, checkpoints, and the end ------------------------------------------------------------
 
     async def _write(self, taken: TakenBatch, groups: Sequence[Group], result: StepResult) -> None:
-        """Everything of a step is written before the checkpoint that stands on it."""
+        """Write everything of a step, before the checkpoint that depends on it."""
         assert self._records is not None
         logprobs = None if result.logprobs is None else completion_logprobs(groups, result.logprobs)
         lines = [LedgerLine(self._step, group.number, group.epoch, group.prompt.id, "trained") for group in groups]

@@ -122,7 +122,7 @@ def _check_other_run(folder: Path, found: CheckpointInfo | None) -> None:
 
 
 def _earlier_config(folder: Path) -> Mapping[str, Any] | None:
-    """The configuration of the run that last wrote into a folder; None if there was none."""
+    """Return the configuration of the run that last wrote into a folder; None if there was none."""
     path = folder / FILE_NAME
     try:
         document = read_yaml(path.read_text(encoding="utf-8"), source=str(path))
@@ -163,7 +163,7 @@ def _flat(document: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def group_keys(config: GRPOConfig) -> dict[str, int]:
-    """The keys that say what a group is and how often it is learned from. A checkpoint keeps them."""
+    """Return the keys that say what a group is and how often it is learned from. A checkpoint keeps them."""
     return {"rollout.group_size": config.rollout.group_size, "rollout.iterations": config.rollout.iterations}
 
 
@@ -250,7 +250,7 @@ class SaveRule:
 
 
 def saved_step(folder: Path) -> int | None:
-    """The step that `--resume` continues after: that of the checkpoint completed last; None if there is none.
+    """Return the step that `--resume` continues after: that of the checkpoint completed last; None if there is none.
 
     A checkpoint that is still being written, or whose write failed, does not count.
     """

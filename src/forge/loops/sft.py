@@ -155,7 +155,7 @@ class _Loop:
         return await self._finish()
 
     def _batches(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        """Batches, each with the loader's position before it."""
+        """Yield batches, each with the loader's position before it."""
         limit = self._config.training.max_steps
         loader = self._loaders.train
         while limit is None or self._step < limit:
@@ -291,7 +291,7 @@ class _Loop:
         self._write(values)
 
     def _utilization(self, batch: Batch, rate: float | None) -> float | None:
-        """Which part of the devices' peak goes into the model, where the peak is known."""
+        """Return which part of the devices' peak goes into the model, where the peak is known."""
         if self._peak_flops is None:
             return None
         return model_flops_utilization(

@@ -203,7 +203,7 @@ class _Listener:
 async def stopped_by_signals(
     *, save_hint: str, grace_s: float | None = None, is_rank: bool = False
 ) -> AsyncIterator[tuple[Stop, Callable[[], bool]]]:
-    """Inside the block, SIGINT, SIGTERM and SIGHUP ask the run to end; a second one ends it, with SystemExit.
+    """Let SIGINT, SIGTERM and SIGHUP ask the run to end, inside the block; a second one ends it, with SystemExit.
 
     Yields the `Stop`, and a function that says whether half of `grace_s` has passed since SIGTERM or SIGHUP. Signals
     are heard in the main thread only. SIGHUP stays ignored where it is, as under nohup.

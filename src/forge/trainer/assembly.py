@@ -82,7 +82,7 @@ class Assembled:
                 module.set_reshard_after_backward(not is_more, recurse=False)
 
     def give_up(self) -> None:
-        """After a pass that failed, be as before it: weights as they are kept, no gradients, and FSDP at rest.
+        """Restore the state before a pass that failed: weights as they are kept, no gradients, and FSDP at rest.
 
         An error leaves FSDP in the middle of its pass. Layers would keep their gathered weights, which whoever reads or
         loads weights next would take for the real ones; and after a failed backward pass later ones would end without
@@ -198,7 +198,7 @@ def _is_alone(dims: ParallelDims) -> bool:
 
 
 def _needs_fsdp(dims: ParallelDims, precision: Precision) -> bool:
-    """One data parallel rank that computes in the precision of its weights has nothing to gather."""
+    """Return whether there is anything to gather or to convert."""
     return bool(dims.dp_replicate * dims.dp_shard > 1 or precision.master != precision.compute or dims.ep > 1)
 
 
@@ -218,7 +218,7 @@ def _shard(part: LanguageModel, *, dims: ParallelDims, precision: Precision) -> 
 
 
 def _settle_sums(part: LanguageModel, *, on_gpu: bool, is_alone: bool) -> None:
-    """TorchTitan asks for gradients to be divided by one: a needless pass on one rank, and too much for gloo."""
+    """Undo TorchTitan's division of gradients by one: a needless pass on one rank, and too much for gloo."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             if is_alone:
@@ -228,7 +228,7 @@ def _settle_sums(part: LanguageModel, *, on_gpu: bool, is_alone: bool) -> None:
 
 
 def head_function(*, chunk_tokens: int | None, fp32_logits: bool = False) -> HeadFunction:
-    """A head that never holds more than `chunk_tokens` rows of logits; None for what suits the device.
+    """Return a head that never holds more than `chunk_tokens` rows of logits; None for what suits the device.
 
     `fp32_logits` is `model.head_precision: float32`: see `chunked_logprobs`.
     """
@@ -268,7 +268,7 @@ def _as_row(logprobs: Tensor, entropy: Tensor | None, row: RowTask) -> Tensor:
 
 
 def from_row(output_1L2: Tensor, row: RowTask) -> tuple[Tensor, Tensor]:
-    """What `as_row` put into a row: logprobs and entropies of the places that were asked about."""
+    """Return what `as_row` put into a row: logprobs and entropies of the places that were asked about."""
     both = output_1L2[0].index_select(0, row.index)
     return both[:, 0], both[:, 1]
 
@@ -281,7 +281,7 @@ _Kept: TypeAlias = Any
 
 
 def keep_activations_on_host() -> AbstractContextManager[Any]:
-    """While this holds, large tensors that autograd saves are kept in host memory; weights stay where they are."""
+    """Keep large tensors that autograd saves in host memory, inside the block; weights stay where they are."""
     return cast(AbstractContextManager[Any], torch.autograd.graph.saved_tensors_hooks(_to_host, _back))
 
 

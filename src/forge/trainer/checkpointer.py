@@ -120,7 +120,7 @@ _NEEDED = ("python", "python_gauss", "numpy", "numpy_gauss", "torch")
 
 
 def rng_state() -> dict[str, Tensor]:
-    """The state of Python's, numpy's and torch's generators, and of the current CUDA device's where there is one.
+    """Return the state of Python's, numpy's and torch's random generators, and of the current CUDA device's.
 
     The tensors are copies on the CPU and always have the same shapes, so a fresh `rng_state()` is what a checkpoint is
     loaded into. Each rank stores its own, under a key such as `rng/rank3`.

@@ -130,7 +130,7 @@ class Engine:
         return self.assembled.has_last and self.ranks.rank % self.layout.tensor == 0
 
     def load_weights(self, folder: Path | None) -> None:
-        """Weights from a Hugging Face folder, or random ones where there is none."""
+        """Load weights from a Hugging Face folder, or draw random ones where there is none."""
         if folder is not None:
             load_hf(self.parts, folder, self.model.facts)
         else:
@@ -144,7 +144,7 @@ class Engine:
         return {name: parameter for name, parameter in named if names[id(parameter)] == name}
 
     def own_parameters(self) -> dict[str, Tensor]:
-        """What this rank holds, DTensors where they are split, by name: what the store and checkpoints take."""
+        """Return what this rank holds, DTensors where they are split, by name: what the store and checkpoints take."""
         return {name: parameter.detach() for name, parameter in self._named_once().items()}
 
     # ---- Training -----------------------------------------------------------------------------------------------
@@ -275,11 +275,11 @@ class Engine:
         return key
 
     def _asked(self, row: Row) -> Tensor:
-        """The tokens of a row that are asked about: in scoring all, in training those that count."""
+        """Return the tokens of a row that are asked about: in scoring all, in training those that count."""
         return row.counted_N if self._scores is None else row.predicted_P
 
     def _loss_task(self, row: Row) -> RowTask:
-        """Only tokens that count are looked at. A plain sum of -logprobs is left to the head, which is cheaper."""
+        """Return the task of a training row: tokens that count. A plain sum of -logprobs is left to the head."""
         fused = self.loss.is_nll and self.assembled.schedule is None
         weights = row.weights_T.index_select(0, row.counted_N).to(self._wide) / self._normalizer if fused else None
         task = self._task(row, temperature=getattr(self.loss, "temperature", 1.0))
@@ -309,7 +309,7 @@ class Engine:
             scaled.backward()
 
     def _judge(self, output: Any, key: int) -> Tensor:
-        """A row's part of the normalised loss; what it adds to the step's sums is added."""
+        """Return a row's part of the normalised loss, and note what it adds to the step's sums."""
         row, task = self._rows[key]
         if task.weights is not None:
             scaled, _ = output
@@ -359,7 +359,7 @@ class Engine:
     # ---- Over all ranks -----------------------------------------------------------------------------------------
 
     def _reduce(self, sums: Sums) -> Sums:
-        """The same figures on every rank. Ranks that see the same rows count once."""
+        """Return the sums over all ranks, on every rank. Ranks that see the same rows count once."""
         gathered = self.ranks.gather(sums if self.is_leader else None)
         return sum((other for other in gathered if other is not None), Sums())
 
@@ -376,7 +376,7 @@ class Engine:
         return metrics
 
     def _bad_names(self, batch: Batch, totals: Sums) -> list[str]:
-        """The samples whose own numbers are not finite; else those of the rows whose loss is not; else all."""
+        """Return the samples whose own numbers are not finite; else those of the rows whose loss is not; else all."""
         own = [index for index, sample in enumerate(batch.samples()) if not _is_finite(sample, self.loss.fields)]
         chosen = own or sorted(set(totals.bad_samples)) or range(len(batch))
         return [(batch.identities[index] if batch.identities else "") or f"sample {index}" for index in chosen]
@@ -394,13 +394,13 @@ class Engine:
     # ---- Scoring ------------------------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """The sum of a batch's loss, not yet normalised, and its normaliser: they add up over batches."""
+        """Return the sum of a batch's loss, not yet normalised, and its normaliser: they add up over batches."""
         self._pass(batch, backward=False)
         totals = self._reduce(self._sums())
         return totals.loss * self._normalizer, self._normalizer
 
     def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
-        """The logprob of every token of every sample, float32 [L] each, in the batch's order; 0 for the first token."""
+        """Return the logprobs of every sample's tokens, float32 [L] each, in order; 0 for the first token."""
         check_temperature(temperature)  # on every rank: only the last stage of a pipeline would look at it
         check_batch(batch, vocab_size=self.model.facts.vocab_size)
         plan = self._plan(batch)
@@ -415,7 +415,7 @@ class Engine:
         return self._gathered(plan, scores)
 
     def _gathered(self, plan: RowPlan, values: Mapping[int, Tensor]) -> list[Tensor]:
-        """Values per token of this rank's rows, and of the others', in the order of the batch's samples.
+        """Return values per token of all ranks' rows, in the order of the batch's samples.
 
         Only here is the device waited for: between rows it would stand still.
         """
@@ -427,7 +427,7 @@ class Engine:
         return scatter_back(plan, [by_rank[rank] for rank in range(plan.num_ranks)])
 
     def describe(self) -> dict[str, Any]:
-        """Where training is, in plain values."""
+        """Return where training is, in plain values."""
         return {
             "step": self.step,
             "layout": str(self.layout),

@@ -62,7 +62,7 @@ class RowPlan:
         return len(self.rows[0])
 
     def rounded_up(self, multiple: int) -> RowPlan:
-        """The same plan with rows without samples added, until their number on each rank is a multiple.
+        """Return the same plan with rows without samples added, until their number on each rank is a multiple.
 
         A pipeline takes a fixed number of rows at once.
         """
@@ -139,7 +139,7 @@ def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] =
 
 
 def scatter_back(plan: RowPlan, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Results per token, `values[rank][row]` of at least T elements, as one tensor per sample in the batch's order.
+    """Return results per token, `values[rank][row]` of at least T elements, as one tensor per sample, in order.
 
     What lies behind the T tokens of the samples is padding and is left out.
     """
@@ -192,7 +192,7 @@ def _check_shapes(batch: Batch) -> None:
 
 
 def _check_signs(batch: Batch) -> None:
-    """The loss is divided by the sum of the weights: all negative they would cancel out, mixed they would blow up."""
+    """Refuse negative weights: the loss is divided by their sum."""
     wrong = torch.nonzero(batch.loss_weights < 0)
     if wrong.numel():
         raise DataError(
@@ -213,7 +213,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _pack_tightly(order: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Few rows: each sample, longest first, goes where the least room is left that takes it."""
+    """Pack into few rows: each sample, longest first, goes where the least room is left that takes it."""
     rows: list[list[int]] = []
     rows_by_room: dict[int, list[int]] = {}
     rooms: list[int] = []
@@ -241,7 +241,7 @@ def _pack_tightly(order: Sequence[int], lengths: Sequence[int], *, max_tokens: i
 def _pack_evenly(
     order: Sequence[int], lengths: Sequence[int], *, max_tokens: int, num_rows: int
 ) -> list[list[int]] | None:
-    """So many rows of about the same cost: each sample, longest first, goes to the cheapest. None if one overflows."""
+    """Pack into so many rows of about the same cost, longest sample first. None if a row overflows."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     tokens = [0] * num_rows
     cheapest = [(0.0, row) for row in range(num_rows)]
@@ -258,7 +258,7 @@ def _pack_evenly(
 def _deal(
     rows: Sequence[Sequence[int]], lengths: Sequence[int], *, num_ranks: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Rows to ranks, in rounds of one row for each, dearest rows first and the dearest one to the cheapest rank.
+    """Deal rows to ranks, in rounds of one row for each, costliest rows first and the costliest to the cheapest rank.
 
     After each round the ranks differ by at most the dearest row: a rank that has more never gets more than another.
     """
@@ -318,7 +318,7 @@ def plan_shared_rows(batch: Batch, *, num_ranks: int, max_tokens: int, row_multi
 
 
 def find_bundles(batch: Batch, *, max_tokens: int) -> list[Bundle]:
-    """The samples of a batch in bundles, each of at most `max_tokens` tokens that are computed.
+    """Return the samples of a batch in bundles, each of at most `max_tokens` tokens that are computed.
 
     Only tokens before the first that counts are shared: what completions happen to begin with alike is their own.
     """
@@ -342,7 +342,7 @@ def find_bundles(batch: Batch, *, max_tokens: int) -> list[Bundle]:
 
 
 def _leads(batch: Batch, ends: Sequence[int]) -> list[int]:
-    """How many tokens of each sample come before the first that counts; at least one is always left over."""
+    """Return how many tokens of each sample come before the first that counts; at least one is always left over."""
     leads: list[int] = []
     for start, end in pairwise(ends):
         counted = batch.loss_weights[start:end].nonzero()

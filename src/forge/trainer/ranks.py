@@ -50,7 +50,7 @@ class Ranks:
             gc.enable()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of ranks, on every rank."""
+        """Return every rank's value, in order of ranks, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
