@@ -31,7 +31,7 @@ def test_a_volume_lets_go_of_what_was_never_committed(drive: Callable[[Any], Any
             if is_elsewhere:
                 here.host = "elsewhere"
             record = SegmentRecord(segment.size, 1)
-            held_by = await asyncio.to_thread(here.carrier.hold, segment, record, assignment)
+            held_by = await asyncio.to_thread(here.data_plane.hold, segment, record, assignment)
             assert [holder for holder in held_by if holder.volume]
             assert await volume.num_segments.call_one() == 1  # type: ignore[attr-defined]
             await here.line.call_async("give_up", (assignment.id, "it dies before it commits"))

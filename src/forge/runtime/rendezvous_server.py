@@ -26,7 +26,7 @@ from forge.runtime.sockets import ConnectionFailure
 
 _log = logging.getLogger("forge.runtime")
 
-REGISTRIES: Final[dict[str, str]] = {"store": "forge.store.desk"}
+REGISTRIES: Final[dict[str, str]] = {"store": "forge.store.registry_server"}
 """The registries by name, and the module whose `open_registry()` opens each, imported when it is
 first used. A program may add its own before its run starts."""
 

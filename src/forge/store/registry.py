@@ -61,7 +61,7 @@ class Registry:
     # writing
 
     def begin(self, session: int, request: Begin) -> int | None:
-        """A rank joins a version. Its assignment's number; None if its layout has to be told first."""
+        """Let a rank join a version. Return its assignment's number; None if the layout has to be sent first."""
         key = (request.kind, request.key)
         if request.layout is None and request.layout_id not in self._layouts:
             return None
@@ -108,7 +108,7 @@ class Registry:
         self._listener.changed(pending.key)
 
     def assignment(self, number: int) -> Assignment | None:
-        """What a rank is to write; None while other ranks have not joined yet."""
+        """Return what a rank is to write; None while other ranks have not joined yet."""
         writer = self._writers[number]
         pending = writer.pending
         if pending.failure is not None:
@@ -130,13 +130,13 @@ class Registry:
         )
 
     def waiting_for(self, assignment: int) -> str:
-        """Which ranks a writer waits for, in words."""
+        """Return which ranks a writer waits for, in words."""
         pending = self._writers[assignment].pending
         missing = sorted(set(range(pending.world_size)) - set(pending.writers))
         return f"rank(s) {missing} of {pending.world_size} of version {pending.number} of {pending.key[1]!r}"
 
     def _spare_for(self, writer: RankWriter, written: tuple[int, ...] | None) -> SpareSegment | None:
-        """A free segment of the writer's that fits; those that do not are given up."""
+        """Return a free segment of the writer that fits; drop those that do not."""
         size = packing(self._layouts[writer.layout], written).size
         found: SpareSegment | None = None
         for spare in self._spares.pop((writer.session, writer.pending.key), []):
@@ -147,7 +147,7 @@ class Registry:
         return found
 
     def commit(self, commit: Commit) -> None:
-        """A rank's part is written. With the last one the version becomes visible."""
+        """Add a rank's written part. With the last one the version becomes visible."""
         writer = self._writers.get(commit.assignment)
         if writer is None:
             self._drop_part(commit.part)
@@ -194,7 +194,7 @@ class Registry:
         self._listener.changed(pending.key)
 
     def _without_lost_volumes(self, pending: PendingVersion) -> dict[int, str]:
-        """Forget copies on volumes that have ended since they took them. For each rank that lost one, who held it."""
+        """Forget copies on volumes that have ended meanwhile. Return, for each rank that lost one, who held it."""
         losses: dict[int, str] = {}
         for rank, part in list(pending.parts.items()):
             ended = {volume.session for volume in pending.writers[rank].volumes} - self._volumes.keys()
@@ -205,14 +205,14 @@ class Registry:
         return losses
 
     def outcome(self, assignment: int) -> Version | None:
-        """The version that a rank contributed to, once it is complete."""
+        """Return the version that a rank contributed to, once it is complete."""
         pending = self._writers[assignment].pending
         if pending.failure is not None:
             raise pending.failure
         return pending.version
 
     def close_assignment(self, assignment: int, why: str = "") -> None:
-        """A writer is done, or gives up: an unfinished version is then abandoned."""
+        """Close a writer's assignment. A version that is not complete is abandoned."""
         writer = self._writers.pop(assignment, None)
         if writer is None:
             return
@@ -225,13 +225,12 @@ class Registry:
             self._forget(pending.key)
 
     def withdraw(self, session: int, token: str) -> None:
-        """A rank does not wait for the others any longer."""
+        """Close the assignments of a rank that does not wait for the others any longer."""
         for writer in [w for w in self._writers.values() if (w.session, w.token) == (session, token)]:
             self.close_assignment(writer.assignment)
 
     def _reclaim(self, writer: RankWriter) -> None:
-        """A segment that a writer got for a version that came to nothing is free again; whoever took its part from it
-        has it for nothing."""
+        """Free the segment that a writer got for an abandoned version; drop the copies of its part elsewhere."""
         spare, part = writer.reuse, writer.pending.parts.get(writer.rank)
         if spare is not None and part is not None:
             held = {holder.session for holder in part.segment.holders if holder.segment == spare.name}
@@ -291,7 +290,7 @@ class Registry:
         return stored
 
     def release(self, lease: int) -> None:
-        """A reader lets go. Doing so twice is harmless."""
+        """Release a lease. Doing so twice is harmless."""
         if lease in self._leases:
             _, key, stored = self._leases.pop(lease)
             stored.leases.discard(lease)
@@ -299,14 +298,14 @@ class Registry:
                 self._free(key, stored)
 
     def newest(self, key: Key) -> int | None:
-        """The newest version that can be read."""
+        """Return the newest version that can be read."""
         return max(self._usable(key), default=None)
 
     def _usable(self, key: Key) -> dict[int, StoredVersion]:
         return {number: stored for number, stored in self._stored.get(key, {}).items() if not stored.is_retired}
 
     def versions(self, key: Key) -> list[VersionInfo]:
-        """The versions that can be read, oldest first."""
+        """Return the versions that can be read, oldest first."""
         found = []
         for number, stored in sorted(self._usable(key).items()):
             segments = [part.segment for part in stored.version.parts]
@@ -340,7 +339,7 @@ class Registry:
         return retired
 
     def delete(self, kind: str, names: Iterable[str]) -> int:
-        """Forget keys; how many there were."""
+        """Delete keys; return how many there were."""
         return sum(bool(self._retire((kind, name), list(self._stored.get((kind, name), {})))) for name in names)
 
     def _retire(self, key: Key, numbers: Iterable[int]) -> list[int]:
@@ -358,7 +357,7 @@ class Registry:
         return retired
 
     def _free(self, key: Key, stored: StoredVersion) -> None:
-        """Nobody reads a retired version any more: its memory goes back to its writers, or is given up."""
+        """Free a retired version that has no reader left: its memory goes back to its writers, or is dropped."""
         versions = self._stored.get(key, {})
         if versions.get(stored.version.number) is stored:  # not where the number was published again meanwhile
             del versions[stored.version.number]
@@ -405,7 +404,7 @@ class Registry:
     # processes
 
     def left(self, session: int, who: str = "a process") -> None:
-        """A process (`who`, for messages) has ended, or closed its line: what only it needed or held is let go."""
+        """Release what only a process needed or held that has ended (`who`, for messages)."""
         for lease in [number for number, (its, _, _) in self._leases.items() if its == session]:
             self.release(lease)
         self._volumes.pop(session, None)
@@ -437,11 +436,11 @@ class Registry:
                 stored.version = replace(stored.version, parts=parts)
 
     def add_volume(self, session: int, volume: Holder) -> None:
-        """A storage volume is ready."""
+        """Add a storage volume that is ready."""
         self._volumes[session] = replace(volume, session=session)
 
     def set_copies(self, copies: int) -> None:
-        """How many volumes hold each part."""
+        """Set how many volumes hold each part."""
         self._copies = copies
 
     def _volumes_for(self, rank: int) -> tuple[Holder, ...]:

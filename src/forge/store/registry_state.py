@@ -142,7 +142,7 @@ def lost(key: Key, number: int, rank: int, *, held_by: str) -> StoreError:
 def not_found(
     key: Key, number: int | None, *, usable: Iterable[int], near: Iterable[str], under_way: Iterable[PendingVersion]
 ) -> StoreKeyError:
-    """There is no such key or version; `usable` versions and `near` keys there are, and some are `under_way`."""
+    """Return the error for a key or version that does not exist; the others say what does."""
     kind, name = key
     versions, names = sorted(usable), sorted(near)[:8]
     coming = [
@@ -170,7 +170,7 @@ Copies = dict[Region, list[tuple[int, int]]]
 
 @lru_cache(maxsize=64)
 def assign_pieces(key: str, layouts: tuple[Layout, ...]) -> list[tuple[int, ...] | None]:
-    """For each rank the numbers of the pieces that it is to write; None means all that it has.
+    """Return for each rank the numbers of the pieces that it is to write; None means all that it has.
 
     Where several ranks hold the same region, the one with the least to write so far gets it. Raises if the ranks
     disagree about a tensor, or if no rank holds some part of one.

@@ -83,7 +83,7 @@ class Target:
 
 
 def is_place(value: Any) -> bool:
-    """Whether a value says where something is to go: a tensor, an `At`, or a list of those."""
+    """Return whether a value says where something is to go: a tensor, an `At`, or a list of those."""
     if isinstance(value, (Tensor, At)):
         return True
     return isinstance(value, list) and bool(value) and all(isinstance(entry, At) for entry in value)
@@ -92,13 +92,13 @@ def is_place(value: Any) -> bool:
 def resolve(
     label: str, place: Any, shapes: Mapping[str, tuple[tuple[int, ...], str]], *, cast: bool = False
 ) -> list[Target]:
-    """The targets of one place. `shapes` has the shape and dtype of every stored tensor; the name must be in it."""
+    """Return the targets of one place. `shapes` has the shape and dtype of every stored tensor."""
     entries = place if isinstance(place, list) else [place]
     return [_one(label, entry, shapes, cast=cast) for entry in entries]
 
 
 def stored_name(label: str, entry: Any) -> str:
-    """The stored tensor that fills a place."""
+    """Return the stored tensor that fills a place."""
     return entry.of if isinstance(entry, At) and entry.of is not None else label
 
 
@@ -173,7 +173,7 @@ def _check_extent(label: str, found: tuple[int, ...], extent: tuple[int, ...]) -
 def allocate(
     name: str, spec: Spec | None, shape: tuple[int, ...], dtype: str, *, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Target]:
-    """New memory for a stored tensor or a part of it: what the reader gets, and what to fill."""
+    """Allocate memory for a stored tensor or a part of it: what the reader gets, and what to fill."""
     kind = dtype_of(dtype)
     if isinstance(spec, Placed):
         return _sharded(name, spec, shape, kind)

@@ -15,7 +15,7 @@ import forge
 import forge.store as ts
 from forge.errors import MISSING, StoreError, StoreKeyError, WeightMismatch
 from forge.store.client import client
-from forge.store.trees import MAX_REST
+from forge.store.objects import MAX_REST
 
 Body = Callable[[], Coroutine[Any, Any, Any]]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import forge
 import forge.store as ts
 from forge.errors import StoreError
-from forge.store.trees import MAX_REST, Leaf, put_together, read_structure, take_apart, write_structure
+from forge.store.objects import MAX_REST, Leaf, put_together, read_structure, take_apart, write_structure
 
 DTYPES = sorted(
     {

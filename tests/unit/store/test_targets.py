@@ -57,8 +57,8 @@ def test_chunks_are_those_of_torch(shape: list[int], data: st.DataObject) -> Non
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     expected = torch.chunk(whole, count, dim)
     for index in range(count):
-        offset, extent = ts.Chunk(dim, index, count).resolve(tuple(shape))
-        part = whole[tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))]
+        region = ts.Chunk(dim, index, count).resolve(tuple(shape))
+        part = whole[tuple(map(slice, region.offset, region.end))]
         other = expected[index] if index < len(expected) else whole.narrow(dim, 0, 0)
         assert torch.equal(part, other)
 

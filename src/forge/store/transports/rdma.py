@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from forge.errors import StoreError
-from forge.store.transports.base import Range, as_bytes, out_of_bounds
+from forge.store.transports import Range, as_bytes, out_of_bounds
 
 FORCE: Final = "FORGE_RDMA"
 """Environment: `force` uses RDMA buffers without the hardware, over Monarch's own fallback; `off` never uses them."""
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def available() -> bool:
-    """Whether RDMA is to be used on this machine: it has the hardware, or the environment forces it."""
+    """Return whether RDMA is to be used on this machine: it has the hardware, or the environment forces it."""
     choice = os.environ.get(FORCE, "")
     if choice not in ("", "force", "off"):
         raise StoreError(
@@ -65,7 +65,7 @@ class Descriptor:
     """Monarch's RDMABuffer for each chunk, in order."""
 
     def num_moved(self, ranges: Sequence[Range]) -> int:
-        """How many bytes a read of these ranges moves; never less than they have."""
+        """Return how many bytes a read of these ranges moves; never less than they have."""
         touched = {
             number
             for offset, target in ranges
@@ -141,7 +141,7 @@ class RdmaReader:
             self._actor.run(lambda: self._fetch(source, _by_chunk(flat, source.chunk_bytes)))
 
     def close(self) -> None:
-        """A read in progress raises after the operations that it has begun. May be called twice."""
+        """Close the reader. A read in progress raises after the operations that it has started. May be called twice."""
         self._closed.set()
         self._actor.close()
 
@@ -226,7 +226,7 @@ class _Actor:
 
 
 def _by_chunk(ranges: Sequence[Range], chunk_bytes: int) -> dict[int, list[Range]]:
-    """For each chunk that is touched, where in it the parts begin and which memory they fill."""
+    """Return for each chunk that is touched where in it the parts begin and which memory they fill."""
     found: dict[int, list[Range]] = {}
     for offset, target in ranges:
         done = 0

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from forge.errors import StoreError, WeightMismatch
 from forge.store.client import StoreClient
-from forge.store.execution import Execution, Shadows, Source, Targets, open_source
+from forge.store.execution import Execution, Shadows, Source, open_source, target_tensors
 from forge.store.fetch_plan import Catalog, CatalogKey, FetchPlan, catalog_key, make_plan, read_catalog
 from forge.store.records import Lease, Version
 from forge.store.targets import At, Target, allocate, check_at, is_place, resolve, stored_name
-from forge.store.tensors import part_of, piece_view
+from forge.store.tensors import LocalTensors, part_of, piece_view
 from forge.store.transports.cuda import alias
 from forge.store.verification import (
     Verify,
@@ -106,7 +106,7 @@ class Reader:
         verify: Verify,
         strict: bool,
         cast: bool,
-        targets: Targets | None = None,
+        targets: LocalTensors | None = None,
     ) -> Fetched:
         """Copy what the places in `into` want, check it, and let the version go. `targets` are those of `into`, if
         somebody has looked at it already."""
@@ -114,7 +114,7 @@ class Reader:
         version = lease.version
         try:
             check_into(into)
-            targets = targets or Targets(into)
+            targets = targets or target_tensors(into)
             known = self.catalog(lease)
             sources = [open_source(self.client, version, part) for part in version.parts]
             made = self._plan(lease, known, into, targets, sources, strict=strict, cast=cast)
@@ -124,10 +124,10 @@ class Reader:
         return Fetched(version.number, version.digest, verify, made.num_bytes, time.perf_counter() - began)
 
     def fill_targets(self, lease: Lease, known: Catalog, targets: list[Target], *, verify: Verify) -> int:
-        """Copy into memory that was allocated for this; the lease stays. How many bytes were copied."""
+        """Copy into memory that was allocated for this, and return how many bytes were copied. The lease stays."""
         sources = [open_source(self.client, lease.version, part) for part in lease.version.parts]
         made = make_plan(lease.version.key, known, targets, [source.where for source in sources])
-        memories = Targets({str(number): target.memory for number, target in enumerate(targets)})
+        memories = LocalTensors([(target.label, target.memory) for target in targets])
         Execution(self.client, lease.version, known, made, sources, memories).run(self._shadows, verify=verify)
         return made.num_bytes
 
@@ -136,17 +136,17 @@ class Reader:
         lease: Lease,
         known: Catalog,
         into: Mapping[str, Any],
-        targets: Targets,
+        targets: LocalTensors,
         sources: Sequence[Source],
         *,
         strict: bool,
         cast: bool,
     ) -> FetchPlan:
         where = tuple(source.where for source in sources)
-        fingerprint = (catalog_key(lease.version.parts), where, strict, cast, targets.fingerprints)
+        seen = (catalog_key(lease.version.parts), where, strict, cast, targets.key)
         with self._guard:
             for known_mark, made, _ in self._plans:
-                if known_mark == fingerprint:
+                if known_mark == seen:
                     return made
         check_names(f"version {lease.version.number} of {lease.version.key!r}", known.shapes, into, strict=strict)
         with _uncollected():
@@ -155,13 +155,13 @@ class Reader:
             ]
             made = make_plan(lease.version.key, known, wanted, where)
         with self._guard:
-            self._plans.appendleft((fingerprint, made, targets.kept))
+            self._plans.appendleft((seen, made, targets.kept))
         return made
 
     # as views
 
     def views(self, lease: Lease, *, verify: Verify, copy_below: int = 0) -> Fetched:
-        """Every tensor of a version: as a view where it lies in mapped memory in one piece, else as a new tensor."""
+        """Return every tensor of a version: as a view where it lies mapped in one piece, else as a new tensor."""
         began = time.perf_counter()
         version = lease.version
         holding = _Holding(self.client, lease.id)
@@ -183,7 +183,7 @@ class Reader:
     def _mapped(
         self, version: Version, known: Catalog, holding: _Holding, *, verify: Verify, copy_below: int
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Views of what can be viewed, and the names of what cannot."""
+        """Return views of what can be viewed, and the names of what cannot."""
         tensors: dict[str, Tensor] = {}
         opened: dict[int, Tensor | None] = {}
         differ: set[str] = set()
@@ -203,7 +203,7 @@ class Reader:
         return tensors, [name for name in known.entries if name not in tensors]
 
     def _memory_for_views(self, version: Version, index: int, holding: _Holding) -> Tensor | None:
-        """The memory of a part, whose lease lasts as long as anything looks at it; None if it is not here."""
+        """Return the memory of a part, whose lease lasts as long as anything looks at it; None if it is not here."""
         source = open_source(self.client, version, version.parts[index], is_private=True)
         source.check_stamp(version)
         if source.segment is not None:
@@ -218,7 +218,7 @@ class Reader:
     def _check_memory(
         self, version: Version, known: Catalog, index: int, memory: Tensor, *, verify: Verify
     ) -> set[str]:
-        """The tensors of a part that are not in its memory as they were published."""
+        """Return the tensors of a part that are not in its memory as they were published."""
         if memory.is_cuda:
             return check_part_on_device(known, version, index, memory)
         if version.parts[index].segment.inline is None:
@@ -255,7 +255,7 @@ class _Holding:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Plans of many tensors are many small objects without cycles. Looking for cycles among them, again and again as
+    """Pause garbage collection: plans are many small objects without cycles. Looking for cycles, again and again as
     they are made, would take half of the time."""
     if not gc.isenabled():
         yield
@@ -271,7 +271,7 @@ def check_into(into: object) -> None:
     """Raise unless this is a dict of places; each `At` among them must say what it means."""
     if not isinstance(into, Mapping):
         raise StoreError(
-            "there is no memory to fill",
+            "there is not memory to fill",
             path="fetch(into)",
             value=type(into).__name__,
             rule="a dict from names to tensors, DTensors, Ats or lists of Ats",
@@ -323,7 +323,7 @@ def check_names(what: str, stored: Mapping[str, Any], into: Mapping[str, Any], *
 
 
 def _contents(stored: Mapping[str, Any]) -> str:
-    """What a version or value has, in words."""
+    """Return what a version or value has, in words."""
     if "" in stored:
         return "one tensor, without a name"
     return f"{len(stored)} tensor(s): {', '.join(list(stored)[:4])}" + (", …" if len(stored) > 4 else "")

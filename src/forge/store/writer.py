@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,22 +19,115 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.runtime.rendezvous import run_id
+from forge.runtime.rendezvous import ConnectionFailure, run_id
 from forge.store import kernel
-from forge.store.carrying import is_spread
 from forge.store.client import StoreClient
 from forge.store.copy_table import PieceLocations
-from forge.store.joining import Contribution, Joiner
+from forge.store.data_plane import is_spread
 from forge.store.proof import pack_digests, sample_seed
-from forge.store.records import HEADER, Assignment, Commit, Holder, Layout, Part, SegmentRecord, packing
+from forge.store.records import HEADER, Assignment, Begin, Commit, Holder, Layout, Part, SegmentRecord, packing
 from forge.store.segments import Segment
-from forge.store.snapshot import Memories, Prepared, Table, as_stored, build, copy
-from forge.store.tensors import Fingerprint, fingerprint_of, keepalive, shards_of
+from forge.store.snapshot import Prepared, Table, as_stored, build, copy
+from forge.store.tensors import LocalTensors, shards_of
 from forge.store.transports.cuda import DeviceSegment, to_host
 
 _log = logging.getLogger("forge.store")
 INLINE = 64 << 10
 """Values smaller than this are kept by the registry itself: a segment each would cost more than it holds."""
+
+
+def ranks_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return which of how many publishing ranks this process is, unless the user has said so."""
+    if rank is not None and world_size is not None:
+        return rank, world_size
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+_joiners: weakref.WeakSet[Joiner] = weakref.WeakSet()
+
+
+def _withdraw_all() -> None:
+    """Stop waiting for other ranks when the process ends: waiting would keep it from that."""
+    for joiner in list(_joiners):
+        joiner.withdraw()
+
+
+# Python waits for threads before it calls what `atexit` has: this comes before both.
+getattr(threading, "_register_atexit", atexit.register)(_withdraw_all)
+
+
+class Joiner:
+    """Asks the registry for assignments, for one key of one process. The layout is told once, as long as it stays."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+        self._told: str | None = None
+        self._token = ""
+        self._joining: Future[Assignment] | None = None
+        self._is_withdrawn = False
+        self._is_joining = threading.Lock()
+        _joiners.add(self)
+
+    def fits(self, layout: Layout) -> bool:
+        """Return whether this is the layout that the registry was told, which `begin_early` relies on."""
+        return self._told == layout.id
+
+    def begin_early(self, request: Begin) -> Future[Assignment] | None:
+        """Request an assignment before the tensors are looked at, if they are likely those of last time. Never where
+        other ranks take part, who would have to begin again if they are not."""
+        if self._told is None or request.world_size > 1:
+            return None
+        return self._client.line.request("begin", replace(request, layout_id=self._told))
+
+    def give_back(self, early: Future[Assignment]) -> None:
+        assignment = early.result()
+        if not assignment.needs_layout:
+            self._client.line.call("give_up", (assignment.id, "the state dict has changed its layout"))
+
+    def begin(self, request: Begin, layout: Layout, early: Future[Assignment] | None) -> Assignment:
+        """Return this rank's assignment, once every rank has joined."""
+        if early is not None:
+            assignment = early.result()
+            if not assignment.needs_layout:
+                return assignment
+        known = None if self._told == layout.id and early is None else layout
+        self._token = secrets.token_hex(8)
+        request = replace(request, layout_id=layout.id, layout=known, token=self._token)
+        assignment = self._join(request)
+        if assignment.needs_layout:
+            assignment = self._join(replace(request, layout=layout))
+        self._told = layout.id
+        return assignment
+
+    def _join(self, request: Begin) -> Assignment:
+        """Join a version; waits until every rank has, or until this one withdraws."""
+        try:
+            with self._is_joining:
+                if self._is_withdrawn:
+                    raise CancelledError
+                self._joining = self._client.line.request("begin", request)
+            return self._joining.result()
+        except CancelledError:
+            raise StoreError(
+                f"rank {request.rank} gave up before all ranks had begun to publish {request.key!r}",
+                path=request.key,
+                value=f"rank {request.rank} of {request.world_size}",
+                rule=f"all {request.world_size} ranks publish",
+                repair="publish again, from every rank",
+            ) from None
+        finally:
+            self._joining = None
+
+    def withdraw(self) -> None:
+        """Wait for other ranks no longer, now and later: what is not begun is given up, what is goes on."""
+        with self._is_joining:
+            self._is_withdrawn = True
+            joining = self._joining
+        if joining is not None and joining.cancel() and self._client.line.is_open:
+            with contextlib.suppress(ConnectionFailure):  # it has just ended
+                self._client.line.notify("withdraw", self._token)  # the answer may have been on its way
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +148,7 @@ class Published:
 class Staged:
     """A part of which the snapshot was taken, and which is not yet committed."""
 
-    contribution: Contribution
+    request: Begin
     assignment: Assignment
     layout: Layout
     record: SegmentRecord
@@ -68,7 +165,7 @@ class Staged:
     @property
     def is_soon_done(self) -> bool:
         """Whether nothing remains but to tell the registry: no copy, no volume, and nobody else to wait for."""
-        return self.on_gpu is None and not self.assignment.volumes and self.contribution.world_size == 1
+        return self.on_gpu is None and not self.assignment.volumes and self.request.world_size == 1
 
 
 def check_dtype(path: str, dtype: object) -> None:
@@ -98,7 +195,7 @@ class Writer:
         self._joiner = Joiner(client)
 
     def record_stream(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Remember what the devices are still to do, in the caller's thread; the snapshot comes after that."""
+        """Record what the devices are still to do, in the caller's thread; the snapshot comes after that."""
         devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         events = []
         for device in devices:
@@ -108,14 +205,14 @@ class Writer:
         return events
 
     def stage(
-        self, contribution: Contribution, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None, ready: Any = ()
+        self, request: Begin, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None, ready: Any = ()
     ) -> Staged:
         """Join the version and copy this rank's part of it. When this returns the tensors may change."""
         began = time.perf_counter()
-        early = self._joiner.begin_early(contribution)
+        early = self._joiner.begin_early(request)
         try:
             with self._guard:
-                prepared, fingerprints = self._look_at(tensors, dtype)
+                prepared, memories = self._look_at(tensors, dtype)
         except BaseException:
             if early is not None:
                 self._joiner.give_back(early)
@@ -123,13 +220,13 @@ class Writer:
         if early is not None and not self._joiner.fits(prepared.layout):
             self._joiner.give_back(early)  # these are other tensors than last time
             early = None
-        assignment = self._joiner.begin(contribution, prepared.layout, early)
+        assignment = self._joiner.begin(request, prepared.layout, early)
         try:
             for event in ready:
                 event.synchronize()
-            return self._write(contribution, assignment, prepared, Memories(tensors, fingerprints), began)
+            return self._write(request, assignment, prepared, memories, began)
         except BaseException as error:
-            why = f"rank {contribution.rank} could not write its part of {contribution.key!r}: {error}"
+            why = f"rank {request.rank} could not write its part of {request.key!r}: {error}"
             self.client.line.notify("give_up", (assignment.id, why))
             raise
 
@@ -139,21 +236,17 @@ class Writer:
 
     # looking
 
-    def _look_at(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Prepared, list[Fingerprint]]:
-        fingerprints = [fingerprint_of(tensor) for tensor in tensors.values()]
-        seen = (dtype, tuple(tensors), fingerprints)
-        if self._prepared is not None and self._prepared[0] == seen:
-            return self._prepared[1], fingerprints
-        layout = Layout.of(
-            tuple(tensors), tuple(as_stored(shards_of(t, name=name), dtype) for name, t in tensors.items())
-        )
-        devices = {tensor.device for tensor in tensors.values()}
-        prepared = Prepared(layout, devices, [keepalive(tensor) for tensor in tensors.values()])
-        self._prepared = (seen, prepared)
-        return prepared, fingerprints
+    def _look_at(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> tuple[Prepared, LocalTensors]:
+        memories = LocalTensors(list(tensors.items()))
+        seen = (dtype, memories.key)
+        if self._prepared is None or self._prepared[0] != seen:
+            shards = tuple(as_stored(shards_of(tensor, name=name), dtype) for name, tensor in tensors.items())
+            devices = {tensor.device for tensor in tensors.values()}
+            self._prepared = (seen, Prepared(Layout.of(tuple(tensors), shards), devices, memories.kept))
+        return self._prepared[1], memories
 
     def _table(
-        self, prepared: Prepared, memories: Memories, device: torch.device, written: tuple[int, ...] | None
+        self, prepared: Prepared, memories: LocalTensors, device: torch.device, written: tuple[int, ...] | None
     ) -> Table:
         table = prepared.tables.get((device, written))
         if table is None:
@@ -162,7 +255,7 @@ class Writer:
         return table
 
     def _gpu(self, devices: set[torch.device], size: int, *, has_volumes: bool) -> tuple[torch.device | None, bool]:
-        """The GPU on which the snapshot is taken, if it is on one; and whether it is kept there until it is fetched."""
+        """Return the GPU on which the snapshot is taken, if any, and whether it stays there until it is fetched."""
         gpu = next(iter(devices)) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
         if self.on == "cuda" and gpu is None:
             raise StoreError(
@@ -188,10 +281,10 @@ class Writer:
 
     def _write(
         self,
-        contribution: Contribution,
+        request: Begin,
         assignment: Assignment,
         prepared: Prepared,
-        memories: Memories,
+        memories: LocalTensors,
         began: float,
     ) -> Staged:
         size = packing(prepared.layout, assignment.written).size
@@ -201,16 +294,16 @@ class Writer:
             gpu = None
         record = SegmentRecord(size, secrets.randbits(63) | 1)
         table = self._table(prepared, memories, gpu or torch.device("cpu"), assignment.written)
-        staged = Staged(contribution, assignment, prepared.layout, record, began, table.locations, on_gpu=staging)
+        staged = Staged(request, assignment, prepared.layout, record, began, table.locations, on_gpu=staging)
         if staging is not None:
             memory = staging
         elif gpu is not None:
-            segment = self._device_segment(contribution.key, size, gpu, assignment.reuse)
+            segment = self._device_segment(request.key, size, gpu, assignment.reuse)
             memory, staged.segment = segment.memory, segment
         elif size - HEADER <= INLINE:
             memory = staged.inline = torch.empty(size, dtype=torch.uint8)
         else:
-            host = self._segment(contribution.key, size, assignment.reuse)
+            host = self._segment(request.key, size, assignment.reuse)
             memory, staged.segment = host.flat(), host
         try:
             if staged.segment is not None:
@@ -222,7 +315,7 @@ class Writer:
         return staged
 
     def _take_staging(self, size: int, gpu: torch.device) -> Tensor | None:
-        """Device memory for a snapshot that goes on to the host in the background. There is one: the next snapshot
+        """Take the device memory for a snapshot that moves to the host in the background. The next snapshot
         waits until this one has gone. None if the GPU has no room: the snapshot then goes to the host at once."""
         self._staging_is_free.acquire()
         try:
@@ -243,10 +336,10 @@ class Writer:
         return self._staging
 
     def _finish(self, staged: Staged) -> None:
-        """What remains of a snapshot: its way from the GPU to the host, its samples, its stamp."""
+        """Finish a snapshot: move it from the GPU to the host, take its samples, set its stamp."""
         size = staged.record.size
         if staged.on_gpu is not None:
-            segment = self._segment(staged.contribution.key, size, staged.assignment.reuse)
+            segment = self._segment(staged.request.key, size, staged.assignment.reuse)
             staged.segment = segment
             segment.set_stamp(0)
             to_host(staged.on_gpu[HEADER:size], segment, HEADER)
@@ -256,13 +349,13 @@ class Writer:
         if isinstance(staged.segment, Segment):
             memory = staged.segment.flat()
         if memory is not None:
-            seed = sample_seed(staged.contribution.key, staged.assignment.version)
+            seed = sample_seed(staged.request.key, staged.assignment.version)
             staged.samples = kernel.sample(memory.data_ptr(), staged.locations, seed=seed)
         if staged.segment is not None:
             staged.segment.set_stamp(staged.record.stamp)
 
     def _let_go(self, staged: Staged) -> None:
-        """Give back what a part that came to nothing had taken."""
+        """Release what an abandoned part had taken."""
         if staged.on_gpu is not None:
             staged.on_gpu = None
             self._staging_is_free.release()
@@ -293,17 +386,17 @@ class Writer:
 
     # committing
 
-    def commit(self, staged: Staged, *, snapshot_s: float) -> Published:
+    def commit(self, staged: Staged, *, snapshot_s: float, extra: bytes = b"") -> Published:
         """Make the part readable, and wait until the version is complete."""
-        contribution, assignment = staged.contribution, staged.assignment
+        request, assignment = staged.request, staged.assignment
         try:
             self._finish(staged)
             inline = None if staged.inline is None else staged.inline.numpy().tobytes()
             record = replace(staged.record, holders=self._holders(staged), inline=inline)
             digests = pack_digests(staged.digests)
-            part = Part(contribution.rank, staged.layout.id, assignment.written, record, digests, staged.samples)
-            key = (contribution.kind, contribution.key)
-            commit = Commit(assignment.id, part, contribution.extra)
+            part = Part(request.rank, staged.layout.id, assignment.written, record, digests, staged.samples)
+            key = (request.kind, request.key)
+            commit = Commit(assignment.id, part, extra)
             version, digest = self.client.line.call("commit", (key, commit))
         except BaseException as error:
             self._give_up(staged, error)
@@ -313,19 +406,17 @@ class Writer:
 
     def _give_up(self, staged: Staged, error: BaseException) -> None:
         if self.client.line.is_open:
-            self.client.line.notify(
-                "give_up", (staged.assignment.id, f"rank {staged.contribution.rank} failed: {error}")
-            )
+            self.client.line.notify("give_up", (staged.assignment.id, f"rank {staged.request.rank} failed: {error}"))
         self._let_go(staged)
 
     def _holders(self, staged: Staged) -> tuple[Holder, ...]:
-        """Who gives out the part: this process, or the storage volumes that it is handed to."""
+        """Return who serves the part: this process, or the storage volumes that it is handed to."""
         segment = staged.segment
         if segment is None:
             return ()
         if isinstance(segment, DeviceSegment):
-            return self.client.carrier.hold_device(segment)
-        holders = self.client.carrier.hold(segment, staged.record, staged.assignment)
+            return self.client.data_plane.hold_device(segment)
+        holders = self.client.data_plane.hold(segment, staged.record, staged.assignment)
         if not any(holder.segment == segment.name for holder in holders):  # handed over whole: free for the next one
             self.recycle(segment)
         return holders

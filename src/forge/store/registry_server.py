@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from forge.errors import StoreError
 from forge.runtime.rendezvous import Session, host_id
-from forge.store.records import Acquire, Assignment, Begin, Commit, Holder, Lease, Part, VersionInfo
+from forge.store.records import Acquire, Assignment, Begin, Commit, Holder, Lease, Part
 from forge.store.registry import Registry
 from forge.store.registry_state import Key
 
@@ -22,11 +23,11 @@ HERE = 0
 """Stands for the registry's own process where a session is named."""
 
 
-def open_registry() -> StoreDesk:
-    return StoreDesk()
+def open_registry() -> RegistryServer:
+    return RegistryServer()
 
 
-class StoreDesk:
+class RegistryServer:
     """One for a run, in its root process, on the control loop."""
 
     def __init__(self) -> None:
@@ -34,6 +35,22 @@ class StoreDesk:
         self._sessions: dict[int, Session] = {}
         self._waiting: dict[Key, list[asyncio.Event]] = {}
         self._held: dict[str, int] = {}
+        registry = self._registry
+        self._plain: dict[str, Callable[[int, Any], Any]] = {
+            "hello": lambda session, _: session,
+            "give_up": lambda _, body: registry.close_assignment(*body),
+            "withdraw": lambda session, token: registry.withdraw(session, token),
+            "release": lambda _, lease: registry.release(lease),
+            "versions": lambda _, key: registry.versions(key),
+            "keys": lambda _, body: registry.keys(*body),
+            "exists": lambda _, key: registry.newest(key) is not None,
+            "delete": lambda _, body: registry.delete(*body),
+            "retire": lambda _, body: registry.retire(body[0], keep=body[1]),
+            "rewind": lambda _, body: registry.rewind(body[0], to=body[1]),
+            "volume": lambda session, volume: registry.add_volume(session, volume),
+            "copies": lambda _, copies: registry.set_copies(copies),
+        }
+        """The requests that are answered at once; the others have a method each."""
 
     # what the registry tells others
 
@@ -59,9 +76,11 @@ class StoreDesk:
         self._registry.left(session.id, f"pid {session.pid} on host {session.host.split('/')[0]}")
 
     async def handle(self, session: Session, name: str, body: Any) -> Any:
+        if name in self._plain:
+            return self._plain[name](session.id, body)
         answer = getattr(self, f"on_{name}", None)
         if answer is None:
-            raise StoreError(f"the store's desk has no answer to {name!r}", value=name)
+            raise StoreError(f"the store's registry does not answer {name!r}", value=name)
         return await answer(session, body)
 
     async def close(self) -> None:
@@ -84,14 +103,11 @@ class StoreDesk:
 
     # requests
 
-    async def on_hello(self, session: Session, _: None) -> int:
-        return session.id
-
     async def on_begin(self, session: Session, request: Begin) -> Assignment:
         number = self._registry.begin(session.id, request)
         if number is None:
             return Assignment(0, -1, needs_layout=True)
-        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._tell_waiting, number)
+        patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._log_waiting, number)
         try:
             async with asyncio.timeout(request.timeout_s):
                 while (assignment := self._registry.assignment(number)) is None:
@@ -113,11 +129,11 @@ class StoreDesk:
             patience.cancel()
         return assignment
 
-    def _tell_waiting(self, assignment: int) -> None:
+    def _log_waiting(self, assignment: int) -> None:
         _log.warning("a publication waits for %s to begin", self._registry.waiting_for(assignment))
 
     async def on_commit(self, session: Session, body: tuple[Key, Commit]) -> tuple[int, str]:
-        """Answers when the version is complete: with its number and digest."""
+        """Wait until the version is complete; return its number and digest."""
         key, commit = body
         try:
             self._registry.commit(replace(commit, part=self._hold(commit.part)))
@@ -127,16 +143,10 @@ class StoreDesk:
             self._registry.close_assignment(commit.assignment)
         return version.number, version.digest
 
-    async def on_give_up(self, session: Session, body: tuple[int, str]) -> None:
-        self._registry.close_assignment(*body)
-
-    async def on_withdraw(self, session: Session, token: str) -> None:
-        self._registry.withdraw(session.id, token)
-
     def _hold(self, part: Part) -> Part:
-        """Where the publisher is on this host, hold its segment too: the data then outlives it."""
+        """Hold the segment of a publisher on this host too: the data then outlives it."""
         holders = part.segment.holders
-        mine = [holder for holder in holders if holder.way == "shm" and not holder.volume]
+        mine = [holder for holder in holders if holder.transport == "shm" and not holder.volume]
         if not mine or mine[0].host != host_id() or mine[0].pid == os.getpid():
             return part
         holder = mine[0]
@@ -150,7 +160,7 @@ class StoreDesk:
         return replace(part, segment=replace(part.segment, holders=(*holders, own)))
 
     async def on_acquire(self, session: Session, body: tuple[Acquire, float]) -> Lease:
-        """A version; waits up to so many seconds for it to come."""
+        """Lease a version; wait up to so many seconds for it to come."""
         request, wait_s = body
         if wait_s > 0:
             with contextlib.suppress(TimeoutError):  # the registry says what is missing
@@ -158,42 +168,12 @@ class StoreDesk:
         return self._registry.acquire(session.id, request)
 
     async def _wait_for(self, key: Key, number: int | None) -> None:
-        """Until it is there, or cannot come any more: versions rise."""
+        """Wait until a version is there, or cannot come any more: versions rise."""
         while (newest := self._registry.newest(key)) is None or (number is not None and newest < number):
             await self._changes(key)
-
-    async def on_release(self, session: Session, lease: int) -> None:
-        self._registry.release(lease)
 
     async def on_wait(self, session: Session, body: tuple[Key, int]) -> int:
         key, at_least = body
         while (newest := self._registry.newest(key)) is None or newest < at_least:
             await self._changes(key)
         return newest
-
-    async def on_versions(self, session: Session, key: Key) -> list[VersionInfo]:
-        return self._registry.versions(key)
-
-    async def on_keys(self, session: Session, body: tuple[str, str]) -> list[str]:
-        return self._registry.keys(*body)
-
-    async def on_exists(self, session: Session, key: Key) -> bool:
-        return self._registry.newest(key) is not None
-
-    async def on_delete(self, session: Session, body: tuple[str, list[str]]) -> int:
-        kind, names = body
-        return self._registry.delete(kind, names)
-
-    async def on_retire(self, session: Session, body: tuple[Key, int]) -> list[int]:
-        key, keep = body
-        return self._registry.retire(key, keep=keep)
-
-    async def on_rewind(self, session: Session, body: tuple[Key, int]) -> list[int]:
-        key, to = body
-        return self._registry.rewind(key, to=to)
-
-    async def on_volume(self, session: Session, volume: Holder) -> None:
-        self._registry.add_volume(session.id, volume)
-
-    async def on_copies(self, session: Session, copies: int) -> None:
-        self._registry.set_copies(copies)

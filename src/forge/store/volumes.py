@@ -19,14 +19,14 @@ class Volume(MeshActor):
     @endpoint
     def setup(self) -> None:
         here = client()
-        address = here.carrier.serve().address
+        address = here.data_plane.serve().address
         me = Holder("tcp", here.host, here.pid, here.session, address=address, volume=self.label)
         here.line.call("volume", me)
 
     @endpoint
     def num_segments(self) -> int:
-        """How many segments it holds now."""
-        return client().carrier.shelf.num_held
+        """Return how many segments it holds now."""
+        return client().data_plane.segments.num_held
 
 
 async def setup(*, volumes: int = 0, copies: int = 1) -> list[object]:

@@ -18,9 +18,8 @@ from forge.store import kernel
 from forge.store.copy_table import CopyTable
 from forge.store.records import Assignment, Holder, SegmentRecord, label_of
 from forge.store.segments import Segment, SegmentPool, open_segment
-from forge.store.transports import rdma
-from forge.store.transports.base import Range
-from forge.store.transports.tcp import DataClient
+from forge.store.transports import Range, rdma
+from forge.store.transports.tcp_client import DataClient
 from forge.store.transports.tcp_server import DataServer
 from forge.store.verification import table_of
 
@@ -29,17 +28,18 @@ if TYPE_CHECKING:
     from forge.store.execution import Source
     from forge.store.transports.cuda import DeviceSegment
 
+
 _log = logging.getLogger("forge.store")
 SPARES = 2
 """How many segments a volume keeps for the next versions that are handed to it."""
 
 
 def on_host(segment: str) -> str:
-    """The name of the copy of a device segment that is on the host. Who lets go of one lets go of the other."""
+    """Return the name of a device segment's copy on the host. Dropping the one drops the other."""
     return f"{segment}-on-host"
 
 
-class Shelf:
+class ServedSegments:
     """The segments that a data server gives out: this process's own, and those that it adopted for others."""
 
     def __init__(self, pool: SegmentPool) -> None:
@@ -75,13 +75,13 @@ class Shelf:
                 os.close(fd)
 
     def mapped(self, name: str) -> memoryview | None:
-        """The memory of a segment of this process, or that it adopted."""
+        """Return the memory of a segment of this process, or that it adopted."""
         with self._guard:
             segment = self._pool.get(name) or self._adopted.get(name)
         return None if segment is None else memoryview(segment.map)
 
     def label(self, name: str, label: str) -> None:
-        """Remember for which assignment a segment is held. Raises if that has come to nothing meanwhile."""
+        """Remember for which assignment a segment is held. Raise if that was abandoned meanwhile."""
         with self._guard:
             self._labels[name] = label
             is_abandoned = label in self._abandoned
@@ -89,13 +89,13 @@ class Shelf:
             raise StoreError(f"{label} was abandoned", path=name, value=label)
 
     def abandon(self, label: str) -> list[str]:
-        """A assignment came to nothing: what was taken for it, and what still comes for it, is not needed."""
+        """Return the segments that were taken for an abandoned assignment; what still comes for it is rejected."""
         with self._guard:
             self._abandoned.append(label)
             return [name for name, its in self._labels.items() if its == label]
 
     def create(self, size: int) -> str:
-        """A segment for somebody who pushes: one that is free again, or a new one."""
+        """Return a segment for a publisher that pushes: one that is free again, or a new one."""
         with self._guard:
             for name in self._spares:
                 segment = self._pool.get(name)
@@ -108,7 +108,7 @@ class Shelf:
         return segment.name
 
     def adopt(self, name: str, *, pid: int, fd: int, size: int) -> int:
-        """Hold a segment of a process on this host too; the descriptor under which others can open it here."""
+        """Hold a segment of a process on this host too; return the descriptor under which others can open it here."""
         with self._guard:
             known = self._adopted.get(name)
             if known is None:
@@ -122,7 +122,7 @@ class Shelf:
             return len(self._adopted) + len(self._received) - len(self._spares)
 
     def keep_spare(self, name: str) -> bool:
-        """Whether a received segment that is no longer needed stays for the next one."""
+        """Return whether a received segment that is no longer needed stays for the next one."""
         with self._guard:
             self._labels.pop(name, None)
             if name not in self._received or name in self._spares:
@@ -142,12 +142,12 @@ class Shelf:
             segment.close_fd()
 
 
-class Carrier:
+class DataPlane:
     """The data plane of one process."""
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
-        self.shelf = Shelf(client.segments)
+        self.segments = ServedSegments(client.segments)
         self._server: DataServer | None = None
         self._readers: dict[str, DataClient] = {}
         self._rdma_holder: rdma.RdmaHolder | None = None
@@ -160,10 +160,10 @@ class Carrier:
     # giving
 
     def serve(self) -> DataServer:
-        """This process's data server, started on first use."""
+        """Return this process's data server, started on first use."""
         with self._guard:
             if self._server is None:
-                self._server = DataServer(run_secret(), bind=own_address(), segments=self.shelf, on_ask=self._answer)
+                self._server = DataServer(run_secret(), bind=own_address(), segments=self.segments, on_ask=self._answer)
             return self._server
 
     def _answer(self, name: str, payload: Any) -> Any:
@@ -178,32 +178,32 @@ class Carrier:
         return answers[name](*payload)
 
     def _adopt(self, segment: str, pid: int, fd: int, size: int, label: str) -> int:
-        held = self.shelf.adopt(segment, pid=pid, fd=fd, size=size)
+        held = self.segments.adopt(segment, pid=pid, fd=fd, size=size)
         self._label(segment, label)
         return held
 
     def _receive(self, size: int, label: str) -> str:
-        """A segment for somebody who sends a part."""
-        name = self.shelf.create(size)
+        """Return a segment for somebody who sends a part."""
+        name = self.segments.create(size)
         self._label(name, label)
         return name
 
     def _label(self, segment: str, label: str) -> None:
         try:
-            self.shelf.label(segment, label)
+            self.segments.label(segment, label)
         except StoreError:
             self._client.drop(segment)
             raise
 
     def _digests(self, segment: str, rows: list[list[int]], num_slots: int) -> list[int]:
-        """Digests of stored pieces, as they are here."""
+        """Return the digests of stored pieces, as they are here."""
         table = table_of(rows, num_slots=num_slots)
-        fd, size = self.shelf.open(segment)
+        fd, size = self.segments.open(segment)
         try:
             mapped = open_segment(segment, pid=os.getpid(), fd=fd, size=size)
             return kernel.digest_only(table, [mapped.flat().data_ptr()])
         finally:
-            self.shelf.release(segment)
+            self.segments.release(segment)
 
     def _copy_to_host(self, segment: str, stamp: int) -> SegmentRecord:
         """Copy a device segment of this process to memory that anybody can read; once for each filling."""
@@ -258,7 +258,7 @@ class Carrier:
         return holders
 
     def _register(self, segment: Segment) -> bytes:
-        """Register a segment for RDMA, once; how others find it there. Empty where there is no RDMA."""
+        """Register a segment for RDMA, once, and return how others find it; empty where there is no RDMA."""
         if not rdma.available():
             return b""
         with self._guard:
@@ -277,7 +277,7 @@ class Carrier:
         if volume.host == self._client.host:
             fd = reader.ask("adopt", (segment.name, self._client.pid, segment.fd, segment.size, label))
             held = replace(volume, segment=segment.name)
-            return [replace(held, way="shm", fd=fd, address=""), held]
+            return [replace(held, transport="shm", fd=fd, address=""), held]
         name: str = reader.ask("receive", (segment.size, label))
         reader.write(name, [(0, memoryview(segment.map)[: record.size])])
         return [replace(volume, segment=name)]
@@ -292,13 +292,13 @@ class Carrier:
             return reader
 
     def host_copy(self, holder: Holder, record: SegmentRecord) -> SegmentRecord:
-        """Where a part that is on a GPU can be read without one: its publisher copies it to its host's memory."""
+        """Let the publisher of a part on a GPU copy it to its host's memory, and return where it can be read there."""
         copied: SegmentRecord = self._reader(holder.address).ask("host_copy", (holder.segment, record.stamp))
         return copied
 
     def read(self, holder: Holder, ranges: Sequence[Range]) -> None:
         """Fill ranges from a segment that a process elsewhere holds."""
-        if holder.way != "rdma":
+        if holder.transport != "rdma":
             self._reader(holder.address).read(holder.segment, ranges)
             return
         with self._guard:
@@ -306,28 +306,28 @@ class Carrier:
         self._rdma_reader.read(pickle.loads(holder.token), ranges)
 
     def digests(self, source: Source, table: CopyTable) -> list[int]:
-        """The digests of rectangles of a part, made by a process that holds it."""
+        """Return the digests of rectangles of a part, made by a process that holds it."""
         asked = source.holder
-        if asked is None or asked.way != "tcp":
-            asked = next(holder for holder in source.part.segment.holders if holder.way == "tcp")
+        if asked is None or asked.transport != "tcp":
+            asked = next(holder for holder in source.part.segment.holders if holder.transport == "tcp")
         question = (asked.segment, list(table.each()), table.num_slots)
         answer: list[int] = self._reader(asked.address).ask("digests", question)
         return answer
 
     def drop(self, segment: str) -> bool:
-        """A segment is no longer needed. True if it is kept for the next version all the same."""
+        """Release a segment that is no longer needed. Return True if it is kept for the next version."""
         if segment.startswith(label_of(0)[:-1]):
-            for name in self.shelf.abandon(segment):
+            for name in self.segments.abandon(segment):
                 self._client.drop(name)
             return True
-        self.shelf.drop(segment)
+        self.segments.drop(segment)
         with self._guard:
             if self._registered.pop(segment, None) is not None and self._rdma_holder is not None:
                 self._rdma_holder.release(segment)
         copied = self._host_copies.pop(segment, None)
         if copied is not None:
             self._client.segments.drop(copied.name)
-        return self.shelf.keep_spare(segment)
+        return self.segments.keep_spare(segment)
 
     def close(self) -> None:
         with self._guard:
@@ -343,22 +343,22 @@ class Carrier:
 
 
 def is_spread() -> bool:
-    """Whether processes of this run may be on other hosts, or are to behave as if they were."""
-    from forge.store.client import WAYS
+    """Return whether processes of this run may be on other hosts, or are to behave as if they were."""
+    from forge.store.client import TRANSPORTS
 
-    if os.environ.get(WAYS):
+    if os.environ.get(TRANSPORTS):
         return True
     return any(address.startswith("tcp:") for address in environment()[RENDEZVOUS].split())
 
 
 def own_address() -> str:
-    """The address of this host as others of the run reach it: the one from which it reaches the run's root."""
+    """Return the address of this host as others of the run reach it: the one from which it reaches the run's root."""
     for address in environment()[RENDEZVOUS].split():
         if address.startswith("tcp:"):
             host, _, port = address.removeprefix("tcp:").rpartition(":")
             host = host.strip("[]")
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect((host, int(port)))  # sends nothing: it only chooses the way
+                probe.connect((host, int(port)))  # sends nothing: it only chooses the route
                 return str(probe.getsockname()[0])
     return "127.0.0.1"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from forge.errors import StoreError
-from forge.store.joining import Contribution, Joiner
-from forge.store.records import Layout
+from forge.store.records import Begin, Layout
 from forge.store.tensors import shards_of
+from forge.store.writer import Joiner
 
 
 class Line:
@@ -33,6 +33,6 @@ def test_a_rank_that_has_withdrawn_is_refused_without_asking() -> None:
     joiner.withdraw()
     layout = Layout.of(("w",), (shards_of(torch.zeros(2), name="w"),))
     with pytest.raises(StoreError, match="gave up before all ranks") as caught:
-        joiner.begin(Contribution("policy", "weights", 0, rank=1, world_size=2), layout, None)
+        joiner.begin(Begin("policy", "weights", 0, rank=1, world_size=2), layout, None)
     assert caught.value.value == "rank 1 of 2"
     assert line.asked == []
