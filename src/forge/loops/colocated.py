@@ -60,9 +60,8 @@ class SharedPolicy(Trainer):
     """A trainer that also generates, with the native engine on its own parameters.
 
     Where both compute in the same precision there is nothing to copy: `publish_weights` only gives the weights their
-    version. Otherwise it converts them, inside the device's memory. A step of training holds generation up for as long
-    as it takes; completions under way go on afterwards. On a GPU, if there are none, the memory of the engine's cache
-    is the trainer's for that long.
+    version. Otherwise it converts them, inside the device's memory. A step of training pauses generation; completions
+    in progress continue afterwards. On a GPU, if there are none, the trainer has the memory of the engine's cache.
     """
 
     def __init__(self, config: TrainerConfig, loss: Loss | None, generator: GeneratorConfig) -> None:
@@ -91,9 +90,9 @@ class SharedPolicy(Trainer):
         return await self._between_steps(partial(super().forward_logprobs, batch, temperature))
 
     async def _between_steps(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Hold generation up for some work of the trainer, with the memory of the engine's cache.
+        """Pause generation for some work of the trainer, which gets the memory of the engine's cache.
 
-        Whoever cancels it waits until the work has ended: the thread that does it cannot be stopped.
+        A caller that cancels it waits until the work has ended: the thread that does it cannot be stopped.
         """
         async with self._native.paused(self._native.version):
             done = asyncio.ensure_future(self._with_cache_released(work))
@@ -104,7 +103,7 @@ class SharedPolicy(Trainer):
                 raise
 
     async def _with_cache_released(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do something while the engine's cache is free for it: on a GPU, unless completions under way need it."""
+        """Do something while the engine's cache is free for it: on a GPU, unless completions in progress need it."""
         is_released = self._native.is_on_gpu and await self._do(self._native.release_cache)
         try:
             result = await work()
@@ -126,7 +125,7 @@ class SharedPolicy(Trainer):
 
     @endpoint
     async def load(self, resume: str = "must") -> dict[str, Any] | None:
-        """Go on from a checkpoint, between two steps of generation."""
+        """Resume from a checkpoint, between two steps of generation."""
         async with self._native.paused(self._native.version):
             return await super().load(resume)
 

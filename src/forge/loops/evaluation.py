@@ -76,7 +76,7 @@ class Evaluator:
         book: the held-out prompts.
         policy: generates completions.
         score: scores them.
-        sampling: how tokens are drawn in rollouts; only temperature, number and seed differ here.
+        sampling: how tokens are sampled in rollouts; only temperature, number and seed differ here.
         at_once: how many prompts are under way at the same time.
     """
 
@@ -183,10 +183,10 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 
 
 def check_evaluation(config: EvaluationConfig, reward_names: Sequence[str]) -> None:
-    """Refuse to judge by a reward that is not computed."""
+    """Refuse an evaluation by a reward that is not computed."""
     if config.reward is not None and config.reward not in reward_names:
         raise ConfigError(
-            "the evaluation judges by a reward that there is not",
+            "the evaluation uses a reward that is not configured",
             path="evaluation.reward",
             value=config.reward,
             rule=f"one of {', '.join(reward_names)}",

@@ -124,7 +124,7 @@ class GRPOLoop:
         workers: the services that do it.
         source: makes the groups that are trained on; `single_turn` is the one of `run_grpo`.
         stop: says when the run is asked to end.
-        clock: tells the seconds between two checkpoints, and those that throughput is taken over.
+        clock: seconds, for the time between two checkpoints and for throughput.
     """
 
     def __init__(

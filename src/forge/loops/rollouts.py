@@ -88,14 +88,14 @@ class RolloutRunner:
         try:
             group = await self._source.roll_out(number)
         except PromptError as error:
-            _log.warning("group %d is left out: %s", number, error)
+            _log.warning("group %d is dropped: %s", number, error)
             self._buffer.give_up(number, "refused")
             return
         except (ActorFailure, EngineDead, CallTimeout) as error:
             self._tries[number] += 1
             if self._tries[number] > self._plan.rollout.max_task_retries:
                 raise
-            _log.warning("group %d goes back to the queue: %s", number, error.message)
+            _log.warning("group %d is requeued: %s", number, error.message)
             self._buffer.put_back(number)
             return
         failed = [episode for episode in group.episodes if episode.score.failures]
@@ -126,7 +126,7 @@ class RolloutRunner:
         in_flight = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
         ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
         num_stale = self._buffer.counts.num_stale
-        stale = f"; {num_stale} came from weights that were too old, and went back" if num_stale else ""
+        stale = f"; {num_stale} came from weights that were too old and were requeued" if num_stale else ""
         num_fruitless = self._buffer.tally.num_groups
-        fruitless = f"; {num_fruitless} in a row brought nothing to learn from" if num_fruitless else ""
-        return f"{ready}; under way: {in_flight or 'none'}{stale}{fruitless}"
+        fruitless = f"; {num_fruitless} in a row had no signal" if num_fruitless else ""
+        return f"{ready}; in flight: {in_flight or 'none'}{stale}{fruitless}"

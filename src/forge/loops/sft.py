@@ -15,7 +15,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ async def run_sft(config: SFTConfig, *, clock: Callable[[], float] = time.monoto
     """Fine-tune as a configuration says. In every rank of `forge run --nproc_per_node`, or once as the controller.
 
     SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit. `clock`
-    tells the seconds between two checkpoints.
+    gives the seconds between two checkpoints.
     """
     with prepare_sft(config) as prepared:
         hint, grace_s = "this step is finished and saved", config.checkpointing.grace_s
@@ -190,7 +189,7 @@ class _Loop:
         loader = self._loaders.validation
         if loader is None or self._validated_step == self._step:
             return
-        with self._paused():
+        with self._throughput.paused():
             loader.rewind()
             loss = weight = 0.0
             for batch in loader:
@@ -209,7 +208,7 @@ class _Loop:
     async def _save(self, *, metric: float | None = None, position: dict[str, Any] | None = None) -> None:
         if self._last_save == self._step:
             return
-        with self._paused():
+        with self._throughput.paused():
             extra = {
                 "data": position or self._loaders.train.state_dict(),
                 "best_validation_loss": self._best,
@@ -257,7 +256,7 @@ class _Loop:
         code = self.stop.exit_code
         return SFTResult(self._step, self._loss, self._validation_loss, self._best, None, True, code)
 
-    # ---- Figures --------------------------------------------------------------------------------------------------
+    # ---- Metrics --------------------------------------------------------------------------------------------------
 
     def _open_log(self, *, resume_step: int | None) -> None:
         if not self._trainer.is_leader:
@@ -304,11 +303,6 @@ class _Loop:
     def _write(self, values: Mapping[str, Value]) -> None:
         if self._log is not None:
             self._log.write(self._step, values)
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        with self._throughput.paused():
-            yield
 
     def log_where_it_stopped(self) -> None:
         """Log what a resume continues after. Called when no process can complete a checkpoint any more."""

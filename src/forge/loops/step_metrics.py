@@ -21,7 +21,7 @@ PARTS = ("waiting", "generating", "training", "syncing", "other")
 
 
 class StepClock:
-    """Where a step's time goes. Parts do not overlap; what nobody claims is `other`."""
+    """Where a step's time goes. Parts do not overlap; the rest is `other`."""
 
     def __init__(self) -> None:
         self.restart()
@@ -55,7 +55,7 @@ class StepClock:
 
 
 class StepMetrics:
-    """Puts the metrics of steps together."""
+    """Collects the metrics of steps."""
 
     def __init__(
         self, source: RolloutSource, buffer: ReplayBuffer, *, clock: Callable[[], float] = time.monotonic
@@ -91,7 +91,7 @@ class StepMetrics:
         values["rollout/num_failed"], self._num_failed = self._num_failed, 0
         num_samples, num_tokens = self._source.num_samples, self._source.num_tokens
         now = self._clock()
-        seconds = max(now - self._last_at, 1e-9)  # rollouts go on while the loop evaluates and saves, between two steps
+        seconds = max(now - self._last_at, 1e-9)  # rollouts continue between two steps
         values["rollout/samples_per_s"] = (num_samples - self._num_samples) / seconds
         values["rollout/tokens_per_s"] = (num_tokens - self._num_tokens) / seconds
         self._num_samples, self._num_tokens, self._last_at = num_samples, num_tokens, now

@@ -52,7 +52,7 @@ class Stop:
         self._asked.set()
 
     def expire(self) -> None:
-        """Say that there is no time left for a long step: what runs under `in_time` is abandoned."""
+        """Note that there is no time left for a long step: what runs under `in_time` is abandoned."""
         self._late.set()
 
     async def unless(self, work: Coroutine[Any, Any, T], *, reminder: Reminder | None = None) -> T | None:
@@ -190,7 +190,7 @@ class _Listener:
             self._loop.call_soon_threadsafe(self._stop.expire)
 
     def _leave_terminal(self) -> None:
-        """Send output to nowhere if the terminal is gone: whoever prints would fail, and nothing would be saved."""
+        """Send output to nowhere if the terminal is gone: printing would fail, and nothing would be saved."""
         lost = [number for number in self._terminals if not os.isatty(number)]
         if lost:
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -130,7 +130,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     async def load(self, resume: str = "must") -> dict[str, Any] | None:
-        """Go on from a checkpoint, and return what its `save` was given as `extra`; None if there is none."""
+        """Resume from a checkpoint, and return what its `save` was given as `extra`; None if there is none."""
         return await self._do(self.checkpointer.load, resume)
 
     @endpoint
@@ -145,7 +145,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     async def release_memory(self) -> None:
-        """Give the device's memory that is kept for later steps, and holds nothing now, back to the device.
+        """Release the device's memory that is kept for later steps and holds nothing now.
 
         PyTorch keeps what a step has used, activations above all, for the next one; no other process can have it.
         """

@@ -73,7 +73,7 @@ class Assembled:
 
         On one data parallel rank gradients of rows are then added up where autograd leaves them, in the precision of
         reductions, and the gathered weights stay. Otherwise FSDP would copy every gradient through a reduction and
-        every weight through a gathering for each row, though there is nobody to reduce with or to gather from. Several
+        every weight through a gathering for each row, though there is no other rank. Several
         ranks do so after each row, because whole gradients would take the memory that sharding saves.
         """
         if self._is_alone:
@@ -84,8 +84,8 @@ class Assembled:
     def give_up(self) -> None:
         """Restore the state before a pass that failed: weights as they are kept, no gradients, and FSDP at rest.
 
-        An error leaves FSDP in the middle of its pass. Layers would keep their gathered weights, which whoever reads or
-        loads weights next would take for the real ones; and after a failed backward pass later ones would end without
+        An error leaves FSDP in the middle of its pass. Layers would keep their gathered weights, which the next
+        reader of weights would take for the real ones; and after a failed backward pass later ones would end without
         the sums of their gradients, so that nothing would be learned any more, without a word.
         """
         self.expect_more(False)
@@ -119,7 +119,7 @@ def assemble(
     device: torch.device,
     loss_fn: Callable[..., Any],
 ) -> Assembled:
-    """Build this rank's part of the model, empty: its weights are to be loaded or drawn next.
+    """Build this rank's part of the model, empty: its weights are to be loaded or initialised next.
 
     `loss_fn(output, key)` is called by a pipeline for each row that leaves its last stage.
     """

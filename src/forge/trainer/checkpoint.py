@@ -38,7 +38,7 @@ _SLOW_DISK: Final = timedelta(hours=2)
 
 @dataclass(slots=True)
 class _Pending:
-    """A save that goes on in the background."""
+    """A save in the background."""
 
     step: int
     partial: Path

@@ -61,7 +61,7 @@ class CheckpointInfo:
         sequence: counts the checkpoints of a folder in the order in which they were completed. The latest is the one
             completed last, which after going back to an older one need not be the one with the most steps.
         time: when it was completed, in ISO 8601, UTC.
-        metric: what the checkpoint was judged by (lower is better), or None.
+        metric: the checkpoint's score (lower is better), or None.
         world_size: how many ranks saved it.
         torch_version: the PyTorch that saved it.
         extra: what the caller stored with it.
@@ -132,8 +132,8 @@ def list_checkpoints(folder: Path) -> tuple[CheckpointInfo, ...]:
 
 def best_checkpoint(infos: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
     """Return the one with the lowest metric; the earlier of two equal ones; None when none has a metric."""
-    judged = [info for info in infos if info.metric is not None and math.isfinite(info.metric)]
-    return min(judged, key=lambda info: (info.metric, info.sequence), default=None)
+    scored = [info for info in infos if info.metric is not None and math.isfinite(info.metric)]
+    return min(scored, key=lambda info: (info.metric, info.sequence), default=None)
 
 
 def checkpoints_to_delete(infos: Sequence[CheckpointInfo], *, keep: int, keep_best: bool) -> tuple[CheckpointInfo, ...]:
@@ -256,7 +256,7 @@ def next_sequence(folder: Path) -> int:
 
 
 def clean(folder: Path) -> None:
-    """Remove what dead writers left behind, and put back a checkpoint that was being replaced. Needs the lock."""
+    """Remove what dead writers left behind, and restore a checkpoint that was being replaced. Needs the lock."""
     for entry in sorted(folder.iterdir()):
         leftover = _LEFTOVER.fullmatch(entry.name)
         if leftover is None:
@@ -323,7 +323,7 @@ class WriterLock:
                 file = (folder / LOCK_NAME).open("r+", encoding="utf-8")
             except OSError:
                 return  # no run has locked it; whether it can be written is another question
-            with file, contextlib.suppress(OSError):  # no locks on this file system: nothing can be said
+            with file, contextlib.suppress(OSError):  # no locks on this file system: unknown
                 wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
                 found = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, wanted))
                 if found[0] != fcntl.F_UNLCK:

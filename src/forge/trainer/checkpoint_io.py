@@ -174,9 +174,9 @@ _NUM_NAMED: Final = 8
 class StrictLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
     """Refuses a checkpoint that is not of this state, naming what differs, on every rank and before any change.
 
-    A rank may hold a part of the keys (a pipeline stage does): keys that nobody asks for are judged over all ranks.
-    Entries of single ranks, those with a part such as `rank3` in their key, are only judged when the number of ranks is
-    the one that saved; otherwise those that both sides have are loaded.
+    A rank may hold a part of the keys (a pipeline stage does): keys that no rank asks for are compared over all ranks.
+    Entries of single ranks, with a part such as `rank3` in their key, are only compared when as many ranks saved;
+    otherwise those that both sides have are loaded.
     """
 
     def __init__(self, info: CheckpointInfo, *, partial: bool, world_size: int) -> None:
@@ -187,7 +187,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
 
     def create_local_plan(self) -> LoadPlan:
         saved = self.metadata.state_dict_metadata
-        missing = self._judged(key for key in self.state_dict if key not in saved)
+        missing = self._compared(key for key in self.state_dict if key not in saved)
         if missing and not self._partial:
             raise self._error(
                 f"The checkpoint lacks {len(missing)} key(s) that this state has: {_names(missing)}",
@@ -208,7 +208,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         saved = self.metadata.state_dict_metadata
         wanted = {key for plan in global_plan for key in plan.planner_data}
-        extra = self._judged(key for key in saved if key not in wanted)
+        extra = self._compared(key for key in saved if key not in wanted)
         if extra and not self._partial:
             raise self._error(
                 f"The checkpoint has {len(extra)} key(s) that this state lacks: {_names(extra)}",
@@ -224,7 +224,7 @@ class StrictLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
         plans: list[LoadPlan] = super().create_global_plan(global_plan)
         return plans
 
-    def _judged(self, keys: Iterable[str]) -> list[str]:
+    def _compared(self, keys: Iterable[str]) -> list[str]:
         return sorted(key for key in keys if self._same_ranks or not _PER_RANK.search(key))
 
     def _error(self, message: str, *, rule: str, repair: str) -> CheckpointError:

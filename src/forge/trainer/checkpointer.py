@@ -1,4 +1,4 @@
-"""What an engine keeps: checkpoints to go on from, and Hugging Face folders for others."""
+"""Save and load an engine: checkpoints to resume from, and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Checkpointer:
         return self._checkpoints
 
     def save(self, *, extra: Mapping[str, Any] | None = None, metric: float | None = None) -> None:
-        """Save everything that training needs to go on, and `extra`, which belongs to the caller."""
+        """Save everything that a resume needs, and `extra`, which belongs to the caller."""
         engine = self._engine
         self.checkpoints.save(
             engine.step,
@@ -59,9 +59,9 @@ class Checkpointer:
         )
 
     def load(self, resume: str) -> dict[str, Any] | None:
-        """Go on from a checkpoint, chosen as `checkpointing.resume` says. Returns the caller's `extra`.
+        """Resume from a checkpoint, chosen as `checkpointing.resume` says. Returns the caller's `extra`.
 
-        None when there is nothing to go on from and that is allowed.
+        None when there is no checkpoint and that is allowed.
         """
         engine = self._engine
         found = self.checkpoints.find(resume)

@@ -101,7 +101,7 @@ class Engine:
         """Asked between two rows of a training step; if it says yes on some rank, all raise `StepAbandoned`."""
         self._rows: dict[int, tuple[Row, RowTask]] = {}
         self._normalizer = 1.0
-        self._judged: dict[int, tuple[Row, Tensor, Mapping[str, Tensor]]] = {}
+        self._row_losses: dict[int, tuple[Row, Tensor, Mapping[str, Tensor]]] = {}
         self._scores: dict[int, Tensor] | None = None
         self._kept: dict[int, Tensor] | None = None
 
@@ -206,7 +206,7 @@ class Engine:
         """
         check_batch(batch, vocab_size=self.model.facts.vocab_size, fields=self.loss.fields)
         self._normalizer = self._normalizer_of(batch)
-        self._judged = {}
+        self._row_losses = {}
         plan = self._plan(batch)
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         with torch.set_grad_enabled(backward):
@@ -214,7 +214,7 @@ class Engine:
         return plan
 
     def _sums(self) -> Sums:
-        return sum((Sums.of_row(*judged) for judged in self._judged.values()), Sums())
+        return sum((Sums.of_row(*row) for row in self._row_losses.values()), Sums())
 
     def _normalizer_of(self, batch: Batch) -> float:
         normalizer = self.loss.normalizer(batch)
@@ -304,16 +304,16 @@ class Engine:
         key = self._enter(row, task)
         with self._saving():
             output = self.parts[0](row.token_ids_L.unsqueeze(0), key)
-            scaled = self._judge(output, int(key))
+            scaled = self._row_loss(output, int(key))
         if backward:
             scaled.backward()
 
-    def _judge(self, output: Any, key: int) -> Tensor:
+    def _row_loss(self, output: Any, key: int) -> Tensor:
         """Return a row's part of the normalised loss, and note what it adds to the step's sums."""
         row, task = self._rows[key]
         if task.weights is not None:
             scaled, _ = output
-            self._judged[key] = (row, scaled.detach(), {})
+            self._row_losses[key] = (row, scaled.detach(), {})
             return cast(Tensor, scaled)
         logprobs, entropy = from_row(output, task) if task.as_row else output
         if self._scores is not None:
@@ -333,7 +333,7 @@ class Engine:
             )
         )
         scaled = terms.total / self._normalizer
-        self._judged[key] = (row, scaled.detach(), terms.metrics)
+        self._row_losses[key] = (row, scaled.detach(), terms.metrics)
         return scaled
 
     # ---- Pipelines ----------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ class Engine:
                 )
 
     def _pipeline_loss(self, output: Any, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return self._judge(output, int(target.reshape(-1)[0])), {}
+        return self._row_loss(output, int(target.reshape(-1)[0])), {}
 
     # ---- Over all ranks -----------------------------------------------------------------------------------------
 
