@@ -200,7 +200,7 @@ SURROGATES: Final[Registry[Factory]] = Registry(
 )
 ADVANTAGES: Final[Registry[Factory]] = Registry(
     "advantage function",
-    {"baseline": "forge.rollout.advantage:baseline"},
+    {"baseline": "forge.rollout.credit:baseline"},
     rule="must be a function of groups that returns, for each group, a number for each episode",
 )
 TASKS: Final[Registry[Factory]] = Registry(

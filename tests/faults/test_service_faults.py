@@ -194,22 +194,22 @@ async def _until_stopped(service) -> None:
 
 
 def test_the_first_restart_is_at_once_and_later_ones_back_off(drive, tmp_path):
-    """Checked on the keeper's own waits, not on the clock."""
+    """Checked on the supervisor's own waits, not on the clock."""
 
     async def body():
         from forge.runtime.control import control
-        from forge.service.keeper import Keeper
+        from forge.service.supervisor import Supervisor
 
         service = await Worker.options(restart_backoff_s=0.25, max_backoff_s=1.0).as_service()
         waits: list[float] = []
 
-        class Recorded(Keeper):
+        class Recorded(Supervisor):
             async def sleep(self, seconds: float) -> None:
                 waits.append(seconds)
 
-        keeper = Recorded(service._keeper.spec, service._options, service._table)
+        supervisor = Recorded(service._supervisor.spec, service._options, service._table)
         for tries in range(5):
-            await control().submit(keeper._back_off(tries))
+            await control().submit(supervisor._back_off(tries))
         assert waits == [0.25, 0.5, 1.0, 1.0]
 
     drive(body())

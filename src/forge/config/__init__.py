@@ -54,7 +54,15 @@ from forge.config.schema import (
     StoreConfig,
     WorkerConfig,
 )
-from forge.config.sft import DataConfig, MetricsConfig, SFTConfig, SourceConfig, ValidationConfig
+from forge.config.sft import (
+    DataConfig,
+    LossConfig,
+    MetricsConfig,
+    SFTConfig,
+    SinkConfig,
+    SourceConfig,
+    ValidationConfig,
+)
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainerConfig, TrainingConfig
 
 __all__ = [
@@ -79,6 +87,7 @@ __all__ = [
     "KubernetesConfig",
     "LauncherConfig",
     "Loaded",
+    "LossConfig",
     "MetricsConfig",
     "ModelConfig",
     "Origin",
@@ -100,6 +109,7 @@ __all__ = [
     "SFTConfig",
     "Sampling",
     "ServeConfig",
+    "SinkConfig",
     "SlurmConfig",
     "SourceConfig",
     "StoreConfig",

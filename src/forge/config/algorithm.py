@@ -11,9 +11,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, broken_rule
+from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.conventions import beneath
-from forge.config.rules import Limit
+from forge.config.rules import AdvantageName, Limit, LossName, SurrogateName
 
 Preset = Literal[
     "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
@@ -24,6 +24,14 @@ Convention = Literal["trl", "verl", "openrlhf", "nemo"]
 class AdvantageConfig(ConfigModel):
     """How the rewards of a group become advantages: (reward - baseline) / scale."""
 
+    function: AdvantageName = Field(
+        default="baseline",
+        description="What computes advantages: `baseline`, which the other keys describe, or `module:function` of your "
+        "own.",
+    )
+    args: Mapping[str, Any] = Field(
+        default_factory=FrozenDict, description="Keyword arguments of a function of your own."
+    )
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = Field(
         default="group_mean",
         description="Baseline subtracted from a reward: the mean of its group, of the other rewards of its group, of "
@@ -129,10 +137,18 @@ class CorrectionConfig(ConfigModel):
 class PolicyLossConfig(ConfigModel):
     """The loss per token, and how it is averaged over a batch."""
 
-    kind: Literal["clip", "gspo", "cispo", "reinforce"] = Field(
+    function: LossName = Field(
+        default="policy",
+        description="Which loss: `policy`, which the other keys describe, or `module:attribute` of your own.",
+    )
+    kind: SurrogateName = Field(
         default="clip",
         description="`clip`: PPO's clipped ratio. `gspo`: the same with one ratio per completion. `cispo`: the logprob "
-        "weighted by the clipped ratio, which has no gradient. `reinforce`: advantage times logprob.",
+        "weighted by the clipped ratio, which has no gradient. `reinforce`: advantage times logprob. "
+        "`module:attribute`: a surrogate of your own.",
+    )
+    args: Mapping[str, Any] = Field(
+        default_factory=FrozenDict, description="Keyword arguments of a loss or surrogate of your own."
     )
     clip_low: float = Field(
         default=0.2, ge=0, le=1, description="How far below 1 the ratio is clipped; 1 for no limit."
@@ -166,14 +182,6 @@ class PolicyLossConfig(ConfigModel):
     entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus, per nat.")
 
     @model_validator(mode="after")
-    def _check_correction(self) -> Self:
-        if self.correction.kind == "truncate" and self.proximal == "sampler" and self.kind != "reinforce":
-            rule = f"`none` or `mask` with proximal `sampler`: the ratio trainer / sampler is in `{self.kind}` already"
-            repair = "set algorithm.loss.proximal: trainer, or leave the correction out"
-            raise broken_rule(rule, repair=repair, key="correction.kind")
-        return self
-
-    @model_validator(mode="after")
     def _check_length(self) -> Self:
         if self.length is not None and self.average != "constant":
             rule = f"null with average `{self.average}`: only `constant` divides by a fixed length"
@@ -198,6 +206,13 @@ class AlgorithmConfig(ConfigModel):
     def charges_tokens(self) -> bool:
         """Whether the divergence is taken from the advantages of single tokens."""
         return self.kl.coefficient > 0 and self.kl.place == "reward" and self.kl.credit != "completion"
+
+    @model_validator(mode="after")
+    def _check_own_function(self) -> Self:
+        if self.charges_tokens and self.advantage.function != "baseline":
+            rule = f"`completion` with advantage.function `{self.advantage.function}`, which computes token advantages"
+            raise broken_rule(rule, repair="set algorithm.kl.credit: completion", key="kl.credit")
+        return self
 
     @model_validator(mode="after")
     def _check_whitening(self) -> Self:

@@ -227,6 +227,10 @@ class GenerationConfig(ConfigModel):
             raise broken_rule(rule, repair="set engine: vllm, or remove it", key="engine_args")
         return self
 
+    def precision_on(self, *, gpu: bool) -> Literal["float32", "bfloat16"]:
+        """Return what the model computes in on a GPU, or on the CPU."""
+        return self.precision or ("bfloat16" if gpu else "float32")
+
     @property
     def capabilities(self) -> EngineCapabilities:
         """What the engine's class declares that it can do."""

@@ -157,7 +157,7 @@ class GRPOConfig(ForgeConfig):
     def _check_comparison(self) -> Self:
         """Refuse what can give no advantage but 0: a completion that is compared with itself alone."""
         advantage, rollout = self.algorithm.advantage, self.rollout
-        if rollout.group_size > 1:
+        if rollout.group_size > 1 or advantage.function != "baseline":
             return self
         if advantage.baseline in ("group_mean", "leave_one_out"):
             rule = (

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import PathText
+from forge.config.rules import PathText, TaskName
 from forge.errors import did_you_mean
 
 COLUMN_KEYS = ("messages", "prompt", "question", "answer", "system", "role", "content")
@@ -28,9 +28,8 @@ class PromptSourceConfig(ConfigModel):
     )
     hf_config: str | None = Field(default=None, description="Its configuration; null for the default one.")
     split: str = Field(default="train", min_length=1, description="Split of a Hugging Face dataset.")
-    task: str | None = Field(
+    task: TaskName | None = Field(
         default=None,
-        min_length=1,
         description="A task that generates prompts from a seed: `arithmetic`, `countdown`, or `reasoning_gym/NAME` "
         "with the extra `reasoning-gym`.",
     )

@@ -9,14 +9,13 @@ from pydantic import Field, model_validator
 
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.generator import GeneratorServiceConfig
-from forge.config.rules import Name, PathText
+from forge.config.rules import Name, PathText, RewardName
 
 
 class RewardConfig(ConfigModel):
     """One reward: a function of a prompt and a completion."""
 
-    kind: str = Field(
-        min_length=1,
+    kind: RewardName = Field(
         description="Name of a built-in reward (`forge rewards` lists them), or `package.module:function` of your own.",
     )
     name: Name | None = Field(default=None, description="Name in metrics; null to use the kind.")

@@ -181,6 +181,13 @@ class DistributedConfig(ConfigModel):
         """How many ranks the degrees ask for; a shard of -1 counts as 1."""
         return self.replicate * max(1, self.shard) * self.tensor * self.pipeline
 
+    def ranks_on(self, num_gpus: int) -> int:
+        """How many ranks there are where each host has so many GPUs, 0 for a CPU: a shard of -1 takes all of them."""
+        if self.shard != -1:
+            return self.num_ranks
+        everywhere = num_gpus * (self.hosts or 1)
+        return max(self.num_ranks, everywhere - everywhere % self.num_ranks)
+
 
 class CheckpointConfig(ConfigModel):
     """When the state of training is saved, where, and what is kept."""

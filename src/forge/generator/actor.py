@@ -18,6 +18,7 @@ from forge.generator.engine import (
     GenerationEngine,
     Request,
     UpdateReport,
+    check_split,
     engine_class,
     most_open,
 )
@@ -25,6 +26,7 @@ from forge.generator.prompts import LongTexts, is_long
 from forge.generator.sync import Sync, Version
 from forge.observe import span
 from forge.runtime.endpoints import endpoint
+from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.service.actor import ForgeActor
 from forge.types import Completion, Delta
 
@@ -62,14 +64,7 @@ class Generator(ForgeActor):
     async def setup(self) -> None:
         """Load the model, and the newest weights if any were published."""
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if world_size > 1 and not self._capabilities.tensor_parallel:
-            raise OptionError(
-                f"the engine `{self.config.engine}` runs in one process",
-                path="Generator.options(procs=)",
-                value=world_size,
-                rule=f"1 with `engine: {self.config.engine}`",
-                repair="procs=1 and more replicas, or engine: vllm",
-            )
+        check_split(self.config, world_size, path="Generator.options(procs=)", error=OptionError)
         devices = await asyncio.to_thread(_all_devices, rank, world_size)
         self._is_front = rank == 0
         self._catching_up = asyncio.Lock()
@@ -373,16 +368,9 @@ def _end_process(error: BaseException) -> None:
 async def start_policy(config: PolicyConfig) -> Service[Generator]:
     """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
     section = config.generator
-    if section.tensor_parallel > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
-        raise ConfigError(
-            f"the engine `{section.engine}` runs in one process",
-            path="generator.tensor_parallel",
-            value=section.tensor_parallel,
-            rule="1, unless `engine: vllm`",
-            repair="set generator.engine=vllm, or generator.num_replicas instead",
-        )
-    with_gpus = _wants_gpus(section.with_gpus)
-    if with_gpus and config.launcher.kind == "local" and not _num_gpus():
+    check_split(section, section.tensor_parallel, path="generator.tensor_parallel")
+    with_gpus = wants_gpus(section.with_gpus)
+    if with_gpus and config.launcher.kind == "local" and not num_usable_gpus():
         raise ConfigError(
             "the configuration asks for a GPU, and this machine has none",
             path="generator.with_gpus",
@@ -398,13 +386,3 @@ async def start_policy(config: PolicyConfig) -> Service[Generator]:
         **config.workers.generator.options(),
     )
     return await options.as_service(GeneratorConfig.of(config.model, section))
-
-
-def _wants_gpus(chosen: bool | None) -> bool:
-    return bool(_num_gpus()) if chosen is None else chosen
-
-
-def _num_gpus() -> int:
-    from forge.runtime.placement import count_gpus, visible_gpus
-
-    return len(visible_gpus(os.environ, count_gpus()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Protocol
 
 from forge.config import GenerationConfig, ModelConfig, Sampling, UpdateMode
-from forge.errors import ConfigError, Overloaded
+from forge.errors import ConfigError, ForgeError, Overloaded
 from forge.registry import ENGINES
 from forge.types import Completion, Delta
 
@@ -193,6 +193,18 @@ def context_limit(config: GenerationConfig, model: ModelConfig) -> int:
             repair=f"set generator.max_seq_len={supported}, or correct model.max_seq_len",
         )
     return config.max_seq_len
+
+
+def check_split(config: GenerationConfig, degree: int, *, path: str, error: type[ForgeError] = ConfigError) -> None:
+    """Refuse to split a generator over several processes, where its engine runs in one."""
+    if degree > 1 and not config.capabilities.tensor_parallel:
+        raise error(
+            f"the engine `{config.engine}` runs in one process",
+            path=path,
+            value=degree,
+            rule=f"1 with `engine: {config.engine}`",
+            repair="set engine: vllm, or more replicas instead (num_replicas)",
+        )
 
 
 def most_open(config: GenerationConfig) -> int:

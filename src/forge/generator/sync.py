@@ -204,12 +204,10 @@ class Sync:
     def _precision(self) -> str:
         if self._config.kv_cache_dtype != "auto":
             return self._config.kv_cache_dtype
-        if self._config.precision is not None:
-            return self._config.precision
         import torch
 
         on_gpu = torch.cuda.is_available() if self._config.with_gpus is None else self._config.with_gpus
-        return "bfloat16" if on_gpu else "float32"
+        return self._config.precision_on(gpu=on_gpu)
 
     def _halt(self, error: SyncError) -> None:
         """Stop rollouts: everything under way, and everything that comes until an update passes."""

@@ -170,7 +170,7 @@ def can_share(config: GeneratorConfig, parameters: Mapping[str, Tensor]) -> bool
     """Whether an engine computes with these very tensors: they are of its precision, and where it computes."""
     is_cuda = all(tensor.is_cuda for tensor in parameters.values())
     on_gpu = is_cuda if config.with_gpus is None else config.with_gpus
-    wanted = config.precision or ("bfloat16" if on_gpu else "float32")
+    wanted = config.precision_on(gpu=on_gpu)
     kept_in = {str(tensor.dtype).removeprefix("torch.") for tensor in parameters.values()}
     return on_gpu == is_cuda and kept_in == {wanted}
 

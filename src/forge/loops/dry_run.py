@@ -28,8 +28,8 @@ from forge.data.opening import open_corpus
 from forge.data.prompts import PromptBook, open_prompts
 from forge.errors import ForgeError
 from forge.loops.evaluation import check_evaluation
-from forge.loops.planning import GRPOPlan, _completed, _rollout, refuse_ranks
-from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, prepare_sft
+from forge.loops.planning import GRPOPlan, _completed, _rollout, make_run_loss, refuse_ranks
+from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, make_sft_loss, prepare_sft
 from forge.loops.resuming import check_folders
 from forge.loops.run_paths import load_tokenizer, run_dir
 from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
@@ -38,6 +38,7 @@ from forge.memory.card import host_memory
 from forge.memory.text import gib, summary_lines
 from forge.models.locate import ResolvedModel, resolve
 from forge.rewards import check as check_rewards
+from forge.rollout.credit import find_advantage
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import planned_ranks
 from forge.trainer.layout import check_layout
@@ -157,11 +158,14 @@ def _find_grpo(config: GRPOConfig, found: _Found) -> None:
     found.attempt(check_evaluation, config.evaluation, [function.label for function in config.rewards.functions])
     if model is not None:
         _find_layout(config, model, planned_ranks(config.distributed), found)
-        found.attempt(_completed, config, model.facts)
+        completed = found.attempt(_completed, config, model.facts)
+        if completed is not None:
+            found.attempt(make_run_loss, completed)
         template = config.generator.chat_template
         found.attempt(load_tokenizer, model, chat_template=template, purpose="reinforcement learning")
     for error in grpo_worker_errors(config):
         found.add(error)
+    found.attempt(find_advantage, config.algorithm)
     found.attempt(check_folders, config)
     _find_prompts(config, found)
     found.attempt(_rollout, config)
@@ -232,6 +236,7 @@ def _find_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> None:
         tokenizer = found.attempt(load_tokenizer, model, chat_template=template, purpose="fine-tuning")
     for error in sft_worker_errors(config):
         found.add(error)
+    found.attempt(make_sft_loss, config)
     found.attempt(check_folders, config)
     sources = (*config.data.sources, *config.validation.sources)
     for source in sources:

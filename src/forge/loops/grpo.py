@@ -20,10 +20,10 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forge.config import GRPOConfig, save
 from forge.errors import CheckpointError, NonFiniteError, RecordError, RolloutError, StepAbandoned
@@ -41,12 +41,16 @@ from forge.loops.workers import Workers, start_workers
 from forge.observe import is_tracing, span, switch_tracing
 from forge.observe.tracing import drain_trace
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
+from forge.rollout.credit import AdvantageFunction
 from forge.rollout.fruitless import Fruitless, GivenUp
 from forge.rollout.ledger import LedgerLine
 from forge.rollout.samples import completion_logprobs
 from forge.runtime.lifetime import run
 from forge.trainer.schedules import is_due
 from forge.types import Group, StepResult
+
+if TYPE_CHECKING:
+    from forge.losses import Loss
 
 _log = logging.getLogger("forge.grpo")
 T = TypeVar("T")
@@ -76,12 +80,22 @@ class GRPOResult:
     exit_code: int = 0
 
 
-async def run_grpo(config: GRPOConfig) -> GRPOResult:
+async def run_grpo(
+    config: GRPOConfig, *, loss: Loss | None = None, advantage: AdvantageFunction | None = None
+) -> GRPOResult:
     """Train a policy as a configuration says. Everything that it starts is gone when it returns or raises.
 
+    `loss` and `advantage` are used instead of those that the section `algorithm` names.
     SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit.
     """
     plan = check_grpo(config)
+    if loss is not None:
+        from forge.losses.build import check_loss
+
+        check_loss(loss, temperature=plan.temperature)
+        plan = replace(plan, loss=loss)
+    if advantage is not None:
+        plan = replace(plan, advantage=advantage)
     was_tracing = is_tracing()
     switch_tracing(config.record.trace)  # before workers start: they inherit it
     try:
@@ -142,6 +156,7 @@ class GRPOLoop:
             plan.rollout,
             num_groups=plan.num_groups,
             algorithm=self._config.algorithm,
+            advantage=plan.advantage,
             on_fruitless=self._note_fruitless,
         )
         self._source, self._learner = source, Learner(plan, workers)

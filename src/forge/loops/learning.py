@@ -21,7 +21,9 @@ class Learner:
     async def learn(self, groups: Sequence[Group]) -> tuple[list[Group], StepResult]:
         """Take the optimizer's steps on one batch. Returns the groups with their advantages, and what happened."""
         mask_truncated = self._plan.rollout.mask_truncated
-        with_advantages = assign_advantages(groups, self._plan.config.algorithm, mask_truncated=mask_truncated)
+        with_advantages = assign_advantages(
+            groups, self._plan.config.algorithm, mask_truncated=mask_truncated, function=self._plan.advantage
+        )
         batch = make_batch(
             with_advantages,
             mask_truncated=mask_truncated,

@@ -13,11 +13,12 @@ from forge.loops.evaluation import check_evaluation
 from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger, resumed_state
 from forge.loops.run_paths import checkpoint_dir, load_tokenizer, run_dir
 from forge.loops.worker_checks import check_workers
-from forge.loops.workers import wants_gpus
 from forge.memory import check_at_start
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
 from forge.rewards import check as check_rewards
+from forge.rollout.credit import AdvantageFunction, find_advantage
+from forge.runtime.placement import wants_gpus
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import is_rank, planned_ranks
 from forge.trainer.layout import check_layout
@@ -37,6 +38,7 @@ class GRPOPlan:
         config: what the user asked for, with what was left open filled in.
         trainer: what the trainer is made from.
         loss: what is minimised.
+        advantage: computes advantages from groups.
         tokenizer: the policy's.
         prompts: what is asked, by group number; `heldout` what it is judged on, if anything.
         prompts_digest: tells whether a later run has the same prompts.
@@ -51,6 +53,7 @@ class GRPOPlan:
     config: GRPOConfig
     trainer: TrainerConfig
     loss: Loss
+    advantage: AdvantageFunction
     tokenizer: ChatTokenizer
     prompts: PromptOrder
     heldout: PromptBook | None
@@ -75,8 +78,6 @@ class GRPOPlan:
 
 def plan_run(config: GRPOConfig) -> GRPOPlan:
     """Work out a run, and refuse whatever would fail later: it takes seconds, and nothing is left behind."""
-    from forge.losses import make_loss
-
     if is_rank():
         raise refuse_ranks()
     model = resolve(config.model)
@@ -105,13 +106,8 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     return GRPOPlan(
         config=config,
         trainer=_trainer_config(config, model, num_steps=num_steps * config.rollout.iterations),
-        loss=make_loss(
-            config.algorithm,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            iterations=config.rollout.iterations,
-            exact_entropy=not wants_gpus(config.distributed.with_gpus),  # on a GPU it would cost a kernel
-        ),
+        loss=make_run_loss(config),
+        advantage=find_advantage(config.algorithm),
         tokenizer=tokenizer,
         prompts=order,
         heldout=books.heldout,
@@ -122,6 +118,20 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
         num_steps=num_steps,
         prompts_at_once=max(1, _capacity(config) // max(1, config.evaluation.num_samples)),
         checkpoint=checkpoint,
+    )
+
+
+def make_run_loss(config: GRPOConfig) -> Loss:
+    """Return the loss that a run minimises."""
+    from forge.losses import make_loss
+
+    sampling = config.generator.sampling
+    return make_loss(
+        config.algorithm,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        iterations=config.rollout.iterations,
+        exact_entropy=not wants_gpus(config.distributed.with_gpus),  # on a GPU it would cost a kernel
     )
 
 

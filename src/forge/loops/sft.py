@@ -91,7 +91,9 @@ async def run_sft(config: SFTConfig, *, clock: Callable[[], float] = time.monoto
 
 
 async def _drive(loop: _Loop, prepared: PreparedSFT, *, is_late: Callable[[], bool], worker: WorkerConfig) -> SFTResult:
-    trainer = await loop.stop.unless(open_trainer(prepared.trainer, should_abandon=is_late, worker=worker))
+    trainer = await loop.stop.unless(
+        open_trainer(prepared.trainer, prepared.loss, should_abandon=is_late, worker=worker)
+    )
     if trainer is None:
         return SFTResult(loop.step, math.nan, None, None, None, True, loop.stop.exit_code)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +18,7 @@ from forge.loops.colocated import SharedPolicy
 from forge.memory.trainer import MASTER_BYTES
 from forge.models.sizes import Sizes
 from forge.rollout.reward_actor import RewardActor
-from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
+from forge.runtime.placement import GPU_VARIABLE, wants_gpus
 from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
 from forge.trainer.handles import NEVER_REPLACED, PolicyTrainer, ServiceTrainer, trainer_options
@@ -125,9 +124,7 @@ def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
 def published_dtype(generator: GeneratorConfig) -> str | None:
     """What weights are published in: bfloat16 where that is what generators make of them, which halves the bytes that
     are kept and sent; else None, for what the trainer keeps them in."""
-    asked = generator.engine_args.get("dtype") or generator.precision
-    if asked is None:
-        asked = "bfloat16" if wants_gpus(generator.with_gpus) else "float32"
+    asked = generator.engine_args.get("dtype") or generator.precision_on(gpu=wants_gpus(generator.with_gpus))
     return "bfloat16" if asked == "bfloat16" else None
 
 
@@ -270,11 +267,6 @@ async def _start_shared(
         **config.workers.trainer.options(),
     ).as_service(trainer_config, loss, generator)
     return ServiceTrainer(service), SharedHandle(service)
-
-
-def wants_gpus(chosen: bool | None) -> bool:
-    """Whether GPUs are to be used: as said, or where there are any."""
-    return bool(visible_gpus(os.environ, count_gpus())) if chosen is None else chosen
 
 
 # ---- Rewards and reference ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from forge.losses.head import chunked_logprobs, chunked_nll
 from forge.losses.kl import KLPenalty, estimate_kl
 from forge.losses.policy import ClippedPolicy, PolicyLoss
 from forge.losses.sft import CrossEntropy
-from forge.losses.surrogates import clipped_surrogate
+from forge.losses.surrogates import Surrogate, clipped_surrogate
 from forge.losses.value import clipped_value_loss
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Loss",
     "LossTerms",
     "PolicyLoss",
+    "Surrogate",
     "TokenView",
     "chunked_logprobs",
     "chunked_nll",

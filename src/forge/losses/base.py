@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -120,6 +120,7 @@ class LossTerms:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Loss(Protocol):
     """Turns logprobs into something to minimise. Stateless: called for every micro-batch, on every rank."""
 

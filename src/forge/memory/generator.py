@@ -57,7 +57,7 @@ class GeneratorJob:
 
     @property
     def item(self) -> int:
-        return ITEM_BYTES[self.config.precision or ("bfloat16" if self.on_gpu else "float32")]
+        return ITEM_BYTES[self.config.precision_on(gpu=self.on_gpu)]
 
     @property
     def weights(self) -> int:

@@ -159,11 +159,7 @@ def _on_gpu(chosen: bool | None, card: Card | None) -> bool:
 
 
 def _num_ranks(distributed: DistributedConfig, card: Card | None, *, on_gpu: bool) -> int:
-    """As `forge.trainer.handles.planned_ranks`: a shard of -1 takes all GPUs."""
-    if distributed.shard != -1 or not on_gpu or card is None or card.num_gpus is None:
-        return distributed.num_ranks
-    num_gpus = card.num_gpus * (distributed.hosts or 1)
-    return max(distributed.num_ranks, num_gpus - num_gpus % distributed.num_ranks)
+    return distributed.ranks_on((card.num_gpus or 0) if on_gpu and card is not None else 0)
 
 
 def _read_grpo(config: GRPOConfig, base: PlannedRun, card: Card | None, notes: list[str]) -> PlannedRun:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from forge.errors import ConfigError, DataError
 from forge.observe.sink import Sink, Value
+from forge.registry import SINKS, call
 
 if TYPE_CHECKING:
     from forge.config import MetricsConfig
@@ -107,6 +108,31 @@ def _plain(name: str, value: object) -> Value:
     ) from cause
 
 
+def sink_errors(config: MetricsConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with the sinks of a configuration before they are opened."""
+    from forge.config import InvalidConfig
+    from forge.config.call_arguments import argument_problems
+
+    for index, section in enumerate(config.sinks):
+        path = f"metrics.sinks[{index}]"
+        try:
+            factory = SINKS.find(section.kind, path=f"{path}.kind")
+        except ConfigError as error:
+            yield error
+            continue
+        offered = ("folder", "path", "project", "run_name", "resume_step", "total_steps", "num_epochs")
+        problems = argument_problems(factory, section.args, path=f"{path}.args", what="the sink", offered=offered)
+        if problems:
+            yield InvalidConfig(problems)
+    if any(section.kind == "wandb" for section in config.enabled_sinks):
+        from forge.observe.wandb import check_installed
+
+        try:
+            check_installed()
+        except ConfigError as error:
+            yield error
+
+
 def make_sinks(
     config: MetricsConfig,
     *,
@@ -118,26 +144,28 @@ def make_sinks(
 ) -> MetricsLog:
     """The sinks that a configuration asks for, which write into `folder`: metrics.jsonl, tensorboard/ and wandb/.
 
-    `resume_step` is the step of the checkpoint from which the run goes on, None for a new run. A sink that cannot even
-    be opened is an error here, before any work is done: the user asked for it.
+    `resume_step` is the step of the checkpoint that the run resumes from, None for a new run. A sink is called with its
+    arguments, and with those that its signature names of `folder`, `run_name`, `resume_step`, `total_steps` and
+    `num_epochs`. One that cannot be opened is an error here, before any work is done: the user asked for it.
     """
-    from forge.observe.console import ConsoleSink
-
     place = Path(folder)
+    offered: dict[str, object] = {
+        "folder": place,
+        "run_name": run_name,
+        "resume_step": resume_step,
+        "total_steps": total_steps,
+        "num_epochs": num_epochs,
+    }
+    built_in: dict[str, dict[str, object]] = {
+        "jsonl": {"path": place / "metrics.jsonl"},
+        "tensorboard": {"folder": place / "tensorboard"},
+        "wandb": {"project": config.wandb_project},
+    }
     sinks: dict[str, Sink] = {}
     try:
-        if config.jsonl:
-            from forge.observe.jsonl import JsonlSink
-
-            sinks["jsonl"] = JsonlSink(place / "metrics.jsonl", resume_step=resume_step)
-        if config.tensorboard:
-            from forge.observe.tensorboard import TensorBoardSink
-
-            sinks["tensorboard"] = TensorBoardSink(place / "tensorboard", resume_step=resume_step)
-        if config.wandb:
-            from forge.observe.wandb import WandbSink
-
-            sinks["wandb"] = WandbSink(place, project=config.wandb_project, run_name=run_name, resume_step=resume_step)
+        for section in config.enabled_sinks:
+            factory = SINKS.find(section.kind, path="metrics.sinks")
+            sinks[section.label] = call(factory, args=section.args, offered=offered | built_in.get(section.kind, {}))
     except OSError as error:
         MetricsLog(sinks).close()
         raise ConfigError(
@@ -151,6 +179,8 @@ def make_sinks(
         MetricsLog(sinks).close()
         raise
     # Last, so that a bar is drawn only when everything else is open.
+    from forge.observe.console import ConsoleSink
+
     sinks["console"] = ConsoleSink(
         log_interval=config.log_interval,
         num_epochs=num_epochs,

@@ -30,6 +30,7 @@ from typing import Any, Final, Literal
 from forge.config import RolloutConfig
 from forge.config.algorithm import AlgorithmConfig
 from forge.errors import CheckpointError
+from forge.rollout.credit import AdvantageFunction
 from forge.rollout.fruitless import Fruitless, FruitlessTally, GivenUp
 from forge.rollout.signal import SignalTest
 from forge.types import Episode, Group
@@ -122,6 +123,7 @@ class ReplayBuffer:
         config: the section `rollout`.
         num_groups: how many groups there are in all; None for no end.
         algorithm: how rewards become advantages, which says what a group without signal is.
+        advantage: computes advantages; None for what the algorithm names.
         on_fruitless: gets every group that teaches nothing, and returns the file that it was written to, if it was.
     """
 
@@ -131,6 +133,7 @@ class ReplayBuffer:
         *,
         num_groups: int | None = None,
         algorithm: AlgorithmConfig | None = None,
+        advantage: AdvantageFunction | None = None,
         on_fruitless: Callable[[Fruitless], Path | None] = lambda fruitless: None,
     ) -> None:
         self._config, self._num_groups, self._on_fruitless = config, num_groups, on_fruitless
@@ -138,6 +141,7 @@ class ReplayBuffer:
             algorithm or AlgorithmConfig(),
             mask_truncated=config.mask_truncated,
             before_shaping=config.no_signal == "replace",
+            advantage=advantage,
         )
         self.tally = FruitlessTally()
         self.next_number = 0

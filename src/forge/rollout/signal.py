@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from forge.config.algorithm import AlgorithmConfig
-from forge.rollout.credit import assign_advantages
+from forge.rollout.credit import AdvantageFunction, assign_advantages, needs_batch
 from forge.rollout.samples import is_masked
 from forge.types import Episode, Group
 
@@ -46,21 +46,18 @@ class SignalTest:
         algorithm: how rewards become advantages.
         mask_truncated: whether completions that were cut off by length count for nothing.
         before_shaping: whether rewards must also differ before shaping, as dynamic sampling wants it.
+        advantage: computes advantages; None for what the algorithm names.
     """
 
     algorithm: AlgorithmConfig
     mask_truncated: bool = False
     before_shaping: bool = False
+    advantage: AdvantageFunction | None = None
 
     @property
     def is_of_batch(self) -> bool:
         """Whether only a whole batch tells: then `passes` is asked about all its groups at once."""
-        config = self.algorithm.advantage
-        if config.baseline in ("group_mean", "leave_one_out"):
-            # Such advantages add up to 0 in a group, and stay 0 when the batch is whitened, unless they are weighed.
-            is_weighed = config.scale == "others_std" or config.whiten_over == "tokens" or self.algorithm.charges_tokens
-            return config.whiten and is_weighed
-        return config.baseline == "batch_mean" or config.whiten
+        return needs_batch(self.algorithm, self.advantage)
 
     def is_counted(self, episode: Episode) -> bool:
         """Whether a completion is in the loss at all."""
@@ -82,7 +79,9 @@ class SignalTest:
         return self.algorithm.model_copy(update={"kl": kl})
 
     def _moves(self, groups: Sequence[Group], algorithm: AlgorithmConfig) -> bool:
-        found = assign_advantages(_without_noise(groups), algorithm, mask_truncated=self.mask_truncated)
+        found = assign_advantages(
+            _without_noise(groups), algorithm, mask_truncated=self.mask_truncated, function=self.advantage
+        )
         return any(_is_moved(each) and self.is_counted(each) for group in found for each in group.episodes)
 
     def reason(self, group: Group) -> Reason:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from monarch._src.actor.actor_mesh import ActorMesh
@@ -16,10 +18,9 @@ from forge.runtime.dispatch import Dispatcher
 from forge.runtime.endpoints import EndpointSpec, specs_of
 from forge.runtime.group import GroupSpec
 from forge.runtime.placement import GPU_VARIABLE, RANK_VARIABLES
-from forge.runtime.replies import ReplyTo
+from forge.runtime.replies import ReplyPort
 from forge.runtime.serialization import as_remote, decode
-from forge.runtime.starting import Starting
-from forge.runtime.streams import ItemsTo
+from forge.runtime.streams import StreamPort
 
 T = TypeVar("T")
 
@@ -29,6 +30,36 @@ if TYPE_CHECKING:
     _Base = object  # and not Any: an endpoint that does not exist is an error
 else:
     _Base = Actor
+
+
+class PendingHandle(Coroutine[Any, Any, T]):
+    """What `as_actor` and `as_service` return: a coroutine that raises a clear error when it is used unawaited."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], *, call: str) -> None:
+        self._coroutine, self._call = coroutine, call
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._coroutine.__await__()
+
+    def send(self, value: Any) -> Any:
+        return self._coroutine.send(value)
+
+    def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None) -> Any:
+        return self._coroutine.throw(kind if value is None else value)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    if not TYPE_CHECKING:  # a type checker is to report what is missing
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            call = self.__dict__.get("_call", "as_service")
+            raise AttributeError(f"{call}(...) was not awaited, so there is no {name!r} yet: write `await {call}(...)`")
+
+    def __repr__(self) -> str:
+        return f"<{self._call}(...), not awaited>"
 
 
 class MeshActor(_Base):
@@ -54,12 +85,12 @@ class MeshActor(_Base):
 
     @classmethod
     def options(cls, **keywords: Any) -> Spawner[Self]:
-        """This class with options for spawning (see `ActorOptions`). The class itself never changes."""
+        """Return this class with options for spawning (see `ActorOptions`). The class itself never changes."""
         return Spawner(cls, ActorOptions.from_keywords(**keywords))
 
     @classmethod
-    def as_actor(cls, *args: Any, **kwargs: Any) -> Starting[Self]:
-        """`options().as_actor(...)`."""
+    def as_actor(cls, *args: Any, **kwargs: Any) -> PendingHandle[Self]:
+        """Spawn one mesh with the default options: `options().as_actor(...)`."""
         return cls.options().as_actor(*args, **kwargs)
 
     def _forge_dispatcher(self) -> Dispatcher:
@@ -84,15 +115,15 @@ class MeshActor(_Base):
         self._forge_dispatcher().start(self, port, self._forge_spec("setup"), (), {})
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
-    async def _forge_connect(self, port: Any, caller: int, desk: Any) -> None:
-        """A calling process introduces itself: answers to its calls go to `desk`."""
-        self._forge_dispatcher().outbox(caller).connect(desk)
+    async def _forge_connect(self, port: Any, caller: int, channel: Any) -> None:
+        """Note where the replies to a calling process go."""
+        self._forge_dispatcher().outbox(caller).connect(channel)
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
     async def _forge_invoke(self, port: Any, caller: int, call_id: int, name: str, payload: bytes) -> None:
-        """A call of a service. Whatever goes wrong here is the caller's to hear: it must not end the actor."""
+        """Start a call of a service. Whatever fails here is raised to the caller: it must not end the actor."""
         dispatcher = self._forge_dispatcher()
-        reply = ReplyTo(dispatcher.outbox(caller), call_id)
+        reply = ReplyPort(dispatcher.outbox(caller), call_id)
         try:
             args, kwargs = decode(payload)
             spec = self._forge_spec(name)
@@ -102,12 +133,10 @@ class MeshActor(_Base):
         dispatcher.start(self, reply, spec, args, kwargs, call_id)
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
-    async def _forge_stream(
-        self, port: Any, caller: int, call_id: int, speaker: int, name: str, payload: bytes
-    ) -> None:
-        """As `_forge_invoke`, for a streaming endpoint; rank `speaker` sends its items. `port` hears of the end."""
+    async def _forge_stream(self, port: Any, caller: int, call_id: int, sender: int, name: str, payload: bytes) -> None:
+        """Start a streaming endpoint; rank `sender` sends its items. `port` gets a value at the end."""
         dispatcher = self._forge_dispatcher()
-        items = ItemsTo(dispatcher.outbox(caller), call_id, speaker=speaker)
+        items = StreamPort(dispatcher.outbox(caller), call_id, sender=sender)
         try:
             args, kwargs = decode(payload)
             spec = self._forge_spec(name)
@@ -115,7 +144,7 @@ class MeshActor(_Base):
             items.exception(as_remote(error))
             port.send(None)
             return
-        task = dispatcher.start_stream(self, items, spec, args, kwargs, call_id)
+        task = dispatcher.start_stream(items, functools.partial(spec.method, self, *args, **kwargs), call_id)
         if task is None:
             port.send(None)
         else:
@@ -136,7 +165,7 @@ class MeshActor(_Base):
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
     async def _forge_observations(self, port: Any, caller: int, call_id: int, tracing: bool, timeout_s: float) -> None:
-        """Give the figures and spans of this process, and begin anew; see `forge.runtime.collect`."""
+        """Send the metrics and spans of this process since the last call; see `forge.runtime.collect`."""
         from forge.runtime.collect import answer
 
         answer(self._forge_dispatcher().outbox(caller), call_id, tracing=tracing, timeout_s=timeout_s)
@@ -145,7 +174,7 @@ class MeshActor(_Base):
         return note_fault(failure)
 
     async def _handle_undeliverable_message(self, message: Any) -> bool:
-        # A caller or a replica that has gone: whoever waited for it has heard of that by other means.
+        # A caller or a replica that has gone: what waited for it is notified by other means.
         return True
 
 
@@ -155,7 +184,7 @@ class ActorOptions:
 
     Attributes:
         procs: ranks on each host.
-        hosts: on how many hosts; None means one, wherever there is room.
+        hosts: on how many hosts; None means one, wherever there is window.
         with_gpus: one GPU for each rank, held until the actor stops.
         mesh_name: a name for logs, metrics and error messages; the class's name by default.
         env: extra environment variables of its processes.
@@ -200,7 +229,7 @@ class ActorOptions:
         return cls(**keywords)
 
     def replaced(self, **keywords: Any) -> Self:
-        """The same with some options changed."""
+        """Return the same with some options changed."""
         _check_known(keywords, [entry.name for entry in fields(self)])
         return replace(self, **keywords)
 
@@ -268,7 +297,7 @@ _MESH_NAMES = frozenset(name for name in dir(ActorMesh) if not name.startswith("
 
 
 class Spawner(Generic[T]):
-    """What `options(...)` gives: a class with its options, ready to be spawned any number of times."""
+    """A class with its options, ready to be spawned any number of times: what `options(...)` returns."""
 
     def __init__(self, cls: type[T], options: ActorOptions) -> None:
         self.cls, self.chosen = cls, options
@@ -283,12 +312,12 @@ class Spawner(Generic[T]):
                 )
 
     def options(self, **keywords: Any) -> Self:
-        """The same with some options changed; this one stays as it is."""
+        """Return the same with some options changed; this one stays as it is."""
         return type(self)(self.cls, self.chosen.replaced(**keywords))
 
-    def as_actor(self, *args: Any, **kwargs: Any) -> Starting[T]:
+    def as_actor(self, *args: Any, **kwargs: Any) -> PendingHandle[T]:
         """Spawn one mesh, run its `setup`, and return a handle with Monarch's verbs. To be awaited."""
-        return Starting(self._spawn(args, kwargs), call=f"{self.cls.__name__}.as_actor")
+        return PendingHandle(self._spawn(args, kwargs), call=f"{self.cls.__name__}.as_actor")
 
     async def _spawn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         from forge.runtime.lifetime import runtime

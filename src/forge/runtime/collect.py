@@ -21,7 +21,7 @@ from forge.observe.metrics import Partials, drain_metrics, reduced
 from forge.observe.tracing import Span, Trace, drain_trace, is_tracing, spans_of, switch_tracing
 from forge.runtime.control import control, post
 from forge.runtime.group import RankGroup, live_groups
-from forge.runtime.replies import OK, Outbox, reply_desk
+from forge.runtime.replies import OK, Outbox, reply_channel
 from forge.runtime.serialization import decode
 
 _log = logging.getLogger("forge.runtime")
@@ -57,11 +57,11 @@ class _Inquiry:
         self.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also if nobody asks
         self.heard: set[int] = set()
         self.is_overdue = False
-        self.call_id = reply_desk().enter(self)
+        self.call_id = reply_channel().enter(self)
         group.calls.add(self.done, self._loop)
 
     def take(self, rank: int, kind: int, payload: bytes) -> bool:
-        """On the desk's thread."""
+        """On the channel's thread."""
         return post(self._loop, self._note, rank, kind, payload)
 
     def _note(self, rank: int, kind: int, payload: bytes) -> None:
@@ -74,7 +74,7 @@ class _Inquiry:
             self.done.set_result(None)
 
     def end(self) -> None:
-        """Wait for it no longer. Answers that still come are taken until the desk forgets it."""
+        """Wait for it no longer. Answers that still come are taken until the channel forgets it."""
         self.group.calls.discard(self.done)
 
     def missing(self) -> list[str]:
@@ -123,9 +123,9 @@ class Collector:
 
         Whoever was too late for an earlier call is not waited for again.
         """
-        desk = reply_desk()
+        channel = reply_channel()
         while self._lost:
-            desk.close(self._lost.pop())
+            channel.close(self._lost.pop())
         self._settle(timeout_s)
         for group in live_groups():
             if group not in self._asked:
@@ -136,14 +136,14 @@ class Collector:
         return self._settle(timeout_s)
 
     def _ask(self, group: RankGroup, timeout_s: float) -> None:
-        desk, inquiry = reply_desk(), _Inquiry(group, self.reports)
+        channel, inquiry = reply_channel(), _Inquiry(group, self.reports)
         self._asked[group] = inquiry
         if inquiry.done.done():
             return  # it has just died
         if group not in self._connected:
             self._connected.add(group)
-            group.actor._forge_connect.broadcast(desk.caller, desk.port)
-        group.actor._forge_observations.broadcast(desk.caller, inquiry.call_id, is_tracing(), timeout_s)
+            group.actor._forge_connect.broadcast(channel.caller, channel.port)
+        group.actor._forge_observations.broadcast(channel.caller, inquiry.call_id, is_tracing(), timeout_s)
 
     def _settle(self, timeout_s: float) -> dict[str, str]:
         """Let go of what was answered or lost; what is left is late."""
@@ -163,7 +163,7 @@ class Collector:
             inquiry.end()
             failure = inquiry.done.exception()
             if failure is None:
-                reply_desk().close(inquiry.call_id)
+                reply_channel().close(inquiry.call_id)
             else:  # its last word may still be on its way
                 self._lost.append(inquiry.call_id)
                 unheard.update(dict.fromkeys(inquiry.missing(), str(getattr(failure, "message", failure))))

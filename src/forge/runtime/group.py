@@ -98,7 +98,7 @@ class PendingCalls:
     def add(self, reply: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._waiting[reply] = loop
         if self.failure is not None:  # after adding: `fail` either saw this future or was seen here
-            _settle(reply, self.failure)
+            _fail_call(reply, self.failure)
 
     def discard(self, reply: asyncio.Future[Any]) -> None:
         self._waiting.pop(reply, None)
@@ -111,10 +111,10 @@ class PendingCalls:
             return
         self.failure = failure
         for reply, loop in list(self._waiting.items()):
-            post(loop, _settle, reply, failure)
+            post(loop, _fail_call, reply, failure)
 
 
-def _settle(reply: asyncio.Future[Any], failure: ActorFailure) -> None:
+def _fail_call(reply: asyncio.Future[Any], failure: ActorFailure) -> None:
     if not reply.done():
         # a fresh exception for each caller: a shared one would grow every caller's traceback
         reply.set_exception(ActorFailure(failure.message, path=failure.path, repair=failure.repair))

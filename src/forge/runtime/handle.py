@@ -18,9 +18,9 @@ from forge.errors import ActorFailure, CallTimeout
 from forge.runtime.control import control
 from forge.runtime.endpoints import specs_of, streams_only, unknown_verb
 from forge.runtime.group import PendingCalls, RankGroup, translate
-from forge.runtime.replies import reply_desk
+from forge.runtime.replies import reply_channel
 from forge.runtime.serialization import encode
-from forge.runtime.streams import End, Inflow
+from forge.runtime.streams import End, StreamReader
 
 _EQUIVALENTS = {"route": "call_one", "fanout": "call", "call_all": "call"}
 """Verbs of services and of other libraries, and what an actor has instead."""
@@ -109,13 +109,13 @@ class StreamVerbs:
         Leaving the loop, `aclose()` and cancelling the reader cancel the generator. What it raises is raised here after
         the items before it; the death of the actor raises `ActorFailure`.
         """
-        desk, ranks = reply_desk(), self._actor._ndslice
+        channel, ranks = reply_channel(), self._actor._ndslice
         calls = PendingCalls() if self._calls is None else self._calls
         payload = encode((args, kwargs))
-        with Inflow(self._actor, desk, calls=calls, num_ranks=len(ranks), speaker=ranks.offset) as inflow:
-            self._actor._forge_connect.broadcast(desk.caller, desk.port)
-            inflow.start(self._name, payload, is_watched=self._calls is None)
-            while (item := await inflow.next()) is not End:
+        with StreamReader(self._actor, channel, calls=calls, num_ranks=len(ranks), sender=ranks.offset) as reader:
+            self._actor._forge_connect.broadcast(channel.caller, channel.port)
+            reader.start(self._name, payload, is_watched=self._calls is None)
+            while (item := await reader.next()) is not End:
                 yield item
 
     def _refuse(self, verb: str, *args: Any, **kwargs: Any) -> NoReturn:

@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 
 from forge.errors import PlacementError
 
@@ -53,6 +54,16 @@ def count_gpus() -> int:
         if answer.returncode == 0:
             return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
     return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def num_usable_gpus() -> int:
+    """How many GPUs this process may use: none where torch was built without CUDA, which is not loaded to find out."""
+    return 0 if "+cpu" in metadata.version("torch") else len(visible_gpus(os.environ, count_gpus()))
+
+
+def wants_gpus(chosen: bool | None) -> bool:
+    """Return whether to use GPUs: as the configuration says, or where there are any."""
+    return num_usable_gpus() > 0 if chosen is None else chosen
 
 
 def count_cpus() -> int:

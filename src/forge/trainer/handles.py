@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge.config import DistributedConfig, TrainerConfig, WorkerConfig
+from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.trainer.actor import Trainer
 from forge.types import Batch, StepResult
 
@@ -207,24 +208,11 @@ def trainer_options(distributed: DistributedConfig) -> dict[str, Any]:
         "mesh_name": "trainer",
         "procs": planned_ranks(distributed) // (distributed.hosts or 1),
         "hosts": distributed.hosts,
-        "with_gpus": _wants_gpus(distributed.with_gpus),
+        "with_gpus": wants_gpus(distributed.with_gpus),
         "num_threads": distributed.num_threads,
     }
 
 
 def planned_ranks(distributed: DistributedConfig) -> int:
     """How many ranks the controller starts: the product of the degrees, where a shard of -1 takes all GPUs."""
-    if distributed.shard != -1 or not _wants_gpus(distributed.with_gpus):
-        return distributed.num_ranks
-    import torch
-
-    num_gpus = int(torch.cuda.device_count()) * (distributed.hosts or 1)
-    return max(distributed.num_ranks, num_gpus - num_gpus % distributed.num_ranks)
-
-
-def _wants_gpus(chosen: bool | None) -> bool:
-    if chosen is not None:
-        return chosen
-    import torch
-
-    return bool(torch.cuda.is_available())
+    return distributed.ranks_on(num_usable_gpus() if wants_gpus(distributed.with_gpus) else 0)

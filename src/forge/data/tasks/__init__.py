@@ -6,18 +6,16 @@ and under any version of any library; only tasks of reasoning-gym promise no mor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from forge.data.tasks.arguments import Arguments
-from forge.data.tasks.arithmetic import Arithmetic
-from forge.data.tasks.countdown import Countdown
-from forge.errors import ConfigError, nearest
+from forge.errors import ConfigError
+from forge.registry import TASKS, call
 from forge.types import Prompt
 
-GYM = "reasoning_gym/"
 
-
+@runtime_checkable
 class Task(Protocol):
     """A task whose problems are made by number.
 
@@ -33,26 +31,21 @@ class Task(Protocol):
     def read(self, index: int) -> Prompt: ...
 
 
-BUILT_IN: Mapping[str, Callable[..., Task]] = {"arithmetic": Arithmetic, "countdown": Countdown}
-
-
 def open_task(name: str, *, args: Mapping[str, Any], seed: int, where: str, size: int) -> Task:
-    """A task by its name.
+    """Return a task by its name.
 
-    `where` is the path of its source in the configuration, for errors; `size` is how many numbers may be asked for,
-    which some tasks of reasoning-gym must know.
+    The class or function that makes it is called with its `Arguments`, and with those that its signature names of
+    `seed`, `size` (how many numbers may be asked for) and `where` (the path of its source in the configuration).
     """
-    if name in BUILT_IN:
-        return BUILT_IN[name](Arguments(args, where=f"{where}.task_args", task=name), seed=seed)
-    if name.startswith(GYM):
-        from forge.data.tasks.gym import GymTask
-
-        return GymTask(name.removeprefix(GYM), args=args, seed=seed, where=where, size=size)
-    near = nearest(name, [*BUILT_IN, f"{GYM}NAME"])
-    raise ConfigError(
-        f"there is no task {name!r}",
-        path=f"{where}.task",
-        value=name,
-        rule=f"a task is one of {', '.join(BUILT_IN)} and {GYM}NAME",
-        repair=f"did you mean `{near[0]}`?" if near else "write one of these",
-    )
+    factory = TASKS.find(name, path=f"{where}.task")
+    arguments = Arguments(args, where=f"{where}.task_args", task=name)
+    task: object = call(factory, arguments, args={}, offered={"seed": seed, "size": size, "where": where})
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"{name} does not make a task: {type(task).__name__} lacks name, num_problems or read",
+            path=f"{where}.task",
+            value=name,
+            rule="must be a class or function that returns a forge.data.tasks.Task",
+            repair="add what is missing",
+        )
+    return task

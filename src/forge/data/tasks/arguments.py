@@ -16,30 +16,30 @@ class Arguments:
     """What a user wrote under `task_args`. Every value is checked where it is read, and refused by its path."""
 
     def __init__(self, values: Mapping[str, Any], *, where: str, task: str) -> None:
-        self._values = values
+        self.task, self.values = task, values
         self._where = where
         self.label = label_of(task, values)
 
     def only(self, known: Sequence[str]) -> None:
         """Refuse arguments that the task does not have."""
-        for name in self._values:
+        for name in self.values:
             if name not in known:
-                raise unknown_argument(name, where=self._where, value=self._values[name], known=known)
+                raise unknown_argument(name, where=self._where, value=self.values[name], known=known)
 
     def has(self, name: str) -> bool:
         """Whether the user wrote it."""
-        return name in self._values
+        return name in self.values
 
     def whole(self, name: str, *, default: int, low: int, high: int) -> int:
         """A whole number from low to high."""
-        value = self._values.get(name, default)
+        value = self.values.get(name, default)
         if not _is_whole(value) or not low <= value <= high:
             raise self.refusal(name, f"a whole number from {low} to {high}")
         return int(value)
 
     def span(self, name: str, *, default: tuple[int, int], low: int, high: int) -> tuple[int, int]:
         """A number, or the two ends of a range, both included."""
-        value = self._values.get(name, default)
+        value = self.values.get(name, default)
         ends = (value, value) if _is_whole(value) else value
         if (
             not isinstance(ends, list | tuple)
@@ -52,7 +52,7 @@ class Arguments:
 
     def operators(self, name: str, *, default: str, known: str) -> str:
         """Operators, as text or as a list; in the order of `known`."""
-        value = self._values.get(name, default)
+        value = self.values.get(name, default)
         signs = list(value) if isinstance(value, str | list | tuple) else []
         if not signs or len(set(map(str, signs))) != len(signs) or any(sign not in list(known) for sign in signs):
             raise self.refusal(name, f"some of {' '.join(known)}, each once, as text or as a list")
@@ -60,7 +60,7 @@ class Arguments:
 
     def wording(self, name: str, *, default: str, needed: Sequence[str]) -> str:
         """Text with places to fill in, each of which must be there."""
-        value = self._values.get(name, default)
+        value = self.values.get(name, default)
         if not isinstance(value, str) or any(f"{{{place}}}" not in value for place in needed):
             raise self.refusal(name, f"text in which {' and '.join(f'{{{place}}}' for place in needed)} stands")
         return value
@@ -72,7 +72,7 @@ class Arguments:
         return ConfigError(
             f"{self._where}.{name} is not what the task can use",
             path=f"{self._where}.{name}",
-            value=self._values.get(name),
+            value=self.values.get(name),
             rule=rule,
             repair=repair,
         )

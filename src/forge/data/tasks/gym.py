@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from forge.data.tasks.arguments import label_of, unknown_argument
+from forge.data.tasks.arguments import Arguments, unknown_argument
 from forge.errors import ConfigError, DataError, did_you_mean
 from forge.types import Prompt
 
@@ -26,12 +26,13 @@ class GymTask:
 
     num_problems: int | None = None
 
-    def __init__(self, name: str, *, args: Mapping[str, Any], seed: int, where: str, size: int) -> None:
+    def __init__(self, arguments: Arguments, *, seed: int, where: str, size: int) -> None:
+        name, args = arguments.task.partition("/")[2], arguments.values
         self._task = name
         self._seed = seed
         self._args = plain(args)
         self._made: dict[int, Prompt] = {}
-        self.name = label_of(f"reasoning_gym/{name}", args)
+        self.name = arguments.label
         self._dataset = _create(name, self._args, seed=seed, where=where, size=size)
         self._check_scoring(where)
 

@@ -34,6 +34,7 @@ from forge.models.locate import ResolvedModel
 from forge.models.paged_attention import PagedRow
 from forge.models.random_weights import draw_weights
 from forge.models.weights import load_hf
+from forge.runtime.machine import memory
 
 _log = logging.getLogger("forge.generator")
 
@@ -60,7 +61,7 @@ class ModelRunner:
     ) -> None:
         self.config, self.facts, self.max_seq_len = config, model.facts, max_seq_len
         self.device = _device(config.with_gpus)
-        self.dtype = _dtype(config.precision, self.device)
+        self.dtype: torch.dtype = getattr(torch, config.precision_on(gpu=self.device.type == "cuda"))
         self._check_cache_dtype()
         self._has_wide_head = model.facts.head_precision == "float32" and self.dtype != torch.float32
         self.is_shared = shared is not None
@@ -117,7 +118,7 @@ class ModelRunner:
         elif self.on_gpu:
             num = self._pages_on_gpu(need)
         else:
-            num = pages_on_cpu(need, free_bytes=_free_memory())
+            num = pages_on_cpu(need, free_bytes=memory()["available"])
         if num < least:
             raise ConfigError(
                 "the cache cannot hold one sequence of full length",
@@ -140,7 +141,7 @@ class ModelRunner:
         return pages_in_turns(need, free_bytes=each, work=work)
 
     def _checked_gb(self, asked: float) -> float:
-        free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else _free_memory()) / _GIB
+        free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else memory()["available"]) / _GIB
         if asked > free:
             raise ConfigError(
                 "the cache is larger than the memory that is free",
@@ -352,18 +353,3 @@ def _device(with_gpus: bool | None) -> torch.device:
             repair="set generator.with_gpus=false, or run `forge doctor` to see what is missing",
         )
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _dtype(precision: str | None, device: torch.device) -> torch.dtype:
-    if precision is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
-
-
-def _free_memory() -> int:
-    """Memory that this machine can give, in bytes."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 8 * _GIB

@@ -3,9 +3,9 @@
     async with serve_openai(service, ServeConfig(port=0, record="agents.jsonl")) as server:
         client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none")
 
-An agent that is written with any framework talks to `server.base_url`; `read_exchanges` and `exchanges_to_samples` turn
-what it did into samples to train on, with the very tokens that were drawn. Names are imported when first used: who only
-reads records loads no web server.
+An agent written with any framework talks to `server.base_url`; `read_exchanges` and `exchanges_to_samples` turn what it
+did into samples to train on, with exactly the tokens that were sampled. Names are imported when first used, so reading
+records does not load the web server.
 """
 
 from __future__ import annotations

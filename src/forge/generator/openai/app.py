@@ -26,7 +26,7 @@ from forge.generator.openai.errors import (
     RequestError,
     is_malformed,
     malformed_request,
-    refuse,
+    parameter_error,
     request_error,
 )
 from forge.generator.openai.policy import Policy
@@ -149,7 +149,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _make_app(policy: Policy, *, key: str | None, max_bytes: int) -> web.Application:
-    app = web.Application(middlewares=[_errors_told, _key_checker(key)], client_max_size=max_bytes)
+    app = web.Application(middlewares=[_errors_as_json, _key_checker(key)], client_max_size=max_bytes)
     app[_POLICY] = policy
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_post("/v1/completions", _completions)
@@ -161,7 +161,7 @@ def _make_app(policy: Policy, *, key: str | None, max_bytes: int) -> web.Applica
 
 
 @web.middleware
-async def _errors_told(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as refused:
@@ -171,8 +171,8 @@ async def _errors_told(request: web.Request, handler: Handler) -> web.StreamResp
             text = f"{request.method} {request.path}: {refused.reason}"
         error = RequestError(text, status=refused.status, code=(refused.reason or "").lower().replace(" ", "_"))
     except ConnectionError:
-        raise  # the client is gone: there is nobody to tell
-    except Exception as cause:  # noqa: BLE001 - the client is told, and the log has it
+        raise  # the client is gone
+    except Exception as cause:  # noqa: BLE001 - sent to the client, and logged
         error = malformed_request(str(cause)) if is_malformed(cause) else request_error(cause)
     return web.json_response(error.body, status=error.status, headers=error.headers)
 
@@ -214,14 +214,14 @@ async def _read_body(request: web.Request) -> Mapping[str, Any]:
     try:
         raw = await request.read()
         body = json.loads(raw, parse_constant=_no_constant)
-        if b"\\u" in raw:  # JSON can spell halves of characters, which are no text
+        if b"\\u" in raw:  # JSON can spell halves of characters, which are not text
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError("The body must be a JSON object.", code="invalid_json")
     if not isinstance(body.get("model"), str):
-        raise refuse("model", "must name the model", code="missing_required_parameter")
+        raise parameter_error("model", "must name the model", code="missing_required_parameter")
     _check_model(request.app[_POLICY], body["model"])
     return body
 
@@ -260,7 +260,7 @@ async def _describe(policy: Policy) -> dict[str, Any]:
 
 
 async def _stats(request: web.Request) -> web.StreamResponse:
-    """What each replica's engine does now."""
+    """Answer with the statistics of each replica's engine."""
     replicas = await request.app[_POLICY].service.stats.fanout()
     return web.json_response({"replicas": [dataclasses.asdict(stats) for stats in replicas]})
 

@@ -1,4 +1,4 @@
-"""`/v1/completions`: text, or tokens, to go on from."""
+"""`/v1/completions`: continue text, or tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from forge.generator.openai.errors import refuse
-from forge.generator.openai.policy import Ask, Policy
-from forge.generator.openai.requests import Wish, read_wish
+from forge.generator.openai.errors import parameter_error
+from forge.generator.openai.policy import CompletionJob, Policy
+from forge.generator.openai.requests import RequestOptions, read_options
 from forge.generator.openai.responses import exact_tokens, merge, send_events, text_logprobs, usage_of
 from forge.types import Completion, Delta
 
@@ -23,8 +23,8 @@ _OWN: Final = frozenset(("prompt",))
 async def complete_text(
     policy: Policy, request: web.Request, body: Mapping[str, Any], *, conversation: str | None
 ) -> web.StreamResponse:
-    """Go on from one prompt or several, whole or piece by piece."""
-    wish = read_wish(
+    """Complete one prompt or several, whole or piece by piece."""
+    options = read_options(
         body,
         own=_OWN,
         has_structured_output=policy.has_structured_output,
@@ -32,9 +32,9 @@ async def complete_text(
         header=conversation,
     )
     prompts = _read_prompts(body.get("prompt"), policy)
-    await policy.check_number(len(prompts), wish.n)
-    reply = _Reply(policy, [policy.ask_text(prompt, wish=wish) for prompt in prompts], wish)
-    if wish.stream:
+    await policy.check_number(len(prompts), options.n)
+    reply = _Reply(policy, [policy.prepare_text(prompt, options=options) for prompt in prompts], options)
+    if options.stream:
         return await send_events(request, reply.chunks())
     return web.json_response(await reply.whole())
 
@@ -43,7 +43,7 @@ def _wants_logprobs(body: Mapping[str, Any]) -> bool:
     wanted = body.get("logprobs")
     if wanted is not None and (wanted != 0 or isinstance(wanted, bool)):
         rule = "may be 0, for the logprobs of the sampled tokens; logprobs of other tokens are not supported"
-        raise refuse("logprobs", rule, code="unsupported_value")
+        raise parameter_error("logprobs", rule, code="unsupported_value")
     return wanted is not None
 
 
@@ -61,14 +61,14 @@ def _read_prompts(prompt: Any, policy: Policy) -> Sequence[str | list[int]]:
         if all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in prompt):
             return prompt
     rule = "must be text, a list of texts, a list of token ids, or a list of such lists, and not empty"
-    raise refuse("prompt", rule, code="missing_required_parameter" if prompt is None else "invalid_type")
+    raise parameter_error("prompt", rule, code="missing_required_parameter" if prompt is None else "invalid_type")
 
 
 class _Reply:
     """The answer to one request: n choices for each prompt, in the order of the prompts."""
 
-    def __init__(self, policy: Policy, asks: Sequence[Ask], wish: Wish) -> None:
-        self._policy, self._asks, self._wish = policy, asks, wish
+    def __init__(self, policy: Policy, jobs: Sequence[CompletionJob], options: RequestOptions) -> None:
+        self._policy, self._jobs, self._options = policy, jobs, options
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -79,53 +79,53 @@ class _Reply:
         self._ended: list[Completion] = []
 
     async def whole(self) -> dict[str, Any]:
-        """The response, all at once. One prompt that fails fails all."""
+        """Return the response, all at once. One prompt that fails fails all."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._policy.complete(ask)) for ask in self._asks]
+                tasks = [group.create_task(self._policy.complete(job)) for job in self._jobs]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         choices = []
         for number, task in enumerate(tasks):
             for completion in task.result():
                 choice = self._choice(number, completion, text=completion.text, reason=completion.finish_reason)
-                self._settle(number, completion, choice["index"])
+                self._record(number, completion, choice["index"])
                 choices.append({**choice, **self._exact(completion)})
         return {**self._head, "choices": choices, "usage": usage_of(self._ended)}
 
     async def chunks(self) -> AsyncGenerator[Mapping[str, Any], None]:
-        """The response piece by piece."""
-        streams = [self._policy.stream(ask) for ask in self._asks]
+        """Yield the response piece by piece."""
+        streams = [self._policy.stream(job) for job in self._jobs]
         async with contextlib.aclosing(merge(streams)) as deltas:
             async for number, delta in deltas:
                 yield self._grow(number, delta)
-        if self._wish.include_usage:
+        if self._options.include_usage:
             yield {**self._head, "choices": [], "usage": usage_of(self._ended)}
 
     def _grow(self, number: int, delta: Delta) -> dict[str, Any]:
         completion = delta.completion
         choice = self._choice(number, delta, text=delta.text, reason=None)
         if completion is not None:
-            self._settle(number, completion, choice["index"])
+            self._record(number, completion, choice["index"])
             choice = {**choice, "finish_reason": completion.finish_reason, **self._exact(completion)}
-        if self._wish.return_token_ids:
+        if self._options.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
-        return {**self._head, "choices": [choice], **({"usage": None} if self._wish.include_usage else {})}
+        return {**self._head, "choices": [choice], **({"usage": None} if self._options.include_usage else {})}
 
     def _choice(self, number: int, tokens: Completion | Delta, *, text: str, reason: str | None) -> dict[str, Any]:
-        index = number * self._wish.n + tokens.index
+        index = number * self._options.n + tokens.index
         logprobs = None
-        if self._wish.logprobs:
+        if self._options.logprobs:
             start = self._num_characters.get(index, 0)
             logprobs = text_logprobs(self._policy, tokens.token_ids, tokens.logprobs, start=start)
             self._num_characters[index] = start + sum(map(len, logprobs["tokens"]))
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _settle(self, number: int, completion: Completion, index: int) -> None:
-        self._policy.settle(self._asks[number], completion, exchange_id=f"{self._head['id']}-{index}")
+    def _record(self, number: int, completion: Completion, index: int) -> None:
+        self._policy.record(self._jobs[number], completion, exchange_id=f"{self._head['id']}-{index}")
         self._ended.append(completion)
 
     def _exact(self, completion: Completion) -> dict[str, Any]:
-        if not self._wish.return_token_ids:
+        if not self._options.return_token_ids:
             return {}
         return {"prompt_token_ids": list(completion.prompt_ids), **exact_tokens(completion)}

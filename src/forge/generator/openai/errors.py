@@ -25,11 +25,11 @@ from forge.errors import (
 _log = logging.getLogger("forge.generator.openai")
 
 RETRY_AFTER_S = 1
-"""What a client is told to wait when every replica is busy."""
+"""The Retry-After header when every replica is busy."""
 
 
 class RequestError(Exception):
-    """A request that gets an error for an answer."""
+    """A request that is answered with an error."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """The JSON body of the answer."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
@@ -55,13 +55,13 @@ class RequestError(Exception):
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
 
-def refuse(param: str, rule: str, *, code: str = "invalid_value") -> RequestError:
-    """A parameter that cannot be taken as it is, and why."""
+def parameter_error(param: str, rule: str, *, code: str = "invalid_value") -> RequestError:
+    """Return the error for a parameter that breaks a rule."""
     return RequestError(f"'{param}': {rule}", param=param, code=code)
 
 
 def request_error(error: BaseException) -> RequestError:
-    """What a client is told of an error of the service. What nobody expects is logged with its traceback."""
+    """Return the answer to an error of the service. Unexpected errors are logged with their traceback."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, INPUT_ERRORS):
@@ -80,7 +80,7 @@ def request_error(error: BaseException) -> RequestError:
 
 
 def _is_length(error: PromptError) -> bool:
-    """Whether it is the length that is wrong. Frameworks look for that code to shorten a conversation."""
+    """Return whether the prompt is too long. Frameworks use that code to shorten a conversation."""
     return "longer than the context" in error.message
 
 

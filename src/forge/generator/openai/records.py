@@ -1,4 +1,4 @@
-"""What passed between a client and the policy, one exchange to a line of a JSON-lines file, and samples made of it."""
+"""Exchanges between clients and the policy: write them to a JSON-lines file, read them, and make samples of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Exchange:
         id: its name: the id of the response, and which of its choices.
         conversation: what the client called the conversation; else a name that exchanges share which continue another.
         continues: the earlier exchange whose prompt and tokens this prompt begins with, token by token; None where it
-            begins with none, as when a client's text came back and has other tokens than were drawn.
+            begins with none, as when a client's text came back and has other tokens than were sampled.
         time: when it ended, in seconds since 1970.
         request: what was asked: messages or prompt, tools, template and sampling.
         prompt_ids, token_ids, logprobs, full_logprobs, text, finish_reason, stop_reason, versions: as in `Completion`.
@@ -50,18 +50,18 @@ class Exchange:
 
     @property
     def all_ids(self) -> tuple[int, ...]:
-        """The prompt and what was drawn after it."""
+        """The prompt and the tokens sampled after it."""
         return self.prompt_ids + self.token_ids
 
     def to_line(self) -> bytes:
-        """The exchange as a line of JSON."""
+        """Return the exchange as a line of JSON."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         fields["versions"] = [[span.version, span.start, span.end] for span in self.versions]
         return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Exchange:
-        """The exchange that the object on a line means. What is missing or does not fit raises `ValueError`."""
+        """Read an exchange from the object on a line, or raise `ValueError`."""
         missing = [name for name in cls.__slots__ if name not in fields]
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
@@ -98,7 +98,7 @@ class Exchange:
         time: float,
         request: Mapping[str, Any],
     ) -> Exchange:
-        """The exchange in which a completion was made."""
+        """Return the exchange of a completion."""
         shared = ("prompt_ids", "token_ids", "logprobs", "full_logprobs", "text", "finish_reason", "stop_reason")
         values: dict[str, Any] = {name: getattr(completion, name) for name in (*shared, "versions")}
         return cls(id=id, conversation=conversation, continues=continues, time=time, request=request, **values)
@@ -119,9 +119,9 @@ def _span(span: Any) -> Sequence[int]:
 
 
 def read_exchanges(path: str | os.PathLike[str]) -> Iterator[Exchange]:
-    """The exchanges of a file, in order. A line that is none raises `DataError`, whose path is FILE:LINE.
+    """Yield the exchanges of a file, in order. A line that is not an exchange raises `DataError` with path FILE:LINE.
 
-    A last line without an end is being written, or was cut off by a crash: it is left out.
+    A last line without an end is still being written, or was cut off by a crash: it is skipped.
     """
     place = Path(path)
     try:
@@ -156,10 +156,10 @@ def _read_line(line: bytes, *, place: str) -> Exchange:
 
 
 def exchanges_to_samples(exchanges: Iterable[Exchange]) -> list[Sample]:
-    """Samples of whole conversations: turns become one where the prompt of the later begins with the tokens of the
-    earlier, exactly.
+    """Return samples of whole conversations: turns are joined where the later prompt starts with exactly the tokens of
+    the earlier turn.
 
-    Every token that was drawn counts once. Where a conversation branches (several answers to one prompt were each
+    Every token that was sampled counts once. Where a conversation branches (several answers to one prompt were each
     continued) each branch is a sample, and what they share counts in the first of them only. The samples are in the
     order of their last turns, and `identity` names the last turn.
     """
@@ -178,7 +178,7 @@ def exchanges_to_samples(exchanges: Iterable[Exchange]) -> list[Sample]:
 
 
 def _find_parents(nodes: Sequence[Exchange]) -> dict[int, int]:
-    """For each exchange the earlier one of its conversation that it goes on from, by index."""
+    """Return for each exchange the earlier one of its conversation that it continues, by index."""
     parents: dict[int, int] = {}
     earlier: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
     for index, node in enumerate(nodes):
@@ -199,14 +199,14 @@ def _join(turns: Sequence[tuple[Exchange, bool]]) -> Sample:
     weights = torch.zeros(len(token_ids), dtype=torch.float32)
     logprobs = torch.zeros(len(token_ids), dtype=torch.float32)
     for turn, counts in turns:
-        drawn = slice(len(turn.prompt_ids), len(turn.all_ids))
-        weights[drawn] = float(counts)
-        logprobs[drawn] = torch.tensor(turn.logprobs, dtype=torch.float32)
+        sampled = slice(len(turn.prompt_ids), len(turn.all_ids))
+        weights[sampled] = float(counts)
+        logprobs[sampled] = torch.tensor(turn.logprobs, dtype=torch.float32)
     return Sample(token_ids, weights, {"logprobs": logprobs}, identity=f"exchange {last.id}")
 
 
 def join_ids(parts: Iterable[Sequence[int]]) -> bytes:
-    """Token ids as bytes, of which the one that continues another begins with the other."""
+    """Return token ids as bytes, such that a sequence that continues another has the other as its prefix."""
     return b"".join(token.to_bytes(4, "little") for token in chain.from_iterable(parts))
 
 
@@ -214,7 +214,7 @@ def join_ids(parts: Iterable[Sequence[int]]) -> bytes:
 
 
 class RecordError(ForgeError, RuntimeError):
-    """An exchange could not be written down. The client is told, and gets no answer that the record lacks."""
+    """An exchange could not be recorded. The client gets this error, never an answer that the record lacks."""
 
 
 class Recorder:

@@ -1,4 +1,4 @@
-"""What a request asks for: the parameters that both endpoints share, checked, as the generator's own."""
+"""Read and check the body of a request: parameters that both endpoints share, messages and tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from forge.config import Sampling
 from forge.config.diagnosis import diagnose
 from forge.errors import did_you_mean
-from forge.generator.openai.errors import RequestError, refuse
+from forge.generator.openai.errors import RequestError, parameter_error
 from forge.generator.openai.tool_calls import parsed_arguments
 
 _SAMPLING: Final = {
@@ -47,12 +47,12 @@ _ONLY_AS: Final[Mapping[str, tuple[Any, ...]]] = {
     "prediction": (),
     "web_search_options": (),
 }
-"""What is known, and cannot be done: the only values that are taken, besides null."""
+"""Known parameters that are not supported, and the only values that are accepted for them, besides null."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """How a client wants its completions.
+class RequestOptions:
+    """What a client asks for, besides the prompt.
 
     Attributes:
         sampling: the keys of `Sampling` that it gave.
@@ -72,9 +72,9 @@ class Wish:
     conversation: str | None = None
 
 
-def read_wish(
+def read_options(
     body: Mapping[str, Any], *, own: frozenset[str], has_structured_output: bool, logprobs: bool, header: str | None
-) -> Wish:
+) -> RequestOptions:
     """Check everything but the prompt. `own` are the parameters that only one endpoint has, `header` the conversation
     that the request's headers name."""
     _check_names(body, own)
@@ -91,7 +91,7 @@ def read_wish(
     n = 1 if body.get("n") is None else body["n"]
     _check_sampling({**sampling, "n": n})
     stream_options = read_object(body, "stream_options")
-    return Wish(
+    return RequestOptions(
         sampling=sampling,
         n=n,
         stream=read_flag(body, "stream"),
@@ -103,18 +103,18 @@ def read_wish(
 
 
 def read_flag(body: Mapping[str, Any], name: str) -> bool:
-    """true or false; null and nothing are false."""
+    """Return a flag; null and missing are false."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise refuse(name, "must be true or false", code="invalid_type")
+        raise parameter_error(name, "must be true or false", code="invalid_type")
     return bool(value)
 
 
 def read_object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object; null and nothing are an empty one."""
+    """Return an object; null and missing are an empty one."""
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
-        raise refuse(name, "must be an object", code="invalid_type")
+        raise parameter_error(name, "must be an object", code="invalid_type")
     return value or {}
 
 
@@ -130,7 +130,7 @@ def _check_names(body: Mapping[str, Any], own: frozenset[str]) -> None:
         allowed = _ONLY_AS[name]
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
             may_be = " or ".join(json.dumps(one) for one in (*allowed, None))
-            raise refuse(name, f"is not supported here; it may only be {may_be}", code="unsupported_value")
+            raise parameter_error(name, f"is not supported here; it may only be {may_be}", code="unsupported_value")
 
 
 def _check_sampling(sampling: Mapping[str, Any]) -> None:
@@ -138,11 +138,11 @@ def _check_sampling(sampling: Mapping[str, Any]) -> None:
         Sampling.model_validate_json(json.dumps(sampling), strict=True)
     except ValidationError as error:
         first = diagnose(error, schema=Sampling, data=sampling, origins={})[0]
-        raise refuse(first.path.partition("[")[0], f"{first.rule}; {first.repair}") from None
+        raise parameter_error(first.path.partition("[")[0], f"{first.rule}; {first.repair}") from None
 
 
 def _read_format(wanted: Any, has_structured_output: bool) -> dict[str, Any] | None:
-    """`response_format` as what the text must follow."""
+    """Return `response_format` as `Sampling.structured`."""
     if wanted is None or wanted == {"type": "text"}:
         return None
     kind = wanted.get("type") if isinstance(wanted, dict) else None
@@ -152,12 +152,12 @@ def _read_format(wanted: Any, has_structured_output: bool) -> dict[str, Any] | N
         described = wanted.get("json_schema")
         schema = described.get("schema") if isinstance(described, dict) else None
         if not isinstance(schema, dict):
-            raise refuse("response_format", "needs json_schema.schema, an object")
+            raise parameter_error("response_format", "needs json_schema.schema, an object")
     else:
-        raise refuse("response_format", "its type must be text, json_object or json_schema")
+        raise parameter_error("response_format", "its type must be text, json_object or json_schema")
     if not has_structured_output:
         rule = "needs structured output, which this engine does not have; serve with generator.engine=vllm"
-        raise refuse("response_format", rule, code="unsupported_value")
+        raise parameter_error("response_format", rule, code="unsupported_value")
     return {"json_schema": schema}
 
 
@@ -166,7 +166,7 @@ def _read_conversation(body: Mapping[str, Any], header: str | None) -> str | Non
     if named is None:
         return None
     if not isinstance(named, str) or not 1 <= len(named) <= 256 or not named.isprintable():
-        raise refuse("metadata.conversation", "must be text of 1 to 256 printable characters")
+        raise parameter_error("metadata.conversation", "must be text of 1 to 256 printable characters")
     return named
 
 
@@ -178,31 +178,31 @@ _TAKEN: Final = ("messages", "conversation", "conversations", "tools", "document
 
 
 def read_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The conversation: text as text, arguments of calls as objects, and no empty fields."""
+    """Return the conversation: contents as text, arguments of calls as objects, and no empty fields."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise refuse("messages", "must be a list with at least one message", code="missing_required_parameter")
+        raise parameter_error("messages", "must be a list with at least one message", code="missing_required_parameter")
     found = [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     if not any(message["content"] or message.get("tool_calls") for message in found):
-        raise refuse("messages", "must say something: every message is empty")
+        raise parameter_error("messages", "must say something: every message is empty")
     return found
 
 
 def _read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise refuse(where, "must be an object with a role")
+        raise parameter_error(where, "must be an object with a role")
     if message["role"] not in _ROLES:
-        raise refuse(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
+        raise parameter_error(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
     found = {name: value for name, value in message.items() if value is not None}
     if "content" not in found and not (found["role"] == "assistant" and found.get("tool_calls")):
         rule = "is missing; only an assistant's message with tool_calls may be without"
-        raise refuse(f"{where}.content", rule, code="missing_required_parameter")
+        raise parameter_error(f"{where}.content", rule, code="missing_required_parameter")
     if found["role"] == "developer":
         found["role"] = "system"
     found["content"] = _read_content(found.get("content"), f"{where}.content")
     calls = found.get("tool_calls", [])
     if not isinstance(calls, list):
-        raise refuse(f"{where}.tool_calls", "must be a list")
+        raise parameter_error(f"{where}.tool_calls", "must be a list")
     if calls:
         found["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
     elif found["role"] == "assistant":
@@ -214,13 +214,13 @@ def _read_content(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise refuse(where, "must be text, or a list of parts")
+        raise parameter_error(where, "must be text, or a list of parts")
     if not content:
-        raise refuse(where, "must have at least one part")
+        raise parameter_error(where, "must have at least one part")
     texts = []
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise refuse(where, 'only parts of the type "text" can be read here', code="unsupported_value")
+            raise parameter_error(where, 'only parts of the type "text" can be read here', code="unsupported_value")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -228,25 +228,25 @@ def _read_content(content: Any, where: str) -> str:
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refuse(where, "must be an object with function.name")
+        raise parameter_error(where, "must be an object with function.name")
     return {**call, "function": {**function, "arguments": parsed_arguments(function.get("arguments", {}))}}
 
 
 def read_template(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat template is given besides the messages. `tool_choice: none` leaves the tools out of it."""
+    """Return the chat template's arguments besides the messages. `tool_choice: none` leaves the tools out."""
     template = dict(read_object(body, "chat_template_kwargs"))
     for name in _TAKEN:
         if name in template:
-            raise refuse("chat_template_kwargs", f"may not hold {name!r}")
+            raise parameter_error("chat_template_kwargs", f"may not hold {name!r}")
     if body.get("reasoning_effort") is not None:
         template["reasoning_effort"] = body["reasoning_effort"]
     tools = _read_tools(body.get("tools"))
     choice = body.get("tool_choice")
     if choice not in (None, "none", "auto"):
         rule = 'may be "none" or "auto": a call cannot be forced here'
-        raise refuse("tool_choice", rule, code="unsupported_value")
+        raise parameter_error("tool_choice", rule, code="unsupported_value")
     if choice == "auto" and not tools:
-        raise refuse("tool_choice", "is only allowed when tools are given")
+        raise parameter_error("tool_choice", "is only allowed when tools are given")
     if tools and choice != "none":
         template["tools"] = list(tools)
     return template
@@ -256,7 +256,7 @@ def _read_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
     if tools is None:
         return []
     if not isinstance(tools, list):
-        raise refuse("tools", "must be a list")
+        raise parameter_error("tools", "must be a list")
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:

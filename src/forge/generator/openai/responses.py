@@ -30,8 +30,8 @@ async def send_events(request: web.Request, chunks: AsyncGenerator[Mapping[str, 
             async for chunk in chunks:
                 await _send(response, chunk)
         except ConnectionError:
-            return response  # nobody listens any more
-        except Exception as error:  # noqa: BLE001 - the client is told, and the log has it
+            return response  # the client is gone
+        except Exception as error:  # noqa: BLE001 - sent to the client, and logged
             await _send(response, request_error(error).body)
         else:
             await response.write(b"data: [DONE]\n\n")
@@ -45,7 +45,7 @@ async def _send(response: web.StreamResponse, chunk: Mapping[str, Any]) -> None:
 
 
 async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of several streams as they come, each with the number of its stream. One that fails ends all."""
+    """Yield the deltas of several streams as they come, each with the number of its stream. One error ends all."""
     arrived: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue(maxsize=16)
 
     async def pump(number: int, stream: AsyncGenerator[Delta, None]) -> None:
@@ -79,21 +79,21 @@ async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerato
 
 
 def usage_of(completions: Iterable[Completion]) -> dict[str, Any]:
-    """What completions cost. The n completions of one prompt read it once."""
+    """Return the token usage. The n completions of one prompt read it once."""
     listed = list(completions)
     prompts = [one for one in listed if one.index == 0]
     num_read = sum(len(one.prompt_ids) for one in prompts)
-    num_drawn = sum(len(one.token_ids) for one in listed)
+    num_sampled = sum(len(one.token_ids) for one in listed)
     return {
         "prompt_tokens": num_read,
-        "completion_tokens": num_drawn,
-        "total_tokens": num_read + num_drawn,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_read + num_sampled,
         "prompt_tokens_details": {"cached_tokens": sum(one.num_shared for one in prompts)},
     }
 
 
 def chat_logprobs(policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-    """The logprobs of tokens as /v1/chat/completions has them. Alternatives are never given."""
+    """Return logprobs in the form of /v1/chat/completions, without alternatives."""
     content = []
     for token_id, logprob in zip(token_ids, logprobs, strict=True):
         text = policy.token_text(token_id)
@@ -105,17 +105,17 @@ def chat_logprobs(policy: Policy, token_ids: Sequence[int], logprobs: Sequence[f
 def text_logprobs(
     policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float], *, start: int = 0
 ) -> dict[str, Any]:
-    """They as /v1/completions has them; `start` is the number of characters before them."""
+    """Return logprobs in the form of /v1/completions; `start` is the number of characters before them."""
     texts = [policy.token_text(token_id) for token_id in token_ids]
     offsets = list(accumulate(map(len, texts), initial=start))[:-1]
     return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
 
 
 def exact_tokens(completion: Completion) -> dict[str, Any]:
-    """What `return_token_ids` adds to a choice: the tokens, and which weights made which of them."""
+    """Return what `return_token_ids` adds to a choice: the tokens, and the weight version of each span."""
     return {"token_ids": list(completion.token_ids), "weight_versions": weight_versions(completion)}
 
 
 def weight_versions(completion: Completion) -> list[dict[str, int]]:
-    """Which weights made which tokens."""
+    """Return the weight version of each span of tokens."""
     return [{"version": span.version, "start": span.start, "end": span.end} for span in completion.versions]

@@ -10,7 +10,7 @@ from forge.errors import ConfigError, EngineDead, ModelError, OptionError, Promp
 
 
 class Adapters:
-    """Which adapters are loaded. vLLM knows them by number, requests by name."""
+    """The loaded adapters. vLLM identifies them by number, requests by name."""
 
     def __init__(self, llm: Any, *, is_enabled: bool) -> None:
         self._llm = llm
@@ -24,12 +24,12 @@ class Adapters:
         return sorted(self._requests)
 
     def salt(self, epoch: int) -> str:
-        """What requests with the same beginning must have in common to share what was computed for it: the weights,
-        and the adapters as they are now. vLLM tells adapters apart by name, not by what was loaded under it."""
+        """Return what requests must have in common to share a cached prefix: the weights, and the adapters as they are
+        now. vLLM distinguishes adapters by name, not by what was loaded under it."""
         return f"{epoch}.{self._num_loads}"
 
     def find(self, name: str | None) -> Any:
-        """What vLLM wants with a request; None for the model itself."""
+        """Return vLLM's record of an adapter; None for the model itself."""
         if name is None:
             return None
         if name not in self._requests:
@@ -81,7 +81,7 @@ class Adapters:
             )
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter."""
+        """Unload an adapter."""
         if name not in self._requests:
             raise OptionError(
                 "There is no such adapter.",

@@ -1,4 +1,4 @@
-"""Between our words and vLLM's: how tokens are drawn, and what came of it."""
+"""Translate between our records and vLLM's: sampling parameters, outputs, errors and scores."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _STRUCTURES: Final = {"json_schema": "json", "regex": "regex", "choice": "choice
 
 
 def sampling_params(sampling: Sampling, *, room: int, is_stream: bool) -> Any:
-    """How vLLM is told. `room` is how many tokens the context has left after the prompt."""
+    """Return vLLM's sampling parameters. `room` is how many tokens the context has left after the prompt."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    from forge.generator.vllm.arguments import thawed
+    from forge.generator.vllm.arguments import to_plain
 
     longest = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     structured = None
     if sampling.structured is not None:
         structured = StructuredOutputsParams(
-            **{_STRUCTURES[kind]: thawed(value) for kind, value in sampling.structured.items()}
+            **{_STRUCTURES[kind]: to_plain(value) for kind, value in sampling.structured.items()}
         )
     return SamplingParams(
         n=1 if sampling.is_greedy else sampling.n,  # more would be the same again, and vLLM refuses them
@@ -62,19 +62,19 @@ def sampling_params(sampling: Sampling, *, room: int, is_stream: bool) -> Any:
 
 
 def sampled_logprobs(logprobs: Any) -> tuple[float, ...]:
-    """Those of the tokens that were drawn: the first of each position."""
+    """Return the logprobs of the sampled tokens: the first of each position."""
     if logprobs is None:
         return ()
     return tuple(logprobs.logprobs[start] for start in logprobs.start_indices)
 
 
 def version_number(label: str) -> int:
-    """vLLM names versions with strings; the weights that it started with are the model's own."""
+    """Return the number of a version, which vLLM names with a string; "default" is the model's own weights."""
     return INITIAL_VERSION if label == "default" else int(label)
 
 
 def version_spans(spans: Sequence[Any] | None) -> tuple[VersionSpan, ...]:
-    """vLLM's spans as ours, without those that hold no token."""
+    """Return vLLM's spans as ours, without empty ones."""
     found: tuple[VersionSpan, ...] = ()
     for span in spans or ():
         if span.end > span.start:
@@ -83,7 +83,7 @@ def version_spans(spans: Sequence[Any] | None) -> tuple[VersionSpan, ...]:
 
 
 def timings(metrics: Any) -> Timings:
-    """When things happened, in the engine's own time."""
+    """Return the timings of a request, in the engine's own time."""
     if metrics is None or not metrics.queued_ts:
         return Timings()
     began = metrics.queued_ts
@@ -160,7 +160,7 @@ class Reader:
         return tracker.text
 
     def deltas(self, output: Any, part: Any, grown: Growing, starts: Sequence[tuple[str, int]]) -> list[Delta]:
-        """What is new, cut where the weights changed. `starts` says from which token on which version made them."""
+        """Return what is new, split where the weights changed. `starts` has the first token of each version."""
         first = len(grown.token_ids)
         grown.token_ids += part.token_ids
         grown.logprobs += sampled_logprobs(part.logprobs)
@@ -187,7 +187,7 @@ class Reader:
         return deltas
 
     def repeated(self, items: list[T]) -> list[T]:
-        """As many as were asked for: without chance one was made, and all n are that one."""
+        """Return n items: greedy sampling makes one completion, and all n are copies of it."""
         sampling = self.request.sampling
         if not sampling.is_greedy or sampling.n == 1:
             return items
@@ -195,7 +195,7 @@ class Reader:
 
 
 def _shown(part: Any) -> Sequence[int]:
-    """The tokens that have a part in the text: not the one that ended it."""
+    """Return the tokens that are part of the text: not the one that ended it."""
     ended = part.finish_reason == "stop" and not isinstance(part.stop_reason, str)
     return tuple(part.token_ids[:-1] if ended else part.token_ids)
 
@@ -207,7 +207,7 @@ def _numbered(item: T, index: int) -> T:
 
 
 def _pieces(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[tuple[int, int, int]]:
-    """The tokens [first, end) cut where versions begin: (version, start, end). At least one piece, be it empty."""
+    """Split the tokens [first, end) where versions start: (version, start, end). At least one piece, maybe empty."""
     bounds = [*starts, ("", max(end, starts[-1][1]))]
     cut = [
         (version_number(label), max(start, first), min(following, end))
@@ -218,10 +218,10 @@ def _pieces(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[tup
 
 
 class SpanFinder:
-    """Finds which versions made the tokens of a request that is still under way.
+    """Finds which versions sampled the tokens of a request in progress.
 
-    vLLM tells it with the last output only, but keeps it from the first token on. Where a request can no longer be
-    found it has ended, and its last output tells.
+    vLLM reports it with the last output only, but keeps it from the first token on. A request that can no longer be
+    found has ended, and its last output has the spans.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -239,7 +239,7 @@ class SpanFinder:
 
 
 def _spread(seed: int | None) -> int | None:
-    """A seed far from those of its neighbours: vLLM gives completion i of a request the seed plus i."""
+    """Return a seed far from those of neighbours: vLLM gives completion i of a request the seed plus i."""
     return None if seed is None else completion_seed(seed, 0) >> 1
 
 
@@ -258,7 +258,7 @@ def dead(what: str) -> EngineDead:
 
 @contextlib.contextmanager
 def refusals(request: Request) -> Iterator[None]:
-    """What vLLM says of a request that it cannot serve, as `PromptError`."""
+    """Raise vLLM's error about a request that it cannot serve as `PromptError`."""
     from vllm.exceptions import VLLMClientError
 
     try:
@@ -275,7 +275,7 @@ def refusals(request: Request) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def translated(request: Request | None = None) -> AsyncIterator[None]:
-    """The end of the engine as `EngineDead`, and refusals as `PromptError`."""
+    """Raise the end of the engine as `EngineDead`, and refusals as `PromptError`."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -292,10 +292,10 @@ async def translated(request: Request | None = None) -> AsyncIterator[None]:
 
 
 async def score_one(llm: Any, request: Request, *, max_seq_len: int, is_singly: bool = False) -> list[float]:
-    """Those of a request's prompt; the first token's is 0.
+    """Return the logprobs of a request's prompt; the first token's is 0.
 
-    All but the last token are read as a prompt, and the last one is only asked about. So a sequence may be as long as
-    the context, which has to have room for one token after a prompt.
+    All but the last token are the prompt, and only the logprob of the last is asked for. So a sequence may be as
+    long as the context, which must have room for one token after a prompt.
 
     `is_singly` asks about one token at a time, which is slow: with room for adapters on the CPU, vLLM 0.32.0 ends with
     an error when it is asked for the logprobs of a prompt while it works on another request.
@@ -318,7 +318,7 @@ async def score_one(llm: Any, request: Request, *, max_seq_len: int, is_singly: 
 
 
 async def _ask(llm: Any, ids: list[int], token: int, name: str, *, with_prompt: bool = False) -> tuple[Any, float]:
-    """What vLLM has for every token of a prompt, and the logprob of a token after it."""
+    """Return vLLM's logprobs of every token of a prompt, and the logprob of a token after it."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind

@@ -27,16 +27,16 @@ PAUSES: Final[dict[UpdateMode, tuple[str, bool]]] = {
     "recompute": ("keep", True),
     "abort": ("abort", True),
 }
-"""How vLLM is told to pause: its mode, and whether it forgets all keys and values."""
+"""How vLLM pauses for each mode: its own mode, and whether it drops all keys and values."""
 
 
 class Updates:
-    """Brings versions from the store into an engine, one at a time.
+    """Updates the weights of an engine from the store, one version at a time.
 
     Attributes:
         version: the weights that serve.
         epoch: a number that changes with them. Requests of different epochs share no keys and values.
-        lock: held by whoever pauses the engine.
+        lock: held while the engine is paused.
         is_paused: whether the engine sleeps, so that an update does not resume it.
         are_weights_away: whether it sleeps and its weights are in host memory.
     """
@@ -50,15 +50,15 @@ class Updates:
         verify: Verify = "cheap",
         counts: Counts,
         died: asyncio.Event,
-        give_up: Callable[[BaseException], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
-        """`died` is set when the engine has ended; `give_up` ends it."""
+        """`died` is set when the engine has ended; `fail` ends it."""
         self.version = INITIAL_VERSION
         self.epoch = 0
         self.lock = asyncio.Lock()
         self.is_paused = False
         self.are_weights_away = False
-        self._died, self._give_up = died, give_up
+        self._died, self._fail = died, fail
         self._llm = llm
         self._name, self._verify = weights, verify
         self._facts = facts
@@ -68,7 +68,7 @@ class Updates:
         self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     async def open(self) -> None:
-        """Tell the workers what they will fetch."""
+        """Initialise the transfer of weights in the workers."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         self._notices.bind("\0" + self._address)
@@ -80,7 +80,7 @@ class Updates:
         self._llm = None
         self._notices.close()
 
-    async def run(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
+    async def update_weights(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
         """Fetch and check a version while tokens are made, then load it while none are.
 
         Until everything was checked nothing is changed, so an update that fails there leaves the old weights serving.
@@ -95,7 +95,7 @@ class Updates:
                 await self._llm.collective_rpc("forge_release")
                 return UpdateReport(number, mode, time.perf_counter() - began, 0.0)
             num_before = self._counts.num_aborted
-            loading = asyncio.ensure_future(self._load(number, mode))
+            loading = asyncio.ensure_future(self._apply(number, mode))
             try:
                 stall_s = await asyncio.shield(loading)
             except asyncio.CancelledError:
@@ -108,7 +108,7 @@ class Updates:
             return UpdateReport(number, mode, time.perf_counter() - began, stall_s, num_aborted=num_aborted)
 
     async def _find(self, version: int | Literal["latest"]) -> int:
-        """The number of a version that can be fetched. All workers are told this number, not "latest"."""
+        """Return the number of a version that can be fetched. All workers get this number, not "latest"."""
         from forge.store import Weights
 
         numbers = [info.number for info in await Weights(self._name).versions()]
@@ -123,8 +123,8 @@ class Updates:
         return max(numbers) if version == "latest" else version
 
     async def _fetch(self, number: int) -> str:
-        """Let every worker fetch and check the version, beside generation; its digest, which all agree on."""
-        self._forget_notices()
+        """Let every worker fetch and check the version during generation. Return its digest, which all agree on."""
+        self._discard_notices()
         workers = await self._llm.collective_rpc("forge_fetch", args=(number, self._address))
         try:
             for _ in workers:
@@ -144,25 +144,25 @@ class Updates:
         return str(digests.pop())
 
     async def _notice(self) -> None:
-        """Wait until a worker says that it has fetched."""
-        said = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._notices, 16))
+        """Wait until a worker has fetched."""
+        arrived = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(self._notices, 16))
         died = asyncio.ensure_future(self._died.wait())
         try:
-            await asyncio.wait([said, died], return_when=asyncio.FIRST_COMPLETED)
-            if not said.done():
+            await asyncio.wait([arrived, died], return_when=asyncio.FIRST_COMPLETED)
+            if not arrived.done():
                 raise EngineDead("vLLM's engine ended while it fetched weights.", path="generator.engine")
         finally:
-            said.cancel()
+            arrived.cancel()
             died.cancel()
 
-    def _forget_notices(self) -> None:
-        """Those of a fetch that nobody waited for."""
+    def _discard_notices(self) -> None:
+        """Discard notices of an earlier fetch that was cancelled."""
         with contextlib.suppress(BlockingIOError):
             while self._notices.recv(16):
                 pass
 
-    async def _load(self, number: int, mode: UpdateMode) -> float:
-        """Load what was fetched, in place. How long nothing was generated."""
+    async def _apply(self, number: int, mode: UpdateMode) -> float:
+        """Load what was fetched, in place. Return the seconds for which nothing was generated."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm, began = self._llm, time.perf_counter()
@@ -176,7 +176,7 @@ class Updates:
         except BaseException as error:
             _log.exception("loading version %d failed halfway: this engine has no weights any more", number)
             broken = _broken()
-            self._give_up(broken)
+            self._fail(broken)
             raise broken from error
         self.version = number
         self.epoch += 1
@@ -185,7 +185,7 @@ class Updates:
         return time.perf_counter() - began
 
     async def _pause(self, mode: UpdateMode) -> None:
-        """Stop generating. What sleeps cannot come to its end first: then `drain` is `recompute`."""
+        """Pause generation. A sleeping engine cannot drain: then `drain` is `recompute`."""
         if self.is_paused and mode == "drain":
             mode = "recompute"
         how, clear_cache = PAUSES[mode]

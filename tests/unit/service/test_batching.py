@@ -35,18 +35,23 @@ class RecordingPath:
         self.session: contextvars.ContextVar[str | None] = contextvars.ContextVar("session")
         self.batches: list[list[Any]] = []
         self.sessions: list[str | None] = []
-        self.wishes: list[CallOptions] = []
+        self.overrides: list[CallOptions] = []
         self.num_cancelled = 0
         self._answers = answers
 
-    def limit_s(self, wish: CallOptions) -> float | None:
-        return wish.timeout_s
+    def limit_s(self, options: CallOptions) -> float | None:
+        return options.timeout_s
 
-    async def route(self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions) -> Any:
+    def session_of(self, options: CallOptions) -> str | None:
+        return options.session or self.session.get(None)
+
+    async def route(
+        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> Any:
         assert (spec.name, len(args), kwargs) == ("score", 1, {})
         self.batches.append(args[0])
         self.sessions.append(self.session.get(None))
-        self.wishes.append(wish)
+        self.overrides.append(options)
         answer = self._answers[0](args[0])
         if not isinstance(answer, asyncio.Future):
             return answer
@@ -56,7 +61,9 @@ class RecordingPath:
             self.num_cancelled += 1
             raise
 
-    async def fanout(self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: Any, wish: CallOptions) -> list[Outcome]:
+    async def fanout(
+        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: Any, options: CallOptions
+    ) -> list[Outcome]:
         assert kwargs == {}
         self.batches.append(args[0])
         return [Outcome(index, answer(args[0])) for index, answer in enumerate(self._answers)]
@@ -66,10 +73,10 @@ class Bench:
     """A batcher, and what it sends."""
 
     def __init__(
-        self, answer: Answer = double, *, size: int = 2, wait_s: float = NEVER_S, wish: CallOptions | None = None
+        self, answer: Answer = double, *, size: int = 2, wait_s: float = NEVER_S, options: CallOptions | None = None
     ) -> None:
         self.path = RecordingPath(answer)
-        self.batcher = Batcher(spec_of(size, wait_s), self.path, wish or CallOptions())  # type: ignore[arg-type]
+        self.batcher = Batcher(spec_of(size, wait_s), self.path, options or CallOptions())  # type: ignore[arg-type]
 
     @property
     def batches(self) -> list[list[Any]]:
@@ -260,10 +267,10 @@ def test_one_who_leaves_a_sent_batch_does_not_cost_the_other_its_answer() -> Non
 
 def test_what_the_callers_wish_for_goes_with_their_batch() -> None:
     async def body() -> None:
-        wish = CallOptions(timeout_s=3)
-        bench = Bench(wish=wish)
+        options = CallOptions(timeout_s=3)
+        bench = Bench(options=options)
         await outcomes(bench.submit(1, 2))
-        assert bench.path.wishes == [wish]
+        assert bench.path.overrides == [options]
 
     drive(body())
 
@@ -289,12 +296,12 @@ class OwnersService:
     """As in the process that started the service, where the table is at hand."""
 
     def __init__(self, path: RecordingPath) -> None:
-        self._path, self._keeper = path, self
+        self._path, self._supervisor = path, self
 
     async def _ready(self, timeout_s: float | None = None) -> None: ...
 
-    def _batcher(self, spec: Any, wish: Any) -> Batcher:
-        return Batcher(spec, self._path, wish)  # type: ignore[arg-type]
+    def _batcher(self, spec: Any, options: Any) -> Batcher:
+        return Batcher(spec, self._path, options)  # type: ignore[arg-type]
 
 
 def endpoint_of(*answers: Answer) -> ServiceEndpoint:

@@ -17,7 +17,7 @@ from typing import Any
 from forge.errors import ActorFailure, Overloaded, ServiceStopped
 from forge.runtime.control import post
 from forge.runtime.group import PendingCalls
-from forge.runtime.replies import ReplyDesk
+from forge.runtime.replies import ReplyChannel
 from forge.service.records import Health, ReplicaState, Request
 from forge.service.routing import BUILT_IN, check_choice
 
@@ -62,10 +62,10 @@ class Target:
         self.in_flight = self.last_used = 0
         self.num_ok = self.num_errors = self.num_lost = 0
 
-    def connect(self, desk: ReplyDesk) -> None:
+    def connect(self, channel: ReplyChannel) -> None:
         """Introduce this process before its first call, so that the replica knows where answers go."""
         self.is_connected = True
-        self.entry.actor._forge_connect.broadcast(desk.caller, desk.port)
+        self.entry.actor._forge_connect.broadcast(channel.caller, channel.port)
 
     def state(self) -> ReplicaState:
         entry = self.entry

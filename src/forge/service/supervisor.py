@@ -1,33 +1,50 @@
-"""The keeper: starts a service's replicas, notices when one is dead or hung, and brings it back.
+"""The supervisor: starts a service's replicas, detects when one is dead or hung, and restarts it.
 
-It lives in the process that started the service, on the control loop. Each replica is kept by one task: wait for the
+It lives in the process that started the service, on the control loop. One task supervises each replica: wait for the
 group's death, publish the loss, start a new generation with back-off, publish it, and so on until it is given up or the
-service stops. What it knows is published as `Entry` records to this process's routing table and to every other process
-that holds a handle.
+service stops. Changes are published as `Entry` records to this process's routing table and to every other process that
+holds a handle: such a process subscribes once, through its owner's `SubscriptionServer`, and then gets every change and
+a regular tick.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
+import os
 import time
 from dataclasses import replace
 from typing import Any
 
 from forge.errors import ServiceStopped
+from forge.runtime.backend import Channel
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.lifetime import runtime
-from forge.runtime.replies import read_answers, reply_desk
-from forge.service.directory import RENEW_AFTER, Tick
+from forge.runtime.replies import read_answers, reply_channel
 from forge.service.options import ServiceOptions
 from forge.service.records import Health
-from forge.service.table import Entry, RoutingTable
+from forge.service.routing_table import Entry, RoutingTable
 
 _log = logging.getLogger("forge.service")
 
+RENEW_AFTER = 20
+"""A subscriber asks again after so many ticks."""
+
+
+class Notice(enum.Enum):
+    """What a subscriber learns besides changes of replicas."""
+
+    TICK = "the owner is alive, and nothing has changed"
+    GONE = "the owner does not have this service, or no longer"
+    SILENCE = "the owner was not heard for too long; it may come back"
+
+
+Message = Entry | Notice
+
 
 class Replica:
-    """The owner's record of one replica over all its generations."""
+    """The supervisor's record of one replica over all its generations."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -57,8 +74,8 @@ class Replica:
         )
 
 
-class Keeper:
-    """Keeps the replicas of one service. Everything here runs on the control loop."""
+class Supervisor:
+    """Starts and restarts the replicas of one service. Everything here runs on the control loop."""
 
     def __init__(self, spec: GroupSpec, options: ServiceOptions, table: RoutingTable) -> None:
         self.spec, self.options, self.table = spec, options, table
@@ -81,14 +98,14 @@ class Keeper:
             raise
         if self._stopping is not None:
             raise ServiceStopped(f"service {self.table.name} was shut down while it started", path=self.table.name)
-        self._tasks = [asyncio.create_task(self._keep(replica)) for replica in self.replicas]
+        self._tasks = [asyncio.create_task(self._supervise(replica)) for replica in self.replicas]
         self._tasks.append(asyncio.create_task(self._tick()))
         for task in self._tasks:
-            task.add_done_callback(self._report_a_bug)
+            task.add_done_callback(self._report_failure)
 
-    def _report_a_bug(self, task: asyncio.Task[None]) -> None:
+    def _report_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.critical("the keeper of service %s failed", self.table.name, exc_info=error)
+            _log.critical("the supervisor of service %s failed", self.table.name, exc_info=error)
 
     async def _start(self, replica: Replica) -> None:
         replica.generation += 1
@@ -132,35 +149,37 @@ class Keeper:
             port.send(entry)
 
     def subscribe(self, subscriber: int, port: Any) -> None:
-        """Another process that holds a handle gets the table now and then every change. It asks again from time to
-        time; one that does not is forgotten."""
+        """Send the table to another process that holds a handle, and from now on every change.
+
+        A subscriber that does not ask again from time to time is forgotten.
+        """
         if subscriber not in self._subscribers:
             for replica in self.replicas:
                 port.send(replica.entry())
         self._subscribers[subscriber] = (port, time.monotonic())
 
     async def _tick(self) -> None:
-        """Tell subscribers that their owner is alive: without a word they would wait for one for ever."""
+        """Tell subscribers that their owner is alive, so that silence means that it is not."""
         while True:
             await asyncio.sleep(self.options.heartbeat_s)
-            patience_s = 3 * RENEW_AFTER * self.options.heartbeat_s
+            limit_s = 3 * RENEW_AFTER * self.options.heartbeat_s
             for subscriber, (port, asked) in list(self._subscribers.items()):
-                if time.monotonic() - asked > patience_s:
+                if time.monotonic() - asked > limit_s:
                     del self._subscribers[subscriber]
                 else:
-                    port.send(Tick())
+                    port.send(Notice.TICK)
 
     async def _beat(self, replica: Replica, group: RankGroup) -> None:
-        """Ask for a sign of life over and over; a group that gives none in time is failed."""
-        limit, desk = self.options.heartbeat_timeout_s, reply_desk()
-        group.actor._forge_connect.broadcast(desk.caller, desk.port)
+        """Ask for a heartbeat over and over; fail a group that gives none in time."""
+        limit, channel = self.options.heartbeat_timeout_s, reply_channel()
+        group.actor._forge_connect.broadcast(channel.caller, channel.port)
         while True:
             await asyncio.sleep(self.options.heartbeat_s)
             if not group.is_alive:
                 return
-            call_id, reply = desk.open(len(group.pids))
+            call_id, reply = channel.open(len(group.pids))
             try:
-                group.actor._forge_ping.broadcast(desk.caller, call_id)
+                group.actor._forge_ping.broadcast(channel.caller, call_id)
                 for _ in range(2):  # in halves: after a stall of this very loop the answer still gets its chance
                     await asyncio.wait({reply}, timeout=limit / 2)
                 if not reply.done():
@@ -168,9 +187,9 @@ class Keeper:
                     return
                 replica.num_served = max(replica.num_served, *read_answers(reply.result()))
             finally:
-                desk.close(call_id)
+                channel.close(call_id)
 
-    async def _keep(self, replica: Replica) -> None:
+    async def _supervise(self, replica: Replica) -> None:
         tries = 0
         while True:
             assert replica.died is not None
@@ -190,21 +209,18 @@ class Keeper:
                     tries + 1,
                     self.options.max_restarts,
                 )
-                await self._back_off(tries)
+                if tries > 0:
+                    await self.sleep(min(self.options.restart_backoff_s * 2 ** (tries - 1), self.options.max_backoff_s))
                 tries += 1
                 if group is not None:
                     await group.released.wait()
                 try:
                     await self._start(replica)
-                except Exception as error:  # noqa: BLE001 - counted as a try; given up in the end
+                except Exception as error:  # noqa: BLE001 - counted as a try
                     replica.failure = f"{type(error).__name__}: {error}"
                     continue
                 _log.info("service %s: replica %d is back", self.table.name, replica.index)
                 break
-
-    async def _back_off(self, tries: int) -> None:
-        if tries > 0:
-            await self.sleep(min(self.options.restart_backoff_s * 2 ** (tries - 1), self.options.max_backoff_s))
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -227,7 +243,7 @@ class Keeper:
         self._publish(replica)
 
     async def stop(self) -> None:
-        """Stop every replica; calls that wait raise `ServiceStopped`. However often it is called, it ends once."""
+        """Stop every replica, once; calls that wait raise `ServiceStopped`."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
@@ -245,3 +261,38 @@ class Keeper:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 _log.error("service %s: a replica did not stop cleanly", self.table.name, exc_info=outcome)
+
+
+class SubscriptionServer:
+    """Where other processes subscribe to the services that this one owns: one port for each process.
+
+    Lives on the control loop. A service that has ended is answered too, so that no subscriber waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.port, self._requests = Channel.open()
+        self.services: dict[str, Supervisor] = {}
+        """By the services' unique ids."""
+        self._task = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        while True:
+            uid, subscriber, port = await self._requests.recv()
+            port.return_undeliverable = False
+            supervisor = self.services.get(uid)
+            if supervisor is None:
+                port.send(Notice.GONE)
+            else:
+                supervisor.subscribe(subscriber, port)
+
+
+_subscriptions: SubscriptionServer | None = None
+
+
+def subscriptions() -> SubscriptionServer:
+    """Return this process's subscription server. Called on the control loop."""
+    global _subscriptions
+    if _subscriptions is None or _subscriptions.pid != os.getpid():
+        _subscriptions = SubscriptionServer()
+    return _subscriptions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from forge.runtime.endpoints import endpoint, specs_of
 from forge.runtime.group import PendingCalls
 from forge.runtime.replies import FAILED, OK, Outbox
 from forge.runtime.serialization import as_remote, decode, encode
-from forge.runtime.streams import WINDOW, End, Expired, Inflow, ItemsTo, Room
+from forge.runtime.streams import WINDOW, End, Expired, SendWindow, StreamPort, StreamReader
 
 LIMIT_S = 600
 ITEM, PROBE = streams._ITEM, streams._PROBE
@@ -126,13 +127,13 @@ class Bench:
         self.teller, self.dispatcher, self.line, self.outbox = Teller(), Dispatcher(), Line(), Outbox()
         self.outbox.connect(self.line)
 
-    def start(self, name: str, *args: Any, call_id: int = 7, speaker: int = 0) -> asyncio.Task[None] | None:
-        port = ItemsTo(self.outbox, call_id, speaker=speaker)
-        return self.dispatcher.start_stream(self.teller, port, specs_of(Teller)[name], args, {}, call_id)
+    def start(self, name: str, *args: Any, call_id: int = 7, sender: int = 0) -> asyncio.Task[None] | None:
+        port = StreamPort(self.outbox, call_id, sender=sender)
+        return self.dispatcher.start_stream(port, partial(specs_of(Teller)[name].method, self.teller, *args), call_id)
 
     def assert_nothing_kept(self) -> None:
         dispatcher = self.dispatcher
-        assert (dispatcher._rooms, dispatcher._by_call, dispatcher._tasks) == ({}, {}, set())
+        assert (dispatcher._windows, dispatcher._by_call, dispatcher._tasks) == ({}, {}, set())
 
 
 def test_a_generator_is_held_when_its_reader_is_a_window_behind() -> None:
@@ -147,7 +148,7 @@ def test_a_generator_is_held_when_its_reader_is_a_window_behind() -> None:
         assert bench.line.told() == list(range(WINDOW + 5))
         bench.dispatcher.grant(7, 0)
         await settle()
-        assert bench.teller.log == list(range(WINDOW + 5)), "a sign of life lets nothing through"
+        assert bench.teller.log == list(range(WINDOW + 5)), "a heartbeat lets nothing through"
         bench.dispatcher.grant(7, 3 * WINDOW)
         await task
         await settle()
@@ -204,7 +205,7 @@ def test_a_reader_that_left_before_its_stream_arrived_is_not_served() -> None:
 def test_a_rank_that_does_not_speak_is_held_and_says_only_that_it_has_ended() -> None:
     async def body() -> None:
         bench = Bench()
-        task = bench.start("tell", WINDOW + 1, speaker=1)
+        task = bench.start("tell", WINDOW + 1, sender=1)
         assert task is not None
         await settle(2 * WINDOW)
         assert len(bench.teller.log) == WINDOW
@@ -232,13 +233,13 @@ def test_wrong_arguments_are_the_readers_error() -> None:
 def test_a_reader_is_asked_for_a_sign_of_life_and_closed_without_one() -> None:
     async def body() -> None:
         bench = Bench()
-        room = Room(ItemsTo(bench.outbox, 7), patience_s=0.02)
-        room.grant(1 - WINDOW)  # nothing is left
-        taking = asyncio.create_task(room.take())
+        window = SendWindow(StreamPort(bench.outbox, 7), heartbeat_s=0.02)
+        window.grant(1 - WINDOW)  # nothing is left
+        taking = asyncio.create_task(window.take())
         for num_probes in (1, 2, 3):  # it answers
             while len(bench.line.told()) < num_probes:
                 await settle(1)
-            room.grant(0)
+            window.grant(0)
         with pytest.raises(CallTimeout, match="no heartbeat") as caught:  # and then no more
             await taking
         assert bench.line.told() == ["probe"] * 4
@@ -286,7 +287,7 @@ class Far:
 
     def __init__(self, num_ranks: int = 1) -> None:
         self.actor, self.desk, self.calls = StandInActor(), StandInDesk(), PendingCalls()
-        self.inflow = Inflow(self.actor, self.desk, calls=self.calls, num_ranks=num_ranks)  # type: ignore[arg-type]
+        self.inflow = StreamReader(self.actor, self.desk, calls=self.calls, num_ranks=num_ranks)  # type: ignore[arg-type]
 
     def say(self, kind: int, value: object = None, *, rank: int = 0) -> bool:
         return self.inflow.take(rank, kind, encode(value))
