@@ -117,6 +117,10 @@ def test_a_service_that_does_not_end_in_order_cuts_nobody_short() -> None:
         asyncio.run(Workers(*workers).close())
 
 
+QWEN3_1_7B = {"family": "qwen3", "hidden_size": 2048, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8}
+QWEN3_1_7B |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "tie_embeddings": True}
+
+
 @pytest.mark.parametrize(
     ("placement", "keys", "share"),
     [
@@ -135,13 +139,9 @@ def test_a_generator_leaves_the_rest_of_a_gpu_to_the_trainer(
     placement: str, keys: dict[str, Any], share: float | None
 ) -> None:
     chosen = GRPOConfig.model_validate({"placement": placement, **keys})
-    made = generator_config(chosen, ModelConfig(name="policy"))
+    made = generator_config(chosen, ModelConfig.model_validate({**QWEN3_1_7B, "name": "policy"}))
     assert made.gpu_memory_share == (None if share is None else pytest.approx(share))
     assert made.model.name == "policy"
-
-
-QWEN3_1_7B = {"family": "qwen3", "hidden_size": 2048, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8}
-QWEN3_1_7B |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "tie_embeddings": True}
 
 
 @pytest.mark.parametrize(
