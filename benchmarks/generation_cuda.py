@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import GeneratorConfig, ModelConfig, Sampling
-from forge.models.facts import complete
+from forge.models.architecture import complete
 from harness.report import table
 
 GOAL = 0.6

@@ -183,7 +183,7 @@ async def train(plan: Plan, folder: Path, side: str) -> None:
     config = load(GRPOConfig, overrides=settings_of(plan, folder, side))
     run = plan_run(config)
     async with forge.run():
-        workers = await start_workers(run.config, run.trainer, loss=run.loss)
+        workers = await start_workers(run.config, run.trainer, loss=run.loss, run=run.run)
         say("started", seconds=time.perf_counter() - began)
         times = Times(folder / "runs" / side / "metrics.jsonl")
         watched: Any = Watched(workers.trainer, workers.policy, plan, times=times)

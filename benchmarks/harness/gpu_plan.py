@@ -164,7 +164,7 @@ def reward(prompt: Any, completion: Any) -> float:
 def facts_of(shape: str) -> Any:
     """The facts of the model."""
     from forge.config import ModelConfig
-    from forge.models.facts import complete
+    from forge.models.architecture import complete
 
     changed = {"vocab_size": QUICK_VOCABULARY} if shape == "tiny" else {}
     return complete(ModelConfig(preset=shape)).model_copy(update={"preset": None, **changed})

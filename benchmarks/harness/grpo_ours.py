@@ -184,7 +184,7 @@ async def _opened(config: Any, plan: Plan) -> AsyncIterator[Any]:
 
     run = plan_run(config)
     async with forge.run():
-        workers = await start_workers(run.config, run.trainer, loss=run.loss)
+        workers = await start_workers(run.config, run.trainer, loss=run.loss, run=run.run)
         gate = Gate(workers.policy)
         evaluator = None if plan.goal is None else make_evaluator(run, workers)
         trainer: Any = Turns(workers.trainer, gate, window=plan.window, evaluator=evaluator)

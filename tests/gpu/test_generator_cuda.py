@@ -53,7 +53,7 @@ def with_engine(folder: Path, work: Callable[[NativeEngine], Awaitable[Any]], **
         model = resolve(ModelConfig(path=str(folder)))
         config = GeneratorConfig.model_validate(
             {
-                "model": model.facts,
+                "model": model.architecture,
                 "max_seq_len": 384,
                 "max_batch": 16,
                 "with_gpus": True,
@@ -177,7 +177,9 @@ def stepping(
     """An engine to be stepped by hand that has been asked for completions, and the answers by request."""
     model = resolve(ModelConfig(path=str(folder)))
     limits: dict[str, Any] = {"max_seq_len": 384, "max_batch": 16, "kv_cache_gb": 0.25}
-    config = GeneratorConfig(model=model.facts, with_gpus=True, precision="float32", cuda_graphs=cuda_graphs, **limits)
+    config = GeneratorConfig(
+        model=model.architecture, with_gpus=True, precision="float32", cuda_graphs=cuda_graphs, **limits
+    )
     batching = Batching(
         config,
         model,

@@ -424,7 +424,7 @@ def test_a_failure_on_one_rank_is_raised_on_both(
 
 @pytest.mark.parametrize("family", list(CONFIGS))
 def test_the_trained_model_has_these_parameters(family: str, folder: Path) -> None:
-    from forge.models.titan import titan_config
+    from forge.models.language_model import titan_config
 
     config = CONFIGS[family]
     model = titan_config(config, max_seq_len=16).build()

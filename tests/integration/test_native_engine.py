@@ -168,7 +168,7 @@ def test_preempted_completions_are_as_with_all_the_memory_in_the_world() -> None
         async with serving(max_seq_len=128) as roomy:
             expected, scores = drawn(await all_of(roomy, asked)), await roomy.score(lines)
             assert roomy.stats().num_preempted == 0
-        each = page_bytes(models.model(FIRST).facts, item_bytes=4)
+        each = page_bytes(models.model(FIRST).architecture, item_bytes=4)
         async with serving(max_seq_len=128, kv_cache_gb=9 * each / 2**30, prefill_chunk_tokens=32) as tight:
             assert tight.stats().more["num_pages"] == 9
             found, scored = await asyncio.gather(all_of(tight, asked), tight.score(lines))
@@ -210,7 +210,7 @@ def test_the_longest_prompts_and_the_largest_groups() -> None:
 
 
 def test_a_model_without_a_folder_has_no_text() -> None:
-    facts = ModelConfig(**models.model(FIRST).facts.model_dump(exclude={"path", "name", "preset"}))
+    facts = ModelConfig(**models.model(FIRST).architecture.model_dump(exclude={"path", "name", "preset"}))
 
     async def body() -> None:
         config = models.config(FIRST).model_copy(update={"model": facts})
@@ -337,7 +337,7 @@ def test_pages_with_keys_of_two_versions_are_shared_with_nobody() -> None:
 
 def test_what_proves_weights_waits_for_no_request() -> None:
     async def body() -> None:
-        each = page_bytes(models.model(FIRST).facts, item_bytes=4)
+        each = page_bytes(models.model(FIRST).architecture, item_bytes=4)
         async with serving(max_seq_len=128, max_batch=2, kv_cache_gb=9 * each / 2**30) as engine:
             asked = [
                 asyncio.ensure_future(engine.generate(request(prompt(30 + place), max_tokens=90))) for place in range(6)
@@ -426,7 +426,7 @@ def test_a_change_that_fails_leaves_the_version_as_it_was() -> None:
 
 def test_completions_that_lost_their_memory_are_drained_too() -> None:
     async def body() -> None:
-        each = page_bytes(models.model(FIRST).facts, item_bytes=4)
+        each = page_bytes(models.model(FIRST).architecture, item_bytes=4)
         async with serving(max_seq_len=128, kv_cache_gb=9 * each / 2**30) as engine:
             streams = [engine.stream(request(prompt(30 + place), max_tokens=90)) for place in range(3)]
             await asyncio.gather(*(until(stream, num_tokens=1) for stream in streams))

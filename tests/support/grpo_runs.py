@@ -67,7 +67,7 @@ def train_watched(chosen: GRPOConfig, watch: Callable[[Workers, int], Any]) -> G
         nonlocal workers
         plan = plan_run(chosen)
         async with asyncio.timeout(LIMIT_S), forge.run():
-            opened = await start_workers(plan.config, plan.trainer, loss=plan.loss)
+            opened = await start_workers(plan.config, plan.trainer, loss=plan.loss, run=plan.run)
             workers = Workers(opened.trainer, Watched(opened.policy.service), opened.rewards, opened.reference)
             loop = GRPOLoop(plan, workers, single_turn(plan, workers))
             try:

@@ -56,7 +56,7 @@ def tied_head() -> None:
     model = worker.model_runner.model
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
-        model.load_weights(hf_views(weights(1), tiny().facts))
+        model.load_weights(hf_views(weights(1), tiny().architecture))
         finalize_layerwise_reload(model, worker.model_config)
     reloaded = off(1)
     from forge.generator.vllm.transfer import repack_tied_head

@@ -255,7 +255,7 @@ def test_a_cancelled_update_leaves_whole_weights(engine, on_loop, publisher):
 
 def write_adapter(folder: Any, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
     """A LoRA adapter on the queries of every layer, as PEFT writes one; what it adds to each weight."""
-    facts, generator = tiny().facts, torch.Generator().manual_seed(seed)
+    facts, generator = tiny().architecture, torch.Generator().manual_seed(seed)
     tensors, added = {}, {}
     for layer in range(facts.num_layers):
         name = f"model.layers.{layer}.self_attn.q_proj"

@@ -65,7 +65,7 @@ def chat(config: PolicyConfig) -> int:
     import logging
 
     from forge.cli.chat_terminal import converse
-    from forge.observe.streams import discard_output, open_missing_streams
+    from forge.observe.console import discard_output, open_missing_streams
 
     open_missing_streams()
 

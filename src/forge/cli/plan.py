@@ -43,13 +43,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from forge.memory import as_json, as_table, find_limits, plan_memory, propose, read_run
+    from forge.memory import as_json, as_table, find_limits, plan_memory, propose, resolve_run
     from forge.memory.card import host_memory
     from forge.memory.checking import refusal
 
     config = _load(arguments)
     card, is_own = _card(arguments)
-    run = read_run(config, card=card)
+    run = resolve_run(config, card=card)
     if run.uses_gpus and card is None:
         raise _which_gpu()
     host_bytes = host_memory() if is_own or not run.uses_gpus else None

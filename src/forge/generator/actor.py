@@ -120,8 +120,8 @@ class Generator(ForgeActor):
         return PromptReader(
             self.config,
             tokenizer=self._tokenizer,
-            max_seq_len=context_limit(self.config, self.model.facts),
-            vocab_size=self.model.facts.vocab_size or 0,
+            max_seq_len=context_limit(self.config, self.model.architecture),
+            vocab_size=self.model.architecture.vocab_size or 0,
         )
 
     @endpoint(concurrent=True)
@@ -302,10 +302,10 @@ class Generator(ForgeActor):
             "name": self.model.name,
             "engine": self.config.engine,
             "capabilities": asdict(self._capabilities),
-            "max_seq_len": context_limit(self.config, self.model.facts),
+            "max_seq_len": context_limit(self.config, self.model.architecture),
             "max_open": most_open(self.config),
             "version": self._engine.version,
-            "vocab_size": self.model.facts.vocab_size,
+            "vocab_size": self.model.architecture.vocab_size,
             "has_chat_template": self._tokenizer is not None and self._tokenizer.has_chat_template,
             "folder": None if self.model.folder is None else str(self.model.folder),
             "sampling": self.config.sampling.model_dump(mode="json"),

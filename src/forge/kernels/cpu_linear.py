@@ -5,7 +5,7 @@ makes it choose differently: a row then has other last bits in another batch. Tr
 the kernel here, with and without gradients, so their logprobs agree bit for bit on any processor and with any number
 of threads. It is as fast as the library for many rows, and faster for few.
 
-Without a compiler, or with `FORGE_NATIVE=0`, `library` is None and torch computes (`forge.models.linear`).
+Without a compiler, or with `FORGE_NATIVE=0`, `library` is None and torch computes (`forge.models.layers`).
 """
 
 from __future__ import annotations

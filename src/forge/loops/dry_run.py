@@ -33,7 +33,7 @@ from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, make_sft_l
 from forge.loops.resuming import check_folders
 from forge.loops.run_paths import load_tokenizer, run_dir
 from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
-from forge.memory import check_at_start, find_card, plan_memory, read_run
+from forge.memory import check_at_start, find_card, plan_memory, resolve_run
 from forge.memory.card import host_memory
 from forge.memory.text import gib, summary_lines
 from forge.models.locate import ResolvedModel, resolve
@@ -158,9 +158,9 @@ def _find_grpo(config: GRPOConfig, found: _Found) -> None:
     found.attempt(check_evaluation, config.evaluation, [function.label for function in config.rewards.functions])
     if model is not None:
         _find_layout(config, model, planned_ranks(config.distributed), found)
-        completed = found.attempt(_completed, config, model.facts)
+        completed = found.attempt(_completed, config, model.architecture)
         if completed is not None:
-            found.attempt(make_run_loss, completed)
+            found.attempt(make_run_loss, completed, on_gpu=False)
         template = config.generator.chat_template
         found.attempt(load_tokenizer, model, chat_template=template, purpose="reinforcement learning")
     for error in grpo_worker_errors(config):
@@ -285,7 +285,7 @@ def _try_policy(config: PolicyConfig, found: _Found) -> Facts:
     if model is not None:
         template = config.generator.chat_template
         found.attempt(load_tokenizer, model, chat_template=template, purpose="a conversation")
-        found.attempt(check_at_start, config, facts=model.facts, log=_log)
+        found.attempt(check_at_start, config, facts=model.architecture, log=_log)
     for error in policy_worker_errors(config):
         found.add(error)
     if model is None or found.problems:
@@ -299,8 +299,8 @@ def _try_policy(config: PolicyConfig, found: _Found) -> Facts:
 
 
 def _find_layout(config: GRPOConfig | SFTConfig, model: ResolvedModel, num_ranks: int, found: _Found) -> None:
-    found.attempt(check_layout, config.distributed, model.facts, config.training, num_ranks=num_ranks)
-    found.attempt(check_at_start, config, facts=model.facts, log=_log)
+    found.attempt(check_layout, config.distributed, model.architecture, config.training, num_ranks=num_ranks)
+    found.attempt(check_at_start, config, facts=model.architecture, log=_log)
 
 
 def _describe_run(config: GRPOConfig | SFTConfig, model: ResolvedModel, *, checkpoint: CheckpointInfo | None) -> Facts:
@@ -323,12 +323,13 @@ def _start(checkpoint: CheckpointInfo | None) -> str:
 def _described(model: ResolvedModel) -> str:
     from forge.models.sizes import Sizes
 
-    return f"{model.name}, {Sizes.of(model.facts).total:,} parameters, in {model.folder or 'no folder: random weights'}"
+    count = Sizes.of(model.architecture).total
+    return f"{model.name}, {count:,} parameters, in {model.folder or 'no folder: random weights'}"
 
 
 def _describe_memory(config: ForgeConfig) -> Facts:
     card = find_card()
-    run = read_run(config, card=card)
+    run = resolve_run(config, card=card)
     if run.uses_gpus and card is None:
         return [("memory", "not planned: no GPU is visible here; see `forge plan FILE --gpu-memory 80GB`")]
     plan = plan_memory(run, card=card, host_bytes=host_memory())

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -42,9 +42,7 @@ from forge.observe import is_tracing, span, switch_tracing
 from forge.observe.tracing import drain_trace
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.credit import AdvantageFunction
-from forge.rollout.fruitless import Fruitless, GivenUp
-from forge.rollout.ledger import LedgerLine
-from forge.rollout.samples import completion_logprobs
+from forge.rollout.fruitless import Fruitless
 from forge.runtime.lifetime import run
 from forge.trainer.schedules import is_due
 from forge.types import Group, StepResult
@@ -114,7 +112,8 @@ async def _run(plan: GRPOPlan) -> GRPOResult:
     async with stopped_by_signals(save_hint=hint, grace_s=grace_s) as (stop, _):
         try:
             async with run(plan.config.launcher):
-                workers = await stop.unless(start_workers(plan.config, plan.trainer, loss=plan.loss))
+                starting = start_workers(plan.config, plan.trainer, loss=plan.loss, run=plan.run)
+                workers = await stop.unless(starting)
                 if workers is None:
                     return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
                 loop = GRPOLoop(plan, workers, single_turn(plan, workers), stop=stop)
@@ -365,16 +364,9 @@ class GRPOLoop:
     async def _write(self, taken: TakenBatch, groups: Sequence[Group], result: StepResult) -> None:
         """Write everything of a step, before the checkpoint that depends on it."""
         assert self._records is not None
-        logprobs = None if result.logprobs is None else completion_logprobs(groups, result.logprobs)
-        lines = [LedgerLine(self._step, group.number, group.epoch, group.prompt.id, "trained") for group in groups]
-        self._records.ledger.write([*lines, *self._dropped_lines(self._step, taken.given_up)])
-        self._records.rollouts(self._step, groups, logprobs)
+        self._records.step(self._step, groups, dropped=taken.given_up, logprobs=result.logprobs)
         values = self._metrics.of_step(taken, result, clock=self._clock)
         await self._records.metrics(self._step, values)
-
-    def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, GivenUp]]) -> list[LedgerLine]:
-        places = [(self._plan.prompts.at(number), number, outcome) for number, outcome in dropped]
-        return [LedgerLine(step, number, epoch, prompt.id, outcome) for (epoch, prompt), number, outcome in places]
 
     def _note_fruitless(self, fruitless: Fruitless) -> Path | None:
         assert self._records is not None
@@ -452,7 +444,7 @@ class GRPOLoop:
     def _end(self) -> Path | None:
         """Write what became of the groups since the last step, which a resumed run rolls out again, and the report."""
         assert self._records is not None
-        return self._records.end(self._dropped_lines(self._step + 1, self._buffer.unsettled_drops))
+        return self._records.end(self._step + 1, dropped=self._buffer.unsettled_drops)
 
     def close(self) -> None:
         """Write what is left to write, however the run ended, and close the records."""

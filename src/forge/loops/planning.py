@@ -13,15 +13,15 @@ from forge.loops.evaluation import check_evaluation
 from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger, resumed_state
 from forge.loops.run_paths import checkpoint_dir, load_tokenizer, run_dir
 from forge.loops.worker_checks import check_workers
-from forge.memory import check_at_start
+from forge.memory import ResolvedRun, check_at_start, find_card, resolve_run
+from forge.memory.resolved import context_lengths
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
 from forge.rewards import check as check_rewards
 from forge.rollout.credit import AdvantageFunction, find_advantage
-from forge.runtime.placement import wants_gpus
+from forge.runtime.placement import num_usable_gpus
 from forge.trainer.checkpoint_folder import CheckpointInfo
-from forge.trainer.handles import is_rank, planned_ranks
-from forge.trainer.layout import check_layout
+from forge.trainer.handles import is_rank
 from forge.trainer.schedules import rate_factor
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class GRPOPlan:
 
     Attributes:
         config: what the user asked for, with what was left open filled in.
+        run: the devices, ranks, precisions and lengths, as resolved.
         trainer: what the trainer is made from.
         loss: what is minimised.
         advantage: computes advantages from groups.
@@ -51,6 +52,7 @@ class GRPOPlan:
     """
 
     config: GRPOConfig
+    run: ResolvedRun
     trainer: TrainerConfig
     loss: Loss
     advantage: AdvantageFunction
@@ -81,13 +83,13 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     if is_rank():
         raise refuse_ranks()
     model = resolve(config.model)
-    config = _completed(config, model.facts)
+    config = _completed(config, model.architecture)
     check_rewards(config.rewards)
     if not config.rewards.functions:
         raise _needed("rewards.functions", "at least one reward", "such as [{kind: number}]")
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
-    check_layout(config.distributed, model.facts, config.training, num_ranks=planned_ranks(config.distributed))
-    check_at_start(config, facts=model.facts, log=_log)
+    run = resolve_run(config, card=find_card() if num_usable_gpus() else None, facts=model.architecture)
+    check_at_start(config, run=run, log=_log)
     check_workers(config)
     checkpoint = check_folders(config)
     template = config.generator.chat_template
@@ -105,8 +107,9 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     sampling = config.generator.sampling.model_copy(update={"n": config.rollout.group_size})
     return GRPOPlan(
         config=config,
+        run=run,
         trainer=_trainer_config(config, model, num_steps=num_steps * config.rollout.iterations),
-        loss=make_run_loss(config),
+        loss=make_run_loss(config, on_gpu=run.trainer_on_gpu),
         advantage=find_advantage(config.algorithm),
         tokenizer=tokenizer,
         prompts=order,
@@ -121,7 +124,7 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     )
 
 
-def make_run_loss(config: GRPOConfig) -> Loss:
+def make_run_loss(config: GRPOConfig, *, on_gpu: bool) -> Loss:
     """Return the loss that a run minimises."""
     from forge.losses import make_loss
 
@@ -131,7 +134,7 @@ def make_run_loss(config: GRPOConfig) -> Loss:
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         iterations=config.rollout.iterations,
-        exact_entropy=not wants_gpus(config.distributed.with_gpus),  # on a GPU it would cost a kernel
+        exact_entropy=not on_gpu,  # on a GPU it would cost a kernel
     )
 
 
@@ -147,7 +150,7 @@ def refuse_ranks() -> ConfigError:
 
 def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
     """Fill in what depends on other keys: no completion may be longer than a trainer takes."""
-    training, generator = config.training, config.generator
+    generator = config.generator
     if generator.sampling.temperature == 0:
         raise ConfigError(
             "rollouts without chance cannot differ from each other",
@@ -156,36 +159,13 @@ def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
             rule="more than 0 in reinforcement learning",
             repair="set 1.0; evaluation.temperature is another key",
         )
-    longest = training.max_seq_len
-    if facts.max_seq_len is not None:
-        longest = min(longest, facts.max_seq_len)
-    if generator.max_seq_len is not None and generator.max_seq_len > longest:
-        raise ConfigError(
-            "generators could make sequences that are too long to learn from",
-            path="generator.max_seq_len",
-            value=generator.max_seq_len,
-            rule=f"at most training.max_seq_len and the model's, which is {longest}",
-            repair="lower it, or raise training.max_seq_len",
-        )
-    chosen = generator.max_seq_len or longest
-    most = generator.sampling.max_tokens
-    if most is None:
-        sampling = generator.sampling.model_copy(update={"max_tokens": max(1, chosen // 2)})
-    elif most >= chosen:
-        raise ConfigError(
-            "there is no room for a prompt before the longest completion",
-            path="generator.sampling.max_tokens",
-            value=most,
-            rule=f"less than the longest sequence, which is {chosen}",
-            repair="lower it, or raise training.max_seq_len",
-        )
-    else:
-        sampling = generator.sampling
+    seq_len, max_tokens = context_lengths(config, facts)
+    sampling = generator.sampling.model_copy(update={"max_tokens": max_tokens})
     if sampling.is_truncated:
         _log.warning(
             "top_p, top_k, min_p or penalties shape what is sampled; the policy that learns is the one without them"
         )
-    filled = generator.model_copy(update={"max_seq_len": chosen, "sampling": sampling})
+    filled = generator.model_copy(update={"max_seq_len": seq_len, "sampling": sampling})
     return config.model_copy(update={"generator": filled})
 
 
@@ -222,7 +202,7 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
 def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int) -> TrainerConfig:
     training = config.training.model_copy(update={"share_prefixes": config.rollout.share_prompts})
     return TrainerConfig(
-        model=model.facts,
+        model=model.architecture,
         training=training,
         distributed=config.distributed,
         checkpoint_dir=checkpoint_dir(config),

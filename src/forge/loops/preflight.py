@@ -24,7 +24,7 @@ from forge.loops.resuming import check_folders, resumed_state
 from forge.loops.run_paths import checkpoint_dir, load_tokenizer
 from forge.loops.worker_checks import check_sft_workers
 from forge.memory import check_at_start
-from forge.memory.run import ACCUMULATION_NOTE
+from forge.memory.resolved import ACCUMULATION_NOTE
 from forge.models.locate import ResolvedModel, resolve
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import is_rank, planned_ranks
@@ -78,8 +78,8 @@ def prepare_sft(config: SFTConfig, *, num_ranks: int | None = None) -> Iterator[
     if num_ranks is None and is_rank():
         num_ranks = int(os.environ["WORLD_SIZE"])
     ranks = planned_ranks(config.distributed) if num_ranks is None else num_ranks
-    check_layout(config.distributed, model.facts, config.training, num_ranks=ranks)
-    check_at_start(for_ranks(config, num_ranks), facts=model.facts, log=_log)
+    check_layout(config.distributed, model.architecture, config.training, num_ranks=ranks)
+    check_at_start(for_ranks(config, num_ranks), facts=model.architecture, log=_log)
     check_sft_workers(config)
     loss = make_sft_loss(config)
     checkpoint = check_folders(config)
@@ -153,7 +153,7 @@ def _check_validation(loader: BatchLoader | None) -> None:
 
 def _trainer_config(config: SFTConfig, model: ResolvedModel, *, num_steps: int | None) -> TrainerConfig:
     return TrainerConfig(
-        model=model.facts,
+        model=model.architecture,
         training=config.training,
         distributed=config.distributed,
         checkpoint_dir=checkpoint_dir(config),

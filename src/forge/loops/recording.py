@@ -1,10 +1,11 @@
-"""What a run writes down: metrics, rollouts, the ledger, the trace, and at the end the report."""
+"""The files that a run writes: metrics, rollouts, the ledger, the trace, and at the end the report."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forge.errors import ForgeError
 from forge.loops.planning import GRPOPlan
@@ -12,13 +13,17 @@ from forge.loops.run_paths import run_dir
 from forge.observe import make_sinks
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
-from forge.rollout.fruitless import Fruitless
+from forge.rollout.fruitless import Fruitless, GivenUp
 from forge.rollout.ledger import Ledger, LedgerLine
 from forge.rollout.record import RolloutRecorder
+from forge.rollout.samples import completion_logprobs
 from forge.rollout.writing import recording
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
 from forge.types import Group
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger("forge.grpo")
 
@@ -58,11 +63,22 @@ class Records:
             total_steps=plan.num_steps,
         )
 
-    def rollouts(
-        self, step: int, groups: Sequence[Group], trainer_logprobs: Mapping[tuple[int, int], Sequence[float]] | None
+    def step(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        *,
+        dropped: Iterable[tuple[int, GivenUp]],
+        logprobs: Sequence[Tensor] | None,
     ) -> None:
-        """Write the episodes of a step."""
-        self._rollouts.write(step, groups, trainer_logprobs)
+        """Write what became of a step's groups, and the episodes with the trainer's logprobs."""
+        trained = [LedgerLine(step, group.number, group.epoch, group.prompt.id, "trained") for group in groups]
+        self.ledger.write([*trained, *self._dropped_lines(step, dropped)])
+        self._rollouts.write(step, groups, None if logprobs is None else completion_logprobs(groups, logprobs))
+
+    def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, GivenUp]]) -> list[LedgerLine]:
+        places = [(self._plan.prompts.at(number), number, outcome) for number, outcome in dropped]
+        return [LedgerLine(step, number, epoch, prompt.id, outcome) for (epoch, prompt), number, outcome in places]
 
     def evaluation(self, step: int, groups: Sequence[Group]) -> None:
         """Write the answers of an evaluation."""
@@ -86,15 +102,15 @@ class Records:
         if self._trace is not None:
             self._trace.write((await collect()).spans)
 
-    def end(self, lines: Iterable[LedgerLine]) -> Path | None:
-        """Write the last lines of the ledger and make the page that shows the run, once. A run that has failed already,
-        perhaps for want of space, does not fail a second time here."""
+    def end(self, step: int, *, dropped: Iterable[tuple[int, GivenUp]]) -> Path | None:
+        """Write the last lines of the ledger and the report, once. A run that has failed already, perhaps for want of
+        space, does not fail a second time here."""
         if self.is_ended:
             return self._report
         self.is_ended = True
         self._log.close()
         try:
-            self.ledger.write(lines)
+            self.ledger.write(self._dropped_lines(step, dropped))
         except (ForgeError, OSError) as error:
             _log.warning("%s does not have the groups since the last step: %s", self.ledger.path, error)
         if self._plan.config.record.report:

@@ -42,6 +42,7 @@ def load_tokenizer(model: ResolvedModel, *, chat_template: str | None, purpose: 
             path="model.path",
             value=None,
             rule="a folder with Hugging Face files, or the preset `tiny`",
-            repair=f"run `forge download {model.facts.hf_repo or 'OWNER/NAME'} --output-dir DIR`, set model.path=DIR",
+            repair=f"run `forge download {model.architecture.hf_repo or 'OWNER/NAME'} --output-dir DIR`, "
+            "set model.path=DIR",
         )
     return ChatTokenizer.load(model.folder, chat_template=Path(chat_template) if chat_template else None)

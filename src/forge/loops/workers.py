@@ -15,10 +15,9 @@ from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
 from forge.generator.native.cache_size import ColocatedGeneratorConfig
 from forge.loops.colocated import SharedPolicy
-from forge.memory.trainer import MASTER_BYTES
-from forge.models.sizes import Sizes
+from forge.memory import ResolvedRun
 from forge.rollout.reward_actor import RewardActor
-from forge.runtime.placement import GPU_VARIABLE, wants_gpus
+from forge.runtime.placement import GPU_VARIABLE
 from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
 from forge.trainer.handles import NEVER_REPLACED, PolicyTrainer, ServiceTrainer, trainer_options
@@ -51,15 +50,18 @@ class Workers:
             raise ends[0]
 
 
-async def start_workers(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Workers:
-    """Start all workers concurrently. Call it inside `async with forge.run(...)`, which ends them."""
+async def start_workers(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, run: ResolvedRun) -> Workers:
+    """Start all workers concurrently. Call it inside `async with forge.run(...)`, which ends them.
+
+    `run` is the configuration, resolved: it says which workers use GPUs, and what weights are published in.
+    """
     if config.store.volumes:
         await store.setup(volumes=config.store.volumes, copies=config.store.copies)
     try:
         async with asyncio.TaskGroup() as tasks:
-            rewards = tasks.create_task(_start_rewards(config))
-            reference = tasks.create_task(_start_reference(config, trainer_config))
-            policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss))
+            rewards = tasks.create_task(_start_rewards(config, run))
+            reference = tasks.create_task(_start_reference(config, trainer_config, run))
+            policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss, run=run))
     except BaseExceptionGroup as errors:
         raise _first_of(errors) from None
     return Workers(*policy.result(), rewards.result(), reference.result())
@@ -74,37 +76,31 @@ def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 async def _start_policy(
-    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss
+    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, run: ResolvedRun
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     """The trainer and the generators, as the placement says."""
-    generator = generator_config(config, trainer_config.model)
+    generator = generator_config(config, trainer_config.model, run)
     if config.placement == "shared":
-        return await _start_shared(config, trainer_config, loss=loss, generator=generator)
+        return await _start_shared(config, trainer_config, loss=loss, generator=generator, run=run)
     if config.placement in ("beside", "turns"):  # generators go to the trainer's GPU, and take what they find there
-        trainer = await _start_trainer(config, trainer_config, loss, dtype=published_dtype(generator))
+        trainer = await _start_trainer(config, trainer_config, loss, run=run)
         gpus = (await trainer.state())["visible_gpus"]
-        return trainer, await _start_generators(config, generator, on_gpus=gpus)
+        return trainer, await _start_generators(config, generator, run=run, on_gpus=gpus)
     async with asyncio.TaskGroup() as tasks:
-        training = tasks.create_task(_start_trainer(config, trainer_config, loss, dtype=published_dtype(generator)))
-        generating = tasks.create_task(_start_generators(config, generator))
+        training = tasks.create_task(_start_trainer(config, trainer_config, loss, run=run))
+        generating = tasks.create_task(_start_generators(config, generator, run=run))
     return training.result(), generating.result()
 
 
-def generator_config(config: GRPOConfig, model: ModelConfig) -> GeneratorConfig:
+def generator_config(config: GRPOConfig, model: ModelConfig, run: ResolvedRun) -> GeneratorConfig:
     """What a generator is made from, with the part of a GPU that the placement leaves to it."""
     section = config.generator.model_copy(update={"gpu_memory_share": config.gpu_memory_share})
     made = GeneratorConfig.of(model, section)
     if not config.gives_way:
         return made
-    expected = 0 if config.placement == "shared" else _published_bytes(config, made)
+    expected = run.num_versions * run.published_item * run.sizes.total
     fields = {name: getattr(made, name) for name in GeneratorConfig.model_fields}
     return ColocatedGeneratorConfig(**fields, expected_bytes=expected, num_colocated=config.generator.num_replicas)
-
-
-def _published_bytes(config: GRPOConfig, generator: GeneratorConfig) -> int:
-    """What published weights take of the trainer's GPU, in all versions that are there at once."""
-    item = 2 if published_dtype(generator) == "bfloat16" else MASTER_BYTES[config.distributed.precision]
-    return config.store.num_versions * item * Sizes.of(generator.model).total
 
 
 def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
@@ -121,19 +117,12 @@ def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
     return ",".join(gpus[:tensor_parallel])
 
 
-def published_dtype(generator: GeneratorConfig) -> str | None:
-    """What weights are published in: bfloat16 where that is what generators make of them, which halves the bytes that
-    are kept and sent; else None, for what the trainer keeps them in."""
-    asked = generator.engine_args.get("dtype") or generator.precision_on(gpu=wants_gpus(generator.with_gpus))
-    return "bfloat16" if asked == "bfloat16" else None
-
-
 async def _start_trainer(
-    config: GRPOConfig, trainer_config: TrainerConfig, loss: Loss, *, dtype: str | None
+    config: GRPOConfig, trainer_config: TrainerConfig, loss: Loss, *, run: ResolvedRun
 ) -> PolicyTrainer:
     options = trainer_options(trainer_config.distributed) | config.workers.trainer.options()
     service = await Trainer.options(**options).as_service(trainer_config, loss)
-    return ServiceTrainer(service, dtype=dtype, keep=config.store.keep)
+    return ServiceTrainer(service, dtype=run.published_dtype, keep=config.store.keep)
 
 
 # ---- The policy -----------------------------------------------------------------------------------------------------
@@ -238,7 +227,7 @@ class SharedHandle(PolicyHandle):
 
 
 async def _start_generators(
-    config: GRPOConfig, generator: GeneratorConfig, *, on_gpus: str | None = None
+    config: GRPOConfig, generator: GeneratorConfig, *, run: ResolvedRun, on_gpus: str | None = None
 ) -> PolicyHandle:
     section, options = config.generator, config.workers.generator.options()
     if on_gpus:
@@ -247,7 +236,7 @@ async def _start_generators(
         procs=section.tensor_parallel,
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
-        with_gpus=wants_gpus(generator.with_gpus) and not on_gpus,
+        with_gpus=run.generator_on_gpu and not on_gpus,
         routing="least_loaded",
         mesh_name="generator",
         **options,
@@ -256,11 +245,11 @@ async def _start_generators(
 
 
 async def _start_shared(
-    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
+    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig, run: ResolvedRun
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     distributed = trainer_config.distributed
     service = await SharedPolicy.options(
-        with_gpus=wants_gpus(distributed.with_gpus),
+        with_gpus=run.trainer_on_gpu,
         num_threads=distributed.num_threads,
         **NEVER_REPLACED,
         mesh_name="policy",
@@ -272,7 +261,7 @@ async def _start_shared(
 # ---- Rewards and reference ------------------------------------------------------------------------------------------
 
 
-async def _start_rewards(config: GRPOConfig) -> Service[RewardActor]:
+async def _start_rewards(config: GRPOConfig, run: ResolvedRun) -> Service[RewardActor]:
     section = config.rewards
     kinds = {function.kind for function in section.functions}
     judge = reward_model = None
@@ -282,7 +271,7 @@ async def _start_rewards(config: GRPOConfig) -> Service[RewardActor]:
             procs=section.judge.generator.tensor_parallel,
             num_replicas=section.judge.generator.num_replicas,
             num_threads=section.judge.generator.num_threads,
-            with_gpus=wants_gpus(section.judge.generator.with_gpus),
+            with_gpus=run.judge_on_gpu,
             mesh_name="judge",
             **config.workers.judge.options(),
         ).as_service(_judge_config(section.judge))
@@ -311,7 +300,9 @@ def _judge_config(judge: Any) -> GeneratorConfig:
     return GeneratorConfig.of(ModelConfig(path=judge.path), section)
 
 
-async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) -> Service[ReferenceModel] | None:
+async def _start_reference(
+    config: GRPOConfig, trainer_config: TrainerConfig, run: ResolvedRun
+) -> Service[ReferenceModel] | None:
     if config.algorithm.kl.coefficient == 0:
         return None
     section = config.reference
@@ -322,7 +313,7 @@ async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) ->
     return await ReferenceModel.options(
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
-        with_gpus=wants_gpus(section.with_gpus),
+        with_gpus=run.reference_on_gpu,
         routing="least_loaded",
         mesh_name="reference",
         **config.workers.reference.options(),

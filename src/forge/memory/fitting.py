@@ -14,7 +14,7 @@ from forge.memory.card import Card
 from forge.memory.devices import plan_memory
 from forge.memory.ladders import ladders, shorter_contexts
 from forge.memory.records import MemoryPlan
-from forge.memory.run import PlannedRun, read_run
+from forge.memory.resolved import ResolvedRun, resolve_run
 
 Words = tuple[str, ...]
 _STEP = 256
@@ -64,7 +64,7 @@ class _Search:
     def _plan(self, words: Words) -> MemoryPlan | None:
         try:
             changed = changed_config(self.config, words)
-            run = read_run(changed, card=self.card, facts=self.facts)
+            run = resolve_run(changed, card=self.card, facts=self.facts)
         except (ConfigError, ModelError):
             return None  # this combination is refused for another reason than memory
         return plan_memory(run, card=self.card, host_bytes=self.host_bytes)
@@ -90,7 +90,7 @@ def propose(
     Every one fits when it is applied. They are changes of one kind that are enough alone; a combination of cheaper
     ones, where there is one; and only where nothing else is enough, a shorter context.
     """
-    run = read_run(config, card=card, facts=facts)
+    run = resolve_run(config, card=card, facts=facts)
     present = plan_memory(run, card=card, host_bytes=host_bytes)
     if present.fits:
         return ()
@@ -150,12 +150,12 @@ def shortage(plan: MemoryPlan) -> int:
 # ---- The longest rows ----------------------------------------------------------------------------------------------
 
 
-def find_limits(run: PlannedRun, *, card: Card | None, host_bytes: int | None = None) -> Limits:
+def find_limits(run: ResolvedRun, *, card: Card | None, host_bytes: int | None = None) -> Limits:
     """The most tokens of a row, and the longest sequence, that fit with everything else as it is."""
     if run.training is None:
         return Limits(None, None)
 
-    def fits(changed: PlannedRun) -> bool:
+    def fits(changed: ResolvedRun) -> bool:
         return plan_memory(changed, card=card, host_bytes=host_bytes).fits
 
     least = run.training.max_seq_len
@@ -164,12 +164,12 @@ def find_limits(run: PlannedRun, *, card: Card | None, host_bytes: int | None = 
     return Limits(most, _largest(lambda length: fits(_with_length(run, length)), least=2, most=longest))
 
 
-def _with_microbatch(run: PlannedRun, tokens: int) -> PlannedRun:
+def _with_microbatch(run: ResolvedRun, tokens: int) -> ResolvedRun:
     assert run.training is not None
     return replace(run, training=run.training.model_copy(update={"microbatch_tokens": tokens}))
 
 
-def _with_length(run: PlannedRun, length: int) -> PlannedRun:
+def _with_length(run: ResolvedRun, length: int) -> ResolvedRun:
     assert run.training is not None
     training = run.training.model_copy(update={"max_seq_len": length, "microbatch_tokens": None})
     completion = max(1, round(run.completion_tokens * length / run.training.max_seq_len))

@@ -9,14 +9,14 @@ from forge.memory.card import Card
 from forge.memory.constants import GIB, HEAD_CHUNK_GPU, VLLM_SHARE
 from forge.memory.devices import generator_job
 from forge.memory.generator import cache_need
-from forge.memory.run import PlannedRun
+from forge.memory.resolved import ResolvedRun
 
 Words = tuple[str, ...]
 _SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
 _SHARDS = (2, 4, 8, 16, 32, 64)
 
 
-def ladders(config: ForgeConfig, run: PlannedRun, card: Card | None) -> tuple[Sequence[Words], ...]:
+def ladders(config: ForgeConfig, run: ResolvedRun, card: Card | None) -> tuple[Sequence[Words], ...]:
     """Kinds of changes in the order of what they cost, each with its steps from mild to strong.
 
     A smaller cache makes generation slower only when it is full; shorter rows and smaller chunks of logits cost little;
@@ -41,7 +41,7 @@ def ladders(config: ForgeConfig, run: PlannedRun, card: Card | None) -> tuple[Se
     return tuple(ladder for ladder in found if ladder)
 
 
-def _cache(run: PlannedRun, card: Card | None) -> Iterator[Words]:
+def _cache(run: ResolvedRun, card: Card | None) -> Iterator[Words]:
     job = generator_job(run, card)
     if job is None:
         return
@@ -78,7 +78,7 @@ def _training(training: TrainingConfig, *, on_gpu: bool) -> list[Sequence[Words]
     return [rows, chunks, [(f"training.activation_checkpointing={mode}",) for mode in stronger]]
 
 
-def _placement(config: GRPOConfig, run: PlannedRun) -> Iterator[Words]:
+def _placement(config: GRPOConfig, run: ResolvedRun) -> Iterator[Words]:
     fresh = ("rollout.staleness=0",) if config.rollout.staleness else ()
     if config.placement in ("apart", "beside"):
         yield ("placement=turns", *fresh)
@@ -115,7 +115,7 @@ def _fewer_sequences(config: GRPOConfig | PolicyConfig) -> Iterator[Words]:
         yield (f"generator.max_batch={batch}",)
 
 
-def _more_gpus(config: GRPOConfig | PolicyConfig, run: PlannedRun) -> Iterator[Words]:
+def _more_gpus(config: GRPOConfig | PolicyConfig, run: ResolvedRun) -> Iterator[Words]:
     """Split the engine over GPUs, as far as its heads can be."""
     can_split = config.generator.capabilities.tensor_parallel
     if not can_split or not run.generator_on_gpu or run.placement != "apart":

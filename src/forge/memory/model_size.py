@@ -8,6 +8,8 @@ from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+MASTER_BYTES = {"float32": 4, "bfloat16": 4, "bfloat16_pure": 2, "float64": 8}
+"""Of a weight as the trainer keeps it, by `distributed.precision`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,9 @@ from torchtitan.models.common.attention import GQAttention, QKVLinear
 from forge.kernels import cpu_attention, cpu_layers, cpu_linear
 from forge.kernels.cpu_linear import is_rowwise
 from forge.kernels.cpu_step import Calls, LayerTensors, Part, Step, Tensors, library, norms_as_torch
-from forge.models.gate import RowFeedForward
-from forge.models.gpu_norm import GpuNorm
+from forge.models.gpu_layers import GpuNorm
 from forge.models.language_model import LanguageModel
-from forge.models.linear import RowLinear
+from forge.models.layers import RowFeedForward, RowLinear
 from forge.models.paged_attention import PagedAttention, PagedRow
 from forge.models.rotary import Rotary
 

@@ -110,7 +110,7 @@ def write_kv(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, k_cache: Tensor, v_c
             raise _refusal(name, tensor, f"{num_tokens} rows, as k_THD has", "give each token its key, value and slot")
     if not num_tokens:
         return
-    from forge.models.gpu_program import write_kv as program
+    from forge.models.gpu_attention_program import write_kv as program
 
     with device_of(k_THD):
         program[(num_tokens,)](
@@ -187,7 +187,7 @@ def attend_tuned(
     tuning: Tuning,
 ) -> None:
     """`decode_attend` with another tuning, for measuring. `pages` is (context_lens_S, table_SP, shares or nothing)."""
-    from forge.models.gpu_program import attend_decode, attend_shared
+    from forge.models.gpu_attention_program import attend_decode, attend_shared
 
     context_lens, table, shares = (*pages, None)[:3]
     num_sequences, num_kv_heads, head_dim = len(q), k_cache.shape[1], q.shape[2]
@@ -265,7 +265,7 @@ def _combine(
     chunk: int,
     is_shared: bool,
 ) -> None:
-    from forge.models.gpu_program import combine
+    from forge.models.gpu_attention_program import combine
 
     num_sequences, num_heads, num_chunks, head_dim = scratch[0].shape
     combine[(num_sequences * num_heads,)](
@@ -320,7 +320,7 @@ def gather_kv(
     k_cache: Tensor, v_cache: Tensor, *, layout: PagedLayout, extents: Extents, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The keys and values of all sequences, end to end: two of [sum of context_lens, Hkv, D]."""
-    from forge.models.gpu_program import gather_kv as program
+    from forge.models.gpu_attention_program import gather_kv as program
 
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     shape = (extents.num_keys, num_kv_heads, head_dim)

@@ -1,6 +1,6 @@
-"""A Hugging Face `config.json` and the facts of an architecture: one read from the other, both ways.
+"""Read and write a Hugging Face `config.json`.
 
-Whatever in a `config.json` changes what the model computes is either a fact of `ModelConfig` or must have the one value
+Whatever in a `config.json` changes what the model computes is either a key of `ModelConfig` or must have the one value
 that our model definitions have. Anything else is refused by name: a model that is built slightly wrong trains, and
 nobody notices.
 """
@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from forge.config import ModelConfig
 from forge.errors import MISSING, ModelError
-from forge.models.facts import FACTS, complete
+from forge.models.architecture import ARCHITECTURE_KEYS, complete
 from forge.models.families import FAMILIES, Family, family_of, find_family, supported_families
 
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
@@ -52,7 +52,7 @@ class SpecialIds:
 
 
 def read_hf_config(folder: str | Path, *, family: str | None = None) -> ModelConfig:
-    """Read the facts of the model in a folder, and nothing else: no path, no name.
+    """Read the architecture of the model in a folder, and nothing else: no path, no name.
 
     `family` is needed only for one that is not registered: `module:attribute`, as in `model.family`.
 
@@ -65,7 +65,7 @@ def read_hf_config(folder: str | Path, *, family: str | None = None) -> ModelCon
     for key, allowed in (*_FIXED.items(), *found.fixed.items()):
         file.must_be(key, allowed)
     _check_windows(file, found)
-    facts: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "family": family if family and ":" in family else found.name,
         "num_layers": file.integer("num_hidden_layers"),
         "hidden_size": file.integer("hidden_size"),
@@ -78,21 +78,21 @@ def read_hf_config(folder: str | Path, *, family: str | None = None) -> ModelCon
         **_read_rope(file),
     }
     for key, name, otherwise in (
-        ("num_key_value_heads", "num_kv_heads", facts["num_heads"]),
-        ("head_dim", "head_dim", facts["hidden_size"] // facts["num_heads"]),
+        ("num_key_value_heads", "num_kv_heads", keys["num_heads"]),
+        ("head_dim", "head_dim", keys["hidden_size"] // keys["num_heads"]),
     ):
-        facts[name] = file.integer(key, default=otherwise if key in file.content else found.absent.get(key, otherwise))
+        keys[name] = file.integer(key, default=otherwise if key in file.content else found.absent.get(key, otherwise))
     if found.has_experts:
         experts = "num_experts" if file.get("num_experts") is not None else "num_local_experts"
-        facts["num_experts"] = file.integer(experts)
-        facts["num_experts_per_token"] = file.integer("num_experts_per_tok")
-        facts["expert_intermediate_size"] = file.integer("moe_intermediate_size")
+        keys["num_experts"] = file.integer(experts)
+        keys["num_experts_per_token"] = file.integer("num_experts_per_tok")
+        keys["expert_intermediate_size"] = file.integer("moe_intermediate_size")
     try:
-        return ModelConfig(**facts)
+        return ModelConfig(**keys)
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(str(key) for key in first["loc"]) or first.get("ctx", {}).get("key") or "config.json"
-        raise file.refusal(at, facts.get(at, MISSING), first["msg"], "correct the file, or fetch it again") from None
+        raise file.refusal(at, keys.get(at, MISSING), first["msg"], "correct the file, or fetch it again") from None
 
 
 def write_hf_config(
@@ -103,12 +103,12 @@ def write_hf_config(
     dtype: str = "float32",
     special_ids: SpecialIds | None = None,
 ) -> None:
-    """Write a `config.json` that `transformers` and vLLM load with these facts.
+    """Write a `config.json` that `transformers` and vLLM load as this model.
 
     With `source`, the folder that the model came from, its `config.json` is kept as it is but for the dtype, and the
     files that go with a model (tokenizer, chat template, generation settings, licence) are copied along; weights are
-    not. The source must still have the same facts. Without it the file is made from the facts, and `special_ids` says
-    which tokens begin, end and pad.
+    not. The source must still hold the same architecture. Without it the file is made from the configuration, and
+    `special_ids` says which tokens begin, end and pad.
     """
     config = complete(config)
     if dtype not in DTYPES:
@@ -261,21 +261,21 @@ def _read_rope(file: _ConfigFile) -> dict[str, Any]:
         raise file.refusal(key, content, "must be one object for all layers")
     rope = _ConfigFile(file.path, {f"{key}.{name}": value for name, value in content.items()})
     theta = f"{key}.rope_theta"
-    facts: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "rope_theta": rope.number(theta) if theta in rope.content else file.number("rope_theta", default=10_000.0)
     }
     rope.must_be(f"{key}.partial_rotary_factor", (1, None))
     kind = content.get("rope_type") or content.get("type") or "default"
     if kind == "default":
-        return facts
+        return keys
     if kind != "llama3":
         raise file.refusal(f"{key}.rope_type", kind, "only default and llama3 are supported")
     before = file.get("original_max_position_embeddings") or file.integer("max_position_embeddings")
     if file.get("original_max_position_embeddings") is None:
         before = rope.integer(f"{key}.original_max_position_embeddings", default=before)
     factors = {name: rope.number(f"{key}.{name}") for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    facts["rope_scaling"] = {**factors, "original_max_seq_len": before}
-    return facts
+    keys["rope_scaling"] = {**factors, "original_max_seq_len": before}
+    return keys
 
 
 def _make_content(config: ModelConfig, dtype: str, special_ids: SpecialIds) -> dict[str, Any]:
@@ -327,7 +327,7 @@ def _make_content(config: ModelConfig, dtype: str, special_ids: SpecialIds) -> d
 
 def _content_of(source: Path, config: ModelConfig, dtype: str) -> dict[str, Any]:
     found = read_hf_config(source, family=config.family)
-    for key in FACTS:
+    for key in ARCHITECTURE_KEYS:
         if getattr(found, key) != getattr(config, key):
             raise ModelError(
                 "The folder that the model came from now holds another model.",

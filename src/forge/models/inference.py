@@ -16,11 +16,10 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from forge.config import ModelConfig
 from forge.errors import ModelError
 from forge.kernels.paged import PAGE_TOKENS
-from forge.models.gpu_norm import GpuNorm
-from forge.models.language_model import LanguageModel
+from forge.models.gpu_layers import GpuNorm
+from forge.models.language_model import LanguageModel, titan_config
 from forge.models.paged_attention import PagedAttention
 from forge.models.rows import RowTask
-from forge.models.titan import titan_config
 from forge.models.weights import named_parameters
 
 

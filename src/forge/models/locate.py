@@ -1,4 +1,4 @@
-"""From the `model` section of a configuration to the model that it means: its facts, and the folder with its files."""
+"""From the `model` section of a configuration to the model that it means: its config, and the folder with its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Final
 from forge.config import ModelConfig
 from forge.config.model_presets import read_preset
 from forge.errors import ModelError
-from forge.models.facts import FACTS, complete, merge, preset_of
+from forge.models.architecture import ARCHITECTURE_KEYS, complete, merge, preset_of
 from forge.models.hf_config import read_hf_config
 from forge.models.tiny import TINY_FILES, write_tiny
 
@@ -34,12 +34,12 @@ class ResolvedModel:
     """A model that can be built.
 
     Attributes:
-        facts: the user's section with every fact of the architecture in it.
+        architecture: the user's section with every key of the architecture set.
         folder: the folder with config.json, weights and tokenizer; None for random weights and no tokenizer.
         name: what to call it in logs.
     """
 
-    facts: ModelConfig
+    architecture: ModelConfig
     folder: Path | None
     name: str
 
@@ -55,12 +55,12 @@ def resolve(model: ModelConfig, *, environ: Mapping[str, str] | None = None) -> 
     if model.path is not None:
         folder = Path(model.path)
         check_folder(folder, repo=model.hf_repo or _repo(preset))
-        facts = complete(merge(model, read_hf_config(folder, family=model.family)))
-        return ResolvedModel(facts, folder, model.name or model.hf_repo or folder.resolve().name)
-    facts = complete(model)
-    name = model.name or preset or model.hf_repo or f"{facts.family} with random weights"
+        config = complete(merge(model, read_hf_config(folder, family=model.family)))
+        return ResolvedModel(config, folder, model.name or model.hf_repo or folder.resolve().name)
+    config = complete(model)
+    name = model.name or preset or model.hf_repo or f"{config.family} with random weights"
     if preset == "tiny":
-        return ResolvedModel(facts, _cached_tiny(facts, os.environ if environ is None else environ), name)
+        return ResolvedModel(config, _cached_tiny(config, os.environ if environ is None else environ), name)
     repo = model.hf_repo or _repo(preset)
     _log.warning(
         "%s gets random weights and has no tokenizer, because model.path is not set. %s",
@@ -69,7 +69,7 @@ def resolve(model: ModelConfig, *, environ: Mapping[str, str] | None = None) -> 
         if repo
         else "Set model.path to a folder with weights if there are any.",
     )
-    return ResolvedModel(facts, None, name)
+    return ResolvedModel(config, None, name)
 
 
 def check_folder(folder: Path, *, repo: str | None = None) -> None:
@@ -121,9 +121,11 @@ def _repo(preset: str | None) -> str | None:
     return None if preset is None else read_preset(preset).data["model"].get("hf_repo")
 
 
-def _cached_tiny(facts: ModelConfig, environ: Mapping[str, str]) -> Path:
+def _cached_tiny(config: ModelConfig, environ: Mapping[str, str]) -> Path:
     """The folder of a tiny model, made unless it is there. It appears under its name only when it is whole."""
-    described = json.dumps([_TINY_EDITION, facts.model_dump(include=set(FACTS), mode="json")], sort_keys=True)
+    described = json.dumps(
+        [_TINY_EDITION, config.model_dump(include=set(ARCHITECTURE_KEYS), mode="json")], sort_keys=True
+    )
     home = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
     parent = Path(home) / "torchforge" / "models"
     folder = parent / f"tiny-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
@@ -133,7 +135,7 @@ def _cached_tiny(facts: ModelConfig, environ: Mapping[str, str]) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tiny-", dir=parent, ignore_cleanup_errors=True) as draft:
-            write_tiny(facts, draft)
+            write_tiny(config, draft)
             _flush(Path(draft))
             _publish(Path(draft), folder)
     except OSError as error:

@@ -16,7 +16,7 @@ from torchtitan.models.common.rope import CosSinRoPE
 
 from forge.kernels import cpu_layers
 from forge.kernels.cpu_linear import is_rowwise
-from forge.models import gpu_rotary
+from forge.models import gpu_layers
 
 
 class Rotary(CosSinRoPE):  # type: ignore[misc]
@@ -46,8 +46,8 @@ class Rotary(CosSinRoPE):  # type: ignore[misc]
             if is_rowwise(query) and cpu_layers.rotates(query) and cpu_layers.rotates(key):
                 on_cpu = [cpu_layers.rotated(heads[0], self.cache, positions[0]) for heads in (query, key)]
                 return on_cpu[0].unsqueeze(0), on_cpu[1].unsqueeze(0)
-            if len(query) == 1 and gpu_rotary.is_for(query) and gpu_rotary.is_for(key):
-                on_gpu = gpu_rotary.rotated(query[0], key[0], self.cache, positions[0])
+            if len(query) == 1 and gpu_layers.rotates(query) and gpu_layers.rotates(key):
+                on_gpu = gpu_layers.rotated(query[0], key[0], self.cache, positions[0])
                 return on_gpu[0].unsqueeze(0), on_gpu[1].unsqueeze(0)
         if positions is not None and torch.is_grad_enabled() and _has_cpu_kernel(query, key, self.cache):
             places = positions[0].contiguous()

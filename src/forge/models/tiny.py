@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from forge.config import ModelConfig
 from forge.config.model_presets import read_preset
 from forge.errors import ModelError
-from forge.models.facts import complete
+from forge.models.architecture import complete
 from forge.models.families import find_family
 from forge.models.hf_config import SpecialIds, write_hf_config, write_json
 from forge.models.weight_names import weight_map
@@ -70,15 +70,15 @@ _ASCII_PIECES: Final = re.compile(r" ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S
 
 
 def make_tiny(folder: str | Path, *, seed: int = 0, family: str = "qwen3", **shape: Any) -> ModelConfig:
-    """Write a tiny model of a family into a folder, and return its facts.
+    """Write a tiny model of a family into a folder, and return its configuration.
 
-    `shape` overrides facts by their names in `ModelConfig`, such as num_layers=2. With none, the family qwen3 has the
-    facts of the preset `tiny`. A tensor depends on the seed, its name and its shape alone: two models that differ in
-    the number of layers agree in the layers that both have.
+    `shape` overrides keys of `ModelConfig`, such as num_layers=2. With none, the family qwen3 is the preset `tiny`. A
+    tensor depends on the seed, its name and its shape alone: two models that differ in the number of layers agree in
+    the layers that both have.
     """
     asked = {**read_preset("tiny").data["model"], **find_family(family).tiny, "family": family, **shape}
     try:
-        facts = ModelConfig.model_validate(asked)
+        config = ModelConfig.model_validate(asked)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or first.get("ctx", {}).get("key")
@@ -87,17 +87,17 @@ def make_tiny(folder: str | Path, *, seed: int = 0, family: str = "qwen3", **sha
             path=key,
             value=asked.get(key),
             rule=first["msg"],
-            repair="give facts of ModelConfig, with values that it allows",
+            repair="give keys of ModelConfig, with values that it allows",
         ) from None
-    return write_tiny(facts, folder, seed=seed)
+    return write_tiny(config, folder, seed=seed)
 
 
-def write_tiny(facts: ModelConfig, folder: str | Path, *, seed: int = 0) -> ModelConfig:
-    """As `make_tiny`, of facts that are all there."""
+def write_tiny(config: ModelConfig, folder: str | Path, *, seed: int = 0) -> ModelConfig:
+    """Write a tiny model as `make_tiny` does, from a configuration that is complete."""
     from safetensors.numpy import save_file
 
-    facts = complete(facts)
-    vocab, max_length = facts.vocab_size or 0, facts.max_seq_len or 0
+    config = complete(config)
+    vocab, max_length = config.vocab_size or 0, config.max_seq_len or 0
     if vocab < VOCAB_SIZE:
         raise ModelError(
             "The tiny tokenizer has more tokens than the model would have.",
@@ -108,20 +108,20 @@ def write_tiny(facts: ModelConfig, folder: str | Path, *, seed: int = 0) -> Mode
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: _draw(name, shape, seed) for name, shape in tensor_shapes(facts)}
+    weights = {name: _draw(name, shape, seed) for name, shape in tensor_shapes(config)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(folder, max_length=max_length)
     write_json(
         folder / "generation_config.json",
         {"do_sample": True, "eos_token_id": SPECIAL_IDS.eos, "pad_token_id": SPECIAL_IDS.pad, "temperature": 1.0},
     )
-    write_hf_config(facts, folder, dtype="float32", special_ids=SPECIAL_IDS)
-    return facts
+    write_hf_config(config, folder, dtype="float32", special_ids=SPECIAL_IDS)
+    return config
 
 
-def tensor_shapes(facts: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the tensors of a Hugging Face checkpoint with these facts: name and shape."""
-    for slot in weight_map(facts):
+def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors of a Hugging Face checkpoint: name and shape."""
+    for slot in weight_map(config):
         for name in slot.hf_names:
             yield name, slot.hf_shape
 

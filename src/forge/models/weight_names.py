@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from forge.config.schema import ModelConfig
 from forge.errors import ModelError
-from forge.models.families import Family, family_of
+from forge.models.sizes import Sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,15 +72,14 @@ def weight_map(config: ModelConfig) -> tuple[WeightSlot, ...]:
 
     A tied output layer has no slot of its own: `lm_head.weight` is then another name of `tok_embeddings.weight`.
     """
-    dim, vocab = _fact(config, "hidden_size"), _fact(config, "vocab_size")
-    family = family_of(config)
-    slots = [WeightSlot(EMBEDDING, (vocab, dim), ("model.embed_tokens.weight",))]
-    for layer in range(_fact(config, "num_layers")):
-        slots += _attention(config, family, layer)
-        slots += _mixture(config, layer) if family.has_experts else _feed_forward(config, layer)
-    slots.append(WeightSlot("norm.weight", (dim,), ("model.norm.weight",)))
-    if not config.tie_embeddings:
-        slots.append(WeightSlot(HEAD, (vocab, dim), (HEAD,)))
+    sizes = Sizes.of(config)
+    slots = [WeightSlot(EMBEDDING, (sizes.vocab, sizes.hidden), ("model.embed_tokens.weight",))]
+    for layer in range(sizes.num_layers):
+        slots += _attention(sizes, layer)
+        slots += _mixture(sizes, layer) if sizes.num_experts else _feed_forward(sizes, layer)
+    slots.append(WeightSlot("norm.weight", (sizes.hidden,), ("model.norm.weight",)))
+    if not sizes.is_tied:
+        slots.append(WeightSlot(HEAD, (sizes.vocab, sizes.hidden), (HEAD,)))
     return tuple(slots)
 
 
@@ -134,34 +133,19 @@ def wrong_parameter(name: str, shape: tuple[int, ...], slot: WeightSlot) -> Mode
     )
 
 
-def _fact(config: ModelConfig, key: str) -> int:
-    value = getattr(config, key)
-    if value is None:
-        raise ModelError(
-            "The description of the model is not complete.",
-            path=f"model.{key}",
-            value=None,
-            rule="the shapes of the weights follow from it",
-            repair="Give it, or a preset, or a folder with a config.json.",
-        )
-    return int(value)
-
-
-def _attention(config: ModelConfig, family: Family, layer: int) -> list[WeightSlot]:
+def _attention(sizes: Sizes, layer: int) -> list[WeightSlot]:
     ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-    dim, heads = _fact(config, "hidden_size"), _fact(config, "num_heads")
-    width = config.head_dim or dim // heads
-    queries, keys = heads * width, _fact(config, "num_kv_heads") * width
+    dim, width, queries, keys = sizes.hidden, sizes.head_dim, sizes.queries, sizes.keys
     slots = [
         WeightSlot(f"{ours}.attention_norm.weight", (dim,), (f"{theirs}.input_layernorm.weight",)),
     ]
     for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
         linear, hf_linear = f"{ours}.attention.qkv_linear.w{name}", f"{theirs}.self_attn.{name}_proj"
         slots.append(WeightSlot(f"{linear}.weight", (outputs, dim), (f"{hf_linear}.weight",)))
-        if family.qkv_bias:
+        if sizes.has_qkv_bias:
             slots.append(WeightSlot(f"{linear}.bias", (outputs,), (f"{hf_linear}.bias",)))
     slots.append(WeightSlot(f"{ours}.attention.wo.weight", (dim, queries), (f"{theirs}.self_attn.o_proj.weight",)))
-    if family.qk_norm:
+    if sizes.has_head_norms:
         slots += [
             WeightSlot(f"{ours}.attention.{norm}.weight", (width,), (f"{theirs}.self_attn.{norm}.weight",))
             for norm in ("q_norm", "k_norm")
@@ -170,8 +154,8 @@ def _attention(config: ModelConfig, family: Family, layer: int) -> list[WeightSl
     return slots
 
 
-def _feed_forward(config: ModelConfig, layer: int) -> list[WeightSlot]:
-    dim, inner = _fact(config, "hidden_size"), _fact(config, "intermediate_size")
+def _feed_forward(sizes: Sizes, layer: int) -> list[WeightSlot]:
+    dim, inner = sizes.hidden, sizes.inner
     shapes = {"w1": ("gate_proj", (inner, dim)), "w3": ("up_proj", (inner, dim)), "w2": ("down_proj", (dim, inner))}
     return [
         WeightSlot(f"layers.{layer}.feed_forward.{name}.weight", shape, (f"model.layers.{layer}.mlp.{hf}.weight",))
@@ -179,9 +163,8 @@ def _feed_forward(config: ModelConfig, layer: int) -> list[WeightSlot]:
     ]
 
 
-def _mixture(config: ModelConfig, layer: int) -> list[WeightSlot]:
-    dim, inner = _fact(config, "hidden_size"), _fact(config, "expert_intermediate_size")
-    experts = _fact(config, "num_experts")
+def _mixture(sizes: Sizes, layer: int) -> list[WeightSlot]:
+    dim, inner, experts = sizes.hidden, sizes.inner, sizes.num_experts
     ours, theirs = f"layers.{layer}.moe", f"model.layers.{layer}.mlp"
     both = (experts, 2 * inner, dim)
     stacks = (

@@ -10,13 +10,12 @@ Importing this loads neither torch nor any of the packages that the sinks write 
 """
 
 from forge.observe.console import ConsoleSink
-from forge.observe.devices import device_peak_flops
 from forge.observe.jsonl import JsonlSink, MetricsLine, read_jsonl
 from forge.observe.log import MetricsLog, make_sinks
 from forge.observe.metrics import Reduce, record_metric
 from forge.observe.sink import Sink, Value
 from forge.observe.tensorboard import TensorBoardSink
-from forge.observe.throughput import Throughput, step_values
+from forge.observe.throughput import Throughput, device_peak_flops, step_values
 from forge.observe.trace_file import TraceFile
 from forge.observe.tracing import Span, is_tracing, span, switch_tracing
 from forge.observe.wandb import WandbSink

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from typing import TextIO
 
 from forge.observe.displays import Display, EpisodePanel, StepBar
-from forge.observe.lines import plain_line, train_line, validation_line
-from forge.observe.rl_lines import episode_line, evaluation_line
+from forge.observe.lines import episode_line, evaluation_line, plain_line, train_line, validation_line
 from forge.observe.sink import EVALUATION_REWARD, REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, Value, closed_error
-from forge.observe.streams import discard_output
 
 _log = logging.getLogger("forge.observe")
 
@@ -110,3 +109,25 @@ class ConsoleSink:
             print(line, file=stream, flush=True)
         else:
             self._display.print(line, stream=stream)
+
+
+def open_missing_streams() -> None:
+    """Let /dev/null stand for a standard stream that the caller closed (`>&-`).
+
+    Otherwise `sys.stdout` is None, and the next file or socket that is opened becomes standard output.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        nothing = os.open(os.devnull, os.O_RDWR)
+        if nothing != descriptor:
+            os.dup2(nothing, descriptor)
+            os.close(nothing)
+        setattr(sys, name, open(descriptor, mode, closefd=False, encoding="utf-8"))  # noqa: SIM115 - for good
+
+
+def discard_output(descriptor: int = 1) -> None:
+    """Send what is still to be printed nowhere: nothing reads it, and Python's end would fail on it."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)

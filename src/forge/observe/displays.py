@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from forge.observe.lines import bar_text
-from forge.observe.rl_lines import format_seconds, panel_figures, time_shares
+from forge.observe.lines import bar_text, format_seconds, panel_metrics, time_shares
 from forge.observe.sink import STEP_TIME, Value
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def panel_rows(
 
     rows = [_progress_row(progress, elapsed_s, is_ascii=console.options.ascii_only)]
     figures = Text()
-    for name, text in panel_figures(values):
+    for name, text in panel_metrics(values):
         figures.append(f"{'  ' if figures else ''}{name} ", style="dim").append(text, style="bold")
     if figures:
         rows.append(figures)
@@ -178,7 +177,7 @@ def _time_row(values: Mapping[str, Value], *, is_ascii: bool) -> Text:
     """A bar in which each glyph is a part of the step's time, and what it stands for."""
     from rich.text import Text
 
-    shares = [(share.name, share.part) for share in time_shares(values)]
+    shares = list(time_shares(values).items())
     glyphs = _PLAIN_GLYPHS if is_ascii else _GLYPHS
     row = Text("time ", style="dim")
     if STEP_TIME in values:

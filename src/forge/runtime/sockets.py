@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from forge.errors import ForgeError
+from forge.errors import ForgeError, LaunchError
 
 TLS_VARIABLES: Final = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
 LOST_S: Final = 6
@@ -216,6 +216,19 @@ def tls_context(*, server_side: bool) -> ssl.SSLContext | None:
             repair="check the three files (docs/guides/security.md shows how to make them)",
         ) from error
     return context
+
+
+def check_tls(what: str = "the controller") -> None:
+    """Raise `LaunchError` unless the environment names all certificates that one end of a tls:// connection needs."""
+    missing = [name for name in TLS_VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise LaunchError(
+            f"{what} needs its certificates",
+            path="environment",
+            value=missing,
+            rule=f"with tls://, {', '.join(TLS_VARIABLES)} name PEM files",
+            repair=f"export {missing[0]}=/path/to/file.pem (docs/guides/security.md shows how to make them)",
+        )
 
 
 def _parse(address: str) -> str | tuple[str, int]:

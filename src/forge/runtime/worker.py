@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
+from forge.runtime.sockets import check_tls
 
 _log = logging.getLogger("forge.worker")
 _QUICK_S = 2.0
@@ -41,15 +42,7 @@ def check_address(address: str) -> str:
             repair="forge worker --address tcp://127.0.0.1:22222",
         )
     if parts.scheme == "tls":
-        missing = [name for name in TLS_VARIABLES if not os.environ.get(name)]
-        if missing:
-            raise LaunchError(
-                "a tls:// worker needs its certificates",
-                path="environment",
-                value=missing,
-                rule=f"{', '.join(TLS_VARIABLES)} name PEM files",
-                repair=f"export {missing[0]}=/path/to/file.pem (docs/guides/security.md shows how to make them)",
-            )
+        check_tls("a tls:// worker")
     return address
 
 
@@ -69,9 +62,6 @@ def check_free(address: str) -> None:
             rule="an address of this machine, and a free port",
             repair="choose another port, or end the worker that listens there",
         ) from error
-
-
-TLS_VARIABLES = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
 
 
 def serve(address: str, *, once: bool = False) -> int:

@@ -117,7 +117,7 @@ class Trainer(ForgeActor):
 
         training = self.config.training
         longest = training.microbatch_tokens or training.max_seq_len
-        token_ids = torch.tensor(canary_ids(self.engine.model.facts.vocab_size or 1, most=longest))
+        token_ids = torch.tensor(canary_ids(self.engine.model.architecture.vocab_size or 1, most=longest))
         sample = Sample(token_ids, torch.zeros(len(token_ids)), identity="canary")
         logprobs = await self._do(self.engine.forward_logprobs, Batch.of([sample]))
         if self.engine.ranks.rank == 0:

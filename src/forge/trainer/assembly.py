@@ -27,9 +27,8 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from forge.config import DistributedConfig, ModelConfig, TrainingConfig
 from forge.losses.head import chunked_logprobs, chunked_nll
-from forge.models.language_model import HeadFunction, LanguageModel
+from forge.models.language_model import HeadFunction, LanguageModel, titan_config
 from forge.models.rows import RowTask
-from forge.models.titan import titan_config
 from forge.trainer.layout import Layout
 
 _BACKEND = "partial_dtensor"  # TorchTitan's newer default needs a newer torch

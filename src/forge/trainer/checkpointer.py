@@ -88,12 +88,12 @@ class Checkpointer:
         chosen = dtype or ("bfloat16" if engine.config.distributed.precision.startswith("bfloat16") else "float32")
 
         def finish(partial: Path) -> None:
-            write_hf_config(engine.model.facts, partial, source=engine.model.folder, dtype=chosen)
+            write_hf_config(engine.model.architecture, partial, source=engine.model.folder, dtype=chosen)
 
         export_hf(
             engine.parts,
             folder,
-            engine.model.facts,
+            engine.model.architecture,
             dtype=getattr(torch, chosen),
             overwrite=overwrite,
             finish=finish,

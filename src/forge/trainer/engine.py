@@ -74,18 +74,20 @@ class Engine:
                 repair="set it, or set training.schedule=constant",
             )
         torch.manual_seed(config.seed)
-        self.layout = check_layout(config.distributed, self.model.facts, config.training, num_ranks=self.ranks.size)
+        self.layout = check_layout(
+            config.distributed, self.model.architecture, config.training, num_ranks=self.ranks.size
+        )
         self.data_rank = self.layout.data_rank(self.ranks.rank)
         self.book = RowBook()
         self.assembled: Assembled = assemble(
-            self.model.facts,
+            self.model.architecture,
             layout=self.layout,
             training=config.training,
             distributed=config.distributed,
             device=device,
             loss_fn=self._pipeline_loss,
         )
-        is_wide = self.model.facts.head_precision == "float32"
+        is_wide = self.model.architecture.head_precision == "float32"
         head = head_function(chunk_tokens=config.training.head_chunk_tokens, fp32_logits=is_wide)
         for part in self.parts:
             part.use(self.book, head)
@@ -132,9 +134,9 @@ class Engine:
     def load_weights(self, folder: Path | None) -> None:
         """Load weights from a Hugging Face folder, or draw random ones where there is none."""
         if folder is not None:
-            load_hf(self.parts, folder, self.model.facts)
+            load_hf(self.parts, folder, self.model.architecture)
         else:
-            draw_weights(self.parts, num_layers=self.model.facts.num_layers or 1, seed=self.config.seed)
+            draw_weights(self.parts, num_layers=self.model.architecture.num_layers or 1, seed=self.config.seed)
 
     def _named_once(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, each under the first of its names: tied weights have two."""
@@ -204,7 +206,7 @@ class Engine:
 
         On a GPU it returns before the device has done it; `_sums` waits. Returns which rows there were.
         """
-        check_batch(batch, vocab_size=self.model.facts.vocab_size, fields=self.loss.fields)
+        check_batch(batch, vocab_size=self.model.architecture.vocab_size, fields=self.loss.fields)
         self._normalizer = self._normalizer_of(batch)
         self._row_losses = {}
         plan = self._plan(batch)
@@ -402,7 +404,7 @@ class Engine:
     def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
         """Return the logprobs of every sample's tokens, float32 [L] each, in order; 0 for the first token."""
         check_temperature(temperature)  # on every rank: only the last stage of a pipeline would look at it
-        check_batch(batch, vocab_size=self.model.facts.vocab_size)
+        check_batch(batch, vocab_size=self.model.architecture.vocab_size)
         plan = self._plan(batch)
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         self._scores = {}
@@ -437,12 +439,10 @@ class Engine:
             "device_name": torch.cuda.get_device_name() if self.ranks.device.type == "cuda" else "cpu",
             "compute_dtype": str(Precision.of(self.config.distributed.precision).compute).removeprefix("torch."),
             "attention": self.attention if self.ranks.device.type == "cuda" else "cpu",
-            "num_parameters": num_parameters(self.model.facts),  # of all stages of a pipeline
+            "num_parameters": num_parameters(self.model.architecture),  # of all stages of a pipeline
             "model": self.model.name,
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.ranks.device.type == "cuda" else None,
         }
-
-    # ---- The end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave the process groups. The engine cannot be used any more."""

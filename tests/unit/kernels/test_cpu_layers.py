@@ -12,9 +12,8 @@ from torch import Tensor
 
 from forge.errors import ModelError
 from forge.kernels import cpu_layers
-from forge.models.gate import gated
+from forge.models.layers import RowNorm, gated
 from forge.models.rotary import Rotary
-from forge.models.row_norm import RowNorm
 
 
 @pytest.fixture(autouse=True)

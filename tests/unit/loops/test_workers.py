@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from episodes import make_completion
-from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling
+from forge.config import GeneratorConfig, GRPOConfig, Sampling, load
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped, SyncError
 from forge.generator.engine import UpdateReport
 from forge.generator.native.cache_size import ColocatedGeneratorConfig
@@ -19,8 +19,8 @@ from forge.loops.workers import (
     Workers,
     generator_config,
     gpus_beside,
-    published_dtype,
 )
+from forge.memory import resolve_run
 from forge.service.records import Outcome
 from forge.trainer.handles import ServiceTrainer
 from forge.types import Prompt
@@ -117,8 +117,7 @@ def test_a_service_that_does_not_end_in_order_cuts_nobody_short() -> None:
         asyncio.run(Workers(*workers).close())
 
 
-QWEN3_1_7B = {"family": "qwen3", "hidden_size": 2048, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8}
-QWEN3_1_7B |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "tie_embeddings": True}
+QWEN3_1_7B = load(GRPOConfig, overrides=["model.preset=qwen3_1_7b", "model.name=policy"]).model
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_a_generator_leaves_the_rest_of_a_gpu_to_the_trainer(
     placement: str, keys: dict[str, Any], share: float | None
 ) -> None:
     chosen = GRPOConfig.model_validate({"placement": placement, **keys})
-    made = generator_config(chosen, ModelConfig.model_validate({**QWEN3_1_7B, "name": "policy"}))
+    made = generator_config(chosen, QWEN3_1_7B, resolve_run(chosen, facts=QWEN3_1_7B))
     assert made.gpu_memory_share == (None if share is None else pytest.approx(share))
     assert made.model.name == "policy"
 
@@ -161,7 +160,8 @@ def test_a_guest_leaves_room_for_what_is_still_to_come(
 ) -> None:
     """In turns two published versions of the weights will be on the GPU; in one process nothing is published."""
     keys = {**keys, "generator": {"with_gpus": True, **keys.get("generator", {})}}
-    made = generator_config(GRPOConfig.model_validate(keys), ModelConfig.model_validate(QWEN3_1_7B))
+    chosen = GRPOConfig.model_validate(keys)
+    made = generator_config(chosen, QWEN3_1_7B, resolve_run(chosen, facts=QWEN3_1_7B))
     if gigabytes is None:
         assert type(made) is GeneratorConfig
         return
@@ -184,7 +184,8 @@ def test_a_guest_leaves_room_for_what_is_still_to_come(
     ],
 )
 def test_weights_are_sent_in_what_generators_make_of_them(fields: dict[str, Any], expected: str | None) -> None:
-    assert published_dtype(GeneratorConfig(**fields)) == expected
+    run = resolve_run(GRPOConfig.model_validate({"generator": fields}), facts=QWEN3_1_7B)
+    assert run.published_dtype == expected
 
 
 def test_a_trainer_is_told_what_to_publish_in() -> None:

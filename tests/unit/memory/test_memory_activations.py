@@ -11,9 +11,9 @@ from torch import Tensor
 
 from forge.config import ModelConfig
 from forge.memory.activations import Row, Setting, kept_bytes, recomputed_bytes
+from forge.models.language_model import titan_config
 from forge.models.rows import Documents, RowBook, RowTask, Sharing
 from forge.models.sizes import Sizes
-from forge.models.titan import titan_config
 from forge.trainer.assembly import head_function
 from forge.trainer.microbatches import plan_shared_rows
 from forge.trainer.row_building import build_rows

@@ -24,10 +24,10 @@ from torchtitan.protocols.module import Module
 
 from forge.config import ForgeConfig, ModelConfig, load
 from forge.memory.activations import Row, Setting, backward_bytes, kept_bytes, recomputed_bytes
-from forge.models.facts import complete
+from forge.models.architecture import complete
+from forge.models.language_model import titan_config
 from forge.models.rows import Documents, RowBook, RowTask
 from forge.models.sizes import Sizes
-from forge.models.titan import titan_config
 from memory_tracking import LiveBytes
 
 TOKENS, LAYERS = 2048, 3

@@ -7,9 +7,9 @@ import torch
 
 from forge.config import ForgeConfig, ModelConfig, load, preset_names
 from forge.memory.model_size import holdings
-from forge.models.facts import complete
+from forge.models.architecture import complete
+from forge.models.language_model import titan_config
 from forge.models.sizes import Sizes, num_parameters
-from forge.models.titan import titan_config
 from forge.trainer.layout import Layout
 
 

@@ -18,7 +18,7 @@ from forge.kernels.paged import PAGE_TOKENS, PagedLayout
 from forge.models.cpu_step import CpuSteps, cut
 from forge.models.inference import build_for_inference, paged_layers
 from forge.models.language_model import LanguageModel
-from forge.models.linear import rows_linear
+from forge.models.layers import rows_linear
 from forge.models.paged_attention import PagedRow
 from forge.models.random_weights import draw_weights
 

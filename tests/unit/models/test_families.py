@@ -10,7 +10,7 @@ import pytest
 
 from forge.config import ModelConfig
 from forge.errors import ModelError
-from forge.models.facts import complete, merge
+from forge.models.architecture import complete, merge
 from forge.models.families import FAMILIES, Family, family_of, find_family
 from forge.models.families.llama import LLAMA
 from forge.models.hf_config import read_hf_config

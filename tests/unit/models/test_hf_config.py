@@ -11,7 +11,7 @@ import pytest
 from forge.config import ModelConfig, preset_names
 from forge.config.model_presets import read_preset
 from forge.errors import ModelError
-from forge.models.facts import FACTS, complete, merge
+from forge.models.architecture import ARCHITECTURE_KEYS, complete, merge
 from forge.models.hf_config import SpecialIds, read_hf_config, write_hf_config
 from forge.models.tiny import make_tiny
 
@@ -69,7 +69,7 @@ def folder_with(tmp_path: Path, content: object) -> Path:
 
 
 def facts_of(model: ModelConfig) -> dict[str, Any]:
-    return {key: getattr(model, key) for key in FACTS}
+    return {key: getattr(model, key) for key in ARCHITECTURE_KEYS}
 
 
 def by_transformers(folder: Path) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def by_transformers(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reading_agrees_with_transformers(family: str, tmp_path: Path) -> None:
     model = read_hf_config(folder_with(tmp_path, FAMILIES[family]))
-    assert model.model_dump(include=set(FACTS)) == by_transformers(tmp_path)
+    assert model.model_dump(include=set(ARCHITECTURE_KEYS)) == by_transformers(tmp_path)
     assert (model.family, model.path, model.name, model.preset) == (family, None, None, None)
 
 
@@ -135,7 +135,7 @@ def test_an_absent_key_means_what_it_means_to_transformers(family: str, key: str
     content = FAMILIES[family] | {"num_attention_heads": 32, "hidden_size": 64 * 32}
     content = {name: value for name, value in content.items() if name != key}
     model = read_hf_config(folder_with(tmp_path, content))
-    assert model.model_dump(include=set(FACTS)) == by_transformers(tmp_path)
+    assert model.model_dump(include=set(ARCHITECTURE_KEYS)) == by_transformers(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_ways_to_write_the_same(change: dict[str, Any], tmp_path: Path) -> None:
     if content["rope_scaling"] and content["rope_scaling"].get("original_max_position_embeddings", 1) is None:
         del content["rope_scaling"]["original_max_position_embeddings"]
     model = read_hf_config(folder_with(tmp_path, content))
-    assert model.model_dump(include=set(FACTS)) == by_transformers(tmp_path)
+    assert model.model_dump(include=set(ARCHITECTURE_KEYS)) == by_transformers(tmp_path)
 
 
 def test_a_window_that_no_layer_uses_is_read(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_every_preset_is_written_as_transformers_reads_it(preset: str, tmp_path:
 
     model = complete(ModelConfig.model_validate(read_preset(preset).data["model"]))
     write_hf_config(model, tmp_path, dtype="bfloat16", special_ids=SpecialIds(bos=None, eos=(5, 6), pad=7))
-    assert by_transformers(tmp_path) == model.model_dump(include=set(FACTS))
+    assert by_transformers(tmp_path) == model.model_dump(include=set(ARCHITECTURE_KEYS))
     assert facts_of(read_hf_config(tmp_path)) == facts_of(model)
     config = AutoConfig.from_pretrained(tmp_path)
     assert str(config.dtype) == "torch.bfloat16"

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from forge.config import ModelConfig
 from forge.models.attention import DocumentAttention
-from forge.models.experts import Experts
+from forge.models.language_model import titan_config
+from forge.models.layers import Experts
 from forge.models.random_weights import draw_weights
 from forge.models.rotary import Rotary
 from forge.models.rows import Documents, RowBook, RowTask
-from forge.models.titan import titan_config
 
 FACTS: dict[str, Any] = {
     "num_layers": 2,

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 
 from forge.observe import ConsoleSink, Value
 from forge.observe.displays import EpisodePanel, panel_rows
-from forge.observe.rl_lines import Share, episode_line, evaluation_line, time_shares
+from forge.observe.lines import episode_line, evaluation_line, time_shares
 
 STEP: dict[str, Value] = {
     "train/loss": 0.01,
@@ -75,13 +75,13 @@ def test_what_went_wrong_is_said() -> None:
 
 
 def test_the_time_is_split_over_the_whole_step() -> None:
-    assert time_shares({"time/step": 4.0, "time/waiting": 1.0}) == [Share("wait", 0.25)]
-    assert time_shares({"time/waiting": 1.0, "time/training": 3.0}) == [Share("wait", 0.25), Share("train", 0.75)]
+    assert time_shares({"time/step": 4.0, "time/waiting": 1.0}) == {"wait": 0.25}
+    assert time_shares({"time/waiting": 1.0, "time/training": 3.0}) == {"wait": 0.25, "train": 0.75}
     overlapping: dict[str, Value] = {"time/step": 2.0, "time/generating": 3.0, "time/training": 1.0}
-    assert time_shares(overlapping) == [Share("gen", 0.75), Share("train", 0.25)]
-    assert time_shares({}) == []
-    assert time_shares({"time/step": 0.0, "time/waiting": 0.0}) == []
-    assert time_shares({"time/step": float("nan"), "time/waiting": float("inf")}) == []
+    assert time_shares(overlapping) == {"gen": 0.75, "train": 0.25}
+    assert time_shares({}) == {}
+    assert time_shares({"time/step": 0.0, "time/waiting": 0.0}) == {}
+    assert time_shares({"time/step": float("nan"), "time/waiting": float("inf")}) == {}
 
 
 def test_an_evaluation_is_printed_whenever_it_comes() -> None:

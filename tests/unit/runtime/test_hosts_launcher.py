@@ -13,10 +13,10 @@ import pytest
 
 from forge.config import LauncherConfig
 from forge.errors import LaunchError
-from forge.runtime.launchers import HostsLauncher, make_launcher
-from forge.runtime.launchers.attach import open_transport
+from forge.runtime.launchers import HostsLauncher, make_launcher, open_transport
 from forge.runtime.launchers.submit import is_listening, is_loopback, is_this_host, run_command, run_regardless
-from forge.runtime.worker import TLS_VARIABLES, check_address, serve
+from forge.runtime.sockets import TLS_VARIABLES
+from forge.runtime.worker import check_address, serve
 
 
 def fields(error: LaunchError) -> tuple[str | None, object]:
@@ -87,7 +87,7 @@ def test_the_configuration_chooses_it() -> None:
 def test_the_channel_cannot_change_after_the_first_use() -> None:
     program = """
 from forge.errors import LaunchError
-from forge.runtime.launchers.attach import open_transport
+from forge.runtime.launchers import open_transport
 open_transport(["tcp://127.0.0.1:1"], bind="127.0.0.1")
 open_transport(["tcp://127.0.0.1:2"], bind="127.0.0.2")
 """

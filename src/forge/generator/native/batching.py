@@ -102,7 +102,7 @@ class Batching:
     ) -> None:
         self.config, self.max_seq_len = config, max_seq_len
         self.runner = ModelRunner(config, model, max_seq_len=max_seq_len, shared=shared)
-        self.sampler = Sampler(model.facts.vocab_size or 0, self.runner.device)
+        self.sampler = Sampler(model.architecture.vocab_size or 0, self.runner.device)
         self.scheduler = Scheduler(
             PagePool(self.runner.num_pages, sharing=config.prefix_sharing),
             max_batch=config.max_batch,

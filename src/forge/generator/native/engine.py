@@ -67,7 +67,7 @@ class NativeEngine:
         on_death: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.max_seq_len = context_limit(config, model.facts)
+        self.max_seq_len = context_limit(config, model.architecture)
         self._shared = shared
         self.thread = EngineThread(self._make, on_death=on_death)
         self._completions = OpenCompletions(config)

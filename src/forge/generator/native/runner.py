@@ -29,7 +29,7 @@ from forge.losses.head import chunked_logprobs
 from forge.models.cpu_step import CpuSteps
 from forge.models.gpu_attention import Extents, decode_shares
 from forge.models.inference import build_for_inference, cache_shapes, page_bytes, paged_layers, parameters_once
-from forge.models.linear import rows_linear
+from forge.models.layers import rows_linear
 from forge.models.locate import ResolvedModel
 from forge.models.paged_attention import PagedRow
 from forge.models.random_weights import draw_weights
@@ -59,21 +59,21 @@ class ModelRunner:
         max_seq_len: int,
         shared: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.config, self.facts, self.max_seq_len = config, model.facts, max_seq_len
+        self.config, self.facts, self.max_seq_len = config, model.architecture, max_seq_len
         self.device = _device(config.with_gpus)
         self.dtype: torch.dtype = getattr(torch, config.precision_on(gpu=self.device.type == "cuda"))
         self._check_cache_dtype()
-        self._has_wide_head = model.facts.head_precision == "float32" and self.dtype != torch.float32
+        self._has_wide_head = model.architecture.head_precision == "float32" and self.dtype != torch.float32
         self.is_shared = shared is not None
         self.model = build_for_inference(
-            model.facts, max_seq_len=max_seq_len, dtype=self.dtype, device=self.device, shared=shared
+            model.architecture, max_seq_len=max_seq_len, dtype=self.dtype, device=self.device, shared=shared
         )
         self.parameters = parameters_once(self.model)
         self._memory = choose_memory(self.device, {} if self.is_shared else self.parameters)
         if shared is None and model.folder is not None:
-            load_hf([self.model], model.folder, model.facts)
+            load_hf([self.model], model.folder, model.architecture)
         elif shared is None:
-            draw_weights([self.model], num_layers=model.facts.num_layers or 1, seed=0)
+            draw_weights([self.model], num_layers=model.architecture.num_layers or 1, seed=0)
         self._cpu_steps = None if self.on_gpu else CpuSteps(self.model)
         self.max_pages = -(-max_seq_len // PAGE)
         self.num_pages = self._choose_num_pages()

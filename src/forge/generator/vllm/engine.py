@@ -36,7 +36,7 @@ from forge.generator.vllm.process import (
 )
 from forge.generator.vllm.translation import Reader, SpanFinder, dead, refusals, sampling_params, score_one, translated
 from forge.generator.vllm.updating import Updates
-from forge.models.facts import FACTS
+from forge.models.architecture import ARCHITECTURE_KEYS
 from forge.types import INITIAL_VERSION, Completion, Delta
 
 if TYPE_CHECKING:
@@ -164,10 +164,10 @@ class VllmEngine:
                 repair="fetch one with `forge download`, or choose engine: native, which can begin with random weights",
             )
         self._plan = make_plan(
-            self.config, model.facts, model.folder, device=self._device, tensor_parallel=self.tensor_parallel
+            self.config, model.architecture, model.folder, device=self._device, tensor_parallel=self.tensor_parallel
         )
         check_amx(self._plan, self._device, _amx.verdict())
-        return model.facts.model_dump(mode="json", include=set(FACTS))
+        return model.architecture.model_dump(mode="json", include=set(ARCHITECTURE_KEYS))
 
     def _build(self, given: Mapping[str, Any]) -> None:
         """Build vLLM's engine. Nothing is returned: the thread's future would keep vLLM's object alive."""

@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import LaunchError
-from forge.runtime.launchers.attach import Allocation, attach_all
+from forge.runtime.launchers import Allocation, attach_all
 from forge.runtime.launchers.submit import (
     Outcome,
-    check_tls,
     is_loopback,
     require_program,
     run_command,
     run_regardless,
     unreachable_bind,
 )
+from forge.runtime.sockets import check_tls
 
 if TYPE_CHECKING:
     from forge.config import LauncherConfig

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.errors import LaunchError
-from forge.runtime.launchers.attach import Allocation, attach_all
+from forge.runtime.launchers import Allocation, attach_all
 from forge.runtime.launchers.submit import (
-    check_tls,
     is_listening,
     is_loopback,
     is_this_host,
@@ -24,6 +23,7 @@ from forge.runtime.launchers.submit import (
     run_regardless,
     unreachable_bind,
 )
+from forge.runtime.sockets import check_tls
 
 if TYPE_CHECKING:
     from forge.config import LauncherConfig

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
-from forge.runtime.worker import TLS_VARIABLES
 
 COMMAND_S = 60.0
 """How long one command of a scheduler may take."""
@@ -143,17 +142,6 @@ def unreachable_bind(bind: str, *, kind: str) -> LaunchError:
         rule=f"with launcher.kind={kind}, an address of the controller's machine that the workers can reach",
         repair=f"launcher.bind={socket.gethostname()}, or its address on the cluster's private network",
     )  # fmt: skip
-
-
-def check_tls() -> None:
-    """The controller is an end of the channel too: it needs a certificate of its own."""
-    missing = [name for name in TLS_VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise LaunchError(
-            "the controller needs its certificates for tls://", path="environment", value=missing,
-            rule=f"{', '.join(TLS_VARIABLES)} name PEM files",
-            repair=f"export {missing[0]}=/path/to/file.pem (docs/guides/security.md shows how to make them)",
-        )  # fmt: skip
 
 
 async def is_listening(address: str, *, timeout_s: float = 5.0) -> bool:

@@ -115,7 +115,7 @@ def test_sleep_wake_and_the_end_of_all_between_steps() -> None:
 def test_who_waits_gets_the_same_tokens(settings: dict[str, Any]) -> None:
     """Too few places or pages: whoever waits may begin a step later, with the same outcome."""
     if num_pages := settings.pop("num_pages", None):
-        each = page_bytes(models.model(FIRST).facts, item_bytes=4)
+        each = page_bytes(models.model(FIRST).architecture, item_bytes=4)
         settings["kv_cache_gb"] = (num_pages + 0.5) * each / 2**30
     long = [asked(100 + number, length=4, max_tokens=90) for number in range(4)]
     ahead, plain = both([(0, do) for do in (*long, *mixed(14))], **settings)

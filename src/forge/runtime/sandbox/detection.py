@@ -14,7 +14,7 @@ from typing import Final
 
 from forge.errors import LaunchError, OptionError
 from forge.runtime.sandbox.records import ISOLATIONS, Isolation, Limits, Sandbox
-from forge.runtime.sandbox.running import LaunchedSandbox
+from forge.runtime.sandbox.runner import LaunchedSandbox
 
 _PATHS: Final = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin", "/etc/ld.so.cache")
 _REPAIR: Final = (

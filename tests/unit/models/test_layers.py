@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge.models.experts import Experts
+from forge.models.layers import Experts
 
 
 @pytest.mark.parametrize(("dim", "hidden_dim"), [(16, 16), (16, 12), (12, 16), (10, 6)])

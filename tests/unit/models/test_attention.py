@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forge.models.copies import copied
+from forge.models.attention import expand_shared
 from forge.models.rows import Documents, Sharing
 
 LENGTHS, PREFIXES = (5, 4, 6, 2), (0, 3, 3, 0)
@@ -33,7 +33,7 @@ def test_copies_by_place() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_gradient_of_a_place_is_the_sum_over_its_copies(dtype: torch.dtype) -> None:
     values = torch.randn(len(OWN), 2, 3, dtype=dtype, requires_grad=True)
-    found = copied(values, sharing())
+    found = expand_shared(values, sharing())
     assert torch.equal(found, values[PLACES])
     gradient = torch.randn(found.shape, dtype=torch.float64).to(dtype)
     found.backward(gradient)
@@ -50,6 +50,6 @@ def test_sums_in_half_precision_are_rounded_once() -> None:
     values = torch.zeros(len(OWN), 1, 1, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.ones(len(PLACES), 1, 1, dtype=torch.bfloat16)
     gradient[0] = 256
-    copied(values, sharing()).backward(gradient)
+    expand_shared(values, sharing()).backward(gradient)
     assert values.grad is not None
     assert values.grad[0].item() == 258

@@ -1,4 +1,7 @@
-"""From a configuration to what its memory depends on, whatever kind of run it is."""
+"""What a configuration leaves open, decided once: devices, ranks, precisions, context lengths and placement.
+
+Planning, the start of workers, the publication of weights and the memory planner all use the same `ResolvedRun`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from forge.config import (
 )
 from forge.errors import ConfigError, ModelError
 from forge.memory.card import Card
-from forge.models.facts import complete, merge
+from forge.memory.model_size import MASTER_BYTES
+from forge.models.architecture import complete, merge
 from forge.models.hf_config import read_hf_config
 from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout, check_layout
@@ -33,8 +37,8 @@ Placement = Literal["apart", "beside", "turns", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRun:
-    """What a run's memory depends on.
+class ResolvedRun:
+    """A run with everything decided that its configuration leaves open.
 
     Attributes:
         name: the model's.
@@ -42,15 +46,18 @@ class PlannedRun:
         training, distributed, layout: the trainer's; None for a run that only generates.
         generator: None for a run that only trains.
         num_generators, tensor_parallel: how many, and over how many GPUs each.
+        generator_seq_len, completion_tokens: the longest sequence, and the longest completion in it.
         placement: where generators are.
         share: the part of a GPU that each may take, where that was decided.
-        num_references: replicas of the reference model; 0 for none. `reference_on_gpu` where they are.
+        num_references: replicas of the reference model; 0 for none.
+        trainer_on_gpu, generator_on_gpu, reference_on_gpu, judge_on_gpu: which workers use GPUs.
         num_versions: for how many versions of the weights the store has memory.
-        publishes_half: whether they are published in bfloat16, which is what generators make of them.
+        published_dtype: what weights are published in: bfloat16 where that is what generators make of them, which
+            halves the bytes that are kept and sent; None for what the trainer keeps them in.
         is_spread: whether processes are on several hosts, so that published weights go to host memory.
-        group_size, share_prompts, prompt_tokens, completion_tokens: how much attention repeats of what is shared.
+        group_size, share_prompts: how much attention repeats of what is shared.
         entropy: whether the loss needs the gradient of entropies.
-        saves_beside: whether checkpoints are written while training goes on, from a copy in host memory.
+        saves_beside: whether checkpoints are written while training continues, from a copy in host memory.
         notes: what had to be assumed.
     """
 
@@ -67,11 +74,12 @@ class PlannedRun:
     placement: Placement = "apart"
     share: float | None = None
     num_references: int = 0
-    reference_on_gpu: bool = False
     trainer_on_gpu: bool = False
     generator_on_gpu: bool = False
+    reference_on_gpu: bool = False
+    judge_on_gpu: bool = False
     num_versions: int = 0
-    publishes_half: bool = False
+    published_dtype: Literal["bfloat16"] | None = None
     is_spread: bool = False
     group_size: int = 1
     share_prompts: bool = False
@@ -103,11 +111,18 @@ class PlannedRun:
         return self.placement == "turns" or (self.placement == "shared" and self.generator_on_gpu)
 
     @property
+    def published_item(self) -> int:
+        """The bytes of one published weight; 0 for a run that publishes none."""
+        if self.distributed is None:
+            return 0
+        return 2 if self.published_dtype == "bfloat16" else MASTER_BYTES[self.distributed.precision]
+
+    @property
     def uses_gpus(self) -> bool:
         return self.trainer_on_gpu or self.generator_on_gpu or self.reference_on_gpu
 
 
-def read_run(config: ForgeConfig, *, card: Card | None = None, facts: ModelConfig | None = None) -> PlannedRun:
+def resolve_run(config: ForgeConfig, *, card: Card | None = None, facts: ModelConfig | None = None) -> ResolvedRun:
     """What the memory of a run depends on, planned for `card`; None for a run on CPUs.
 
     `facts` are the model's, where they are known already. A model whose folder is not there yet is planned from its
@@ -119,11 +134,11 @@ def read_run(config: ForgeConfig, *, card: Card | None = None, facts: ModelConfi
     name = config.model.name or config.model.preset or config.model.hf_repo or Path(config.model.path or "model").name
     sizes = Sizes.of(facts)
     if isinstance(config, GRPOConfig):
-        return _read_grpo(config, PlannedRun(name, facts, sizes), card, notes)
+        return _read_grpo(config, ResolvedRun(name, facts, sizes), card, notes)
     if isinstance(config, SFTConfig):
-        return _read_sft(config, PlannedRun(name, facts, sizes), card, notes)
+        return _read_sft(config, ResolvedRun(name, facts, sizes), card, notes)
     if isinstance(config, PolicyConfig):
-        return _read_policy(config, PlannedRun(name, facts, sizes), card, notes)
+        return _read_policy(config, ResolvedRun(name, facts, sizes), card, notes)
     raise ConfigError(
         "this kind of configuration has no memory to plan",
         path="--kind",
@@ -162,17 +177,19 @@ def _num_ranks(distributed: DistributedConfig, card: Card | None, *, on_gpu: boo
     return distributed.ranks_on((card.num_gpus or 0) if on_gpu and card is not None else 0)
 
 
-def _read_grpo(config: GRPOConfig, base: PlannedRun, card: Card | None, notes: list[str]) -> PlannedRun:
+def _read_grpo(config: GRPOConfig, base: ResolvedRun, card: Card | None, notes: list[str]) -> ResolvedRun:
     training = config.training.model_copy(update={"share_prefixes": config.rollout.share_prompts})
     on_gpu = _on_gpu(config.distributed.with_gpus, card)
     layout = check_layout(
         config.distributed, base.facts, training, num_ranks=_num_ranks(config.distributed, card, on_gpu=on_gpu)
     )
-    longest = min(training.max_seq_len, base.facts.max_seq_len or training.max_seq_len)
-    seq_len = config.generator.max_seq_len or longest
+    seq_len, completion_tokens = context_lengths(config, base.facts)
     wants_reference = config.algorithm.kl.coefficient > 0
-    generator_on_gpu = _on_gpu(config.generator.with_gpus, card) if config.placement == "apart" else on_gpu
-    asked = config.generator.engine_args.get("dtype") or config.generator.precision
+    judge = config.rewards.judge
+    generator_on_gpu = _on_gpu(config.generator.with_gpus, card)
+    if config.placement != "apart" and config.generator.with_gpus is None:
+        generator_on_gpu = on_gpu  # it uses the trainer's
+    asked = config.generator.engine_args.get("dtype") or config.generator.precision_on(gpu=generator_on_gpu)
     if config.reference.path is not None and wants_reference:
         notes.append("the reference model is planned with the policy's architecture")
     if config.rewards.judge is not None or config.rewards.reward_model is not None:
@@ -190,21 +207,50 @@ def _read_grpo(config: GRPOConfig, base: PlannedRun, card: Card | None, notes: l
         share=config.gpu_memory_share,
         num_references=config.reference.num_replicas if wants_reference else 0,
         reference_on_gpu=wants_reference and _on_gpu(config.reference.with_gpus, card),
+        judge_on_gpu=judge is not None and _on_gpu(judge.generator.with_gpus, card),
         trainer_on_gpu=on_gpu,
         generator_on_gpu=generator_on_gpu,
         num_versions=0 if config.placement == "shared" else config.store.num_versions,
-        publishes_half=asked == "bfloat16" or (asked is None and generator_on_gpu),
+        published_dtype="bfloat16" if asked == "bfloat16" else None,
         is_spread=config.launcher.kind != "local" or (config.distributed.hosts or 1) > 1 or config.store.volumes > 0,
         group_size=config.rollout.group_size,
         share_prompts=config.rollout.share_prompts,
-        completion_tokens=config.generator.sampling.max_tokens or max(1, seq_len // 2),
+        completion_tokens=completion_tokens,
         entropy=config.algorithm.loss.entropy_coefficient != 0,
         saves_beside=config.checkpointing.asynchronous,
         notes=tuple(notes),
     )
 
 
-def _read_sft(config: SFTConfig, base: PlannedRun, card: Card | None, notes: list[str]) -> PlannedRun:
+def context_lengths(config: GRPOConfig, facts: ModelConfig) -> tuple[int, int]:
+    """Return the longest sequence and the longest completion in it: none is longer than a trainer takes.
+
+    Raises `ConfigError` where the configuration asks for more.
+    """
+    training, generator = config.training, config.generator
+    longest = min(training.max_seq_len, facts.max_seq_len or training.max_seq_len)
+    if generator.max_seq_len is not None and generator.max_seq_len > longest:
+        raise ConfigError(
+            "generators could make sequences that are too long to learn from",
+            path="generator.max_seq_len",
+            value=generator.max_seq_len,
+            rule=f"at most training.max_seq_len and the model's, which is {longest}",
+            repair="lower it, or raise training.max_seq_len",
+        )
+    chosen = generator.max_seq_len or longest
+    most = generator.sampling.max_tokens
+    if most is not None and most >= chosen:
+        raise ConfigError(
+            "there is no room for a prompt before the longest completion",
+            path="generator.sampling.max_tokens",
+            value=most,
+            rule=f"less than the longest sequence, which is {chosen}",
+            repair="lower it, or raise training.max_seq_len",
+        )
+    return chosen, most or max(1, chosen // 2)
+
+
+def _read_sft(config: SFTConfig, base: ResolvedRun, card: Card | None, notes: list[str]) -> ResolvedRun:
     on_gpu = _on_gpu(config.distributed.with_gpus, card)
     layout = check_layout(
         config.distributed, base.facts, config.training, num_ranks=_num_ranks(config.distributed, card, on_gpu=on_gpu)
@@ -223,7 +269,7 @@ def _read_sft(config: SFTConfig, base: PlannedRun, card: Card | None, notes: lis
     )
 
 
-def _read_policy(config: PolicyConfig, base: PlannedRun, card: Card | None, notes: list[str]) -> PlannedRun:
+def _read_policy(config: PolicyConfig, base: ResolvedRun, card: Card | None, notes: list[str]) -> ResolvedRun:
     from forge.generator.engine import context_limit
 
     return replace(

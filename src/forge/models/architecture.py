@@ -1,7 +1,7 @@
-"""The facts of an architecture: where they come from, and whether all are there.
+"""The keys of `ModelConfig` that describe an architecture: where they come from, and whether all are set.
 
-A fact may be said by a preset, by the user, and by the model's own `config.json`. The weights have the shapes that the
-last one says, so it wins over a preset, and a user who says otherwise is told.
+A key may be set by a preset, by the user, and by the model's own `config.json`. The weights have the shapes that the
+last one says, so it wins over a preset, and a contradiction by the user is an error.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _DENSE: Final = (
     "norm_eps",
 )
 _EXPERTS: Final = ("num_experts", "num_experts_per_token", "expert_intermediate_size")
-FACTS: Final = (*_DENSE, "rope_scaling", *_EXPERTS)
+ARCHITECTURE_KEYS: Final = (*_DENSE, "rope_scaling", *_EXPERTS)
 """The keys of `ModelConfig` that describe an architecture."""
 
 
-def merge(model: ModelConfig, folder_facts: ModelConfig) -> ModelConfig:
-    """The user's section with the facts of the folder in it.
+def merge(model: ModelConfig, found_config: ModelConfig) -> ModelConfig:
+    """Return the user's section with the architecture of the folder in it.
 
     The folder wins over what a preset says. A key that the user set to something else than both is refused, since one
     of the two must be a mistake.
     """
-    preset = preset_facts(model)
-    for key in FACTS:
-        asked, found = getattr(model, key), getattr(folder_facts, key)
+    preset = preset_architecture(model)
+    for key in ARCHITECTURE_KEYS:
+        asked, found = getattr(model, key), getattr(found_config, key)
         if asked is None or asked == found or asked == preset.get(key):
             continue
         raise ModelError(
@@ -52,15 +52,15 @@ def merge(model: ModelConfig, folder_facts: ModelConfig) -> ModelConfig:
             if key == "max_seq_len"
             else f"remove model.{key}, or give another model.path",
         )
-    return model.model_copy(update={key: getattr(folder_facts, key) for key in FACTS})
+    return model.model_copy(update={key: getattr(found_config, key) for key in ARCHITECTURE_KEYS})
 
 
 def complete(model: ModelConfig) -> ModelConfig:
-    """The same section, with what its preset says where the user said nothing; all facts to build it are there.
+    """Return the section with its preset's values where the user set none.
 
-    Raises `ModelError` that names the missing ones.
+    Raises `ModelError` that names the keys of the architecture that are still missing.
     """
-    preset = preset_facts(model)
+    preset = preset_architecture(model)
     said = model.model_fields_set
     model = model.model_copy(update={key: value for key, value in preset.items() if key not in said})
     has_experts = model.family is not None and family_of(model).has_experts
@@ -73,7 +73,7 @@ def complete(model: ModelConfig) -> ModelConfig:
             value=None,
             rule=f"a model of family {model.family} needs all of {', '.join(needed)}"
             if model.family
-            else "model.path, model.preset, or every fact of the architecture",
+            else "model.path, model.preset, or every key of the architecture",
             repair=f"set model.path to a folder with config.json, or model.preset to {' or '.join(preset_names())}",
         )
     surplus = [key for key in _EXPERTS if getattr(model, key) is not None]
@@ -96,18 +96,18 @@ def complete(model: ModelConfig) -> ModelConfig:
     return model
 
 
-def preset_facts(model: ModelConfig) -> dict[str, Any]:
-    """What the preset that a section names says about the architecture; empty where there is none."""
+def preset_architecture(model: ModelConfig) -> dict[str, Any]:
+    """Return what the preset of a section says about the architecture; empty where there is none."""
     name = preset_of(model)
     if name is None:
         return {}
     said = read_preset(name).data["model"]
-    facts = ModelConfig.model_validate({key: said[key] for key in said if key in FACTS})
-    return {key: getattr(facts, key) for key in FACTS}
+    checked = ModelConfig.model_validate({key: said[key] for key in said if key in ARCHITECTURE_KEYS})
+    return {key: getattr(checked, key) for key in ARCHITECTURE_KEYS}
 
 
 def preset_of(model: ModelConfig) -> str | None:
-    """The preset that a section means: `preset`, or else `name` where that is a preset or the repository of one."""
+    """Return the preset that a section means: `preset`, or `name` where that is a preset or a preset's repository."""
     if model.preset in preset_names():
         return model.preset
     if model.preset is not None or model.name is None:

@@ -1,0 +1,164 @@
+"""Layers whose results for a token do not depend on its batch: products, norms, gates and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import forge.models.titan_setup  # noqa: F401
+
+# isort: split
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.nn_modules import RMSNorm
+
+from forge.kernels import cpu_layers
+from forge.kernels.cpu_linear import is_rowwise, product
+
+_KERNEL_MULTIPLE = 8  # of bfloat16 values: the kernel for all experts at once wants rows of whole 16 bytes
+
+
+def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias over the last dimension of `x`.
+
+    In float32 on a CPU a row has the same bits whatever else `x` holds, with and without gradients: both are computed
+    by `forge.kernels.cpu_linear`. Gradients are torch's own products. Elsewhere, and for DTensors, it is torch's layer.
+    """
+    num_rows = x.numel() // max(x.shape[-1], 1)
+    if num_rows == 0 or not (is_rowwise(x) and is_rowwise(weight)):
+        return F.linear(x, weight, bias)
+    rows = x.reshape(num_rows, x.shape[-1])
+    wants_gradient = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+    found: Tensor = _Product.apply(rows, weight) if wants_gradient else product(rows, weight)
+    found = found if bias is None else found + bias
+    return found.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Product(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return product(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        of_rows = grad.mm(weight) if ctx.needs_input_grad[0] else None
+        of_weight = grad.t().mm(rows) if ctx.needs_input_grad[1] else None
+        return of_rows, of_weight
+
+
+class RowLinear(Linear):  # type: ignore[misc]
+    """TorchTitan's linear layer by `rows_linear`: what a token gets does not depend on its batch."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):  # type: ignore[misc]
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:
+        return rows_linear(input, self.weight, self.bias)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up. In float32 on a CPU an element's bits depend on the two elements alone."""
+    if is_rowwise(gate) and is_rowwise(up) and cpu_layers.library() is not None:
+        out: Tensor = _Gated.apply(gate, up)
+        return out
+    return F.silu(gate) * up
+
+
+class _Gated(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return cpu_layers.gated(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return cpu_layers.gate_gradients(grad.contiguous(), gate, up)
+
+
+class RowFeedForward(FeedForward):  # type: ignore[misc]
+    """TorchTitan's feed-forward layer by `gated`: what a token gets does not depend on its batch."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):  # type: ignore[misc]
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(gated(self.w1(x), self.w3(x)))
+
+
+class RowNorm(RMSNorm):  # type: ignore[misc]
+    """TorchTitan's norm, with its bits. In float32 on a CPU and with gradients, `forge.kernels.cpu_layers` does it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):  # type: ignore[misc]
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and is_rowwise(x) and is_rowwise(self.weight) and cpu_layers.library() is not None:
+            by_rows: Tensor = _Normed.apply(x, self.weight, self.eps)
+            return by_rows
+        out: Tensor = super().forward(x)
+        return out
+
+
+class _Normed(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        factors = x.square().mean(-1).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, factors)
+        return cpu_layers.normed(_rows(x), factors, weight).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, factors = ctx.saved_tensors
+        of_x, of_weight = cpu_layers.norm_gradients(_rows(grad.contiguous()), _rows(x), factors, weight)
+        return of_x.view(x.shape), of_weight, None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    width = tensor.shape[-1]
+    return tensor.view(tensor.numel() // width, width)
+
+
+class Experts(GroupedExperts):  # type: ignore[misc]
+    """Experts that compute in the dtype of their input. TorchTitan's own take bfloat16: float32 logits move by 0.6."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):  # type: ignore[misc]
+        pass
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        gate, down, up = (
+            weight.to_local() if isinstance(weight, DTensor) else weight
+            for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        )
+        ends = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        hidden = gated(_grouped(x_RD, gate, ends), _grouped(x_RD, up, ends))
+        return _grouped(hidden, down, ends)
+
+
+def _grouped(x: Tensor, weight_EOI: Tensor, ends: Tensor) -> Tensor:
+    """Each expert's rows times its weight."""
+    weight = weight_EOI.to(x.dtype)
+    if x.dtype == torch.bfloat16 and all(size % _KERNEL_MULTIPLE == 0 for size in weight.shape[1:]):
+        return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
+    bounds = [0, *ends.tolist()]
+    parts = [rows_linear(x[start:end], weight[expert]) for expert, (start, end) in enumerate(pairwise(bounds))]
+    rest = x.new_zeros(x.shape[0] - bounds[-1], weight.shape[1])
+    return torch.cat([*parts, rest])
