@@ -31,15 +31,14 @@ from forge.loops.evaluation import Evaluation, make_evaluator
 from forge.loops.learning import Learner
 from forge.loops.planning import GRPOPlan
 from forge.loops.preflight import check_grpo
-from forge.loops.recording import Records
+from forge.loops.recording import Records, tracing
 from forge.loops.resuming import SaveRule, check_continues, group_keys, ledger_before, report_changes, where_it_stopped
 from forge.loops.rollouts import RolloutRunner, RolloutSource, single_turn
 from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.step_metrics import StepClock, StepMetrics
 from forge.loops.stopping import Reminder, Stop, stopped_by_signals
 from forge.loops.workers import Workers, start_workers
-from forge.observe import is_tracing, span, switch_tracing
-from forge.observe.tracing import drain_trace
+from forge.observe import span
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.credit import AdvantageFunction
 from forge.rollout.fruitless import Fruitless
@@ -94,14 +93,8 @@ async def run_grpo(
         plan = replace(plan, loss=loss)
     if advantage is not None:
         plan = replace(plan, advantage=advantage)
-    was_tracing = is_tracing()
-    switch_tracing(config.record.trace)  # before workers start: they inherit it
-    try:
+    with tracing(config.record.trace):  # before workers start: they inherit it
         return await _run(plan)
-    finally:
-        switch_tracing(was_tracing)
-        if not was_tracing:
-            drain_trace()  # what is left belongs to this run
 
 
 async def _run(plan: GRPOPlan) -> GRPOResult:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.errors import ForgeError
 from forge.loops.planning import GRPOPlan
 from forge.loops.run_paths import run_dir
-from forge.observe import make_sinks
+from forge.observe import is_tracing, make_sinks, switch_tracing
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
+from forge.observe.tracing import drain_trace
 from forge.rollout.fruitless import Fruitless, GivenUp
 from forge.rollout.ledger import Ledger, LedgerLine
 from forge.rollout.record import RolloutRecorder
@@ -26,6 +28,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger("forge.grpo")
+
+
+@contextmanager
+def tracing(is_on: bool) -> Iterator[None]:
+    """Switch tracing on or off inside the block, and forget the spans that are left at its end."""
+    was_on = is_tracing()
+    switch_tracing(is_on)
+    try:
+        yield
+    finally:
+        switch_tracing(was_on)
+        if not was_on:
+            drain_trace()
 
 
 class Records:
