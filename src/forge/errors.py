@@ -93,7 +93,7 @@ class DownloadError(ForgeError, RuntimeError):
 
 
 class RemoteError(ForgeError, RuntimeError):
-    """Stands for a remote exception that cannot itself travel (not picklable, or an exit request).
+    """Stands for a remote exception that cannot itself be sent (not picklable, or an exit request).
 
     `type_name` is the original's qualified class name; its text and traceback are in the message and the notes.
     """
@@ -112,7 +112,7 @@ class ActorFailure(ForgeError, RuntimeError):
 
 
 class CallTimeout(ForgeError, TimeoutError):
-    """A call took longer than the caller allowed. The request was cancelled; the replica goes on."""
+    """A call took longer than the caller allowed. The request was cancelled; the replica continues."""
 
 
 class Overloaded(ForgeError, RuntimeError):
@@ -185,7 +185,7 @@ class RolloutError(ForgeError, RuntimeError):
 
 
 INPUT_ERRORS: Final = (ConfigError, OptionError, ModelError, DataError, CheckpointError, PromptError)
-"""What a user mends without looking at the program: the text says all, and a command ends with exit code 2."""
+"""What a user fixes without looking at the program: the text says all, and a command ends with exit code 2."""
 
 
 class StoreError(ForgeError, RuntimeError):

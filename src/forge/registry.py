@@ -190,7 +190,7 @@ Factory = Callable[..., Any]
 
 LOSSES: Final[Registry[Factory]] = Registry(
     "loss",
-    {"policy": "forge.losses.policy:policy_loss", "cross_entropy": "forge.losses.sft:CrossEntropy"},
+    {"policy": "forge.losses.policy:policy_loss", "cross_entropy": "forge.losses.base:CrossEntropy"},
     rule="must be a class or function that returns a forge.losses.Loss",
 )
 SURROGATES: Final[Registry[Factory]] = Registry(

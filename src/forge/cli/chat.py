@@ -15,16 +15,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register `chat`."""
     parser = subparsers.add_parser(
         "chat",
-        help="talk to a model",
-        description="Start a generator and talk to it. Answers come as they are made; /help lists the commands. With "
+        help="chat with a model",
+        description="Start a generator and chat with it. Answers are streamed; /help lists the commands. With "
         "piped input, each line is a question, and only the answers are printed.",
         epilog="example: forge chat models/qwen3-0.6b --temperature 0.7 generator.engine=vllm",
     )
     add_policy_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--temperature", metavar="X", help="0 takes the likeliest token; default: 1")
-    parser.add_argument("--max-tokens", metavar="N", help="longest answer; default: what the context has room for")
-    parser.add_argument("--seed", metavar="N", help="draw the same answers each time")
+    parser.add_argument("--temperature", metavar="X", help="0 for greedy decoding; default: 1")
+    parser.add_argument("--max-tokens", metavar="N", help="longest answer; default: what fits into the context")
+    parser.add_argument("--seed", metavar="N", help="sample the same answers each time")
     parser.set_defaults(handler=_chat)
 
 

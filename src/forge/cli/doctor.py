@@ -63,7 +63,7 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
     shared = facts["memory"]["shared_free"]
     limit = facts["open_files_limit"]
     checks += [
-        _check("pidfd", facts["pidfd"], "deaths are seen at once", repair="Linux 5.3 or newer is needed"),
+        _check("pidfd", facts["pidfd"], "process deaths are detected at once", repair="Linux 5.3 or newer is needed"),
         _check(
             "shared memory",
             shared >= _GIB,
@@ -105,7 +105,7 @@ def _copy_kernel() -> dict[str, str]:
         reason is None,
         "compiled: weights move at the speed of memory" if reason is None else reason.split("\n")[0],
         needed=False,
-        repair="install gcc, or set CC; until then numpy does the work, more slowly",
+        repair="install gcc, or set CC; until then numpy is used, which is slower",
     )
 
 

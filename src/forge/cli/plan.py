@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register `plan`."""
     parser = subparsers.add_parser(
         "plan",
-        help="say how much memory a run will take, and what would fit",
+        help="show how much memory a run needs, and what would fit",
         description="Work out how much memory each GPU and the host will need: weights, gradients, optimizer states, "
         "activations, published weights, the cache for keys and values. Nothing is started, and no GPU is needed. A "
         "run that does not fit ends with exit code 2 and with changes that do, to be pasted behind the command.",
@@ -91,7 +91,7 @@ def _card(arguments: argparse.Namespace) -> tuple[Card | None, bool]:
 
 def _which_gpu() -> ConfigError:
     return ConfigError(
-        "for which GPU is this to be planned? There is none here",
+        "which GPU should this be planned for? This machine has none",
         path="--gpu-memory",
         value=None,
         rule="the memory of one GPU, where the run uses GPUs and this machine has none",

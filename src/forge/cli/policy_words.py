@@ -64,7 +64,7 @@ def model_folder(given: str) -> str:
             "a configuration was given in place of the model's folder",
             path="MODEL_DIR",
             value=given,
-            rule="a folder with the model's files, and a configuration behind --config",
+            rule="a folder with the model's files, and a configuration after --config",
             repair=f"--config {shlex.quote(given)}",
         )
     if (folder / "config.json").is_file():
@@ -76,7 +76,7 @@ def model_folder(given: str) -> str:
             return str(place)
     if (folder / "metrics.jsonl").is_file() or (folder / "checkpoints").is_dir():
         raise ConfigError(
-            "this is the folder of a run, which has not written a model",
+            "this is the folder of a run that has not written a model",
             path="MODEL_DIR",
             value=given,
             rule=f"a model is in {candidates[0]} once the run has ended",

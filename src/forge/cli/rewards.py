@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     attempt.add_argument("--text", required=True, help="the completion's text; - reads it from standard input")
     attempt.add_argument("--answer", help="the right answer")
     attempt.add_argument("--question", default="", help="what was asked")
-    attempt.add_argument("--metadata", default="{}", metavar="JSON", help="what else the prompt knows")
+    attempt.add_argument("--metadata", default="{}", metavar="JSON", help="metadata of the prompt, as JSON")
     attempt.add_argument("--num-tokens", type=int, metavar="N", help="length in tokens (default: the number of words)")
     attempt.add_argument(
         "--config", metavar="FILE", action="append", default=[], help="also look for the module in this file's folder"

@@ -60,12 +60,14 @@ def argument_problems(
 
 
 def _type_problems(function: Callable[..., Any], args: Mapping[str, Any], *, path: str) -> Iterator[Problem]:
-    hints = _hints(function)
+    hints = _hints(function) if args else {}
     for name, value in args.items():
         if name not in hints:
             continue
         try:
-            hints[name].validate_python(value, strict=True)
+            TypeAdapter(hints[name]).validate_python(value, strict=True)
+        except (PydanticSchemaGenerationError, PydanticUserError):
+            continue  # pydantic cannot check this type
         except ValidationError as error:
             rules = dict.fromkeys(fault["msg"] for fault in error.errors(include_url=False, include_input=False))
             yield Problem(
@@ -73,8 +75,8 @@ def _type_problems(function: Callable[..., Any], args: Mapping[str, Any], *, pat
             )
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
-    """Return the types that a function declares; those that cannot be read or checked are left out."""
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types that a function declares; none where they cannot be read."""
     plain = inspect.unwrap(function)
     while hasattr(plain, "func"):
         plain = plain.func
@@ -83,13 +85,6 @@ def _hints(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
     elif not inspect.isroutine(plain):
         plain = type(plain).__call__
     try:
-        hints = typing.get_type_hints(plain, include_extras=True)
+        return typing.get_type_hints(plain, include_extras=True)
     except (NameError, TypeError, AttributeError):
         return {}
-    checkable = {}
-    for name, hint in hints.items():
-        try:
-            checkable[name] = TypeAdapter(hint)
-        except (PydanticSchemaGenerationError, PydanticUserError):
-            continue
-    return checkable

@@ -85,10 +85,10 @@ class Sampling(ConfigModel):
     def _check_together(self) -> Self:
         if 0.0 < self.temperature < LEAST_TEMPERATURE:
             rule = f"is 0, or at least {LEAST_TEMPERATURE:g}: logits divided by less are no numbers"
-            raise broken_rule(rule, repair="set 0, which takes the likeliest token", key="temperature")
+            raise broken_rule(rule, repair="set 0 for greedy decoding", key="temperature")
         if not _LEAST_PENALTY <= self.repetition_penalty <= 1 / _LEAST_PENALTY:
             rule = f"is at least {_LEAST_PENALTY:g} and at most {1 / _LEAST_PENALTY:g}: float32 holds no more"
-            raise broken_rule(rule, repair="set 1 for none; 1.1 is much already", key="repetition_penalty")
+            raise broken_rule(rule, repair="set 1 for none; 1.1 is already strong", key="repetition_penalty")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             rule = f"may be at most max_tokens, which is {self.max_tokens}"
             raise broken_rule(rule, repair="lower it, or raise max_tokens", key="min_tokens")

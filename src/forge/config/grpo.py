@@ -154,6 +154,19 @@ class GRPOConfig(ForgeConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_owned(self) -> Self:
+        """Refuse keys of sections that other programs share, and that this one sets itself."""
+        owned = {
+            "training.share_prefixes": (self.training.share_prefixes, False, "rollout.share_prompts"),
+            "generator.sampling.n": (self.generator.sampling.n, 1, "rollout.group_size"),
+            "generator.sampling.seed": (self.generator.sampling.seed, None, "run.seed"),
+        }
+        for key, (value, default, owner) in owned.items():
+            if value != default:
+                raise broken_rule(f"has no meaning here: {owner} decides", repair=f"remove it; set {owner}", key=key)
+        return self
+
+    @model_validator(mode="after")
     def _check_comparison(self) -> Self:
         """Refuse what can give no advantage but 0: a completion that is compared with itself alone."""
         advantage, rollout = self.algorithm.advantage, self.rollout

@@ -97,7 +97,7 @@ class PromptsConfig(ConfigModel):
     def _check_words(self) -> Self:
         if self.template is not None and "{prompt}" not in self.template:
             repair = "write {prompt} where the prompt belongs, such as `Solve: {prompt}`"
-            raise broken_rule("text in which {prompt} stands", repair=repair, key="template")
+            raise broken_rule("text that contains {prompt}", repair=repair, key="template")
         if self.system_prompt is not None and not self.chat:
             repair = "write it into the template, or set chat: true"
             raise broken_rule("only with chat: text has no system message", repair=repair, key="system_prompt")

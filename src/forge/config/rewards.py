@@ -63,6 +63,16 @@ class JudgeConfig(ConfigModel):
         default_factory=GeneratorServiceConfig, description="The engine that runs it."
     )
 
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        for key in ("weights", "update", "canary"):
+            if getattr(self.generator, key) != GeneratorServiceConfig.model_fields[key].get_default(
+                call_default_factory=True
+            ):
+                rule = "has no meaning here: the weights of a judge never change"
+                raise broken_rule(rule, repair="remove it", key=f"generator.{key}")
+        return self
+
 
 class RewardModelConfig(ConfigModel):
     """A classifier that scores completions, behind its own service; used by the reward `reward_model`."""

@@ -79,7 +79,7 @@ Name = Annotated[
     matches(
         r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}",
         rule="must be 1 to 128 letters, digits, `.`, `_` or `-`, and start with a letter or a digit",
-        repair="it becomes part of file and job names; choose one that fits",
+        repair="choose such a name; it becomes part of file and job names",
     ),
 ]
 

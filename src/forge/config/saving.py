@@ -62,7 +62,7 @@ def save(config: ConfigModel, run_dir: str | os.PathLike[str]) -> Path:
         raise ConfigError(
             f"The configuration could not be saved: {error.strerror}",
             path=str(target),
-            rule="the run's folder must be one that can be written",
+            rule="the run's folder must be writable",
             repair="choose another run.output_dir, or correct its permissions",
         ) from error
     return target

@@ -156,7 +156,7 @@ class DistributedConfig(ConfigModel):
     @model_validator(mode="after")
     def _check_degrees(self) -> Self:
         if self.shard == 0:
-            raise broken_rule("-1 or at least 1", repair="write -1 for all ranks that are left", key="shard")
+            raise broken_rule("-1 or at least 1", repair="write -1 for all remaining ranks", key="shard")
         data = self.replicate * abs(self.shard)
         wrong = {
             "none": (self.replicate != 1 or self.shard > 1, "replicate 1 and shard 1 or -1"),

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from forge.config import DataConfig
+from forge.data.files import Record
 from forge.data.formats import Conversation, Layout, convert
-from forge.data.records import Record
 from forge.errors import DataError, ForgeError
 from forge.types import Sample
 

@@ -83,7 +83,7 @@ class Generator(ForgeActor):
             try:
                 await self._sync.update_weights("latest", "keep")
             except SyncError:
-                _log.error("this generator takes no requests until an update passes")
+                _log.error("this generator accepts no requests until an update succeeds")
 
     def _read_model(self) -> tuple[ResolvedModel, ChatTokenizer | None]:
         from forge.models.locate import resolve
@@ -252,7 +252,7 @@ class Generator(ForgeActor):
             )
         if mode is not None and mode not in ("drain", "keep", "recompute", "abort"):
             raise OptionError(
-                "there is no such way to update weights",
+                "this is not an update mode",
                 path="update_weights(mode=)",
                 value=mode,
                 rule="one of drain, keep, recompute, abort",
@@ -372,7 +372,7 @@ async def start_policy(config: PolicyConfig) -> Service[Generator]:
     with_gpus = wants_gpus(section.with_gpus)
     if with_gpus and config.launcher.kind == "local" and not num_usable_gpus():
         raise ConfigError(
-            "the configuration asks for a GPU, and this machine has none",
+            "the configuration requires a GPU, and this machine has none",
             path="generator.with_gpus",
             value=True,
             rule="true only where there is a GPU (nvidia-smi lists them, CUDA_VISIBLE_DEVICES hides them)",

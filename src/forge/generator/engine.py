@@ -186,7 +186,7 @@ def context_limit(config: GenerationConfig, model: ModelConfig) -> int:
         return min(supported or MOST_UNLESS_ASKED, MOST_UNLESS_ASKED)
     if supported is not None and config.max_seq_len > supported:
         raise ConfigError(
-            "the generator's context is longer than what the model was made for",
+            "the generator's context is longer than the model supports",
             path="generator.max_seq_len",
             value=config.max_seq_len,
             rule=f"at most {supported}, the model's max_seq_len",
@@ -226,7 +226,7 @@ class OpenCompletions:
         limit = most_open(self._config)
         if num > limit:
             raise ConfigError(
-                "a request asks for more completions than the generator can ever have open",
+                "a request needs more completions than the generator can ever hold",
                 path="sampling.n",
                 value=num,
                 rule=f"at most {limit}: max_batch {self._config.max_batch} and max_queue {self._config.max_queue}",
@@ -234,7 +234,7 @@ class OpenCompletions:
             )
         if self.num + num > limit:
             raise Overloaded(
-                "the generator has as many completions waiting as it may",
+                "the generator's queue is full",
                 path="generator.max_queue",
                 value=f"{self.num} open, {num} more asked for",
                 rule=f"at most {limit} open: max_batch {self._config.max_batch} and max_queue {self._config.max_queue}",

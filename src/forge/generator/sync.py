@@ -150,9 +150,9 @@ class Sync:
             if newest != "latest" and newest > self._engine.version:
                 await self.update_weights(newest, "keep")
         except SyncError:
-            _log.error("this generator takes no requests until an update passes")
+            _log.error("this generator accepts no requests until an update succeeds")
         except (StoreError, OSError) as error:
-            _log.warning("whether version %d is the newest is not known: %s", self._engine.version, error)
+            _log.warning("cannot find out whether version %d is the newest: %s", self._engine.version, error)
 
     async def sleep(self) -> None:
         """Give the engine's memory back."""
@@ -234,10 +234,10 @@ async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
 
 def _unproven(version: Version) -> SyncError:
     return SyncError(
-        f"the weights of version {version} were not proven to be the trainer's",
+        f"the weights of version {version} were not verified against the trainer's",
         path="generator.canary",
         value=version,
-        rule="what a version makes is handed out when its canary has been compared",
+        rule="completions of a version are returned only after its canary was compared",
         repair="update again; generator.canary.enabled=false leaves the comparison out",
     )
 

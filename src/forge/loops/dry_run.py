@@ -25,7 +25,7 @@ from forge.config import (
 )
 from forge.data import open_loaders
 from forge.data.opening import open_corpus
-from forge.data.prompts import PromptBook, open_prompts
+from forge.data.prompts import PromptDataset, open_prompts
 from forge.errors import ForgeError
 from forge.loops.evaluation import check_evaluation
 from forge.loops.planning import GRPOPlan, _completed, _rollout, make_run_loss, refuse_ranks
@@ -190,13 +190,13 @@ def _describe_grpo(plan: GRPOPlan) -> Facts:
     rewards = [f"{function.label} ({function.kind})" for function in config.rewards.functions]
     groups = f"{config.rollout.batch_groups} groups of {config.rollout.group_size} completions"
     facts = _describe_run(config, resolve(config.model), checkpoint=plan.checkpoint)
-    book = plan.prompts.book
-    if isinstance(book, PromptBook):
-        sources = ", ".join(f"{name} ({kind})" for name, kind in book.formats.items())
-        facts.append(("prompts", f"{len(book)} to learn from: {sources}"))
-        facts += [("first", _shown(book.read(0))), ("last", _shown(book.read(len(book) - 1)))]
-        if book.num_skipped:
-            facts.append(("skipped", f"{book.num_skipped} records that could not be read"))
+    dataset = plan.prompts.dataset
+    if isinstance(dataset, PromptDataset):
+        sources = ", ".join(f"{name} ({kind})" for name, kind in dataset.formats.items())
+        facts.append(("prompts", f"{len(dataset)} to learn from: {sources}"))
+        facts += [("first", _shown(dataset.read(0))), ("last", _shown(dataset.read(len(dataset) - 1)))]
+        if dataset.num_skipped:
+            facts.append(("skipped", f"{dataset.num_skipped} records that could not be read"))
     if plan.heldout is not None:
         facts.append(("held out", f"{len(plan.heldout)} prompts for evaluation"))
     facts.append(("rewards", ", ".join(rewards)))

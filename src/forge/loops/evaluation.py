@@ -16,7 +16,7 @@ from forge.rollout.rollouter import Policy, ScoreFunction, group_seed
 from forge.types import Episode, Group, Score
 
 if TYPE_CHECKING:
-    from forge.data.prompts import PromptBook
+    from forge.data.prompts import PromptDataset
     from forge.loops.planning import GRPOPlan
     from forge.loops.workers import Workers
 
@@ -73,7 +73,7 @@ class Evaluator:
 
     Args:
         config: the section `evaluation`.
-        book: the held-out prompts.
+        dataset: the held-out prompts.
         policy: generates completions.
         score: scores them.
         sampling: how tokens are sampled in rollouts; only temperature, number and seed differ here.
@@ -84,13 +84,13 @@ class Evaluator:
         self,
         config: EvaluationConfig,
         *,
-        book: PromptBook,
+        dataset: PromptDataset,
         policy: Policy,
         score: ScoreFunction,
         sampling: Sampling,
         at_once: int,
     ) -> None:
-        self._config, self._book, self._policy, self._score = config, book, policy, score
+        self._config, self._dataset, self._policy, self._score = config, dataset, policy, score
         self._sampling = sampling.model_copy(
             update={"temperature": config.temperature, "n": 1 if config.temperature == 0 else config.num_samples}
         )
@@ -98,7 +98,7 @@ class Evaluator:
 
     @property
     def num_prompts(self) -> int:
-        return min(len(self._book), self._config.max_prompts or len(self._book))
+        return min(len(self._dataset), self._config.max_prompts or len(self._dataset))
 
     async def run(self, *, record: Callable[[Sequence[Group]], object] | None = None) -> Evaluation:
         """Ask every prompt once, `num_samples` times. `record` gets the answers, a group for each prompt."""
@@ -125,7 +125,7 @@ class Evaluator:
     async def _ask(self, index: int) -> Group | None:
         """Return the answers to a prompt; None where no generator can answer it."""
         async with self._slots:
-            prompt = self._book.read(index)
+            prompt = self._dataset.read(index)
             sampling = self._sampling.model_copy(update={"seed": group_seed(0, index)})
             for tries_left in reversed(range(MAX_TRIES)):
                 try:
@@ -167,7 +167,7 @@ def make_evaluator(plan: GRPOPlan, workers: Workers) -> Evaluator | None:
         return None
     return Evaluator(
         plan.config.evaluation,
-        book=plan.heldout,
+        dataset=plan.heldout,
         policy=workers.policy,
         score=workers.rewards.score.route,
         sampling=plan.sampling,
@@ -186,7 +186,7 @@ def check_evaluation(config: EvaluationConfig, reward_names: Sequence[str]) -> N
     """Refuse an evaluation by a reward that is not computed."""
     if config.reward is not None and config.reward not in reward_names:
         raise ConfigError(
-            "the evaluation uses a reward that is not configured",
+            "evaluation.reward does not name a reward of this run",
             path="evaluation.reward",
             value=config.reward,
             rule=f"one of {', '.join(reward_names)}",

@@ -41,7 +41,7 @@ from forge.loops.workers import Workers, start_workers
 from forge.observe import span
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.credit import AdvantageFunction
-from forge.rollout.fruitless import Fruitless
+from forge.rollout.signal import NoSignalGroup
 from forge.runtime.lifetime import run
 from forge.trainer.schedules import is_due
 from forge.types import Group, StepResult
@@ -149,7 +149,7 @@ class GRPOLoop:
             num_groups=plan.num_groups,
             algorithm=self._config.algorithm,
             advantage=plan.advantage,
-            on_fruitless=self._note_fruitless,
+            on_no_signal=self._note_no_signal,
         )
         self._source, self._learner = source, Learner(plan, workers)
         self._evaluator = make_evaluator(plan, workers)
@@ -237,7 +237,7 @@ class GRPOLoop:
         self._step, self._evaluated_step = int(extra["step"]), extra["evaluated_step"]
         self._last_save = (self._step, self._evaluated_step)
         self._evaluations = [Evaluation.read(each) for each in extra["evaluations"]]
-        self._buffer.load(extra["buffer"], settled=self._records.ledger.settled)
+        self._buffer.load(extra["buffer"], committed=self._records.ledger.committed)
         _log.info("resuming after step %d; %d groups are back in the queue", self._step, len(self._buffer.pending))
 
     # ---- Training: batches -> weights; waits for the buffer's batch ------------------------------------------------
@@ -249,13 +249,13 @@ class GRPOLoop:
             taken = await self._next_batch()
             if taken is None:
                 if not self._stop.is_asked:
-                    self._buffer.check_fruitful()
+                    self._buffer.check_any_signal()
                 break
             learned = await self._learn(taken)
             if learned is None:
                 break
             groups, result = learned
-            self._buffer.settle()
+            self._buffer.commit()
             self._step += 1
             if not self._stop.is_asked:  # else there is no next step, and the save is urgent
                 await self._hand_over()
@@ -357,13 +357,13 @@ class GRPOLoop:
     async def _write(self, taken: TakenBatch, groups: Sequence[Group], result: StepResult) -> None:
         """Write everything of a step, before the checkpoint that depends on it."""
         assert self._records is not None
-        self._records.step(self._step, groups, dropped=taken.given_up, logprobs=result.logprobs)
+        self._records.step(self._step, groups, dropped=taken.drops, logprobs=result.logprobs)
         values = self._metrics.of_step(taken, result, clock=self._clock)
         await self._records.metrics(self._step, values)
 
-    def _note_fruitless(self, fruitless: Fruitless) -> Path | None:
+    def _note_no_signal(self, no_signal: NoSignalGroup) -> Path | None:
         assert self._records is not None
-        return self._records.fruitless(self._buffer.num_taken + 1, fruitless)
+        return self._records.no_signal(self._buffer.num_taken + 1, no_signal)
 
     async def _evaluate(self) -> None:
         if self._evaluator is None or self._evaluated_step == self._step:
@@ -437,7 +437,7 @@ class GRPOLoop:
     def _end(self) -> Path | None:
         """Write what became of the groups since the last step, which a resumed run rolls out again, and the report."""
         assert self._records is not None
-        return self._records.end(self._step + 1, dropped=self._buffer.unsettled_drops)
+        return self._records.end(self._step + 1, dropped=self._buffer.uncommitted_drops)
 
     def close(self) -> None:
         """Write what is left to write, however the run ended, and close the records."""

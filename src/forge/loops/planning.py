@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
-from forge.data.prompts import PromptBook, PromptOrder, open_prompts
+from forge.data.prompts import PromptDataset, PromptOrder, open_prompts
 from forge.errors import ConfigError
 from forge.loops.evaluation import check_evaluation
 from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger, resumed_state
@@ -58,7 +58,7 @@ class GRPOPlan:
     advantage: AdvantageFunction
     tokenizer: ChatTokenizer
     prompts: PromptOrder
-    heldout: PromptBook | None
+    heldout: PromptDataset | None
     prompts_digest: str
     sampling: Sampling
     rollout: RolloutConfig
@@ -96,13 +96,13 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     tokenizer = load_tokenizer(model, chat_template=template, purpose="reinforcement learning")
     if not config.prompts.sources:
         raise _needed("prompts.sources", "at least one source", "such as [{task: arithmetic}]")
-    books = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
-    order = PromptOrder(books.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
+    datasets = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
+    order = PromptOrder(datasets.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
     if checkpoint is not None:
         state = resumed_state(checkpoint, "reinforcement learning")
         check_continues(config, state, prompts_digest=order.digest)
         check_resumed_ledger(run_dir(config), state)
-    num_groups, num_steps = _lengths(config, len(books.train))
+    num_groups, num_steps = _lengths(config, len(datasets.train))
     rate_factor(0, config=config.training, total_steps=num_steps * config.rollout.iterations)  # refuses what cannot be
     sampling = config.generator.sampling.model_copy(update={"n": config.rollout.group_size})
     return GRPOPlan(
@@ -113,7 +113,7 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
         advantage=find_advantage(config.algorithm),
         tokenizer=tokenizer,
         prompts=order,
-        heldout=books.heldout,
+        heldout=datasets.heldout,
         prompts_digest=order.digest,
         sampling=sampling,
         rollout=_rollout(config),
@@ -153,7 +153,7 @@ def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
     generator = config.generator
     if generator.sampling.temperature == 0:
         raise ConfigError(
-            "rollouts without chance cannot differ from each other",
+            "rollouts at temperature 0 cannot differ from each other",
             path="generator.sampling.temperature",
             value=0.0,
             rule="more than 0 in reinforcement learning",
@@ -189,7 +189,7 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
     room = _capacity(config) // config.generator.num_replicas // section.group_size
     if room < 1:
         raise ConfigError(
-            "a group has more completions than a generator takes",
+            "a group has more completions than a generator accepts",
             path="rollout.group_size",
             value=section.group_size,
             rule=f"at most generator.max_batch + generator.max_queue, which is {_capacity(config)}",
@@ -213,4 +213,4 @@ def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int)
 
 
 def _needed(path: str, rule: str, repair: str) -> ConfigError:
-    return ConfigError("the configuration lacks something", path=path, value=None, rule=rule, repair=repair)
+    return ConfigError("a required key is missing", path=path, value=None, rule=rule, repair=repair)

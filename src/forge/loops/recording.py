@@ -15,10 +15,10 @@ from forge.observe import is_tracing, make_sinks, switch_tracing
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
 from forge.observe.tracing import drain_trace
-from forge.rollout.fruitless import Fruitless, GivenUp
 from forge.rollout.ledger import Ledger, LedgerLine
 from forge.rollout.record import RolloutRecorder
 from forge.rollout.samples import completion_logprobs
+from forge.rollout.signal import DropReason, NoSignalGroup
 from forge.rollout.writing import recording
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
@@ -83,7 +83,7 @@ class Records:
         step: int,
         groups: Sequence[Group],
         *,
-        dropped: Iterable[tuple[int, GivenUp]],
+        dropped: Iterable[tuple[int, DropReason]],
         logprobs: Sequence[Tensor] | None,
     ) -> None:
         """Write what became of a step's groups, and the episodes with the trainer's logprobs."""
@@ -91,7 +91,7 @@ class Records:
         self.ledger.write([*trained, *self._dropped_lines(step, dropped)])
         self._rollouts.write(step, groups, None if logprobs is None else completion_logprobs(groups, logprobs))
 
-    def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, GivenUp]]) -> list[LedgerLine]:
+    def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, DropReason]]) -> list[LedgerLine]:
         places = [(self._plan.prompts.at(number), number, outcome) for number, outcome in dropped]
         return [LedgerLine(step, number, epoch, prompt.id, outcome) for (epoch, prompt), number, outcome in places]
 
@@ -99,10 +99,10 @@ class Records:
         """Write the answers of an evaluation."""
         self._rollouts.write_evaluation(step, groups)
 
-    def fruitless(self, step: int, fruitless: Fruitless) -> Path | None:
+    def no_signal(self, step: int, no_signal: NoSignalGroup) -> Path | None:
         """Write a group that taught nothing while a step was being prepared; where groups of this kind can be read."""
-        if not fruitless.is_kept:
-            return self._rollouts.write_fruitless(step, fruitless)
+        if not no_signal.is_kept:
+            return self._rollouts.write_no_signal(step, no_signal)
         return self._rollouts.folder if step > 1 and self._plan.config.record.rollouts != "none" else None
 
     async def metrics(self, step: int, values: Mapping[str, Value]) -> None:
@@ -117,7 +117,7 @@ class Records:
         if self._trace is not None:
             self._trace.write((await collect()).spans)
 
-    def end(self, step: int, *, dropped: Iterable[tuple[int, GivenUp]]) -> Path | None:
+    def end(self, step: int, *, dropped: Iterable[tuple[int, DropReason]]) -> Path | None:
         """Write the last lines of the ledger and the report, once. A run that has failed already, perhaps for want of
         space, does not fail a second time here."""
         if self.is_ended:

@@ -74,7 +74,7 @@ def resumed_state(info: CheckpointInfo, loop: Literal["reinforcement learning", 
         value=f"a checkpoint of {made_by}" if made_by else "no state of a run",
         rule=f"a checkpoint of {loop}",
         repair="name one of this run's checkpoints; to start from the weights of another run, set model.path to the "
-        "folder `hf` beside its checkpoints, and leave --resume out",
+        "folder `hf` next to its checkpoints, and leave --resume out",
     )
 
 
@@ -129,7 +129,7 @@ def _earlier_config(folder: Path) -> Mapping[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        _log.warning("%s cannot be read, so nothing is known of the earlier run: %s", path, error)
+        _log.warning("%s cannot be read, so its configuration cannot be compared: %s", path, error)
         return {}
     return document.data if isinstance(document.data, Mapping) else {}
 
@@ -178,12 +178,12 @@ def check_continues(config: GRPOConfig, extra: Mapping[str, Any], *, prompts_dig
             path="prompts.sources",
             value=prompts_digest,
             rule=f"the digest {extra['prompts']}, as when the checkpoint was made",
-            repair="give the same sources and seed, or start anew under another run.name",
+            repair="use the same sources and seed, or start a new run under another run.name",
         )
     most = config.training.max_steps
     if most is not None and most < int(extra["step"]):
         raise CheckpointError(
-            "the run that is resumed has taken more steps than it may",
+            "the run has already taken more steps than training.max_steps allows",
             path="training.max_steps",
             value=most,
             rule=f"at least {extra['step']}, the steps that the checkpoint has taken",
@@ -223,7 +223,7 @@ def ledger_before(config: GRPOConfig, extra: Mapping[str, Any]) -> dict[str, Any
     if (folder / LEDGER_NAME).exists():
         known: dict[str, Any] | None = extra.get("ledger_before")
         return known
-    _log.warning("%s has no %s: it will not record what came before this resume", folder, LEDGER_NAME)
+    _log.warning("%s has no %s: the new one will not contain what came before this resume", folder, LEDGER_NAME)
     return {"next_number": extra["buffer"]["next_number"], "pending": extra["buffer"]["pending"]}
 
 

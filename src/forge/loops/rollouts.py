@@ -89,14 +89,14 @@ class RolloutRunner:
             group = await self._source.roll_out(number)
         except PromptError as error:
             _log.warning("group %d is dropped: %s", number, error)
-            self._buffer.give_up(number, "refused")
+            self._buffer.drop(number, "refused")
             return
         except (ActorFailure, EngineDead, CallTimeout) as error:
             self._tries[number] += 1
             if self._tries[number] > self._plan.rollout.max_task_retries:
                 raise
             _log.warning("group %d is requeued: %s", number, error.message)
-            self._buffer.put_back(number)
+            self._buffer.requeue(number)
             return
         failed = [episode for episode in group.episodes if episode.score.failures]
         self._metrics.count_failures(failed)
@@ -117,7 +117,7 @@ class RolloutRunner:
                 repair="correct the reward, or set rewards.on_error to zero or skip",
             )
         _log.warning("group %d is skipped: the reward %r failed: %s", group.number, name, why)
-        self._buffer.give_up(group.number, "failed", group=group)
+        self._buffer.drop(group.number, "failed", group=group)
 
     def describe_wait(self) -> str:
         """Return what a batch is waiting for, for a log line."""
@@ -127,6 +127,6 @@ class RolloutRunner:
         ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
         num_stale = self._buffer.counts.num_stale
         stale = f"; {num_stale} came from weights that were too old and were requeued" if num_stale else ""
-        num_fruitless = self._buffer.tally.num_groups
-        fruitless = f"; {num_fruitless} in a row had no signal" if num_fruitless else ""
-        return f"{ready}; in flight: {in_flight or 'none'}{stale}{fruitless}"
+        num_no_signal = self._buffer.tally.num_groups
+        no_signal = f"; {num_no_signal} in a row had no signal" if num_no_signal else ""
+        return f"{ready}; in flight: {in_flight or 'none'}{stale}{no_signal}"

@@ -132,7 +132,7 @@ def _gpu_errors(asked: dict[str, bool | None], *, is_local: bool) -> Iterator[Fo
     if not wanted or not is_local or num_usable_gpus():
         return
     yield ConfigError(
-        "the run asks for GPUs, and this machine has none that can be used",
+        "the run needs GPUs, and this machine has no usable ones",
         path=" and ".join(wanted),
         value=True,
         rule="a machine with an NVIDIA GPU and its driver, and CUDA_VISIBLE_DEVICES unset or naming one",

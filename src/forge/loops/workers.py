@@ -108,7 +108,7 @@ def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
     gpus = trainer.split(",")
     if tensor_parallel > len(gpus):
         raise ConfigError(
-            "generators are to be split over more GPUs than the trainer has, whose GPUs they use",
+            "generators share the trainer's GPUs, and need more of them than the trainer has",
             path="generator.tensor_parallel",
             value=tensor_parallel,
             rule=f"at most {len(gpus)} with placement `beside` or `turns`, where the trainer has GPU {trainer}",

@@ -141,3 +141,27 @@ class Loss(Protocol):
 
     def __call__(self, tokens: TokenView) -> LossTerms:
         """The sums over one micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """The mean negative logprob of the tokens that count, weighted. Metrics: `nll`."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    @property
+    def is_nll(self) -> bool:
+        return True
+
+    def normalizer(self, batch: Batch) -> float:
+        return batch.total_weight
+
+    def __call__(self, tokens: TokenView) -> LossTerms:
+        total = -tokens.sum(tokens.logprobs_T)
+        return LossTerms(total, {"nll": total.detach()})

@@ -1,8 +1,16 @@
 """The policy gradients: one loss for the whole family, made of parts that stand alone.
 
-A loss per token (`surrogates`), how tokens become one number (`averaging`), what is done about the difference between
+A loss per token (`surrogates`), how tokens become one number (`average`), what is done about the difference between
 sampler and trainer (`correction`), and what holds the policy to its reference (`kl`). Another member of the family is
 another loss per token with the same rest. `forge.losses.make_loss` puts one together from a configuration.
+
+How a loss per token becomes one number for a batch (`average`), by a weight for every token and a divisor:
+
+| name | the loss of a batch | long samples |
+|---|---|---|
+| `token_mean` | the mean over all tokens | count more, by their tokens |
+| `sequence_mean` | the mean over samples of each one's mean over its tokens | count as much as short ones |
+| `constant` | the sum over all tokens / (samples x a fixed length) | count more, whatever else is in the batch |
 """
 
 from __future__ import annotations
@@ -12,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from forge.config.algorithm import AlgorithmConfig
@@ -19,7 +28,6 @@ from forge.config.base import FrozenDict
 from forge.config.call_arguments import argument_problems
 from forge.config.problems import InvalidConfig
 from forge.errors import ConfigError, DataError
-from forge.losses.averaging import Average, check_average, divisor, token_weights
 from forge.losses.base import LossTerms, TokenView
 from forge.losses.correction import Correction, mismatch_metrics, ratio_metrics
 from forge.losses.kl import KLPenalty, check_coefficient, estimate_kl
@@ -27,6 +35,7 @@ from forge.losses.surrogates import Surrogate, find_surrogate, sequence_log_rati
 from forge.registry import call
 from forge.types import Batch
 
+Average = Literal["token_mean", "sequence_mean", "constant"]
 ADVANTAGES, OLD_LOGPROBS, REF_LOGPROBS = "advantages", "old_logprobs", "ref_logprobs"
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 Proximal = Literal["sampler", "trainer"]
@@ -55,7 +64,7 @@ class PolicyLoss:
         clip_low: how far below 1 a ratio may count; 1 for no limit.
         clip_high: how far above 1 a ratio may count; infinity for no limit.
         dual_clip: for `clip` and `gspo`, the loss of a negative advantage is at most so many times its size.
-        average: how tokens become one number; see `forge.losses.averaging`.
+        average: how tokens become one number; see the table at the top of this module.
         length: the fixed length of `average="constant"`.
         count_masked: whether `average="sequence_mean"` divides by all samples, also those of which no token counts.
         proximal: whose logprobs the ratio is taken against. For `trainer` with one iteration these are the policy's
@@ -209,8 +218,47 @@ class PolicyLoss:
         return metrics
 
 
-ClippedPolicy = PolicyLoss
-"""The clipped surrogate of PPO and GRPO is what a `PolicyLoss` is by default."""
+def token_weights(tokens: TokenView, average: Average) -> Tensor:
+    """What each token's loss is multiplied by before it is added up: [T], 0 where a token does not count."""
+    if average != "sequence_mean":
+        return tokens.weights_T
+    sums = tokens.sample_sums(tokens.weights_T)[tokens.sample_index()]
+    return torch.where(tokens.counted_T, tokens.weights_T / sums, 0.0)
+
+
+def divisor(batch: Batch, average: Average, *, length: int | None = None, count_masked: bool = False) -> float:
+    """Return what the sum over the whole batch is divided by.
+
+    `sequence_mean` divides by the samples of which a token counts; with `count_masked` by all samples, as long as
+    anything counts at all. `constant` always divides by all samples.
+    """
+    if average == "token_mean":
+        return batch.total_weight
+    if average == "sequence_mean":
+        num_counted = sum(bool((sample.loss_weights != 0).any()) for sample in batch.samples())
+        return float(len(batch) if count_masked and num_counted else num_counted)
+    assert length is not None
+    return float(len(batch) * length)
+
+
+def check_average(average: str, length: int | None) -> None:
+    """Refuse a way of averaging that is not known, or that lacks its length."""
+    if average not in get_args(Average):
+        raise ConfigError(
+            "this way to average a loss is not known",
+            path="average",
+            value=average,
+            rule=f"one of {', '.join(get_args(Average))}",
+            repair="use token_mean if in doubt",
+        )
+    if (average == "constant") != (length is not None) or (length is not None and length < 1):
+        raise ConfigError(
+            "only `constant` averages over a fixed length, and it needs one",
+            path="length",
+            value=length,
+            rule="at least 1 for `constant`, None otherwise",
+            repair="give the longest completion, in tokens, or choose another average",
+        )
 
 
 def policy_loss(

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from forge.errors import ConfigError
 from forge.losses.base import TokenView
 from forge.registry import SURROGATES
 
@@ -103,6 +104,29 @@ def weighted_logprobs(
 def plain_logprobs(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """-A logprob for each token."""
     return -advantages * logprobs
+
+
+def clipped_value_loss(values: Tensor, returns: Tensor, old_values: Tensor, *, clip: float | None = None) -> Tensor:
+    """Half the squared error of each value; with `clip`, of the worse one of it and its clipped twin.
+
+    The twin is as far from `old_values`, the critic's before the first update on the batch, as `clip` allows. A value
+    that moved too far *towards* its return gets no gradient; one that moved away from it keeps its own.
+
+    Like every loss per token it is to be weighted, added up and divided as `PolicyLoss` does.
+    """
+    if clip is not None and not clip > 0:
+        raise ConfigError(
+            "the clipping range of the value loss is out of range",
+            path="clip",
+            value=clip,
+            rule="above 0, or None",
+            repair="0.2 and 0.5 are usual; None turns clipping off",
+        )
+    error = (values - returns).square()
+    if clip is not None:
+        twin = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (twin - returns).square())
+    return error / 2
 
 
 clip = Surrogate(clipped_surrogate, bounds="by_sign")

@@ -87,7 +87,7 @@ def complete(model: ModelConfig) -> ModelConfig:
         )
     if model.head_dim is not None and model.head_dim % 2:
         raise ModelError(
-            "Rotary embeddings turn pairs of numbers.",
+            "Rotary embeddings need an even head dimension.",
             path="model.head_dim",
             value=model.head_dim,
             rule="must be even",

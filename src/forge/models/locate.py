@@ -67,7 +67,7 @@ def resolve(model: ModelConfig, *, environ: Mapping[str, str] | None = None) -> 
         name,
         f"For the real weights run `{_command(repo)}` and set model.path to that folder."
         if repo
-        else "Set model.path to a folder with weights if there are any.",
+        else "If there are weights, set model.path to their folder.",
     )
     return ResolvedModel(config, None, name)
 

@@ -1,9 +1,9 @@
-"""What a run reports: figures and where they go, how fast it is, and how fast it could be.
+"""What a run reports: metrics and where they go, how fast it is, and how fast it could be.
 
     with make_sinks(config.metrics, folder=folder, total_steps=1000) as log:
         log.write(step, step_values(result, epoch=1, tokens_per_s=meter.tokens_per_s))
 
-Any process of a run notes figures with `record_metric` and traces what it does with `span`; the loop brings them
+Any process of a run notes metrics with `record_metric` and traces what it does with `span`; the loop brings them
 together with `forge.runtime.collect.collect`, and writes the spans to a `TraceFile`.
 
 Importing this loads neither torch nor any of the packages that the sinks write with.

@@ -1,4 +1,4 @@
-"""Figures for whoever watches: a line now and then, and something that moves on a terminal."""
+"""Metrics for whoever watches: a line now and then, and something that moves on a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ConsoleSink:
     whenever it comes.
 
     Lines go to standard output. The progress display goes to standard error, moves with every step, and knows the time
-    that is left when `total_steps` is given: a bar, which gives way to a panel with the first figures of rollouts. The
+    that is left when `total_steps` is given: a bar, which gives way to a panel with the first metrics of rollouts. The
     bar is there when `progress` is true, or when that is None and both streams are terminals: a line on its way through
     a pipe and a bar on the terminal would run into each other. The panel needs a terminal in any case. `stream` takes
     the place of both streams. Where a stream is closed, or is no longer read (`| head`), nothing more is printed, and

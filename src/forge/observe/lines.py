@@ -43,7 +43,7 @@ def format_loss(loss: float) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """A learning rate, as short as it can be: 0.0001, 1e-05."""
+    """Return a learning rate, as short as it can be: 0.0001, 1e-05."""
     return f"{rate:g}"
 
 
@@ -86,7 +86,7 @@ def validation_line(step: int, values: Mapping[str, Value]) -> str:
 
 
 def plain_line(step: int, values: Mapping[str, Value]) -> str:
-    """`Step 100 | reward/mean: 0.5`: every figure by its name, for steps that have no loss of training."""
+    """`Step 100 | reward/mean: 0.5`: every metric by its name, for steps that have no loss of training."""
     shown = (
         f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}" for name, value in values.items()
     )
@@ -94,7 +94,7 @@ def plain_line(step: int, values: Mapping[str, Value]) -> str:
 
 
 def bar_text(values: Mapping[str, Value]) -> str:
-    """What stands at the end of a progress bar: loss, learning rate and tokens per second, where they are known."""
+    """Return the end of a progress bar: loss, learning rate and tokens per second, where they are known."""
     shown = {TRAIN_LOSS: "loss {}", LEARNING_RATE: "lr {}", TOKENS_PER_S: "{} tokens/s"}
     known = [(name, show) for name, _, show in _TRAIN_FIELDS if name in shown and name in values]
     return ", ".join(shown[name].format(show(float(values[name]))) for name, show in known)
@@ -150,7 +150,7 @@ def episode_line(step: int, values: Mapping[str, Value]) -> str:
 
 
 def evaluation_line(step: int, values: Mapping[str, Value]) -> str:
-    """`Evaluation at step 10 | reward 0.71 | pass@8 0.93 | 64 prompts`: every figure of the held-out set."""
+    """`Evaluation at step 10 | reward 0.71 | pass@8 0.93 | 64 prompts`: every metric of the held-out set."""
     parts = [f"Evaluation at step {step}", f"reward {format_loss(float(values[EVALUATION_REWARD]))}"]
     for name, value in values.items():
         if name.startswith(EVALUATION) and name not in (EVALUATION_REWARD, EVALUATION_PROMPTS):
@@ -162,7 +162,7 @@ def evaluation_line(step: int, values: Mapping[str, Value]) -> str:
 
 
 def panel_metrics(values: Mapping[str, Value]) -> list[tuple[str, str]]:
-    """The figures of a step for a small display: what each is called, and how it reads."""
+    """Return the metrics of a step for a small display: what each is called, and how it reads."""
     names = {
         REWARD_MEAN: "reward",
         KL: "KL",

@@ -1,4 +1,4 @@
-"""One log for a run, which passes every figure on to several sinks."""
+"""One log for a run, which passes every metric on to several sinks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _log = logging.getLogger("forge.observe")
 
 
 class MetricsLog:
-    """Passes figures on to sinks, by name. It is a sink itself, and closes them when a `with` block ends.
+    """Passes metrics on to sinks, by name. It is a sink itself, and closes them when a `with` block ends.
 
-    Figures are not worth a run: a sink that raises is reported once, by a warning of the logger `forge.observe` that
+    A sink that raises does not end the run: it is reported once, by a warning of the logger `forge.observe` that
     names the sink, the step and the error; it is closed, left out from then on, and kept in `failures`. The other sinks
-    and the caller go on. What the *caller* does wrong is raised: a negative step, or a value that is no number or text.
+    and the caller continue. A mistake of the *caller* is raised: a negative step, a value that is not a number or text.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
@@ -34,7 +34,7 @@ class MetricsLog:
 
     @property
     def sinks(self) -> Mapping[str, Sink]:
-        """The sinks that still take figures."""
+        """The sinks that still take metrics."""
         return MappingProxyType(self._sinks)
 
     @property
@@ -44,10 +44,10 @@ class MetricsLog:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         if self._closed:
-            raise ValueError("the metrics log is closed: figures can no longer be written to it")
+            raise ValueError("the metrics log is closed: metrics can no longer be written to it")
         if not isinstance(step, int) or step < 0:
             raise DataError(
-                "a step is not a number of steps",
+                "the step is not a valid number",
                 path="step",
                 value=step,
                 rule="a whole number, 0 or more",
@@ -90,7 +90,7 @@ class MetricsLog:
 
 
 def _plain(name: str, value: object) -> Value:
-    """The value as Python's own. Scalars of numpy and tensors with one element are taken as well."""
+    """Return the value as Python's own. Scalars of numpy and tensors with one element are taken as well."""
     cause = None
     if not isinstance(value, float | int | str) and hasattr(value, "item"):
         try:
@@ -100,7 +100,7 @@ def _plain(name: str, value: object) -> Value:
     if isinstance(value, float | int | str):
         return value
     raise DataError(
-        "a figure is neither a number nor a text",
+        "a metric is neither a number nor text",
         path=name,
         value=value,
         rule="each value is a float, an int or a str",
@@ -142,7 +142,7 @@ def make_sinks(
     total_steps: int | None = None,
     num_epochs: int | None = None,
 ) -> MetricsLog:
-    """The sinks that a configuration asks for, which write into `folder`: metrics.jsonl, tensorboard/ and wandb/.
+    """Open the sinks that a configuration asks for; they write metrics.jsonl, tensorboard/ and wandb/ into `folder`.
 
     `resume_step` is the step of the checkpoint that the run resumes from, None for a new run. A sink is called with its
     arguments, and with those that its signature names of `folder`, `run_name`, `resume_step`, `total_steps` and

@@ -1,4 +1,4 @@
-"""`record_metric`: figures from anywhere in a run, kept as states that merge.
+"""`record_metric`: metrics from anywhere in a run, kept as states that merge.
 
 A process keeps one small state for each key, not the values: a sum and a count, an extreme, or the moments of a
 standard deviation. `forge.runtime.collect` takes the states of every process and merges them, so that a mean over
@@ -64,7 +64,7 @@ class Partial:
         self.num_nonfinite += other.num_nonfinite
 
     def value(self) -> float | None:
-        """What the values come to; None if none of them was finite."""
+        """Return what the values come to; None if none of them was finite."""
         return self._result() if self.num else None
 
     def _take(self, value: float) -> None:
@@ -185,7 +185,7 @@ Partials = dict[str, Partial]
 
 
 class Recorder:
-    """The figures of one process. Any thread may record; `drain` gives what there is and begins anew.
+    """The metrics of one process. Any thread may record; `drain` gives what there is and begins anew.
 
     The lock may be taken twice by one thread: a signal handler that records must not wait for what it interrupted.
     """
@@ -205,7 +205,7 @@ class Recorder:
             partial.add(value)
 
     def drain(self) -> Partials:
-        """Every state since the last call. What each key is reduced by is remembered."""
+        """Return every state since the last call. What each key is reduced by is remembered."""
         with self._lock:
             partials, self._partials = self._partials, {}
             return partials
@@ -222,9 +222,9 @@ class Recorder:
 
 
 def reduced(parts: Iterable[Mapping[str, Partial]]) -> dict[str, float]:
-    """The figures of all processes together, by key.
+    """Return the metrics of all processes together, by key.
 
-    A key whose values were all NaN or infinite has no figure. Each key with such values has their number beside it, as
+    A key whose values were all NaN or infinite has no metric. Each key with such values has their number beside it, as
     `nonfinite/<key>`. The partials are changed: give each to one call.
     """
     merged: Partials = {}
@@ -235,13 +235,13 @@ def reduced(parts: Iterable[Mapping[str, Partial]]) -> dict[str, float]:
                 raise two_reduces(key, first.reduce, partial.reduce)
             if first is not partial:
                 first.merge(partial)
-    figures = {key: value for key, partial in merged.items() if (value := partial.value()) is not None}
+    metrics = {key: value for key, partial in merged.items() if (value := partial.value()) is not None}
     odd = {f"{NONFINITE}{key}": float(part.num_nonfinite) for key, part in merged.items() if part.num_nonfinite}
-    return figures | odd
+    return metrics | odd
 
 
 def two_reduces(key: str, known: Reduce, other: Reduce) -> DataError:
-    """Why a key cannot have two meanings."""
+    """Return the error for a key with two ways to reduce it."""
     return DataError(
         f"the metric {key!r} is recorded with Reduce.{other.name}, and elsewhere with Reduce.{known.name}",
         path=key,
@@ -252,7 +252,7 @@ def two_reduces(key: str, known: Reduce, other: Reduce) -> DataError:
 
 
 def _number(key: str, value: object) -> float:
-    """The value as a float. Numbers of Python and numpy and tensors of one element are taken; text is not."""
+    """Return the value as a float. Numbers of Python and numpy and tensors of one element are taken; text is not."""
     cause: Exception | None = None
     if not isinstance(value, str | bytes | bytearray):
         try:
@@ -282,7 +282,7 @@ def _check(key: object, reduce: object, num_keys: int) -> None:
         )
     if not isinstance(reduce, Reduce):
         raise DataError(
-            f"the metric {key!r} cannot be reduced so",
+            f"the metric {key!r} cannot be reduced this way",
             path=key,
             value=reduce,
             rule=f"one of {', '.join(f'Reduce.{each.name}' for each in Reduce)}",
@@ -293,8 +293,8 @@ def _check(key: object, reduce: object, num_keys: int) -> None:
             f"there are already {num_keys} keys of metrics in this process",
             path=key,
             value=num_keys + 1,
-            rule=f"at most {MAX_KEYS} keys: each is a curve that somebody looks at",
-            repair="do not put an identity, such as that of a prompt, into a key",
+            rule=f"at most {MAX_KEYS} keys, because each one is a separate curve",
+            repair="do not put ids, such as a prompt's, into a key",
         )
 
 
@@ -302,7 +302,7 @@ _recorder = Recorder()
 
 
 def _begin_anew() -> None:
-    """A forked child has figures of its own; its parent reports those from before."""
+    """Start without metrics in a forked child; its parent reports those from before."""
     global _recorder
     _recorder = Recorder()
 
@@ -311,7 +311,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def record_metric(key: str, value: float, reduce: Reduce = Reduce.MEAN) -> None:
-    """Note one value of a figure, in any process and any thread of a run.
+    """Note one value of a metric, in any process and any thread of a run.
 
     It costs about a microsecond and waits for nobody. The values of all processes since the last step come together
     as `reduce` says when the loop calls `forge.runtime.collect.collect`. A value that is NaN or infinite is counted as
@@ -326,5 +326,5 @@ def record_metric(key: str, value: float, reduce: Reduce = Reduce.MEAN) -> None:
 
 
 def drain_metrics() -> Partials:
-    """What this process has recorded since the last call."""
+    """Return what this process has recorded since the last call."""
     return _recorder.drain()

@@ -44,7 +44,7 @@ class Throughput:
         return self._num_tokens
 
     def add(self, num_tokens: int) -> None:
-        """One step has ended, which took so many tokens."""
+        """Count a step that has ended and took so many tokens."""
         self._num_tokens += num_tokens
         self._marks.append((self._now_s(), self._num_tokens))
 
@@ -60,7 +60,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out the time that the block takes."""
+        """Leave out the time that the block takes."""
         began_s = self._clock()
         try:
             yield
@@ -77,10 +77,10 @@ def _rate(first: tuple[float, int], last: tuple[float, int]) -> float | None:
 
 
 def step_values(result: StepResult, *, epoch: int | None = None, **known: float | None) -> dict[str, Value]:
-    """A step's result under the names that the console knows.
+    """Return a step's result under the names that the console knows.
 
-    `known` adds figures that may be unknown, such as `tokens_per_s=meter.tokens_per_s` and `mfu=…`: each becomes
-    `train/<name>`, and is left out where it is None. So does each figure of `result.metrics`; `memory_gib` there is
+    `known` adds metrics that may be unknown, such as `tokens_per_s=meter.tokens_per_s` and `mfu=…`: each becomes
+    `train/<name>`, and is left out where it is None. So does each metric of `result.metrics`; `memory_gib` there is
     what the console shows as memory.
     """
     values: dict[str, Value] = {
@@ -104,7 +104,7 @@ def step_values(result: StepResult, *, epoch: int | None = None, **known: float 
 # ---- what accelerators can do at most
 #
 # Dense bfloat16 products with float32 sums, without sparsity, in operations per second, as the makers publish them:
-# where only the figure with 2:4 sparsity is given, half of it. Most rows agree with other public tables; those of A10G,
+# where only the metric with 2:4 sparsity is given, half of it. Most rows agree with other public tables; those of A10G,
 # L4, A40, A800, H200 NVL, H800 PCIe, RTX 6000 Ada, RTX 5090, RTX 3090 and MI350X were compared with none.
 
 _TERA = 1e12
@@ -152,7 +152,7 @@ _HALF_PRECISIONS = frozenset({"bfloat16", "bfloat16_pure", "float16"})
 
 
 def device_peak_flops(name: str, dtype: object = "bfloat16") -> float | None:
-    """The peak of one device in operations per second, or None where it is not known.
+    """Return the peak of one device in operations per second, or None where it is not known.
 
     `name` is what `torch.cuda.get_device_name()` says. `dtype` is a torch dtype, its name, or a value of
     `distributed.precision`; bfloat16 and float16 are equally fast on all of these. Other precisions, CPUs, slices of a

@@ -103,7 +103,7 @@ class TraceFile:
         }
 
     def _free_pid(self, pid: int) -> int:
-        """The process's own number; another where a process of another host or time has that one."""
+        """Return the process's own number; another where a process of another host or time has that one."""
         taken = set(self._pids.values())
         while pid in taken or pid == 0:
             pid += 1 << 22

@@ -56,7 +56,7 @@ def find(kind: str) -> Callable[..., float]:
         raise _refusal(
             f"the reward {kind!r} is not a function",
             kind=kind,
-            rule="a model behind a service gives it",
+            rule="it is computed by a model behind a service",
             repair=f"use it in `rewards.functions` of a run, with the section rewards.{kind}",
         )
     _check_callable(function, kind=kind)

@@ -66,7 +66,7 @@ def check_tags(args: Mapping[str, Any]) -> None:
             "A tag is named twice.",
             path="tags",
             value=list(names),
-            rule="each tag may stand there once",
+            rule="each tag may appear once",
             repair="remove one",
         )
 
@@ -118,8 +118,8 @@ def check_length(args: Mapping[str, Any]) -> None:
             "A target and limits exclude each other.",
             path="target",
             value=target,
-            rule="must stand without min_tokens and max_tokens",
-            repair="remove the limits, and say with margin how far off may count",
+            rule="cannot be combined with min_tokens and max_tokens",
+            repair="remove the limits, and use margin for the allowed difference",
         )
     if target is None and not low and high is None:
         raise OptionError(

@@ -82,10 +82,10 @@ def check_judge(args: Mapping[str, Any]) -> None:
             )
     if "{response}" not in template:
         raise OptionError(
-            "The judge's template does not show what is to be judged.",
+            "The judge's template does not contain the completion.",
             path="template",
             value=template,
-            rule="must have {response} in it",
+            rule="must contain {response}",
             repair="write {response} where the completion's text belongs",
         )
 

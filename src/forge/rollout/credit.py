@@ -29,14 +29,17 @@ which of them have signal.
 
 def find_advantage(algorithm: AlgorithmConfig) -> AdvantageFunction:
     """Return the function that the section `algorithm.advantage` names, with its arguments checked."""
-    section = algorithm.advantage
-    function = ADVANTAGES.find(section.function, path="algorithm.advantage.function")
+    section, function = algorithm.advantage, _named(algorithm)
     problems = argument_problems(
         function, section.args, path="algorithm.advantage.args", what="the function", num_given=1, offered=_OFFERED
     )
     if problems:
         raise InvalidConfig(problems)
     return function
+
+
+def _named(algorithm: AlgorithmConfig) -> AdvantageFunction:
+    return ADVANTAGES.find(algorithm.advantage.function, path="algorithm.advantage.function")
 
 
 _OFFERED = ("algorithm", "mask_truncated")
@@ -56,7 +59,7 @@ def assign_advantages(
     `function` computes the advantages; None for what `algorithm.advantage.function` names.
     """
     offered = {"algorithm": algorithm, "mask_truncated": mask_truncated}
-    function = function or find_advantage(algorithm)
+    function = function or _named(algorithm)
     found = call(function, groups, args=algorithm.advantage.args, offered=offered)
     _check_number(len(found), len(groups), path="advantages", what="one entry for each group")
     assigned = []
@@ -70,7 +73,7 @@ def assign_advantages(
 
 def needs_batch(algorithm: AlgorithmConfig, function: AdvantageFunction | None = None) -> bool:
     """Return whether the advantages of a group depend on the other groups of its batch."""
-    function = function or find_advantage(algorithm)
+    function = function or _named(algorithm)
     if function is not baseline:
         return bool(getattr(function, "needs_batch", True))
     config = algorithm.advantage

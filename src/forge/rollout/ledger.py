@@ -39,15 +39,15 @@ class Ledger:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = _keep_up_to(self.path, -1 if resume_step is None else resume_step) if self.path.exists() else []
-        self.settled = frozenset(line.group for line in kept)
-        """The groups that were settled before this run began."""
+        self.committed = frozenset(line.group for line in kept)
+        """The groups that were committed before this run began."""
         twice = [group for group, count in Counter(line.group for line in kept).items() if count > 1]
         if twice:
             raise CheckpointError(
                 "the ledger holds groups twice",
                 path=str(self.path),
                 value=twice[:8],
-                rule="a group is settled once",
+                rule="a group is committed once",
                 repair="the file was changed by hand, or two runs wrote to one folder; start in another folder",
             )
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
@@ -99,7 +99,7 @@ def check_ledger(
     path: str | os.PathLike[str] = "ledger.jsonl",
     before: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise unless every group below `next_number` is settled exactly once or pending, none lost, twice or unknown.
+    """Raise unless every group below `next_number` is committed exactly once or pending, none lost, twice or unknown.
 
     The error names the line at which it shows: the second of a group, that of an unknown one, or the first after the
     place of a missing one.
@@ -133,7 +133,7 @@ def check_ledger(
         "the ledger does not add up",
         path=str(path) if at is None else f"{path}:{at}",
         value=f"{given}, unknown: {sorted(unknown)[:8]}" if unknown else given,
-        rule="every group that was given out is settled once or pending, and no other is in it",
+        rule="every group that was given out is committed once or pending, and no other is in it",
         repair="the file was changed, or two runs wrote to it: restore it, resume from a checkpoint of an earlier step "
         "(--resume PATH), or move the file away to continue without a record of what came before",
     )

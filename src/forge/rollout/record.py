@@ -21,8 +21,7 @@ from typing import Any, Final, TypeVar
 
 from forge.config import RecordConfig
 from forge.errors import DataError
-from forge.rollout.fruitless import Fruitless
-from forge.rollout.signal import REASONS
+from forge.rollout.signal import REASONS, NoSignalGroup
 from forge.rollout.writing import append, recording
 from forge.types import Episode, Group
 
@@ -59,7 +58,7 @@ class RolloutRecorder:
         self.folder = Path(folder)
         self._config = config
         self._splitter = PieceSplitter(decode)
-        self._fruitless_step, self._num_fruitless = 0, 0
+        self._no_signal_step, self._num_no_signal = 0, 0
         try:
             _set_aside(self.folder, after=-1 if resume_step is None else resume_step)
             if config.rollouts != "none":
@@ -90,22 +89,22 @@ class RolloutRecorder:
         lines = self._lines(step, self._chosen(groups), outcome="evaluation")
         return self._replace(f"evaluation_{step:06d}.jsonl", lines)
 
-    def write_fruitless(self, step: int, fruitless: Fruitless) -> Path | None:
+    def write_no_signal(self, step: int, no_signal: NoSignalGroup) -> Path | None:
         """Write a group that taught nothing while a step was being prepared. The file, or None where it is not written:
         of each step the first few are, and then ever fewer, so that a run that learns nothing does not fill the disk.
         """
-        if self._config.rollouts == "none" or fruitless.group is None:
+        if self._config.rollouts == "none" or no_signal.group is None:
             return None
-        if step != self._fruitless_step:
-            self._fruitless_step, self._num_fruitless = step, 0
-        self._num_fruitless += 1
+        if step != self._no_signal_step:
+            self._no_signal_step, self._num_no_signal = step, 0
+        self._num_no_signal += 1
         first = self._config.num_groups if self._config.rollouts == "some" else _FIRST_FRUITLESS
-        if self._num_fruitless > first and self._num_fruitless & (self._num_fruitless - 1):
+        if self._num_no_signal > first and self._num_no_signal & (self._num_no_signal - 1):
             return None
         target = self.folder / f"fruitless_{step:06d}.jsonl"
         with recording(target), open(target, "ab", buffering=0) as file:
-            reason = REASONS[fruitless.reason]
-            append(file, b"".join(self._lines(step, [fruitless.group], outcome=fruitless.outcome, reason=reason)))
+            reason = REASONS[no_signal.reason]
+            append(file, b"".join(self._lines(step, [no_signal.group], outcome=no_signal.outcome, reason=reason)))
         return target
 
     def _chosen(self, groups: Sequence[Group]) -> list[Group]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
-import math
-from collections.abc import Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Coroutine, Generator
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
@@ -17,6 +15,7 @@ from forge.runtime.backend import Actor, monarch_actor, note_fault
 from forge.runtime.dispatch import Dispatcher
 from forge.runtime.endpoints import EndpointSpec, specs_of
 from forge.runtime.group import GroupSpec
+from forge.runtime.option_checks import bad_option, check_count, check_known, check_seconds
 from forge.runtime.placement import GPU_VARIABLE, RANK_VARIABLES
 from forge.runtime.replies import ReplyPort
 from forge.runtime.serialization import as_remote, decode
@@ -225,12 +224,12 @@ class ActorOptions:
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
         """Build from the keywords of `options(...)`; an unknown one raises with the nearest name."""
-        _check_known(keywords, [entry.name for entry in fields(cls)])
+        check_known(keywords, cls)
         return cls(**keywords)
 
     def replaced(self, **keywords: Any) -> Self:
         """Return the same with some options changed."""
-        _check_known(keywords, [entry.name for entry in fields(self)])
+        check_known(keywords, type(self))
         return replace(self, **keywords)
 
     def group_spec(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, label: str) -> GroupSpec:
@@ -245,51 +244,6 @@ class ActorOptions:
             env=dict(self.env),
             setup_timeout_s=self.setup_timeout_s,
             spawn_timeout_s=self.spawn_timeout_s,
-        )
-
-
-def _check_known(keywords: Mapping[str, object], known: Sequence[str]) -> None:
-    for name, value in keywords.items():
-        if name in known:
-            continue
-        near = difflib.get_close_matches(name, known, n=1)
-        raise OptionError(
-            f"options() has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
-            path=f"options({name}=)",
-            value=value,
-            rule=f"one of {', '.join(known)}",
-            repair=f"write options({near[0]}=...)" if near else "remove it",
-        )
-
-
-def bad_option(name: str, value: object, rule: str, repair: str) -> OptionError:
-    return OptionError(f"option {name!r} is not valid", path=f"options({name}=)", value=value, rule=rule, repair=repair)
-
-
-def check_count(name: str, value: object, *, optional: bool = False, least: int = 1) -> None:
-    """Raise unless `value` is a whole number of at least `least` (or None, where that is allowed)."""
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise bad_option(
-            name, value, f"a whole number >= {least}" + (" or None" if optional else ""), f"{name}={least}"
-        )
-
-
-def check_seconds(name: str, value: object, *, optional: bool = False, zero: bool = False) -> None:
-    """Raise unless `value` is a positive (or, where allowed, zero) finite number of seconds."""
-    if value is None and optional:
-        return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not (0 < value < math.inf or (zero and value == 0))
-    ):
-        raise bad_option(
-            name,
-            value,
-            f"a finite number of seconds >{'=' if zero else ''} 0" + (" or None" if optional else ""),
-            f"{name}=60",
         )
 
 

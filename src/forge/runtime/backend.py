@@ -98,7 +98,7 @@ def note_fault(failure: Any) -> bool:
 
 
 def _is_late_message(report: str) -> bool:
-    """A message to one of our ranks that had just stopped in order. Its sender has heard of the stop by other means."""
+    """Return whether a report is about a message to a rank that had just stopped: its sender learns that elsewhere."""
     return "undeliverable message" in report and _TO_OURS.search(report) is not None
 
 

@@ -92,7 +92,7 @@ _guard = threading.Lock()
 
 
 def control() -> ControlLoop:
-    """This process's control loop, started on first use."""
+    """Return this process's control loop, started on first use."""
     global _control, _owner_pid
     with _guard:
         if _control is None or _owner_pid != os.getpid():

@@ -135,7 +135,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """The context on whatever thread this is: one that has not called torch yet has none."""
+        """Enter the context on this thread: one that has not called torch yet has none."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -143,13 +143,13 @@ class CudaDriver:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def granularity(self) -> int:
-        """What sizes are multiples of."""
+        """Return what sizes are multiples of."""
         found = _SIZE()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(self._kind), _MINIMUM)
         return found.value
 
     def memory(self) -> tuple[int, int]:
-        """What is free, and what there is, in bytes."""
+        """Return what is free, and what there is, in bytes."""
         free, total = _SIZE(), _SIZE()
         with self._current():
             self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
@@ -161,7 +161,7 @@ class CudaDriver:
             self._call("cuCtxSynchronize")
 
     def reserve(self, num_bytes: int) -> int:
-        """A range of addresses with nothing behind it."""
+        """Return a range of addresses with nothing behind it."""
         address = _ADDRESS()
         with self._current():
             self._call("cuMemAddressReserve", ctypes.byref(address), num_bytes, 0, 0, 0)
@@ -198,7 +198,7 @@ class CudaDriver:
 
 
 def open_driver(device: int, *, library: str = LIBRARY) -> CudaDriver | None:
-    """The driver's calls for a GPU; None where its library lacks them, or the GPU cannot: do without."""
+    """Return the driver's calls for a GPU; None where its library lacks them, or the GPU cannot: do without."""
     try:
         driver = CudaDriver(ctypes.CDLL(library), device)
     except (OSError, AttributeError):
@@ -334,7 +334,7 @@ class DeviceMemory:
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "version": 3, "strides": None}
 
     def tensor(self) -> Tensor:
-        """All of it as uint8 [num_bytes], always at the same address. Made while there is memory."""
+        """Return all of it as uint8 [num_bytes], always at the same address. Made while there is memory."""
         import torch
 
         if not self.is_held:

@@ -53,7 +53,7 @@ _live: dict[RankGroup, None] = {}
 
 
 def live_groups() -> tuple[RankGroup, ...]:
-    """The groups of this process that have started and not begun to end."""
+    """Return the groups of this process that have started and not begun to end."""
     return tuple(_live)
 
 
@@ -74,7 +74,7 @@ class GroupSpec:
 
 
 def module_path(paths: Sequence[str]) -> str:
-    """The places of the user's own modules, for the ranks: what the interpreter finds by itself is left out."""
+    """Return the places of the user's own modules, for the ranks: what the interpreter finds by itself is left out."""
     own = {os.path.realpath(place) for place in sysconfig.get_paths().values()}
     found = []
     for path in paths:
@@ -412,7 +412,7 @@ class RankGroup:
 
 
 def _plain(label: str) -> str:
-    """A label as Monarch would write it in a name: it keeps small letters and digits only."""
+    """Return a label as Monarch would write it in a name: it keeps small letters and digits only."""
     return "".join(letter for letter in label.lower() if letter.isascii() and letter.isalnum())
 
 
@@ -424,7 +424,7 @@ def _is_under_way(spawn: Any) -> bool:
 
 
 def translate(error: BaseException, label: str) -> BaseException:
-    """What a Monarch error means to a caller: the loss of a process, or the error itself."""
+    """Return what a Monarch error means to a caller: the loss of a process, or the error itself."""
     if isinstance(error, ForgeError):
         return error
     if isinstance(error, SupervisionError):

@@ -159,11 +159,11 @@ class ActorHandle:
         return value
 
     def slice(self, **coordinates: int | slice) -> ActorHandle:
-        """A part of the mesh, such as `slice(procs=0)`."""
+        """Return a part of the mesh, such as `slice(procs=0)`."""
         return ActorHandle(self._actor.slice(**coordinates), self._label, group=self._group)
 
     def flatten(self, name: str) -> ActorHandle:
-        """The same ranks along one dimension."""
+        """Return the same ranks along one dimension."""
         return ActorHandle(self._actor.flatten(name), self._label, group=self._group)
 
     @property

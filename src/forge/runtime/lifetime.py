@@ -94,7 +94,7 @@ class Runtime:
         return self._hosts
 
     def pick_hosts(self, count: int, *, spec: GroupSpec) -> tuple[Host, ...]:
-        """The `count` hosts that have the GPUs and carry the fewest groups, first ones first."""
+        """Return the `count` hosts that have the GPUs and carry the fewest groups, first ones first."""
         label = spec.label
         usable = [host for host in self.hosts if not host.is_lost]
         if count > len(usable):
@@ -198,7 +198,7 @@ _runtime_guard = threading.Lock()
 
 
 def runtime() -> Runtime:
-    """This process's runtime."""
+    """Return this process's runtime."""
     global _runtime
     with _runtime_guard:
         if _runtime is None or _runtime.pid != os.getpid():
@@ -208,8 +208,8 @@ def runtime() -> Runtime:
 
 @functools.cache
 def _close_at_exit() -> None:
-    """A program that ends without `shutdown` still ends its processes in order. Registered once Monarch runs, so that
-    it comes before Monarch's own end."""
+    """Stop a program's processes in order when it ends without `shutdown`. Registered once Monarch runs, so that it
+    runs before Monarch's own handler."""
 
     def close() -> None:
         if _runtime is not None and _runtime.pid == os.getpid():

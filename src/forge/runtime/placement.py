@@ -25,7 +25,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 
 def visible_gpus(environ: Mapping[str, str], num_present: int) -> tuple[str, ...]:
-    """The devices that this process may use, as `CUDA_VISIBLE_DEVICES` would name them.
+    """Return the devices that this process may use, as `CUDA_VISIBLE_DEVICES` would name them.
 
     As CUDA does: unset means all; empty means none; the list ends at the first entry that is no device. A device that
     is listed twice counts once. UUIDs and MIG names pass through as they are.
@@ -47,7 +47,7 @@ def visible_gpus(environ: Mapping[str, str], num_present: int) -> tuple[str, ...
 
 
 def count_gpus() -> int:
-    """How many NVIDIA GPUs this machine shows, without loading CUDA."""
+    """Return how many NVIDIA GPUs this machine shows, without loading CUDA."""
     query = shutil.which("nvidia-smi")
     if query is not None:
         answer = subprocess.run([query, "-L"], capture_output=True, text=True, timeout=60, check=False)
@@ -57,7 +57,7 @@ def count_gpus() -> int:
 
 
 def num_usable_gpus() -> int:
-    """How many GPUs this process may use: none where torch was built without CUDA, which is not loaded to find out."""
+    """Return how many GPUs this process may use: none where torch, which is not loaded here, was built without CUDA."""
     return 0 if "+cpu" in metadata.version("torch") else len(visible_gpus(os.environ, count_gpus()))
 
 
@@ -67,7 +67,7 @@ def wants_gpus(chosen: bool | None) -> bool:
 
 
 def count_cpus() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -134,7 +134,7 @@ class ThreadLedger:
         self._warned = False
 
     def claim(self, num_procs: int, num_threads: int | None) -> int:
-        """The number of threads for each of `num_procs` processes: what was asked for, or one."""
+        """Return the number of threads for each of `num_procs` processes: what was asked for, or one."""
         chosen = 1 if num_threads is None else num_threads
         self.num_claimed += num_procs * chosen
         if num_threads is not None and self.num_claimed > self.num_cpus and not self._warned:
@@ -152,7 +152,7 @@ class ThreadLedger:
 
 
 def rank_environment(*, rank: int, local_rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
-    """The variables that `torch.distributed` reads, less the rendezvous server."""
+    """Return the variables that `torch.distributed` reads, less the rendezvous server."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

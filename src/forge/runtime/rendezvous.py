@@ -189,7 +189,7 @@ def _reachable() -> _Run:
 
 
 def is_server_open() -> bool:
-    """Whether this process has a rendezvous server that listens."""
+    """Return whether this process has a rendezvous server that listens."""
     return _server is not None
 
 

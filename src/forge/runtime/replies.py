@@ -1,4 +1,4 @@
-"""The reply channel: one channel for a process, on which the answers to all its calls arrive.
+"""The reply channel of a process, on which the answers to all its calls arrive.
 
 Monarch opens a port for every call and keeps about a kilobyte of it for ever, which is a gigabyte after a million
 calls. One lasting port and a thread that reads it cost nothing in the long run and are faster. A call is a number;
@@ -85,14 +85,14 @@ class ReplyChannel:
         threading.Thread(target=context.run, args=(self._read,), name="forge-replies", daemon=True).start()
 
     def open(self, num_ranks: int = 1) -> tuple[int, asyncio.Future[list[Answer]]]:
-        """A new call: its number, and what will hold the answers of its ranks, in rank order."""
+        """Open a call: its number, and what will hold the answers of its ranks, in rank order."""
         call_id = next(self._ids)
         waiting = _Waiting(asyncio.get_running_loop(), num_ranks)
         self._calls[call_id] = waiting
         return call_id, waiting.future
 
     def enter(self, awaiting: Awaiting) -> int:
-        """A new call whose answers `awaiting` takes: its number."""
+        """Open a call whose answers `awaiting` takes, and return its number."""
         call_id = next(self._ids)
         self._calls[call_id] = awaiting
         return call_id
@@ -119,7 +119,7 @@ def _resolve(waiting: _Waiting) -> None:
 
 
 def read_answers(answers: list[Answer]) -> list[Any]:
-    """The values, or the first exception, raised."""
+    """Return the values, or the first exception, raised."""
     values = []
     for kind, payload in answers:
         value = decode(payload)
@@ -134,7 +134,7 @@ _guard = threading.Lock()
 
 
 def reply_channel() -> ReplyChannel:
-    """This process's channel, opened on first use."""
+    """Return this process's channel, opened on first use."""
     global _channel
     channel = _channel
     if channel is None or channel.pid != os.getpid():

@@ -26,7 +26,7 @@ _MAX_QUICK_DEATHS = 5
 
 
 def check_address(address: str) -> str:
-    """An address such as `tcp://127.0.0.1:22222`; anything else raises with the rule."""
+    """Return an address such as `tcp://127.0.0.1:22222`; anything else raises with the rule."""
     try:
         parts = urlsplit(address)
         # a colon, a port that is one, and nothing before, between or after them
@@ -97,7 +97,7 @@ def serve(address: str, *, once: bool = False) -> int:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The child: serve one controller. Dies with its parent."""
+    """Serve one controller, in the child process, which dies with its parent."""
     from forge.runtime.rank_main import exit_with
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -56,7 +56,7 @@ class ForgeActor(MeshActor):
 
     @classmethod
     def options(cls, **keywords: Any) -> ServiceSpawner[Self]:
-        """This class with options (see `ServiceOptions`). The class itself never changes; unknown options raise."""
+        """Return this class with options (see `ServiceOptions`). The class never changes; unknown options raise."""
         return ServiceSpawner(cls, ServiceOptions.from_keywords(**keywords))
 
     @classmethod

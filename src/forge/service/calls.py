@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from forge.errors import ActorFailure, CallTimeout, FanoutError, ForgeError, OptionError
-from forge.runtime.actor import check_seconds
 from forge.runtime.endpoints import EndpointSpec, unknown_verb
+from forge.runtime.option_checks import check_known, check_seconds
 from forge.runtime.replies import read_answers, reply_channel
 from forge.runtime.serialization import encode
 from forge.service.batching import Batcher, check_answers
@@ -214,16 +214,7 @@ class ServiceEndpoint:
             partial: `fanout` returns an `Outcome` for each replica instead of raising `FanoutError`.
             all_ranks: a replica of several ranks answers with a tuple of all ranks' values instead of rank 0's.
         """
-        known = [field.name for field in fields(CallOptions)]
-        for name, value in overrides.items():
-            if name not in known:
-                raise OptionError(
-                    f"endpoint.options() has no {name!r}",
-                    path=f"{self._spec.name}.options({name}=)",
-                    value=value,
-                    rule=f"one of {', '.join(known)}",
-                    repair="remove it",
-                )
+        check_known(overrides, CallOptions, where=f"{self._spec.name}.options")
         merged = replace(self._options, **overrides)
         if merged.session is not None and not self._path.table.knows_session(merged.session):
             raise OptionError(

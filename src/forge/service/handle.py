@@ -144,7 +144,7 @@ class Service:
         return self._table.name
 
     async def get_metrics(self) -> ServiceMetrics:
-        """The replicas' health, restarts and processes, and this process's calls."""
+        """Return the replicas' health, restarts and processes, and this process's calls."""
         await self._ready()
         replicas = []
         for index, entry in sorted(self._table.entries.items()):

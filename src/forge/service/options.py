@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from forge.runtime.actor import ActorOptions, bad_option, check_count, check_seconds
+from forge.runtime.actor import ActorOptions
+from forge.runtime.option_checks import bad_option, check_count, check_seconds
 from forge.service.routing import BUILT_IN
 
 

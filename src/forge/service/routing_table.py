@@ -132,7 +132,7 @@ class RoutingTable:
         return change
 
     def live(self) -> list[Target]:
-        """The replicas that are healthy now."""
+        """Return the replicas that are healthy now."""
         return [target for target in self._live if target.calls.failure is None]
 
     @property
@@ -161,7 +161,7 @@ class RoutingTable:
     # ---- slots
 
     def try_acquire(self, request: Request) -> Target | None:
-        """A replica with a free slot, now held; None if there is none or others have waited longer."""
+        """Return a replica with a free slot, now held; None if there is none or others have waited longer."""
         with self._guard:
             return self._take_in_turn(request)
 

@@ -38,7 +38,7 @@ class StreamEndpoint(ServiceEndpoint):
         return super().options(**overrides)
 
     def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """The items that one healthy replica yields, in order, each as soon as it is yielded.
+        """Yield the items that one healthy replica yields, in order, each as soon as it is yielded.
 
         Nothing is sent before the first item is asked for; the session is that of the task that calls this. The replica
         runs at most 64 items ahead of the reader. Leaving the loop, `aclose()` and cancelling the reader's task cancel

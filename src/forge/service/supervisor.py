@@ -209,8 +209,7 @@ class Supervisor:
                     tries + 1,
                     self.options.max_restarts,
                 )
-                if tries > 0:
-                    await self.sleep(min(self.options.restart_backoff_s * 2 ** (tries - 1), self.options.max_backoff_s))
+                await self._back_off(tries)
                 tries += 1
                 if group is not None:
                     await group.released.wait()
@@ -221,6 +220,10 @@ class Supervisor:
                     continue
                 _log.info("service %s: replica %d is back", self.table.name, replica.index)
                 break
+
+    async def _back_off(self, tries: int) -> None:
+        if tries > 0:
+            await self.sleep(min(self.options.restart_backoff_s * 2 ** (tries - 1), self.options.max_backoff_s))
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

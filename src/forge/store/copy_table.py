@@ -80,14 +80,6 @@ class PieceLocations:
         """Describe the pieces of one segment in order, or, with `numbers`, any pieces of any segments."""
         order = range(len(starts)) if numbers is None else numbers
         columns = [np.array(column, dtype=np.int64) for column in (starts, numels, itemsizes, order)]
-        if len({len(column) for column in columns}) != 1:
-            raise StoreError(
-                "the pieces to sample are described unevenly",
-                path="PieceLocations",
-                value=[len(column) for column in columns],
-                rule="as many starts as element counts, item sizes and numbers",
-                repair="give one of each per piece",
-            )
         return cls(*columns)
 
     def __len__(self) -> int:

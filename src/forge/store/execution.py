@@ -256,13 +256,10 @@ class Execution:
         """Run one of the plan's tables on the GPU, where it stays for the next version."""
         table = self.plan.device_tables.get(name)
         if table is None:
-            table = self.plan.device_tables[name] = device_kernel.build(getattr(self.plan, name), self._gpu)
+            rects = self.plan.on_device.reversed() if name == "targets" else getattr(self.plan, name)
+            gpu = next(tensor.device for _, tensor in self.targets.named if tensor.is_cuda)
+            table = self.plan.device_tables[name] = device_kernel.build(rects, gpu)
         return device_kernel.run(table, sources, targets, copy=copy, digest=digest)
-
-    @property
-    def _gpu(self) -> torch.device:
-        """The GPU on which some of the targets are."""
-        return next(tensor.device for _, tensor in self.targets.named if tensor.is_cuda)
 
     def _landed(self) -> list[int]:
         """Return the digests of what came into the targets by other means than the kernels."""
@@ -356,7 +353,7 @@ class Execution:
         landed = self._landed()
         found = added(found, landed) if landed else found
         if len(self.plan.on_device):
-            found = added(found, self._on_device_targets())
+            found = added(found, self._on_gpu("targets", self.targets.addresses, [], copy=False))
         for entry in self.plan.torch_copies:
             if entry.proof == "tensor":
                 rectangle = part_of(self.targets.tensors[entry.copy.target], entry.copy.dst_at, entry.copy.shape)
@@ -365,12 +362,6 @@ class Execution:
                 digest = digest_tensor(rectangle, Region(at, entry.copy.shape), shape)
                 found[entry.slot] = (found[entry.slot] + digest) % MODULUS
         return found
-
-    def _on_device_targets(self) -> list[int]:
-        table = self.plan.device_tables.get("targets")
-        if table is None:
-            table = self.plan.device_tables["targets"] = device_kernel.build(self.plan.on_device.reversed(), self._gpu)
-        return device_kernel.run(table, self.targets.addresses, [], copy=False)
 
     def _at_source(self, index: int, table: CopyTable) -> list[int]:
         """Return the digests of a part's rectangles where the part is held; the part is source 0 of the table."""

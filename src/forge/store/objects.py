@@ -20,6 +20,9 @@ from forge.store.targets import Spec, Target, allocate, is_place
 from forge.store.verification import Verify, check_verify
 from forge.store.writer import Published, Writer, check_dtype
 
+KIND = "object"
+COPY_BELOW = 1 << 20
+"""Values smaller than this are copied rather than mapped: a mapping keeps a page table and a lease."""
 MAX_REST = 16 << 20
 """Bytes of a value, apart from its tensors, that the store takes."""
 
@@ -106,15 +109,6 @@ def write_structure(key: str, structure: Any) -> bytes:
             repair="put large data as tensors (bytes as uint8)",
         )
     return data
-
-
-def read_structure(data: bytes) -> Any:
-    return pickle.loads(data)
-
-
-KIND = "object"
-COPY_BELOW = 1 << 20
-"""Values smaller than this are copied rather than mapped: a mapping keeps a page table and a lease."""
 
 
 async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Published:
@@ -204,7 +198,7 @@ async def get(
             reader.fill(lease, places, verify=verify, strict=False, cast=cast)
             return into
         try:
-            structure = read_structure(lease.version.extra)
+            structure = pickle.loads(lease.version.extra)
         except BaseException:
             here.release(lease.id)
             raise
@@ -222,7 +216,7 @@ def _places(path: str, into: Any) -> dict[str, Any]:
     _, places = take_apart(into, is_place)
     if not places and not (isinstance(into, Mapping) and not into):
         raise StoreError(
-            "there is not memory to fill",
+            "there is no memory to fill",
             path=path,
             value=type(into).__name__,
             rule="a tensor, a DTensor, an At, or a dict, list or tuple of them",

@@ -42,11 +42,6 @@ def splitmix64_each(x: Words) -> Words:
     return x ^ (x >> np.uint64(31))
 
 
-def block_weight(block: int) -> int:
-    """Return the weight of a block: odd, so that multiplying by it loses nothing."""
-    return splitmix64((block + BLOCK_SALT) & MASK) | 1
-
-
 def _word_weights() -> Words:
     chosen: dict[int, None] = {}
     state = _WORD_SEED

@@ -271,7 +271,7 @@ def check_into(into: object) -> None:
     """Raise unless this is a dict of places; each `At` among them must say what it means."""
     if not isinstance(into, Mapping):
         raise StoreError(
-            "there is not memory to fill",
+            "there is no memory to fill",
             path="fetch(into)",
             value=type(into).__name__,
             rule="a dict from names to tensors, DTensors, Ats or lists of Ats",

@@ -124,18 +124,18 @@ def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str
         check_at(label, entry)
         if entry.where == ():  # a part must say which: else every rank would get the first
             offset = (0,) * len(shape)
-            _check_whole(label, tuple(tensor.shape), shape)
+            _check_shape(label, tuple(tensor.shape), shape, "the stored tensor")
         elif isinstance(entry.where, tuple):
             offset = entry.where
         else:
             region = _resolved(label, entry.where, shape)
             offset = region.offset
-            _check_extent(label, tuple(tensor.shape), region.shape)
+            _check_shape(label, tuple(tensor.shape), region.shape, "its part")
         want = wanted_shards(tensor, shape=shape, offset=offset, name=label)
     else:
         tensor = entry
         want = wanted_shards(tensor, name=label)
-        _check_whole(label, want.shape, shape)
+        _check_shape(label, want.shape, shape, "the stored tensor")
     if want.dtype != dtype and not cast:
         raise StoreError(
             f"{label!r} has another dtype than what is stored",
@@ -148,25 +148,14 @@ def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str
     return Target(name, label, memory, want.pieces)
 
 
-def _check_whole(label: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    if found != shape:
+def _check_shape(label: str, found: tuple[int, ...], wanted: tuple[int, ...], what: str) -> None:
+    if found != wanted:
         raise StoreError(
-            f"{label!r} has another shape than what is stored",
+            f"{label!r} does not have the shape of {what}",
             path=label,
             value=list(found),
-            rule=f"the stored shape {list(shape)}",
+            rule=f"the shape of {what}: {list(wanted)}",
             repair="give a tensor of that shape, or say which part it is: At(tensor, offset)",
-        )
-
-
-def _check_extent(label: str, found: tuple[int, ...], extent: tuple[int, ...]) -> None:
-    if found != extent:
-        raise StoreError(
-            f"{label!r} does not have the size of the part that it is to hold",
-            path=label,
-            value=list(found),
-            rule=f"the part is {list(extent)} large",
-            repair="give a tensor of that size",
         )
 
 

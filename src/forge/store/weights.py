@@ -109,23 +109,13 @@ class Weights:
     ) -> None:
         _check_name(name)
         check_whole_number("Weights(keep=)", keep, least=1)
-        if (rank is None) != (world_size is None):
+        is_number = all(type(number) is int for number in (rank, world_size))
+        if (rank, world_size) != (None, None) and not (is_number and 0 <= rank < world_size):  # type: ignore[operator]
             raise StoreError(
-                "rank and world_size belong together",
+                "rank and world_size do not say which of how many ranks this is",
                 path="Weights(rank=, world_size=)",
                 value=(rank, world_size),
-                rule="both or neither",
-                repair="give both, or leave both out",
-            )
-        for name_of, number in (("rank", rank), ("world_size", world_size)):
-            if number is not None:
-                check_whole_number(f"Weights({name_of}=)", number, least=int(name_of == "world_size"))
-        if rank is not None and world_size is not None and rank >= world_size:
-            raise StoreError(
-                "rank is not one of the ranks",
-                path="Weights(rank=, world_size=)",
-                value=(rank, world_size),
-                rule="0 <= rank < world_size",
+                rule="whole numbers, 0 <= rank < world_size, or neither of them",
                 repair="Weights(name, rank=0, world_size=1)",
             )
         check_dtype("Weights(dtype=)", dtype)

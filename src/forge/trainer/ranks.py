@@ -82,7 +82,7 @@ def _choose_device(use_gpu: bool | None) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LayoutError(
-            "a GPU was asked for, and torch sees none",
+            "a GPU is required, and torch sees none",
             path="distributed.with_gpus",
             value=True,
             rule="a machine with a GPU and torch's CUDA build",

@@ -17,7 +17,7 @@ from forge.types import Completion, Group, Prompt, Score
 
 
 class Book:
-    digest = "book"
+    digest = "dataset"
 
     def __len__(self) -> int:
         return 4
@@ -57,7 +57,7 @@ def evaluated(asked: Asked | None = None, **keys: Any) -> tuple[Any, Asked]:
         who = asked or Asked()
         config = EvaluationConfig(fraction=0.5, **keys)
         sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
-        evaluator = Evaluator(config, book=Book(), policy=who, score=who.score, sampling=sampling, at_once=2)
+        evaluator = Evaluator(config, dataset=Book(), policy=who, score=who.score, sampling=sampling, at_once=2)
         return await evaluator.run(), who
 
     return asyncio.run(body())
@@ -82,7 +82,7 @@ def test_answers_can_be_recorded() -> None:
     async def body() -> Evaluation:
         asked, config = Asked(), EvaluationConfig(fraction=0.5, num_samples=3, temperature=0.5)
         sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
-        evaluator = Evaluator(config, book=Book(), policy=asked, score=asked.score, sampling=sampling, at_once=2)
+        evaluator = Evaluator(config, dataset=Book(), policy=asked, score=asked.score, sampling=sampling, at_once=2)
         return await evaluator.run(record=groups.extend)
 
     asyncio.run(body())

@@ -91,7 +91,7 @@ def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path) -> None:
     later = StandInTrainer()
     later.found = trainer.saved[-1]
     assert run_loop(config(tmp_path / "run"), later).step == 6
-    with pytest.raises(CheckpointError, match="more steps than it may") as caught:
+    with pytest.raises(CheckpointError, match="more steps than") as caught:
         run_loop(config(tmp_path / "run", "training.max_steps=5"), later)
     assert (caught.value.path, caught.value.value) == ("training.max_steps", 5)
 

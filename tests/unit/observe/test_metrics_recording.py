@@ -197,7 +197,7 @@ def test_keys_that_are_made_of_data_are_refused_in_time() -> None:
         recorder.record("prompt/more", 1.0)
     assert (caught.value.path, caught.value.value) == ("prompt/more", MAX_KEYS + 1)
     assert str(MAX_KEYS) in (caught.value.rule or "")
-    assert "identity" in (caught.value.repair or "")
+    assert "ids" in (caught.value.repair or "")
     recorder.record("prompt/0", 3.0)
     assert reduced([recorder.drain()])["prompt/0"] == 2.0
 

@@ -108,7 +108,7 @@ def test_cancelling_a_start_reaches_it() -> None:
 
 
 def test_the_library_names_its_store_for_another_ones() -> None:
-    with pytest.raises(AttributeError, match=r"the tensor store is forge\.store: `import forge\.store as ts`"):
+    with pytest.raises(AttributeError, match=r"`import forge\.store as ts`"):
         forge.torchstore  # noqa: B018
 
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from forge.data.tasks.arguments import Arguments, unknown_argument
+from forge.data.tasks import Arguments, unknown_argument
 from forge.errors import ConfigError, DataError, did_you_mean
 from forge.types import Prompt
 
@@ -50,7 +50,7 @@ class GymTask:
             raise DataError(
                 f"{place}: the task failed to make this problem: {type(error).__name__}: {error}",
                 path=place,
-                rule="a task makes a problem of every number",
+                rule="a task must make a problem for every number",
                 repair="change task_args or the seed, or set prompts.on_bad_record to skip",
             ) from error
         metadata = {

@@ -155,7 +155,7 @@ def choose_memory(device: torch.device, parameters: Mapping[str, nn.Parameter]) 
     torch.cuda.synchronize(device)  # torch has its context
     driver = open_driver(device.index)
     if driver is None:
-        _log.info("this GPU's driver maps no memory: decode steps are recorded again whenever the generator wakes")
+        _log.info("this GPU's driver cannot map memory: CUDA graphs are captured again whenever the generator wakes")
         return EngineMemory(device, parameters)
 
     def make(num_bytes: int, purpose: Purpose) -> DeviceMemory:

@@ -346,7 +346,7 @@ def _device(with_gpus: bool | None) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "a GPU was asked for, and torch sees none",
+            "a GPU is required, and torch sees none",
             path="generator.with_gpus",
             value=True,
             rule="a machine with a GPU and torch's CUDA build",

@@ -147,7 +147,7 @@ class EngineThread:
         return EngineDead(
             "the generator's engine has ended",
             value=repr(self._dead),
-            rule="the thread that makes tokens runs as long as the generator",
+            rule="the engine's thread runs as long as the generator",
             repair="restart the generator; a service restarts it automatically",
         )
 
@@ -202,7 +202,7 @@ class EngineThread:
         except Exception as error:
             if _is_fatal(error):
                 raise
-            _log.error("a step failed; the completions that were under way get its error", exc_info=error)
+            _log.error("a step failed; its error is raised for all completions in progress", exc_info=error)
             batching.fail_all(error)
 
     def _take_commands(self, batching: Batching) -> None:

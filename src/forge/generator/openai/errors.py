@@ -120,7 +120,7 @@ class _Connection(RequestHandler):
         self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         if request.writer.output_size > 0:
-            raise ConnectionError("an answer is under way: the connection can only be closed")
+            raise ConnectionError("a response has started: the connection can only be closed")
         if status < 500:
             _log.debug("a request could not be parsed: %s", message)
             error = malformed_request(message or "it cannot be parsed")

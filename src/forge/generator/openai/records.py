@@ -275,7 +275,7 @@ class Recorder:
                 raise OSError(f"only {num_written} of {len(line)} bytes were taken: is the disk full?")
         except (OSError, ValueError) as error:
             raise RecordError(
-                "an exchange could not be written down, so it is not given out",
+                "an exchange could not be recorded, so it is not returned",
                 path=str(self.path),
                 value=exchange.id,
                 rule=f"every exchange is recorded: {error}",

@@ -56,7 +56,7 @@ class Adapters:
                 raise EngineDead("vLLM's engine has ended.", path="load_adapter") from error
             raise _refused(path, str(error)) from error
         if not is_loaded:
-            raise _refused(path, "vLLM has no place for it")
+            raise _refused(path, "vLLM has no room for it")
         self._num_loads += 1
         self._requests[name] = LoRARequest(name, number, path)
 

@@ -127,11 +127,11 @@ class Reader:
         reason = _REASONS.get(str(part.finish_reason))
         if reason is None:
             raise EngineDead(
-                f"vLLM gave up this request: {part.finish_reason}.",
+                f"vLLM dropped this request: {part.finish_reason}.",
                 path=f"request {self.request.id}",
                 value=part.finish_reason,
                 rule="ends by a stop, by its length or by being aborted",
-                repair="send it again; the log of the engine says more",
+                repair="send it again; see the engine's log",
             )
         stop_reason = part.stop_reason
         if reason == "stop" and stop_reason is None and token_ids:

@@ -174,7 +174,7 @@ class Updates:
             await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": number}))
             await llm.finish_weight_update(weight_version=str(number))
         except BaseException as error:
-            _log.exception("loading version %d failed halfway: this engine has no weights any more", number)
+            _log.exception("loading version %d failed halfway: this engine no longer has complete weights", number)
             broken = _broken()
             self._fail(broken)
             raise broken from error
@@ -202,9 +202,9 @@ class Updates:
 
 def _broken() -> EngineDead:
     return EngineDead(
-        "vLLM's engine has no whole weights any more.",
+        "vLLM's engine no longer has complete weights.",
         path="generator.engine",
         value="vllm",
         rule="an update that was begun is completed",
-        repair="none by hand: the replica is replaced",
+        repair="nothing: the replica is replaced automatically",
     )

@@ -108,7 +108,7 @@ async def _let_go(host: Host, timings: HostTimings) -> None:
 
 
 def make_launcher(config: LauncherConfig) -> Launcher:
-    """The launcher that a configuration names."""
+    """Return the launcher that a configuration names."""
     if config.kind == "slurm":
         from forge.runtime.launchers.slurm import SlurmLauncher
 

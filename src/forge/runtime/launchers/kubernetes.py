@@ -42,7 +42,7 @@ def object_name(job_name: str) -> str:
 
 
 def addresses(config: LauncherConfig) -> list[str]:
-    """Where the workers will listen, first pod first."""
+    """Return where the workers will listen, first pod first."""
     return [_address(config, f"{object_name(config.job_name)}-{index}") for index in range(config.kubernetes.num_hosts)]
 
 
@@ -53,7 +53,7 @@ def _address(config: LauncherConfig, pod: str) -> str:
 
 
 def manifests(config: LauncherConfig, *, token: str) -> list[dict[str, Any]]:
-    """The two objects of a run: a headless Service and a StatefulSet. `token` tells this run from every other."""
+    """Return the objects of a run, a headless Service and a StatefulSet. `token` tells this run from every other."""
     name, wanted = object_name(config.job_name), config.kubernetes
     labels = {**wanted.labels, "app.kubernetes.io/name": "torchforge", RUN_LABEL: token}
     metadata = {"name": name, "namespace": wanted.namespace, "labels": labels}

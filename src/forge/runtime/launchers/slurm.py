@@ -39,7 +39,7 @@ _MAX_SILENT_POLLS = 5
 
 
 def job_script(config: LauncherConfig, *, log_dir: Path, python: str = sys.executable) -> str:
-    """The script that is given to sbatch.
+    """Return the script that is given to sbatch.
 
     A node that is lost takes neither the job nor the other workers with it (`--no-kill`, `--wait=0`), and the job is
     never run a second time on its own. A worker serves one run, so the job ends when its controller does.
@@ -69,7 +69,7 @@ def job_script(config: LauncherConfig, *, log_dir: Path, python: str = sys.execu
 
 
 def log_pattern(log_dir: Path) -> str:
-    """Where SLURM writes the job's output; %x is the job's name and %j its number."""
+    """Return where SLURM writes the job's output; %x is the job's name and %j its number."""
     return f"{str(log_dir).replace('%', '%%')}/%x-%j.log"
 
 

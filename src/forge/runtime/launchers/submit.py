@@ -35,7 +35,7 @@ class Outcome:
 
 
 def require_program(name: str, *, kind: str) -> str:
-    """The path of a scheduler's command, or an error that says where to find it."""
+    """Return the path of a scheduler's command, or an error that says where to find it."""
     found = shutil.which(name)
     if found is None:
         raise LaunchError(
@@ -121,7 +121,7 @@ def _too_late(arguments: Sequence[str], timeout_s: float) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a listener on `host` cannot be reached from another machine (or says nothing about where it is)."""
+    """Return whether other machines cannot reach a listener on `host` (or it says nothing about where it is)."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -130,13 +130,13 @@ def is_loopback(host: str) -> bool:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether `name` is a name of the machine that this runs on."""
+    """Return whether `name` is a name of the machine that this runs on."""
     own = socket.gethostname()
     return is_loopback(name) or name in (own, own.split(".")[0], socket.getfqdn())
 
 
 def unreachable_bind(bind: str, *, kind: str) -> LaunchError:
-    """The error for a controller that workers elsewhere could not answer."""
+    """Return the error for a controller that workers elsewhere could not answer."""
     return LaunchError(
         f"workers on other hosts cannot reach a controller at {bind}", path="launcher.bind", value=bind,
         rule=f"with launcher.kind={kind}, an address of the controller's machine that the workers can reach",
@@ -145,7 +145,7 @@ def unreachable_bind(bind: str, *, kind: str) -> LaunchError:
 
 
 async def is_listening(address: str, *, timeout_s: float = 5.0) -> bool:
-    """Whether something accepts connections at a worker's address."""
+    """Return whether something accepts connections at a worker's address."""
     parts = urlsplit(address)
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, parts.port), timeout_s)

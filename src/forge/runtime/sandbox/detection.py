@@ -33,7 +33,7 @@ class Finding:
 
 
 def open_sandbox(isolation: str = "auto", *, python: str | None = None) -> Sandbox:
-    """A sandbox, proven by a run.
+    """Return a sandbox, proven by a run.
 
     Args:
         isolation: "bubblewrap", "namespaces" or "process"; "auto" is the first of the two that are a boundary. Where
@@ -74,7 +74,7 @@ def _missing(isolation: str, findings: list[Finding]) -> LaunchError:
 
 
 def survey() -> list[Finding]:
-    """Every isolation, and whether it works here."""
+    """Return every isolation, and whether it works here."""
     return [find(isolation) for isolation in ISOLATIONS]
 
 
@@ -129,7 +129,7 @@ _DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/u
 
 
 def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
-    """An interpreter, and the folders that it needs."""
+    """Return an interpreter, and the folders that it needs."""
     if python is None:
         base = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
         return str(base), (sys.base_prefix, sys.base_exec_prefix, str(base.parent))
@@ -149,13 +149,13 @@ def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
 
 
 def _all_may_read(path: str) -> bool:
-    """Whether every user can reach a file."""
+    """Return whether every user can reach a file."""
     place = Path(path).resolve()
     return all(part.stat().st_mode & 0o001 for part in (place, *place.parents))
 
 
 def _may_mount() -> bool:
-    """Whether this process is root with the right to mount, so that it needs no user namespace."""
+    """Return whether this process is root with the right to mount, so that it needs no user namespace."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
     return os.geteuid() == 0 and bool(effective & 1 << 21)

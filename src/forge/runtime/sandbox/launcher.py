@@ -135,7 +135,7 @@ def _in_namespaces(plan: Mapping[str, Any], report: int, owner: int | None) -> N
 
 
 def _end_if_alone(report: int) -> None:
-    """The launcher may have died before it could be told that we end with it."""
+    """Exit if the launcher died before it was arranged that this process ends with it."""
     poll = select.poll()
     poll.register(report, select.POLLERR)
     if any(event & select.POLLERR for _, event in poll.poll(0)):
@@ -177,7 +177,7 @@ def _in_bubblewrap(plan: Mapping[str, Any], report: int, owner: int | None) -> N
 
 
 def _parents(path: str) -> list[str]:
-    """The folders above a path, the outermost first, without the root folder."""
+    """Return the folders above a path, the outermost first, without the root folder."""
     parts = path.strip("/").split("/")[:-1]
     return ["/" + "/".join(parts[: number + 1]) for number in range(len(parts))]
 
@@ -346,8 +346,8 @@ def _make_devices() -> None:
 
 
 def _make_proc() -> None:
-    """The processes of this namespace. Where the old /proc is partly hidden, as in many containers, the kernel refuses
-    a new one inside a user namespace; programs then find /proc empty."""
+    """Mount the processes of this namespace. Where the old /proc is partly hidden, as in many containers, the kernel
+    refuses a new one inside a user namespace; programs then find /proc empty."""
     os.makedirs("/proc", mode=0o755, exist_ok=True)
     with contextlib.suppress(PermissionError):
         _mount("proc", "/proc", "proc", _RDONLY | _NOSUID | _NODEV | _NOEXEC)

@@ -55,7 +55,7 @@ class LaunchedSandbox:
             return run.to_its_end()
 
     def plan(self, program: str, *, folder: str, limits: Limits) -> dict[str, Any]:
-        """What the launcher is told."""
+        """Return what the launcher is told."""
         return {
             **self._plan,
             "isolation": self.isolation,

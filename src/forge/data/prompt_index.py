@@ -33,7 +33,7 @@ class PromptSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class PromptIndex:
     """N prompts of some sources, without their words: a few bytes of memory for each.
 
     Attributes:
@@ -57,9 +57,9 @@ class Shelf:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def take(self, indices: Indices) -> Shelf:
+    def take(self, indices: Indices) -> PromptIndex:
         """Some of them, in the order of the indices."""
-        return Shelf(
+        return PromptIndex(
             self.sources,
             self.owners[indices],
             self.numbers[indices],
@@ -82,17 +82,17 @@ class Shelf:
         return prompt
 
 
-def joined(shelves: Sequence[Shelf]) -> Shelf:
-    """Several shelves as one, in order. Two prompts that differ may not have the same id."""
-    starts = np.cumsum([0, *(len(shelf.sources) for shelf in shelves)])
-    whole = Shelf(
-        tuple(source for shelf in shelves for source in shelf.sources),
-        np.concatenate([shelf.owners + start for shelf, start in zip(shelves, starts, strict=False)]),
-        np.concatenate([shelf.numbers for shelf in shelves]),
-        np.concatenate([shelf.questions for shelf in shelves]),
-        np.concatenate([shelf.prints for shelf in shelves]),
-        np.concatenate([shelf.ids for shelf in shelves]),
-        sum(shelf.num_skipped for shelf in shelves),
+def joined(indexes: Sequence[PromptIndex]) -> PromptIndex:
+    """Several indexes as one, in order. Two prompts that differ may not have the same id."""
+    starts = np.cumsum([0, *(len(prompt_index.sources) for prompt_index in indexes)])
+    whole = PromptIndex(
+        tuple(source for prompt_index in indexes for source in prompt_index.sources),
+        np.concatenate([prompt_index.owners + start for prompt_index, start in zip(indexes, starts, strict=False)]),
+        np.concatenate([prompt_index.numbers for prompt_index in indexes]),
+        np.concatenate([prompt_index.questions for prompt_index in indexes]),
+        np.concatenate([prompt_index.prints for prompt_index in indexes]),
+        np.concatenate([prompt_index.ids for prompt_index in indexes]),
+        sum(prompt_index.num_skipped for prompt_index in indexes),
     )
     _, first, same = np.unique(whole.ids, return_index=True, return_inverse=True)
     differing = np.flatnonzero((whole.prints != whole.prints[first[same]]).any(axis=1))
@@ -108,7 +108,7 @@ def joined(shelves: Sequence[Shelf]) -> Shelf:
     return whole
 
 
-def gather(source: PromptSource, *, num_candidates: int, limit: int, distinct: bool, lenient: bool) -> Shelf:
+def gather(source: PromptSource, *, num_candidates: int, limit: int, distinct: bool, lenient: bool) -> PromptIndex:
     """The first `limit` prompts among the candidates 0, 1, … that can be used.
 
     With `distinct`, what is asked a second time is passed over, and the search ends early when nothing new has come for
@@ -149,7 +149,7 @@ def gather(source: PromptSource, *, num_candidates: int, limit: int, distinct: b
         prints += fingerprint(prompt)
     if num_bad:
         logger.warning("%s: %d records could not be read and were skipped", source.name, num_bad)
-    return Shelf(
+    return PromptIndex(
         (source,),
         np.zeros(len(numbers), dtype=np.int64),
         np.array(numbers, dtype=np.int64),
