@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forge.models import gpu_layers
-from forge.models.rotary import Rotary
+from forge.models.layers import Rotary
 
 ON_GPU = torch.cuda.is_available()
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None

@@ -54,7 +54,7 @@ def outcome(task: RowTask, tensors: tuple[Tensor, ...], dtype: torch.dtype, *, k
     inputs = [tensor.detach().requires_grad_() for tensor in inputs]
     attention = DocumentAttention(DocumentAttention.Config())
     attention.kernel = load_kernel(kernel)  # type: ignore[arg-type]
-    out = attention(*inputs, attention_masks=attention.book.enter(task))
+    out = attention(*inputs, attention_masks=attention.row_registry.enter(task))
     out.backward(gradient)
     return [out.detach(), *(tensor.grad for tensor in inputs)]
 

@@ -101,7 +101,7 @@ def listening(engine: Any, batch: Batch, logits: dict[int, Tensor]) -> None:
     for part in engine.parts:
         if part.lm_head is not None:
             inner = part.lm_head.function
-            part.use(engine.book, tell)
+            part.use(engine.row_registry, tell)
 
 
 def run_families(root: Path, layouts: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Found]]:
@@ -131,7 +131,7 @@ def run_engine(engine: Any, out: Path) -> Found:
     listening(engine, batch, logits)
     logprobs = engine.forward_logprobs(batch)
     for part, head in zip(engine.parts, heads, strict=True):
-        part.use(engine.book, head)
+        part.use(engine.row_registry, head)
     evaluated = engine.evaluate(batch)
     result = engine.train_step(batch)
     Checkpointer(engine).export(out)

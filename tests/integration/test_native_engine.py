@@ -246,7 +246,7 @@ def test_weights_of_a_trainer_in_this_process_are_shared(tmp_path: Path) -> None
             assert after.token_ids != before.token_ids
             assert (after.versions, after.num_shared) == ((VersionSpan(7, 0, 20),), 0)
             equal_to_trainer(trained, [after])
-            with pytest.raises(ModelError, match=r"engine\.changing"):
+            with pytest.raises(ModelError, match=r"engine\.paused"):
                 await engine.update_weights("latest", "keep")
         return after
 
@@ -505,7 +505,7 @@ def test_an_update_that_nobody_waits_for_is_whole_or_not_at_all(drive: Callable[
             stream = engine.stream(request(prompt(20), max_tokens=200))
             await until(stream, num_tokens=2)
             update = asyncio.ensure_future(engine.update_weights(1, "drain"))
-            while not engine.thread.changes:
+            while not engine.thread.updates:
                 await until(stream, num_tokens=1)
             update.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -532,7 +532,7 @@ def test_close_answers_everybody(drive: Callable[..., Any]) -> None:
         stream = engine.stream(request(prompt(20)))
         await until(stream, num_tokens=2)
         update = asyncio.ensure_future(engine.update_weights(1, "drain"))
-        while not engine.thread.changes:
+        while not engine.thread.updates:
             await until(stream, num_tokens=1)
         await engine.close()
         asked = [update, *map(asyncio.ensure_future, (engine.update_weights(1, "keep"), engine.score([prompt(9)])))]

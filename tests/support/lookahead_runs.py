@@ -69,7 +69,7 @@ class Run:
         self.batching.enter_score(ScoreJob(prompt(length, number), 1.0, deliver=deliver, is_urgent=is_urgent))
 
     def update(self, kind: Kind, mode: UpdateMode) -> None:
-        while mode == "drain" and self.batching.scheduler.has_begun:
+        while mode == "drain" and self.batching.scheduler.has_started:
             self.batching.step(self.version, admit=False)
         self.batching.finish_launched()
         self.batching.runner.update_weights(models.weights(kind))

@@ -101,7 +101,7 @@ def _which_gpu() -> ConfigError:
 
 def _load(arguments: argparse.Namespace) -> ForgeConfig:
     from forge.config import load, split_words
-    from forge.config.kinds import SCHEMAS, detect_kind
+    from forge.config.command_line import SCHEMAS, detect_kind
 
     files, overrides = split_words(arguments.words)
     files = [os.path.expanduser(file) for file in files]

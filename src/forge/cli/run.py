@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from forge.config.module_folders import add_module_folders
+    from forge.config.command_line import add_module_folders
 
     script: Path = arguments.script
     if not script.is_file():
@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _check_script(script: Path, words: Sequence[str]) -> None:
     """Refuse a configuration in place of the script, and what Python cannot read."""
     if script.suffix in (".yaml", ".yml"):
-        from forge.config.kinds import detect_kind, program_of
+        from forge.config.command_line import detect_kind, program_of
 
         app = program_of(detect_kind([str(script)], []).kind)
         command = ["forge", "run", app if Path(app).is_file() else "SCRIPT", "--config", str(script), *words]

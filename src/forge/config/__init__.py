@@ -13,7 +13,7 @@ from forge.config.algorithm import (
     PolicyLossConfig,
 )
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.command_line import from_command_line
+from forge.config.command_line import add_module_folders, from_command_line
 from forge.config.generator import (
     CanaryConfig,
     GenerationConfig,
@@ -26,14 +26,18 @@ from forge.config.generator import (
     UpdateMode,
     Verify,
 )
-from forge.config.grpo import GRPOConfig, RecordConfig, ReferenceConfig, RolloutConfig
-from forge.config.layers import Origin
-from forge.config.loading import Loaded, explain, load, load_with_origins
-from forge.config.model_presets import preset_names
-from forge.config.module_folders import add_module_folders
-from forge.config.overrides import split_words
+from forge.config.grpo import (
+    EvaluationConfig,
+    GRPOConfig,
+    PromptsConfig,
+    PromptSourceConfig,
+    RecordConfig,
+    ReferenceConfig,
+    RolloutConfig,
+)
+from forge.config.layers import Origin, preset_names, split_words
+from forge.config.loading import Loaded, dump, explain, load, load_with_origins, save
 from forge.config.problems import InvalidConfig, Problem
-from forge.config.prompts import EvaluationConfig, PromptsConfig, PromptSourceConfig
 from forge.config.rewards import (
     JudgeConfig,
     OverlongConfig,
@@ -41,7 +45,6 @@ from forge.config.rewards import (
     RewardModelConfig,
     RewardsConfig,
 )
-from forge.config.saving import dump, save
 from forge.config.schema import (
     ForgeConfig,
     KubernetesConfig,

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import SHORT_DTYPES, EngineName
+from forge.config.base import SHORT_DTYPES, ConfigModel, EngineName, FrozenDict, broken_rule
 from forge.config.schema import ForgeConfig, ModelConfig, ReplicatedWorkerConfig
 from forge.errors import ConfigError
 from forge.registry import ENGINES

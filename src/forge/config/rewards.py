@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.base import ConfigModel, FrozenDict, Name, PathText, RewardName, broken_rule
 from forge.config.generator import GeneratorServiceConfig
-from forge.config.rules import Name, PathText, RewardName
 
 
 class RewardConfig(ConfigModel):

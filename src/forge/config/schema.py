@@ -11,17 +11,19 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import (
+from forge.config.base import (
     SHORT_DTYPES,
     Address,
+    ConfigModel,
     Directory,
     EnvName,
+    FrozenDict,
     KubernetesName,
     Name,
     PathText,
     SbatchLine,
     TimeLimit,
+    broken_rule,
 )
 
 

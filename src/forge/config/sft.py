@@ -7,8 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import LossName, Name, PathText, SinkName
+from forge.config.base import ConfigModel, FrozenDict, LossName, Name, PathText, SinkName, broken_rule
 from forge.config.schema import ForgeConfig, WorkerConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
 

@@ -7,8 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, broken_rule
-from forge.config.rules import SHORT_DTYPES, Directory, PathText
+from forge.config.base import SHORT_DTYPES, ConfigModel, Directory, PathText, broken_rule
 from forge.config.schema import ModelConfig
 
 

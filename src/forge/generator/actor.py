@@ -1,4 +1,4 @@
-"""`Generator`: an engine behind endpoints, the same for every engine."""
+"""`Generator`: the actor that serves an engine, the same for every engine."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ ENGINE_DIED = 70
 
 
 class Generator(ForgeActor):
-    """Turns prompts into completions. As a service, several replicas feel like one policy.
+    """Generates completions of prompts. As a service, several replicas act as one policy.
 
     Example:
         >>> policy = await Generator.options(num_replicas=2).as_service(GeneratorConfig(model=model))
         >>> completions = await policy.generate.route("Once upon a time", n=4)
         >>> await policy.update_weights.fanout(version=3)
 
-    `procs` is the number of processes over which vLLM splits the model; the embedded engine has one. When the engine
-    dies the process ends with it, so that a service restarts the replica, which then loads the newest version.
+    `procs` is the number of processes over which the engine splits the model; the native engine has one. When the
+    engine dies the process ends with it, so that a service restarts the replica, which then loads the newest version.
     """
 
     def __init__(self, config: GeneratorConfig) -> None:
         self.config = config
 
-    # ---- Life ---------------------------------------------------------------------------------------------------
+    # ---- Lifetime -----------------------------------------------------------------------------------------------
 
     @endpoint
     async def setup(self) -> None:
@@ -70,7 +70,7 @@ class Generator(ForgeActor):
         self._catching_up = asyncio.Lock()
         self._may_be_behind = int(os.environ.get("FORGE_REPLICA_GENERATION", "0")) > 0
         if not self._is_front:
-            return  # it lends its device to the engine of rank 0
+            return  # the engine of rank 0 uses its device
         self.model, self._tokenizer = await asyncio.to_thread(self._read_model)
         self._engine = self._make_engine(world_size, devices)
         self._sync = Sync(self._engine, self.config)
@@ -126,7 +126,7 @@ class Generator(ForgeActor):
 
     @endpoint(concurrent=True)
     async def close(self) -> None:
-        """End the engine in order. Completions under way end as aborted."""
+        """End the engine in order. Completions in progress finish as aborted."""
         if self._is_front:
             self._long_texts.close()
             await self._engine.close()
@@ -144,13 +144,13 @@ class Generator(ForgeActor):
         n: int | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """The completions of one prompt.
+        """Return the completions of one prompt.
 
         Args:
-            prompt: text to go on from.
+            prompt: text to continue.
             messages: or a conversation to answer, which goes through the chat template.
             token_ids: or tokens, as they are.
-            sampling: how tokens are drawn: a whole `Sampling`, or a dict of what differs from the configuration's.
+            sampling: a whole `Sampling`, or a dict of what differs from the configuration's.
             n: how many completions; overrides `sampling`.
             template: arguments of the chat template, such as `tools` or `enable_thinking`.
         """
@@ -174,7 +174,7 @@ class Generator(ForgeActor):
         n: int | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[Delta]:
-        """As `generate`, as the completions grow: `async for delta in policy.generate_stream.stream(...)`."""
+        """Stream what `generate` returns: `async for delta in policy.generate_stream.stream(...)`."""
         if not self._is_front:
             return
         await self._catch_up()
@@ -217,7 +217,7 @@ class Generator(ForgeActor):
     async def score(
         self, token_ids: Sequence[int] | Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
-        """The logprob of every given token after those before it; the first one's is 0. One line of tokens, or many."""
+        """Return the logprob of every token given those before it; the first one's is 0. One sequence, or many."""
         if not self._is_front:
             return []
         await self._catch_up()
@@ -264,36 +264,36 @@ class Generator(ForgeActor):
             return await self._sync.update_weights(version, mode)
 
     async def _catch_up(self) -> None:
-        """Before the first requests after a restart: a version that was sent to all while this replica began passed it
-        by, and nobody would send it again. Requests only come when it is part of every fanout."""
+        """Update before the first request after a restart: this replica missed versions that were sent to all while it
+        started, and they are not sent again. Requests only come when it is part of every fanout."""
         async with self._catching_up:
             if self._may_be_behind:
                 await self._sync.catch_up()
                 self._may_be_behind = False
 
-    # ---- Memory, adapters, figures --------------------------------------------------------------------------------
+    # ---- Memory, adapters, statistics ------------------------------------------------------------------------------
 
     @endpoint(concurrent=True)
     async def sleep(self) -> None:
-        """Give the device's memory back, to a trainer for example. Requests wait until `wake`."""
+        """Release the device's memory, for a trainer for example. Requests wait until `wake`."""
         if self._is_front:
             await self._sync.sleep()
 
     @endpoint(concurrent=True)
     async def wake(self) -> None:
-        """Take memory again and go on. Weights that came meanwhile are proven now: see `update_weights`."""
+        """Restore the memory and continue. Weights that came meanwhile are proven now: see `update_weights`."""
         if self._is_front:
             await self._sync.wake()
 
     @endpoint(retry=True, concurrent=True)
     async def stats(self) -> EngineStats | None:
-        """What the engine does now, and what it has done."""
+        """Return what the engine does and has done."""
         return self._engine.stats() if self._is_front else None
 
     @endpoint(retry=True, concurrent=True)
     async def card(self) -> dict[str, Any]:
-        """What is served: name, engine, its capabilities, max_seq_len, max_open (completions under way or waiting),
-        version, vocab_size, has_chat_template, folder, sampling."""
+        """Describe what is served: name, engine, its capabilities, max_seq_len, max_open (most completions in progress
+        or waiting), version, vocab_size, has_chat_template, folder, sampling."""
         if not self._is_front:
             return {}
         from forge.generator.engine import context_limit
@@ -319,7 +319,7 @@ class Generator(ForgeActor):
 
     @endpoint(concurrent=True)
     async def unload_adapter(self, name: str) -> None:
-        """Let an adapter go."""
+        """Unload an adapter."""
         if self._is_front:
             await self._adapters().unload_adapter(name)
 
@@ -338,7 +338,7 @@ class Generator(ForgeActor):
 
 
 def _all_devices(rank: int, world_size: int) -> tuple[str, ...]:
-    """The GPUs of all ranks, in order: rank 0's engine uses them all."""
+    """Return the GPUs of all ranks, in order: rank 0's engine uses them all."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if world_size == 1:
         return tuple(own.split(",")) if own else ()
@@ -356,7 +356,7 @@ def _all_devices(rank: int, world_size: int) -> tuple[str, ...]:
 
 
 def _end_process(error: BaseException) -> None:
-    """The engine is gone: end this process, so that whoever watches it starts another."""
+    """End this process, because its engine is gone: the service starts another."""
     _log.critical("the engine died, and this generator ends with it", exc_info=error)
     logging.shutdown()
     os._exit(ENGINE_DIED)

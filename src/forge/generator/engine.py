@@ -1,4 +1,4 @@
-"""What an engine is: the seam between `Generator`, the actor, and whatever makes the tokens."""
+"""The protocol of generation engines, its records, and the limits that all engines share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine_class(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, as tokens, and how to go on from it. `prompt_ids` fits the context and `sampling` the engine."""
+    """One prompt, as tokens, and how to sample its completions. Both are already checked."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -52,12 +52,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What an update of the weights did.
+    """The outcome of a weight update.
 
     Attributes:
-        version: the weights that serve now.
-        mode: what was done with completions under way.
-        seconds: how long the whole update took; stall_s: how long no token was made because of it.
+        version: the version of the weights in use now.
+        mode: what was done with completions in progress.
+        seconds: how long the whole update took; stall_s: for how long it held up generation.
         num_attempts: how often it was tried.
         num_aborted: completions that it cut short.
         canary: the largest difference of a logprob from the trainer's; None where it was not compared.
@@ -77,12 +77,12 @@ class EngineStats:
     """What an engine does now, and what it has done since it started.
 
     Attributes:
-        version: the weights that serve.
-        num_running, num_waiting: completions under way, and those in the queue.
-        num_done, num_aborted: completions that ended by themselves, and those that were cut short.
-        num_prompt_tokens, num_shared_tokens, num_tokens: tokens of prompts, how many of them were found computed, and
-            tokens that were drawn.
-        num_preempted: how often a completion had to give its memory to another and was read again.
+        version: the version of the weights in use.
+        num_running, num_waiting: completions in progress, and in the queue.
+        num_done, num_aborted: completions that finished, and completions that were cut short.
+        num_prompt_tokens, num_shared_tokens, num_tokens: tokens of prompts, how many of them were found in the cache,
+            and sampled tokens.
+        num_preempted: how often a completion lost its memory to another and was recomputed.
         cache_used: the part of the cache that is in use, from 0 to 1.
         is_asleep: whether its memory was released with `sleep`.
         more: what only one engine knows.
@@ -103,7 +103,7 @@ class EngineStats:
 
 
 class GenerationEngine(Protocol):
-    """An engine on one event loop. Every method may be called while others are under way.
+    """An engine on one event loop. Methods may be called concurrently.
 
     `Generator` creates it with `Engine(config, model=..., tokenizer=..., on_death=...)`, and with the arguments that
     its capabilities name.
@@ -123,19 +123,19 @@ class GenerationEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """The weights that make tokens now."""
+        """The version of the weights in use."""
         ...
 
     async def start(self) -> None:
-        """Load the model; when it returns, requests are served. Everything slow happens on other threads."""
+        """Load the model; afterwards requests are served. Slow work happens on other threads."""
         ...
 
     async def generate(self, request: Request) -> list[Completion]:
-        """The n completions, in order. Cancelling it ends the work on them. `Overloaded` when the queue is full."""
+        """Return the n completions, in order. Cancelling the call cancels them. `Overloaded` when the queue is full."""
         ...
 
     def stream(self, request: Request) -> AsyncIterator[Delta]:
-        """The n completions as they grow. Closing the iterator ends the work on them."""
+        """Yield the n completions as they grow. Closing the iterator cancels them."""
         ...
 
     async def update_weights(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
@@ -166,24 +166,26 @@ class GenerationEngine(Protocol):
         """Restore the memory, with the newest weights that were served."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Return what the engine does and has done."""
+        ...
 
     async def close(self) -> None:
-        """End everything that the engine started. Completions under way end as aborted."""
+        """End everything that the engine started. Completions in progress finish as aborted."""
         ...
 
 
 # ---- Limits ----------------------------------------------------------------------------------------------------------
 
 
-MOST_UNLESS_ASKED: Final = 4096
+DEFAULT_CONTEXT: Final = 4096
 
 
 def context_limit(config: GenerationConfig, model: ModelConfig) -> int:
-    """The longest prompt and completion together, in tokens, for a model whose facts are complete."""
+    """Return the longest prompt and completion together, in tokens, for a model whose facts are complete."""
     supported = model.max_seq_len
     if config.max_seq_len is None:
-        return min(supported or MOST_UNLESS_ASKED, MOST_UNLESS_ASKED)
+        return min(supported or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     if supported is not None and config.max_seq_len > supported:
         raise ConfigError(
             "the generator's context is longer than the model supports",
@@ -208,12 +210,12 @@ def check_split(config: GenerationConfig, degree: int, *, path: str, error: type
 
 
 def most_open(config: GenerationConfig) -> int:
-    """Return how many completions one generator may have under way or waiting."""
+    """Return how many completions one generator may have in progress or waiting."""
     return config.max_batch + config.max_queue
 
 
 class OpenCompletions:
-    """The completions that are under way or wait. An engine has one, on its event loop."""
+    """Counts the completions in progress or waiting. An engine has one, on its event loop."""
 
     def __init__(self, config: GenerationConfig) -> None:
         self._config = config
@@ -221,8 +223,8 @@ class OpenCompletions:
 
     @contextmanager
     def opened(self, num: int) -> Iterator[None]:
-        """Count a request's completions while it is open; `Overloaded` where there would be too many at the moment,
-        `ConfigError` where there are too many at any time."""
+        """Count a request's completions while it is open. Raise `Overloaded` if there would be too many now, and
+        `ConfigError` if the request alone asks for too many."""
         limit = most_open(self._config)
         if num > limit:
             raise ConfigError(

@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def takes(width: int) -> bool:
-    """Whether heads of this width can be attended to here."""
+    """Return whether heads of this width can be attended to here."""
     return 0 < width <= MAX_WIDTH and width % WIDTH_MULTIPLE == 0
 
 

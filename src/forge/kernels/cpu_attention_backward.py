@@ -60,7 +60,7 @@ class SharedLayout:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], prefixes: tuple[int, ...] = ()) -> SharedLayout:
-        """Documents of these lengths, of which each takes its first `prefix` tokens from the last that took none."""
+        """Lay out documents, of which each takes its first `prefix` tokens from the last that took none."""
         paged, num_pages = PagedLayout.of_documents(lengths), num_pages_of(lengths)
         if not any(prefixes):
             owners = torch.arange(len(lengths), dtype=torch.int32)

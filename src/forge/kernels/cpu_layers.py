@@ -89,7 +89,7 @@ def norm_gradients(grad_ND: Tensor, x_ND: Tensor, factors_N: Tensor, weight_D: T
 
 
 def rotates(x: Tensor) -> bool:
-    """Whether `rotated` takes heads of this shape and these strides, and there is a kernel."""
+    """Return whether `rotated` takes heads of this shape and these strides, and there is a kernel."""
     return x.stride(-1) == 1 and x.shape[-1] % 2 == 0 and library() is not None
 
 

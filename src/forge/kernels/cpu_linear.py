@@ -122,7 +122,7 @@ def row_floor() -> int:
 
 
 def is_rowwise(tensor: Tensor) -> bool:
-    """Whether rows of this tensor are kept independent of their number: plain float32 on a CPU, not being compiled."""
+    """Return whether rows are kept independent of their number: plain float32 on a CPU, not being compiled."""
     return (
         type(tensor) in _PLAIN and tensor.dtype == torch.float32 and tensor.is_cpu and not torch.compiler.is_compiling()
     )

@@ -81,7 +81,7 @@ def normed(x_RK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
 
 @functools.cache
 def norms_as_torch(width: int, num_threads: int) -> bool:
-    """Whether the kernel's norm has the bits of torch's here, found out by trying."""
+    """Return whether the kernel's norm has the bits of torch's here, found out by trying."""
     draw = torch.Generator().manual_seed(0)
     rows = max(_PROBE_ROWS, 2 * num_threads * (1 << 15) // width)  # torch shares out the work of so many
     x, weight = torch.randn(rows, width, generator=draw), torch.randn(width, generator=draw)
@@ -243,7 +243,7 @@ class Calls:
         self._add_y_to_x()
 
     def _norm(self, source: str, norm: nn.RMSNorm, target: str | None) -> None:
-        """Of whole rows, or of heads. Without a target the result is the hidden states."""
+        """Add the norm of whole rows, or of heads. Without a target the result is the hidden states."""
         width, weight = len(norm.weight), norm.weight.data_ptr()
         job = Norm(x=self._at(source), weight=weight, width=width, eps=norm.eps)
         links: dict[str, str | tuple[str, int]] = {"rows": (_ROWS, self._space[source].shape[1] // width)}
@@ -254,7 +254,7 @@ class Calls:
         self._add(self._native.forge_norm, job, **links)
 
     def _product(self, source: str, weight: Tensor, target: str | None) -> None:
-        """Without a target the result is the logits."""
+        """Add a product. Without a target the result is the logits."""
         outputs, width = weight.shape
         job = Product(x=self._at(source), weight=weight.data_ptr(), width=width, outputs=outputs)
         job.x_row, job.out_row, job.num_threads = width, outputs, 1

@@ -152,7 +152,7 @@ def _fingerprint(kernel: Kernel, compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _cpu_features() -> bytes:
-    """What `-march=native` depends on: another processor with the same home directory must not load this code."""
+    """Return what `-march=native` depends on: another processor with this home directory must not load this code."""
     try:
         text = Path("/proc/cpuinfo").read_bytes()
     except OSError:

@@ -14,8 +14,8 @@ from typing import Any, Final, Literal, TypeGuard
 
 from forge.config import CheckpointConfig, GRPOConfig
 from forge.config.base import ConfigModel
-from forge.config.renames import move_old_keys
-from forge.config.saving import FILE_NAME, to_plain
+from forge.config.fields import move_old_keys
+from forge.config.loading import FILE_NAME, to_plain
 from forge.config.yaml_text import read_yaml
 from forge.errors import CheckpointError, ConfigError
 from forge.loops.run_paths import HasRunPaths, checkpoint_dir, run_dir

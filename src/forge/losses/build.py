@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge.config.algorithm import AlgorithmConfig
-from forge.config.call_arguments import argument_problems
-from forge.config.problems import InvalidConfig
+from forge.config.problems import InvalidConfig, argument_problems
 from forge.errors import ConfigError
 from forge.losses.base import Loss
 from forge.registry import LOSSES, call

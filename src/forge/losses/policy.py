@@ -25,8 +25,7 @@ from torch import Tensor
 
 from forge.config.algorithm import AlgorithmConfig
 from forge.config.base import FrozenDict
-from forge.config.call_arguments import argument_problems
-from forge.config.problems import InvalidConfig
+from forge.config.problems import InvalidConfig, argument_problems
 from forge.errors import ConfigError, DataError
 from forge.losses.base import LossTerms, TokenView
 from forge.losses.correction import Correction, mismatch_metrics, ratio_metrics

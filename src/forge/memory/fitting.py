@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forge.config import ForgeConfig, ModelConfig, load
-from forge.config.saving import to_plain
+from forge.config.loading import to_plain
 from forge.errors import ConfigError, ModelError
 from forge.memory.card import Card
 from forge.memory.devices import plan_memory

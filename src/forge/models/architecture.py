@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from forge.config import ModelConfig, preset_names
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
 from forge.models.families import family_of
 

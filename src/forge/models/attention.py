@@ -20,7 +20,7 @@ from forge.kernels.cpu_attention_backward import SharedLayout
 from forge.kernels.cpu_linear import is_rowwise
 from forge.models.flash_attention import Kernel, torch_kernel
 from forge.models.gpu_attention import device_of, power_of_two
-from forge.models.rows import Documents, RowBook, Sharing
+from forge.models.rows import Documents, RowRegistry, Sharing
 
 
 class DocumentAttention(Module):  # type: ignore[misc]
@@ -38,7 +38,7 @@ class DocumentAttention(Module):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.book = RowBook()
+        self.row_registry = RowRegistry()
         self.kernel: Kernel = torch_kernel
 
     @torch.compiler.disable
@@ -52,8 +52,8 @@ class DocumentAttention(Module):  # type: ignore[misc]
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """`attention_masks` is TorchTitan's word for what is handed to the layers: here the key of the row."""
-        row = self.book.find(attention_masks)
+        """Attend within documents. `attention_masks`, TorchTitan's name, holds the key of the row."""
+        row = self.row_registry.find(attention_masks)
         if _goes_by_row(q_BLNH):
             factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
             layout = _layout(row.documents.lengths, _prefixes(row.sharing))
@@ -105,7 +105,7 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: f
 
 
 def _each_alone(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Padding: each token sees itself alone.
+    """Attend to padding: each token sees itself alone.
 
     The result is `v`, but queries and keys must get a gradient too, of 0: in a row without samples nothing else would
     give them one, and FSDP sums over ranks only what has a gradient, so that ranks would disagree about what they sum.
@@ -116,7 +116,7 @@ def _each_alone(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 
 
 def expand_shared(values_LKD: Tensor, sharing: Sharing) -> Tensor:
-    """The values of whole documents [E, K, D] from those of a row [L, K, D].
+    """Return the values of whole documents [E, K, D] from those of a row [L, K, D].
 
     The gradient of a place is the sum over its copies, added up in float32 in a fixed order: the same bits every time,
     which the gradient of `index_select` on a GPU has not.
@@ -138,7 +138,7 @@ class _Copied(torch.autograd.Function):  # type: ignore[misc]
 
 
 def sum_shared(values_EKD: Tensor, sharing: Sharing) -> Tensor:
-    """The sum of the values of each place's copies [L, K, D]."""
+    """Return the sum of the values of each place's copies [L, K, D]."""
     values_EKD = values_EKD.contiguous()
     num_places, shape = sharing.own.shape[0], values_EKD.shape[1:]
     if values_EKD.is_cuda and values_EKD.dtype != torch.float64:

@@ -34,10 +34,9 @@ from forge.kernels import cpu_attention, cpu_layers, cpu_linear
 from forge.kernels.cpu_linear import is_rowwise
 from forge.kernels.cpu_step import Calls, LayerTensors, Part, Step, Tensors, library, norms_as_torch
 from forge.models.gpu_layers import GpuNorm
+from forge.models.inference import PagedAttention, PagedRow
 from forge.models.language_model import LanguageModel
-from forge.models.layers import RowFeedForward, RowLinear
-from forge.models.paged_attention import PagedAttention, PagedRow
-from forge.models.rotary import Rotary
+from forge.models.layers import Rotary, RowFeedForward, RowLinear
 
 _LANES: Final = 8  # rows that a product computes at least
 _MOST_WEIGHTS: Final = 1 << 22
@@ -57,7 +56,7 @@ class _Cut:
 
 
 def cut(starts: NDArray[np.int32], costs: NDArray[np.int64], num_parts: int) -> tuple[list[_Cut], int]:
-    """Sequences one after the other in at most so many parts of about equal cost, and what the dearest of them costs.
+    """Cut sequences into at most so many parts of about equal cost; return them and the highest cost of a part.
 
     `starts` [S + 1] are the rows at which sequences begin, `costs` [S] what each takes. No part is empty.
     """
@@ -89,7 +88,7 @@ class CpuSteps:
         self._logits = torch.empty(0)
 
     def hidden(self, token_ids_T: Tensor, row: PagedRow) -> Tensor | None:
-        """The hidden states [R, D] that `row` asks for, its keys and values being in the cache afterwards.
+        """Return the hidden states [R, D] that `row` asks for, its keys and values being in the cache afterwards.
 
         None where the model has to be called instead, which then computes the same: also where the row asks for what
         does not exist, and the model says what.
@@ -100,7 +99,7 @@ class CpuSteps:
         return hidden.index_select(0, row.index) if self._run(token_ids_T, row, hidden=hidden) else None
 
     def logits(self, token_ids_T: Tensor, row: PagedRow) -> Tensor | None:
-        """The same for a row that asks for all its tokens, in order: the logits [T, V], which the next call overwrites.
+        """Return the logits [T, V] of a row that asks for all its tokens, in order; the next call overwrites them.
 
         None also if it is only the head that has to be computed by itself.
         """
@@ -168,7 +167,7 @@ class CpuSteps:
         return bool(native.forge_run(ctypes.addressof(step)) == 0)
 
     def _calls(self, place: int, *, num_rows: int) -> Calls:
-        """The calls of the part at a place among the others, with room for so many rows."""
+        """Return the calls of the part at a place among the others, with room for so many rows."""
         tensors, native = self._tensors, library()
         assert tensors is not None
         assert native is not None
@@ -180,7 +179,7 @@ class CpuSteps:
 
 
 def _row(tensor: Tensor | None, place: int) -> int:
-    """The address of a row of a tensor; 0 for none."""
+    """Return the address of a row of a tensor; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr() + place * tensor.stride(0) * tensor.itemsize
 
 
@@ -193,14 +192,14 @@ def _takes_head(weight: Tensor) -> bool:
 
 
 def _has_norms_of_torch(tensors: Tensors) -> bool:
-    """Whether the kernel's norms have the bits of torch's for every width of this model."""
+    """Return whether the kernel's norms have the bits of torch's for every width of this model."""
     norms = [norm for layer in tensors.layers for norm in layer.norms]
     num_threads = torch.get_num_threads()
     return all(norms_as_torch(len(norm.weight), num_threads) for norm in (*norms, tensors.norm))
 
 
 def tensors_of(model: LanguageModel) -> Tensors | None:
-    """What a model computes with; None if it is not of the shape that is computed here."""
+    """Return what a model computes with; None if it is not of the shape that is computed here."""
     if any(module.library() is None for module in (cpu_attention, cpu_linear, cpu_layers)):
         return None
     layers = [_layer(layer) for layer in model.layers.values()]
@@ -258,5 +257,5 @@ def _layer(layer: nn.Module) -> LayerTensors | None:
 
 
 def _is_linear(linear: nn.Module, *, bias: bool) -> bool:
-    """Whether it is one product, with or without a bias, and nothing else."""
+    """Return whether it is one product, with or without a bias, and nothing else."""
     return bool(type(linear) is RowLinear and (linear.bias is not None) == bias)

@@ -81,7 +81,7 @@ class Extents:
 
     @classmethod
     def of(cls, query_lens: Sequence[int], context_lens: Sequence[int], *, device: torch.device | str) -> Extents:
-        """From the lengths. The copy to the GPU does not wait for it."""
+        """Make it from the lengths. The copy to the GPU does not wait for it."""
         starts = torch.tensor([0, *accumulate(context_lens)], dtype=torch.int32)
         if torch.device(device).type == "cuda":
             starts = starts.pin_memory()
@@ -142,7 +142,7 @@ def decode_attend(
     out: Tensor | None = None,
     shares: Tensor | None = None,
 ) -> Tensor:
-    """One query row for each sequence, which sees the first `context_lens_S` (int32) keys of its pages: [S, H, D].
+    """Attend with one query row per sequence to the first `context_lens_S` (int32) keys of its pages: [S, H, D].
 
     The table (int32) has room for every sequence's keys; what it holds beyond them is not read. A sequence without keys
     (padding of a CUDA graph) gets zeros. The bits of a sequence do not depend on what else is in the batch, on the
@@ -168,7 +168,7 @@ def decode_attend(
 
 
 def decode_shares(table_SP: np.ndarray, context_lens_S: np.ndarray, *, num_heads: int, num_kv_heads: int) -> np.ndarray:
-    """`find_shares` with the chunks of `decode_attend`, and as many members of an item as it takes at once: [S + 1, 4].
+    """Call `find_shares` with the chunks of `decode_attend` and the most members that it takes at once: [S + 1, 4].
 
     It is computed on the host, of the same rows and lengths that the step gets, and is the same for all its layers.
     """
@@ -186,7 +186,7 @@ def attend_tuned(
     scale: float,
     tuning: Tuning,
 ) -> None:
-    """`decode_attend` with another tuning, for measuring. `pages` is (context_lens_S, table_SP, shares or nothing)."""
+    """Run `decode_attend` with another tuning, to measure. `pages` is (context_lens_S, table_SP, shares or nothing)."""
     from forge.models.gpu_attention_program import attend_decode, attend_shared
 
     context_lens, table, shares = (*pages, None)[:3]
@@ -216,7 +216,7 @@ def attend_tuned(
 
 
 def share_out(num_pairs: int, num_chunks: int, *, chunk_bytes: int, tuning: Tuning) -> tuple[int, int]:
-    """How many programs compute the chunks of a pair, and of how many of its chunks the parts have room.
+    """Return how many programs compute the chunks of a pair, and of how many of its chunks the parts have room.
 
     There are several programs only if all parts have room: nothing else puts them together.
     """
@@ -226,7 +226,7 @@ def share_out(num_pairs: int, num_chunks: int, *, chunk_bytes: int, tuning: Tuni
 
 
 def _options(q: Tensor, k_cache: Tensor, tuning: Tuning) -> dict[str, Any]:
-    """What both programs are compiled with. If it were not the same for both, a shared chunk might have other bits."""
+    """Return the options of both programs: if they differed, a shared chunk might have other bits."""
     head_dim = q.shape[2]
     group, dims = q.shape[1] // k_cache.shape[1], max(16, power_of_two(head_dim))
     return {
@@ -245,7 +245,7 @@ def _options(q: Tensor, k_cache: Tensor, tuning: Tuning) -> dict[str, Any]:
 
 
 def _rows_of(group: int) -> int:
-    """The rows of a product. Not more where more could be shared: the order of a row's sums hangs on their number."""
+    """Return the rows of a product: always as many, since their number decides the order of a row's sums."""
     return max(_ROWS, power_of_two(group))
 
 
@@ -288,7 +288,7 @@ def _combine(
 def prefill_attend(
     q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, *, layout: PagedLayout, extents: Extents, scale: float
 ) -> Tensor:
-    """Any number of query rows for each sequence, as `PagedLayout` has them: [T, H, D].
+    """Attend with any number of query rows per sequence, as `PagedLayout` has them: [T, H, D].
 
     The keys and values must be in the cache already. They are laid end to end, and one kernel takes the whole line; in
     float32 each sequence is attended to by itself. Rows past those of the last sequence are undefined.
@@ -319,7 +319,7 @@ def prefill_attend(
 def gather_kv(
     k_cache: Tensor, v_cache: Tensor, *, layout: PagedLayout, extents: Extents, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values of all sequences, end to end: two of [sum of context_lens, Hkv, D]."""
+    """Return the keys and values of all sequences, end to end: two of [sum of context_lens, Hkv, D]."""
     from forge.models.gpu_attention_program import gather_kv as program
 
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
@@ -397,11 +397,11 @@ def _refusal(name: str, tensor: Tensor, rule: str, repair: str) -> ModelError:
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whichever the tensors are on; its interpreter takes tensors of the CPU."""
+    """Make the tensor's device current, where Triton launches; its interpreter takes tensors of the CPU."""
     context: AbstractContextManager[object] = torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
     return context
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is not less."""
+    """Return the smallest that is not less."""
     return 1 << (number - 1).bit_length()

@@ -33,7 +33,7 @@ def _has_triton() -> bool:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether kernels of ours can take a tensor: a plain one on a GPU, outside of torch.compile."""
+    """Return whether kernels of ours can take a tensor: a plain one on a GPU, outside of torch.compile."""
     return (
         tensor.is_cuda
         and type(tensor) in _PLAIN
@@ -44,7 +44,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def rotates(x_LNH: Tensor) -> bool:
-    """Whether `rotated` can take these heads."""
+    """Return whether `rotated` can take these heads."""
     return is_plain(x_LNH) and x_LNH.stride(-1) == 1 and x_LNH.shape[-1] % 2 == 0
 
 

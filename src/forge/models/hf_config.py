@@ -254,7 +254,7 @@ def _check_windows(file: _ConfigFile, family: Family) -> None:
 
 
 def _read_rope(file: _ConfigFile) -> dict[str, Any]:
-    """Rotary embeddings, with the precedence of `transformers`: the dictionary first, then the top level."""
+    """Read rotary embeddings, with the precedence of `transformers`: the dictionary first, then the top level."""
     key = "rope_scaling" if file.get("rope_scaling") else "rope_parameters"
     content = file.get(key) or {}
     if not isinstance(content, dict) or any(isinstance(value, dict) for value in content.values()):
@@ -279,7 +279,7 @@ def _read_rope(file: _ConfigFile) -> dict[str, Any]:
 
 
 def _make_content(config: ModelConfig, dtype: str, special_ids: SpecialIds) -> dict[str, Any]:
-    """In the older way of writing rotary embeddings and dtype, which older and newer readers understand."""
+    """Make the content, in the older form of rotary embeddings and dtype, which old and new readers understand."""
     family = family_of(config)
     eos = list(special_ids.eos) if isinstance(special_ids.eos, tuple) else special_ids.eos
     scaling = config.rope_scaling

@@ -22,9 +22,8 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from forge.config import ModelConfig
 from forge.models.attention import DocumentAttention
-from forge.models.layers import Experts, RowFeedForward, RowLinear, RowNorm, rows_linear
-from forge.models.rotary import Rotary
-from forge.models.rows import RowBook, RowTask
+from forge.models.layers import Experts, Rotary, RowFeedForward, RowLinear, RowNorm, rows_linear
+from forge.models.rows import RowRegistry, RowTask
 from forge.models.sizes import Sizes
 
 HeadFunction = Callable[[Tensor, Tensor, RowTask, Any], Any]
@@ -62,7 +61,7 @@ class Head(Linear):  # type: ignore[misc]
 class LanguageModel(Qwen3Model):  # type: ignore[misc]
     """A decoder for every family: they differ in what their layers' configurations hold.
 
-    `forward` takes tokens [1, L] (or, in a later stage of a pipeline, hidden states) and the key of a row in `book`.
+    `forward` takes tokens [1, L] (in a later stage of a pipeline, hidden states) and the key of a row in its registry.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -74,18 +73,18 @@ class LanguageModel(Qwen3Model):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.book = RowBook()
+        self.row_registry = RowRegistry()
 
-    def use(self, book: RowBook, function: HeadFunction | None) -> None:
-        """Share one book of rows with the attention of every layer, and say what the head computes."""
+    def use(self, registry: RowRegistry, function: HeadFunction | None) -> None:
+        """Share one registry of rows with the attention of every layer, and say what the head computes."""
         for module in self.modules():
-            if hasattr(module, "book"):
-                module.book = book
+            if hasattr(module, "row_registry"):
+                module.row_registry = registry
         if self.lm_head is not None:
             self.lm_head.function = function
 
     def forward(self, tokens: Tensor, key: Tensor) -> Any:
-        row = self.book.find(key)
+        row = self.row_registry.find(key)
         hidden = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             hidden = layer(hidden, key, row.positions)

@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Final
 
 from forge.config import ModelConfig
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
+from forge.kernels.native_build import cache_directory
 from forge.models.architecture import ARCHITECTURE_KEYS, complete, merge, preset_of
 from forge.models.hf_config import read_hf_config
 from forge.models.tiny import TINY_FILES, write_tiny
+from forge.models.weights import INDEX_FILE, indexed_files
 
 _log = logging.getLogger("forge.models")
 
-_INDEX: Final = "model.safetensors.index.json"
 # Part of the cached folder's name: raise it when the tiny model's files change.
 _TINY_EDITION: Final = 1
 
@@ -78,28 +79,17 @@ def check_folder(folder: Path, *, repo: str | None = None) -> None:
         raise _incomplete(folder, "a folder with the model's files; there is none here", repo)
     if not (folder / "config.json").is_file():
         raise _incomplete(folder, "must hold a config.json", repo)
-    index = folder / _INDEX
+    index = folder / INDEX_FILE
     if index.is_file():
-        missing = [name for name in _shards(index) if not (folder / name).is_file()]
+        missing = [name for name in indexed_files(index) if not (folder / name).is_file()]
         if missing:
-            raise _incomplete(folder, f"must hold every file that {_INDEX} names; missing: {', '.join(missing)}", repo)
+            raise _incomplete(
+                folder, f"must hold every file that {INDEX_FILE} names; missing: {', '.join(missing)}", repo
+            )
     elif not any(folder.glob("*.safetensors")):
         others = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
         rule = "must hold weights as .safetensors files" + ("; .bin and .pth files are not read" if others else "")
         raise _incomplete(folder, rule, repo)
-
-
-def _shards(index: Path) -> list[str]:
-    try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted(set(named.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            "The index of the weights cannot be read.",
-            path=str(index),
-            rule=f"a JSON object with weight_map, from tensors to files: {error!r}",
-            repair="fetch the file again with `forge download`",
-        ) from None
 
 
 def _incomplete(folder: Path, rule: str, repo: str | None) -> ModelError:
@@ -122,12 +112,11 @@ def _repo(preset: str | None) -> str | None:
 
 
 def _cached_tiny(config: ModelConfig, environ: Mapping[str, str]) -> Path:
-    """The folder of a tiny model, made unless it is there. It appears under its name only when it is whole."""
+    """Return the folder of a tiny model, made unless it is there. It appears under its name only when it is whole."""
     described = json.dumps(
         [_TINY_EDITION, config.model_dump(include=set(ARCHITECTURE_KEYS), mode="json")], sort_keys=True
     )
-    home = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
-    parent = Path(home) / "torchforge" / "models"
+    parent = cache_directory(environ) / "models"
     folder = parent / f"tiny-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
     if folder.is_dir():
         _check_cached(folder)

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from forge.config import ModelConfig
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
 from forge.models.architecture import complete
 from forge.models.families import find_family
 from forge.models.hf_config import SpecialIds, write_hf_config, write_json
+from forge.models.long_text import byte_letters
 from forge.models.weight_names import weight_map
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
-    """Evenly distributed values from raw bits, whose stream numpy promises never to change; norms are 1."""
+    """Draw evenly distributed values from raw bits, whose stream numpy promises never to change; norms are 1."""
     import numpy as np
 
     if len(shape) == 1 and not name.endswith(".bias"):
@@ -192,12 +193,13 @@ def _write_tokenizer(folder: Path, *, max_length: int) -> None:
 
 @cache
 def _learn_merges() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Byte-pair encoding of a small text: the tokens in the order of their ids, and the merges that make them.
+    """Learn byte-pair encoding of a small text: return the tokens by id, and the merges that make them.
 
     The most frequent pair is merged first, and of equally frequent ones the first in the order of Unicode: the outcome
     does not depend on any library's way of breaking ties.
     """
-    alphabet = _byte_characters()
+    letters = byte_letters()
+    alphabet = tuple(letters[byte] for byte in range(256))
     tokens = list(alphabet)
     counts = Counter(_ASCII_PIECES.findall(_training_text()))
     words = {tuple(alphabet[byte] for byte in piece.encode()): number for piece, number in counts.items()}
@@ -230,16 +232,8 @@ def _join(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
     return tuple(joined)
 
 
-def _byte_characters() -> tuple[str, ...]:
-    """A visible character for each byte, as byte-level tokenizers write them: those of Latin-1 that can be seen stand
-    for themselves, the others for the code points from 256 on, in order."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return tuple(chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256))
-
-
 def _training_text() -> str:
-    """Arithmetic and simple English, in about the proportions of what a tiny model is trained on."""
+    """Make arithmetic and simple English, in about the proportions of what a tiny model is trained on."""
     lines = ["system\nYou are a helpful assistant.", "user\nHello!", "assistant\nHello! How can I help you today?"] * 9
     for left in range(1, 21):
         right = left * 7 % 13 + 1

@@ -61,14 +61,14 @@ class WeightSlot:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the parts that activation checkpointing and torch.compile insert."""
+    """Return a parameter's name without the parts that activation checkpointing and torch.compile insert."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name
 
 
 def weight_map(config: ModelConfig) -> tuple[WeightSlot, ...]:
-    """Every parameter of a model, in the order of the forward pass. It depends on nothing but the architecture.
+    """Return every parameter of a model, in the order of the forward pass. It depends on nothing but the architecture.
 
     A tied output layer has no slot of its own: `lm_head.weight` is then another name of `tok_embeddings.weight`.
     """
@@ -84,14 +84,14 @@ def weight_map(config: ModelConfig) -> tuple[WeightSlot, ...]:
 
 
 def slots_by_name(config: ModelConfig) -> dict[str, WeightSlot]:
-    """The slot of every name that a parameter can have; a tied output layer leads to the embedding's slot."""
+    """Return the slot of every name that a parameter can have; a tied output layer leads to the embedding's slot."""
     slots = {slot.name: slot for slot in weight_map(config)}
     slots.setdefault(HEAD, slots[EMBEDDING])
     return slots
 
 
 def hf_views(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors under our names, as Hugging Face names them. All are views: nothing is copied.
+    """Yield whole tensors under our names as Hugging Face names them. All are views: nothing is copied.
 
     `state` may hold a part of the model. A tied output layer is left out, as Hugging Face leaves it out.
     """
@@ -109,7 +109,7 @@ def hf_views(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple
 
 
 def split(slot: WeightSlot, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of Hugging Face that a whole parameter consists of, as views."""
+    """Yield the tensors of Hugging Face that a whole parameter consists of, as views."""
     parts = (tensor,) if slot.fused is None else tensor.unbind(0)
     yield from zip(slot.hf_names, parts, strict=True)
 

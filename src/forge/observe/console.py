@@ -1,4 +1,4 @@
-"""Metrics for whoever watches: a line now and then, and something that moves on a terminal."""
+"""Metrics on the console: lines, and a progress display on a terminal."""
 
 from __future__ import annotations
 

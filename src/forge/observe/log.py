@@ -111,7 +111,7 @@ def _plain(name: str, value: object) -> Value:
 def sink_errors(config: MetricsConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with the sinks of a configuration before they are opened."""
     from forge.config import InvalidConfig
-    from forge.config.call_arguments import argument_problems
+    from forge.config.problems import argument_problems
 
     for index, section in enumerate(config.sinks):
         path = f"metrics.sinks[{index}]"

@@ -86,7 +86,7 @@ class Trace:
     num_dropped: int = 0
 
     def spans(self, *, boot: str, epoch_ns: int) -> list[Span]:
-        """Its spans on the clock of whoever reads them: exact on the same host, else by the hosts' own clocks."""
+        """Return its spans on the reader's clock: exact on the same host, else by the hosts' own clocks."""
         epoch_ns = epoch_ns if boot == self.boot else self.epoch_ns
         return [
             Span(name, start_ns + epoch_ns, end_ns + epoch_ns, self.process, lane, args)

@@ -65,7 +65,7 @@ def find(kind: str) -> Callable[..., float]:
 
 def arguments(kind: str) -> dict[str, inspect.Parameter]:
     """Return the arguments of a reward besides prompt and completion, by name."""
-    from forge.config.call_arguments import named_arguments
+    from forge.config.problems import named_arguments
 
     return named_arguments(REWARDS.find(kind, path="kind"), num_given=0 if is_served(kind) else 2)
 
@@ -130,7 +130,7 @@ def _problems(config: RewardsConfig) -> Iterator[Problem]:
 
 def _argument_problems(kind: str, args: Mapping[str, Any], *, path: str) -> Iterator[Problem]:
     """Yield what is wrong with the arguments: names and types first, then what only together makes sense."""
-    from forge.config.call_arguments import argument_problems
+    from forge.config.problems import argument_problems
 
     function = REWARDS.find(kind, path="kind")
     num_given = 0 if is_served(kind) else 2

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from forge.config import AlgorithmConfig, InvalidConfig
-from forge.config.call_arguments import argument_problems
+from forge.config.problems import argument_problems
 from forge.errors import DataError
 from forge.registry import ADVANTAGES, call
 from forge.rollout.advantage import Credit, advantages, token_advantages, token_kl

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from monarch._src.actor.actor_mesh import ActorMesh
 
-from forge.errors import OptionError
 from forge.runtime.backend import Actor, monarch_actor, note_fault
 from forge.runtime.dispatch import Dispatcher
-from forge.runtime.endpoints import EndpointSpec, specs_of
+from forge.runtime.endpoints import EndpointSpec, check_endpoint_names, specs_of
 from forge.runtime.group import GroupSpec
 from forge.runtime.option_checks import bad_option, check_count, check_known, check_seconds
 from forge.runtime.placement import GPU_VARIABLE, RANK_VARIABLES
@@ -255,15 +254,7 @@ class Spawner(Generic[T]):
 
     def __init__(self, cls: type[T], options: ActorOptions) -> None:
         self.cls, self.chosen = cls, options
-        for name in specs_of(cls):
-            if name in _MESH_NAMES:
-                raise OptionError(
-                    f"an endpoint cannot be named {name!r}: handles have that name themselves",
-                    path=f"{cls.__name__}.{name}",
-                    value=name,
-                    rule=f"not one of {', '.join(sorted(_MESH_NAMES))}",
-                    repair="rename the endpoint",
-                )
+        check_endpoint_names(cls, _MESH_NAMES)
 
     def options(self, **keywords: Any) -> Self:
         """Return the same with some options changed; this one stays as it is."""

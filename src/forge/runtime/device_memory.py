@@ -2,7 +2,7 @@
 
 A recorded CUDA graph has the addresses of its tensors in it, so memory that torch frees and takes again makes it
 worthless. Here a range of addresses is reserved once, and physical memory is put behind it and taken away again: what
-was recorded goes on working, and between the two the memory belongs to whoever asks the driver for it, torch's
+was recorded goes on working, and between the two the memory belongs to what asks the driver for it, torch's
 allocator and other processes included. These are calls of the driver's own library, made through ctypes.
 """
 
@@ -245,7 +245,7 @@ _dropped: Final[deque[_Range]] = deque()
 
 
 def release_dropped() -> None:
-    """Let the ranges go that nobody has any more.
+    """Free the ranges that are no longer in use.
 
     Python may find them at any moment, also while a graph is recorded, when the driver must not be asked to wait.
     """
@@ -260,7 +260,7 @@ def release_dropped() -> None:
 class DeviceMemory:
     """A range of addresses on a GPU, with memory behind it between `take` and `give_back`. For one thread at a time.
 
-    A tensor of it keeps it alive. When nobody has either any more, the range is let go as soon as any other is made,
+    A tensor of it keeps it alive. When neither is in use any more, the range is freed as soon as any other is made,
     taken or given back, or by `release_dropped`; `close` does it at once. Nothing may be computed with such a tensor
     while there is no memory: the GPU would report an error from which no process recovers. What memory holds is lost
     with `give_back`, and what `take` brings holds anything.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
@@ -196,3 +196,16 @@ def specs_of(cls: type) -> dict[str, EndpointSpec]:
         if isinstance(value, ForgeEndpoint):
             found[name] = replace(value.spec, name=name)
     return found
+
+
+def check_endpoint_names(cls: type, reserved: Collection[str]) -> None:
+    """Raise when an endpoint has the name of one of its handle's own attributes."""
+    for name in specs_of(cls):
+        if name in reserved:
+            raise OptionError(
+                f"an endpoint cannot be named {name!r}: handles have that name themselves",
+                path=f"{cls.__name__}.{name}",
+                value=name,
+                rule=f"not one of {', '.join(sorted(reserved))}",
+                repair="rename the endpoint",
+            )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.config.module_folders import module_folders
+from forge.config.command_line import module_folders
 from forge.errors import ActorFailure, ForgeError, LaunchError
 from forge.observe.tracing import LABEL, TRACE, is_tracing
 from forge.runtime import rendezvous
@@ -175,7 +175,7 @@ class RankGroup:
             if self.is_alive:
                 _live[self] = None
         except BaseException:
-            self._start_ended.set()  # whoever ends it waits for this to give up
+            self._start_ended.set()  # `_end` waits for this
             await self.stop(kill=True)
             raise
         finally:
@@ -308,8 +308,8 @@ class RankGroup:
             self.calls.discard(future)
 
     def fail(self, reason: str) -> None:
-        """Believe the group dead: every pending call raises now, the other ranks are killed, and whoever registered
-        hears of it once."""
+        """Declare the group dead: every pending call raises now, the other ranks are killed, and the callbacks of
+        `on_death` are called once."""
         if not self.is_alive:
             return
         self.calls.fail(

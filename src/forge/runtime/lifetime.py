@@ -136,7 +136,7 @@ class Runtime:
         try:
             group = await control().submit(start())
         except BaseException:
-            for group in started:  # it came up, but nobody waits for it any more
+            for group in started:  # it came up, but its caller no longer waits
                 await asyncio.shield(control().submit(group.stop(kill=True)))
                 self.forget(group)
             raise

@@ -30,11 +30,11 @@ def visible_gpus(environ: Mapping[str, str], num_present: int) -> tuple[str, ...
     As CUDA does: unset means all; empty means none; the list ends at the first entry that is no device. A device that
     is listed twice counts once. UUIDs and MIG names pass through as they are.
     """
-    wish = environ.get("CUDA_VISIBLE_DEVICES")
-    if wish is None:
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
         return tuple(str(index) for index in range(num_present))
     found: list[str] = []
-    for word in (part.strip() for part in wish.split(",")):
+    for word in (part.strip() for part in chosen.split(",")):
         if word.isascii() and word.isdecimal():
             if int(word) >= num_present:
                 break

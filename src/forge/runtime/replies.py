@@ -2,7 +2,7 @@
 
 Monarch opens a port for every call and keeps about a kilobyte of it for ever, which is a gigabyte after a million
 calls. One lasting port and a thread that reads it cost nothing in the long run and are faster. A call is a number;
-whoever answers sends that number back with the outcome.
+the answering process sends that number back with the outcome.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Awaiting(Protocol):
     """What a channel keeps of an open call."""
 
     def take(self, rank: int, kind: int, payload: Any, /) -> bool:
-        """Note what a rank has sent, on the channel's thread; False when nobody waits for it any more."""
+        """Note what a rank has sent, on the channel's thread; False when the caller no longer waits."""
 
 
 class _Waiting:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from forge.errors import CallTimeout, OptionError, ServiceStopped
 from forge.runtime.backend import Channel
 from forge.runtime.control import control
-from forge.runtime.endpoints import EndpointSpec, specs_of
+from forge.runtime.endpoints import EndpointSpec, check_endpoint_names, specs_of
 from forge.runtime.lifetime import runtime
 from forge.service.batching import Batcher
 from forge.service.calls import CallOptions, CallPath, ServiceEndpoint
@@ -53,15 +53,8 @@ class Service:
         self._owner_port: Any = None
         self._subscriber = random.getrandbits(60)
         self._subscription: concurrent.futures.Future[None] | None = None
+        check_endpoint_names(cls, _RESERVED)
         for endpoint_name, spec in specs_of(cls).items():
-            if endpoint_name in _RESERVED:
-                raise OptionError(
-                    f"an endpoint of a service cannot be named {endpoint_name!r}",
-                    path=f"{cls.__name__}.{endpoint_name}",
-                    value=endpoint_name,
-                    rule=f"not one of {', '.join(sorted(_RESERVED))}",
-                    repair="rename the endpoint",
-                )
             setattr(self, endpoint_name, (StreamEndpoint if spec.is_stream else ServiceEndpoint)(self, spec))
 
     def _batcher(self, spec: EndpointSpec, options: CallOptions) -> Batcher:

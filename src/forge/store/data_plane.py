@@ -223,8 +223,8 @@ class DataPlane:
     def hold_device(self, segment: DeviceSegment) -> tuple[Holder, ...]:
         """Make device memory readable for others: by those who see the GPU, and, when they ask, by everybody."""
         here = self._client
-        asked = Holder("ask", here.host, here.pid, here.session, segment=segment.name, address=self.serve().address)
-        return segment.holder(host=here.host, pid=here.pid, session=here.session), asked
+        on_gpu = here.holder("cuda", segment.name, token=segment.token)
+        return on_gpu, here.holder("ask", segment.name, address=self.serve().address)
 
     def hold(self, segment: Segment, record: SegmentRecord, assignment: Assignment) -> tuple[Holder, ...]:
         """Make a written segment readable for others: here, and on the volumes if there are any."""
@@ -246,15 +246,11 @@ class DataPlane:
 
     def _own(self, segment: Segment, *, is_asked: bool = False) -> list[Holder]:
         here = self._client
-        shared = Holder("shm", here.host, here.pid, here.session, segment=segment.name, fd=segment.fd)
-        if not is_spread() and not is_asked:
-            return [shared]
-        holders = [shared]
-        token = self._register(segment)
-        if token:
-            holders.append(Holder("rdma", here.host, here.pid, here.session, segment=segment.name, token=token))
-        address = self.serve().address
-        holders.append(Holder("tcp", here.host, here.pid, here.session, segment=segment.name, address=address))
+        holders = [here.holder("shm", segment.name, fd=segment.fd)]
+        if is_asked or is_spread():
+            if token := self._register(segment):
+                holders.append(here.holder("rdma", segment.name, token=token))
+            holders.append(here.holder("tcp", segment.name, address=self.serve().address))
         return holders
 
     def _register(self, segment: Segment) -> bytes:

@@ -21,10 +21,9 @@ from forge.losses.head import check_temperature
 from forge.models.attention import DocumentAttention
 from forge.models.flash_attention import Situation, choose_kernel, load_kernel
 from forge.models.locate import ResolvedModel, resolve
-from forge.models.random_weights import draw_weights
-from forge.models.rows import RowBook, RowTask
+from forge.models.rows import RowRegistry, RowTask
 from forge.models.sizes import num_parameters
-from forge.models.weights import load_hf, named_parameters
+from forge.models.weights import draw_weights, load_hf, named_parameters
 from forge.trainer.assembly import Assembled, Precision, assemble, from_row, head_function, keep_activations_on_host
 from forge.trainer.layout import check_layout
 from forge.trainer.microbatches import RowPlan, check_batch, plan_rows, plan_shared_rows, scatter_back
@@ -78,7 +77,7 @@ class Engine:
             config.distributed, self.model.architecture, config.training, num_ranks=self.ranks.size
         )
         self.data_rank = self.layout.data_rank(self.ranks.rank)
-        self.book = RowBook()
+        self.row_registry = RowRegistry()
         self.assembled: Assembled = assemble(
             self.model.architecture,
             layout=self.layout,
@@ -90,7 +89,7 @@ class Engine:
         is_wide = self.model.architecture.head_precision == "float32"
         head = head_function(chunk_tokens=config.training.head_chunk_tokens, fp32_logits=is_wide)
         for part in self.parts:
-            part.use(self.book, head)
+            part.use(self.row_registry, head)
             part.train(not config.frozen)
             part.requires_grad_(not config.frozen)
         self._choose_attention()
@@ -244,7 +243,7 @@ class Engine:
             self.assembled.give_up()
             raise
         finally:
-            self.book.clear()
+            self.row_registry.clear()
             self._rows.clear()
 
     def _check_abandoned(self, is_training: bool) -> None:
@@ -272,7 +271,7 @@ class Engine:
         return plan.rounded_up(self.layout.pipeline_microbatches)
 
     def _enter(self, row: Row, task: RowTask) -> Tensor:
-        key = self.book.enter(task)
+        key = self.row_registry.enter(task)
         self._rows[int(key)] = (row, task)
         return key
 

@@ -11,7 +11,7 @@ import pytest
 
 from forge.cli import main
 from forge.cli.dry_run import schema_of_script
-from forge.config.module_folders import MODULE_FOLDERS
+from forge.config.command_line import MODULE_FOLDERS
 from forge.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

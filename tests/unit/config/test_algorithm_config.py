@@ -9,6 +9,8 @@ import pytest
 
 from forge.config import load
 from forge.config.algorithm import (
+    CONVENTIONS,
+    PRESETS,
     AdvantageConfig,
     AlgorithmConfig,
     Convention,
@@ -18,8 +20,7 @@ from forge.config.algorithm import (
     Preset,
 )
 from forge.config.base import ConfigModel
-from forge.config.conventions import CONVENTIONS, PRESETS
-from forge.config.saving import dump
+from forge.config.loading import dump
 from forge.errors import ConfigError
 
 

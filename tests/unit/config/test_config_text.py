@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ConfigDict, Field, ValidationError
 
-import forge.config.saving as saving
+import forge.config.loading as saving
 from forge._version import __version__
 from forge.config import ConfigModel, ForgeConfig, FrozenDict, PolicyConfig, dump, load, save
 from forge.config.yaml_text import read_yaml, write_yaml

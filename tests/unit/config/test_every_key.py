@@ -46,7 +46,7 @@ ALIASES = {"config", "_config", "section", "given", "rules", "wanted", "_slurm",
 """What code calls a section where it does not call it by its own name."""
 
 READ_OTHERWISE: Mapping[str, str] = {
-    "algorithm.preset": "lays values beneath the other keys of `algorithm`: `forge.config.conventions`",
+    "algorithm.preset": "lays values beneath the other keys of `algorithm`: `forge.config.algorithm`",
     "algorithm.convention": "the same",
     "algorithm.loss.correction": "becomes a `Correction` whole: `forge.losses`",
     "rewards.functions.<index>.shaping": "decides `RewardsConfig.task_functions`",

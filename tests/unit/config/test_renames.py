@@ -20,8 +20,8 @@ from forge.config import (
     load,
     load_with_origins,
 )
-from forge.config.kinds import detect_kind
-from forge.config.renames import move_old_keys
+from forge.config.command_line import detect_kind
+from forge.config.fields import move_old_keys
 
 
 class Inner(ConfigModel):

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from forge.errors import ModelError
 from forge.kernels import cpu_layers
-from forge.models.layers import RowNorm, gated
-from forge.models.rotary import Rotary
+from forge.models.layers import Rotary, RowNorm, gated
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,10 @@ from forge.kernels import cpu_attention, cpu_step
 from forge.kernels.cpu_step import normed
 from forge.kernels.paged import PAGE_TOKENS, PagedLayout
 from forge.models.cpu_step import CpuSteps, cut
-from forge.models.inference import build_for_inference, paged_layers
+from forge.models.inference import PagedRow, build_for_inference, paged_layers
 from forge.models.language_model import LanguageModel
 from forge.models.layers import rows_linear
-from forge.models.paged_attention import PagedRow
-from forge.models.random_weights import draw_weights
+from forge.models.weights import draw_weights
 
 pytestmark = pytest.mark.skipif(cpu_step.library() is None, reason="no compiler for the CPU kernels")
 FACTS: dict[str, Any] = {
@@ -85,7 +84,7 @@ def row_of(pieces: Sequence[tuple[int, int]], index: Sequence[int] | None = None
 
 @torch.inference_mode()
 def called(model: LanguageModel, tokens: Tensor, row: PagedRow) -> Tensor:
-    hidden: Tensor = model(tokens[None], model.book.enter(row))
+    hidden: Tensor = model(tokens[None], model.row_registry.enter(row))
     return hidden
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forge.config import ModelConfig, preset_names
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
 from forge.models.architecture import ARCHITECTURE_KEYS, complete, merge
 from forge.models.hf_config import SpecialIds, read_hf_config, write_hf_config

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
 from forge.models.hf_config import read_hf_config
 from forge.models.tiny import SPECIAL_TOKENS, TINY_FILES, VOCAB_SIZE, make_tiny

@@ -1,4 +1,4 @@
-"""One step after another: what is computed, what is drawn from it, and who is told."""
+"""Continuous batching: run steps of the model, sample from them, and deliver the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 
 @dataclass(slots=True)
 class _Counts:
-    """What has been done since the start."""
+    """Counts since the start."""
 
     num_done: int = 0
     num_aborted: int = 0
@@ -45,16 +45,16 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """A step that the device computes, or has computed, and whose tokens are still to be taken in.
+    """A step that was launched on the device, and whose tokens are still to be processed.
 
     Attributes:
-        sequences: who draws a token; drawn: those tokens.
-        version: the weights that draw them.
+        sequences: the sequences that get a token; sampled: those tokens.
+        version: the version of the weights.
         pieces: what is computed of each, where it was launched ahead and is still to be noted as computed.
     """
 
     sequences: Sequence[SequenceState]
-    drawn: Sampled
+    sampled: Sampled
     version: int
     pieces: Sequence[Piece] = ()
 
@@ -66,29 +66,28 @@ class _Launched:
 class Batching:
     """The state of the engine, used by its thread alone.
 
-    Where it *looks ahead*, a decode step is launched before the tokens of the one before are taken in, so that a GPU
-    has work while the host takes them in and plans. The input of that step is on the device, and the places in the
-    cache and the random numbers depend only on how many tokens there are. That is done only where the step is sure to
-    be every completion's next token, whatever the tokens before turn out to be (`Scheduler.plan_ahead`), and where
-    nothing but a temperature shapes what is drawn. Every completion is then what it is without: a token that was drawn
-    for one that had ended is thrown away. Two things differ, both while a completion that has ended takes part in one
-    step more. Whoever waits for its place begins one step later. And on a GPU the step is computed for more rows, so
-    that the last bits are those of a larger batch if that makes its padded size another.
+    With *lookahead*, a decode step is launched before the tokens of the previous step are processed, so that a GPU has
+    work while the host processes them and plans. The step's input is on the device, and its places in the cache and its
+    random numbers depend only on the number of tokens. This is done only where the step is certain to be every
+    completion's next token, whatever the tokens before turn out to be (`Scheduler.plan_ahead`), and where nothing but a
+    temperature shapes the distribution. Completions are the same as without lookahead: a token sampled for a completion
+    that had ended is discarded. Two things differ, both while a completion that has ended takes part in one more step:
+    a waiting request starts one step later, and on a GPU the step may have a larger padded batch size, which can change
+    the last bits of logprobs.
 
-    Whoever does anything but the next `step`, or looks at more than `stats`, calls `finish_launched` first.
+    Call `finish_launched` before anything but the next `step` or `stats`.
 
     Args:
-        config: what the generator was configured with.
-        model: the model, resolved.
-        tokenizer: makes text of tokens.
+        config: the generator's configuration.
+        model: the resolved model.
+        tokenizer: decodes tokens.
         max_seq_len: longest sequence.
         shared: weights of a trainer in this process.
-        send: tells those who wait; it is given what has come up since the last `flush`.
+        send: delivers the results since the last `flush`.
     """
 
     looks_ahead: bool | None = None
-    """Whether it looks ahead; None: where decode steps are recorded. Without that the host launches a step operation by
-    operation, and on a CPU it computes it."""
+    """Whether to use lookahead; None for where decode steps are recorded as CUDA graphs."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class Batching:
         )
         self.counts = _Counts()
         self._ahead: _Launched | None = None
-        self._newest: Sampled | None = None  # of the step that was launched ahead last, even if nobody wants its tokens
+        self._newest: Sampled | None = None  # of the step that was launched ahead last, even if discarded
         self._tokenizer = tokenizer
         self._model_stops = () if tokenizer is None else tokenizer.stop_token_ids
         self._send, self._messages = send, list[Message]()
@@ -122,10 +121,10 @@ class Batching:
             messages, self._messages = self._messages, []
             self._send(messages)
 
-    # ---- Coming and going ---------------------------------------------------------------------------------------
+    # ---- Requests -----------------------------------------------------------------------------------------------
 
     def enter(self, pending: PendingRequest) -> None:
-        """Take a request in. Its completions begin together where they fit; each prompt is then read once."""
+        """Queue a request. Its completions start together where they fit; the prompt is then read once."""
         request, limit = pending.request, self.config.max_batch
         deliver, deliver_delta = pending.deliver, pending.deliver_delta
         pending.deliver = lambda found: self._messages.append((deliver, found))
@@ -162,13 +161,13 @@ class Batching:
         )
 
     def _tracker(self, sampling: Sampling, *, always: bool) -> TextTracker | None:
-        """Text is followed token by token only where it is asked for: it costs time."""
+        """Return a tracker for requests that stream or have stop strings; decoding token by token costs time."""
         if self._tokenizer is None or not (always or sampling.stop):
             return None
         return TextTracker(self._tokenizer, sampling)
 
     def enter_score(self, job: ScoreJob) -> None:
-        """Take in tokens to be scored."""
+        """Queue tokens to be scored."""
         deliver = job.deliver
         job.deliver = lambda found: self._messages.append((deliver, found))
         if len(job.token_ids) < 2:
@@ -179,7 +178,7 @@ class Batching:
         queue.append(SequenceState(ids=ids, num_prompt=len(ids), max_len=len(ids), score=job))
 
     def cancel(self, pending: PendingRequest) -> None:
-        """Nobody waits for a request any more."""
+        """Cancel a request."""
         if pending.is_over:
             return
         pending.is_over = True
@@ -188,12 +187,12 @@ class Batching:
             self.counts.num_aborted += 1
 
     def cancel_score(self, job: ScoreJob) -> None:
-        """Nobody waits for these logprobs any more."""
+        """Cancel a score."""
         for sequence in [sequence for sequence in self.scheduler.sequences() if sequence.score is job]:
             self.scheduler.end(sequence)
 
     def abort_all(self) -> int:
-        """End every completion as it is; those that have not begun too. How many there were."""
+        """Abort every completion, waiting ones too, and return how many there were."""
         return self._abort(list(self.scheduler.sequences()))
 
     def _abort(self, sequences: Sequence[SequenceState]) -> int:
@@ -203,7 +202,7 @@ class Batching:
         return len(completions)
 
     def fail_all(self, error: BaseException) -> None:
-        """End everything with an error; a step that was launched ahead is forgotten."""
+        """Fail everything with an error; a step that was launched ahead is discarded."""
         self._ahead = None
         for sequence in list(self.scheduler.sequences()):
             self.scheduler.end(sequence)
@@ -213,7 +212,7 @@ class Batching:
                 sequence.score.deliver(error)
 
     def weights_updated(self, mode: UpdateMode) -> int:
-        """The weights are others now: what follows for completions under way. How many were cut short."""
+        """Apply an update mode to completions in progress after the weights changed. Return how many were aborted."""
         scheduler = self.scheduler
         scheduler.pool.forget()
         num_aborted = 0
@@ -225,19 +224,19 @@ class Batching:
             scheduler.preempt_all()
             return num_aborted
         # One answer is of one version, and spans do not say who read a prompt: one that is half read is read again.
-        scheduler.begin_again([each for each in scheduler.running if each.score is not None or each.is_being_read])
+        scheduler.restart([each for each in scheduler.running if each.score is not None or each.is_being_read])
         for sequence in begun:
             sequence.is_pure = sequence.slot < 0
         return num_aborted
 
     def release(self) -> None:
-        """Free the cache. Whatever is under way is read again later."""
+        """Release cache and weights. Completions in progress are recomputed later."""
         self.scheduler.preempt_all()
         self._forget_prefixes()
         self.runner.release()
 
     def release_cache(self) -> None:
-        """Free the cache alone, while nothing is under way."""
+        """Release the cache alone, while nothing is in progress."""
         self._forget_prefixes()
         self.runner.release_cache()
 
@@ -248,7 +247,7 @@ class Batching:
     # ---- Steps --------------------------------------------------------------------------------------------------
 
     def step(self, version: int, *, admit: bool = True) -> None:
-        """Compute the next pieces, draw from them and take the tokens in. The step after may be launched by then."""
+        """Compute the next pieces, sample from them and process the tokens. The step after may be launched by then."""
         launched, self._ahead = self._ahead, None
         launched = launched or self._launch(version, admit=admit)
         if launched is None:
@@ -258,29 +257,29 @@ class Batching:
             if looks_ahead:
                 self._ahead = self._launch_ahead(launched, version, admit=admit)
         finally:
-            self._take_in(launched)
+            self._process(launched)
         if self._ahead is not None and not self._ahead.is_of_use:
             self._ahead = None
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a step is under way whose tokens have not been taken in."""
+        """Whether a step was launched whose tokens have not been processed."""
         return self._ahead is not None
 
     def finish_launched(self) -> None:
-        """Take in the tokens of a step that was launched ahead, if there is one: nothing is under way then.
+        """Process the tokens of a step that was launched ahead, if there is one.
 
-        The device has also done with a step that was forgotten: weights and cache may be changed or freed.
+        The device is then idle, also after a step that was discarded: weights and cache may be changed or released.
         """
         launched, self._ahead = self._ahead, None
         newest, self._newest = self._newest, None
         if launched is not None:
-            self._take_in(launched)
+            self._process(launched)
         elif newest is not None:
             newest.wait()
 
     def _launch(self, version: int, *, admit: bool) -> _Launched | None:
-        """The next step; None if its tokens have been taken in, for it was more than everybody's next token."""
+        """Launch the next step. Return None if it was not a pure decode step: its tokens are processed already."""
         pieces = self.scheduler.plan(admit=admit)
         if not pieces:
             return None
@@ -298,25 +297,25 @@ class Batching:
         self._compute(others, version)
         decodes = [piece for piece in decodes if piece.sequence.slot >= 0]  # another of its request may have failed
         if decodes:
-            self._take_in(self._sample(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version))
+            self._process(self._sample(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version))
         return None
 
     def _launch_ahead(self, launched: _Launched, version: int, *, admit: bool) -> _Launched | None:
-        """The step after one whose tokens are not known yet, if it can be launched."""
+        """Launch the step after one whose tokens are not known yet, if possible."""
         pieces = [] if self.sampler.is_shaping else self.scheduler.plan_ahead(launched.sequences, admit=admit)
         if not pieces:
             return None
-        # One of these may turn out to have ended. What is then written to its page does no harm: whoever gets the page
-        # next writes to it in a later launch, behind this one on the same stream, and only full pages are shared.
+        # One of these may turn out to have ended. What is then written to its page does no harm: the next owner of the
+        # page writes to it in a later launch on the same stream, and only full pages are shared.
         place_of = {sequence: place for place, sequence in enumerate(launched.sequences)}
         sequences = [piece.sequence for piece in pieces]
-        last = LastSampled(launched.drawn.token_ids, [place_of[sequence] for sequence in sequences])
+        last = LastSampled(launched.sampled.token_ids, [place_of[sequence] for sequence in sequences])
         logits = self.runner.decode_logits(pieces, self.scheduler.table, last=last)
         self._newest = self.sampler.sample(logits, _rows(sequences), num_ahead=1)
         return _Launched(sequences, self._newest, version, pieces)
 
     def _compute(self, pieces: list[Piece], version: int) -> None:
-        """All pieces in one row: logits where a token is drawn, logprobs where tokens are scored."""
+        """Compute all pieces in one row: logits where a token is sampled, logprobs where tokens are scored."""
         decoding = [piece for piece in pieces if piece.samples]
         scoring = [piece for piece in pieces if piece.sequence.score is not None]
         ends: dict[int, int] = {}
@@ -338,7 +337,7 @@ class Batching:
             self._scored(piece, hidden[place : place + size])
             place += size
         if decoding:
-            self._take_in(self._sample(decoding, self.runner.logits(hidden[: len(decoding)]), version))
+            self._process(self._sample(decoding, self.runner.logits(hidden[: len(decoding)]), version))
 
     def _scored(self, piece: Piece, hidden: Tensor) -> None:
         sequence = piece.sequence
@@ -354,7 +353,7 @@ class Batching:
             job.deliver(found)
 
     def _sample(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> _Launched:
-        """Draw the next token of every piece, and the first one of the siblings that begin here."""
+        """Sample the next token of every piece, and the first one of siblings that start here."""
         sequences: list[SequenceState] = []
         index: list[int] = []
         copies: list[tuple[int, int]] = []
@@ -371,9 +370,9 @@ class Batching:
             logits = logits[torch.tensor(index, device=logits.device)]
         return _Launched(sequences, self.sampler.sample(logits, _rows(sequences)), version)
 
-    def _take_in(self, launched: _Launched) -> None:
-        """Wait for the tokens of a step, and take in those of completions that have not ended since its launch."""
-        sequences, drawn = launched.sequences, launched.drawn
+    def _process(self, launched: _Launched) -> None:
+        """Wait for the tokens of a step, and process those of completions that have not ended since its launch."""
+        sequences, sampled = launched.sequences, launched.sampled
         if launched.pieces:
             self.counts.num_steps += 1
             self.counts.num_ahead += 1
@@ -382,10 +381,10 @@ class Batching:
                     self.scheduler.computed(piece)
         skipped = [place for place, sequence in enumerate(sequences) if sequence.slot < 0]
         try:
-            found = drawn.fetch(skip=skipped)
+            found = sampled.fetch(skip=skipped)
         except NonFiniteError as error:
             broken = cast("tuple[int, ...]", error.value)
-            found = drawn.fetch(skip=(*skipped, *broken))
+            found = sampled.fetch(skip=(*skipped, *broken))
             for place in broken:
                 self._fail(sequences[place], error)
         for sequence, token, logprob, full in zip(sequences, *found, strict=True):
@@ -399,7 +398,7 @@ class Batching:
                 sequence.pending.deliver_delta(sequence.delta())
 
     def _fail(self, sequence: SequenceState, error: BaseException) -> None:
-        """End a completion, and the others of its request, with an error."""
+        """Fail a completion, and the others of its request."""
         assert sequence.pending is not None
         pending = sequence.pending
         for each in [each for each in self.scheduler.sequences() if each.pending is pending]:
@@ -422,7 +421,7 @@ class Batching:
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special=True)
 
     def stats(self, version: int, *, is_asleep: bool, num_open: int) -> EngineStats:
-        """May be called from another thread: every figure is read at once, but not all of them together."""
+        """Return the statistics. Thread-safe: each number is consistent, not all of them together."""
         counts, scheduler = self.counts, self.scheduler
         running = len(scheduler.running)
         return EngineStats(

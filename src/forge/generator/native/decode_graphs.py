@@ -15,7 +15,7 @@ from forge.generator.native.pages import PAGE
 from forge.generator.native.schedule import Piece
 from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
-from forge.models.paged_attention import PagedRow
+from forge.models.inference import PagedRow
 
 if TYPE_CHECKING:
     from forge.generator.native.runner import ModelRunner
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRows:
-    """What one step is about, on the device: tokens int64 [1, T], and the row that tells the layers the rest."""
+    """The input of one step, on the device: tokens int64 [1, T], and the row for the layers."""
 
     token_ids: Tensor
     row: PagedRow
@@ -31,14 +31,14 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LastSampled:
-    """The tokens of a decode step that only the device knows: int64 [R], and the place of each piece's among them."""
+    """Sampled tokens that only the device knows: int64 [R], and the index of each piece's token among them."""
 
     token_ids: Tensor
     places: Sequence[int]
 
 
 def places_of(pieces: Sequence[Piece], table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For pieces of one token each: positions and slots, int64 [S], and the pages of their sequences, int32 [S, W]."""
+    """Return, for pieces of one token each, positions and slots, int64 [S], and their pages, int32 [S, W]."""
     positions = np.array([piece.start for piece in pieces], dtype=np.int64)
     pages = table[[piece.sequence.slot for piece in pieces]][:, : int(positions.max()) // PAGE + 1]
     slots = pages[np.arange(len(pieces)), positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
@@ -46,7 +46,7 @@ def places_of(pieces: Sequence[Piece], table: np.ndarray) -> tuple[np.ndarray, n
 
 
 def tokens_of(pieces: Sequence[Piece], last: LastSampled | None) -> np.ndarray:
-    """The tokens of pieces of one token each; or where they are among those of the last draw. Int64 [S]."""
+    """Return the tokens of pieces of one token each; or their indices among those sampled last. Int64 [S]."""
     found = last.places if last is not None else [piece.sequence.ids[piece.start] for piece in pieces]
     return np.array(found, dtype=np.int64)
 
@@ -55,7 +55,7 @@ class DecodeGraphs:
     """Decode steps on a GPU, recorded once for several numbers of sequences and replayed.
 
     A step is padded up to the next recorded size with sequences that have no context and write nowhere. So the shapes
-    of the products, and with them a token's last bits, depend on how many sequences there are.
+    of the matrix products, and with them the last bits of logits, depend on the number of sequences.
     """
 
     def __init__(self, runner: ModelRunner, *, max_batch: int) -> None:
@@ -95,10 +95,10 @@ class DecodeGraphs:
         return self._runner.logits(self._runner.forward(StepRows(self._token_ids[:, :size], row)))
 
     def run(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastSampled | None = None) -> Tensor:
-        """The logits [S, V] of pieces of one token each.
+        """Return the logits [S, V] of pieces of one token each.
 
-        Nothing here waits for the device: a step may be launched while the one before is computed. The buffers are
-        written in the stream's order, when that one has been.
+        Nothing here waits for the device: a step may be launched while the previous one is computed. The buffers are
+        written in the stream's order, after it.
         """
         count, device = len(pieces), self._runner.device
         size = next(size for size in self._sizes if size >= count)

@@ -33,30 +33,30 @@ _WEIGHTS = Purpose(
 
 
 class EngineMemory:
-    """Weights and cache wherever torch puts them.
+    """Weights and cache in memory of torch's allocator.
 
     Args:
         parameters: the weights that go to host memory in `release_weights`; none where they are a trainer's.
     """
 
     keeps_addresses: bool = False
-    """Whether recorded steps stay good while weights and cache are away."""
+    """Whether recorded steps stay valid while weights and cache are released."""
 
     def __init__(self, device: torch.device, parameters: Mapping[str, nn.Parameter]) -> None:
         self.device, self.parameters = device, parameters
         self._on_host: dict[str, Tensor] = {}
 
     def allocate_cache(self, shapes: tuple[Shape, Shape], *, num_layers: int, dtype: torch.dtype) -> Caches:
-        """Memory for each layer's keys and values. It holds anything."""
+        """Return uninitialised memory for each layer's keys and values."""
         keys, values = shapes
         make = {"dtype": dtype, "device": self.device}
         return [(torch.empty(keys, **make), torch.empty(values, **make)) for _ in range(num_layers)]
 
     def release_cache(self) -> None:
-        """The cache is not used until it is taken again; its tensors are the caller's to drop."""
+        """Release the cache's memory. Here the caller does so by dropping its tensors."""
 
     def release_weights(self) -> None:
-        """Keep the weights in host memory, in pinned pages that stay for the next time. They can be changed there."""
+        """Move the weights to pinned host memory, which is kept for the next time. They can be updated there."""
         for name, parameter in self.parameters.items():
             if name not in self._on_host:
                 self._on_host[name] = torch.empty_like(parameter.data, device="cpu", pin_memory=True)
@@ -65,21 +65,20 @@ class EngineMemory:
         torch.cuda.empty_cache()
 
     def restore_weights(self) -> None:
-        """Bring them back."""
+        """Move the weights back to the device."""
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(self.device, non_blocking=True)
 
 
 class FixedAddressMemory(EngineMemory):
-    """Weights and cache in two ranges of addresses that stay, as `forge.runtime.device_memory` has them.
+    """Weights and cache at fixed addresses: two ranges of `forge.runtime.device_memory`.
 
-    While something is away nothing refers to its tensors: the weights are tensors in host memory then, and the cache
-    has none.
+    While memory is released no tensor refers to it: the weights are tensors in host memory, and the cache has none.
 
     Args:
-        device: where.
-        parameters: the weights, which are given their place here, and hold anything afterwards.
-        make: makes a range for a number of bytes.
+        device: the GPU.
+        parameters: the weights, which are moved into a range, and are uninitialised afterwards.
+        make: creates a range for a number of bytes.
     """
 
     keeps_addresses = True
@@ -91,13 +90,13 @@ class FixedAddressMemory(EngineMemory):
         self._caches: Caches = []
         self._weights: DeviceMemory | None = None
         self._whole = self._host = torch.empty(0, dtype=torch.uint8)
-        self._there: dict[str, Tensor] = {}
-        self._here: dict[str, Tensor] = {}
+        self._on_device: dict[str, Tensor] = {}
+        self._on_host_views: dict[str, Tensor] = {}
         if parameters:
-            self._settle()
+            self._place_weights()
 
-    def _settle(self) -> None:
-        """Give the weights their place. What torch had for them is freed first: there is never twice as much."""
+    def _place_weights(self) -> None:
+        """Move the weights into their range. Torch's memory is freed first, so that they never exist twice."""
         forms = {name: (tuple(each.shape), each.dtype) for name, each in self.parameters.items()}
         for parameter in self.parameters.values():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
@@ -105,15 +104,15 @@ class FixedAddressMemory(EngineMemory):
         self._weights = self._make(sum(map(_room, forms.values())), _WEIGHTS)
         self._weights.take()
         self._whole = self._weights.tensor()
-        self._there = dict(zip(forms, carve(self._whole, forms.values()), strict=True))
-        self._point_to(self._there)
+        self._on_device = dict(zip(forms, carve(self._whole, forms.values()), strict=True))
+        self._point_to(self._on_device)
 
     def _point_to(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
             parameter.data = tensors[name]
 
     def allocate_cache(self, shapes: tuple[Shape, Shape], *, num_layers: int, dtype: torch.dtype) -> Caches:
-        """The same tensors each time."""
+        """Return the same tensors each time."""
         if self._cache is None:
             forms = [(shape, dtype) for _ in range(num_layers) for shape in shapes]
             cache = self._make(sum(map(_room, forms)), _CACHE)
@@ -124,32 +123,32 @@ class FixedAddressMemory(EngineMemory):
         return self._caches
 
     def release_cache(self) -> None:
-        """Free its memory."""
+        """Release the cache's memory."""
         if self._cache is not None:
             self._cache.give_back()
 
     def release_weights(self) -> None:
-        """As one copy, to one piece of pinned memory, which stays for the next time."""
+        """Move the weights to one block of pinned host memory, in one copy. The block is kept for the next time."""
         if self._weights is not None:
-            if not self._here:
+            if not self._on_host_views:
                 self._host = torch.empty(self._whole.shape, dtype=torch.uint8, pin_memory=self._whole.is_cuda)
-                forms = [(tuple(each.shape), each.dtype) for each in self._there.values()]
-                self._here = dict(zip(self._there, carve(self._host, forms), strict=True))
+                forms = [(tuple(each.shape), each.dtype) for each in self._on_device.values()]
+                self._on_host_views = dict(zip(self._on_device, carve(self._host, forms), strict=True))
             self._host.copy_(self._whole)
-            self._point_to(self._here)
+            self._point_to(self._on_host_views)
             self._weights.give_back()
         _free_unused()
 
     def restore_weights(self) -> None:
-        """To where they were."""
+        """Move the weights back to their addresses."""
         if self._weights is not None and not self._weights.is_held:
             self._weights.take()
             self._whole.copy_(self._host)
-            self._point_to(self._there)
+            self._point_to(self._on_device)
 
 
 def choose_memory(device: torch.device, parameters: Mapping[str, nn.Parameter]) -> EngineMemory:
-    """The best that the device's driver can do. On a GPU the parameters may hold anything afterwards."""
+    """Return fixed addresses where the driver supports them. On a GPU the parameters are uninitialised afterwards."""
     if device.type != "cuda":
         return EngineMemory(device, {})
     torch.cuda.synchronize(device)  # torch has its context
@@ -165,7 +164,7 @@ def choose_memory(device: torch.device, parameters: Mapping[str, nn.Parameter]) 
 
 
 def carve(memory: Tensor, forms: Iterable[tuple[Shape, torch.dtype]]) -> list[Tensor]:
-    """Tensors one after the other in memory, uint8 [N], each contiguous and well aligned."""
+    """Return tensors one after the other in memory, uint8 [N], each contiguous and aligned."""
     found: list[Tensor] = []
     start = 0
     for shape, dtype in forms:

@@ -28,12 +28,17 @@ from forge.kernels.paged import PagedLayout
 from forge.losses.head import chunked_logprobs
 from forge.models.cpu_step import CpuSteps
 from forge.models.gpu_attention import Extents, decode_shares
-from forge.models.inference import build_for_inference, cache_shapes, page_bytes, paged_layers, parameters_once
+from forge.models.inference import (
+    PagedRow,
+    build_for_inference,
+    cache_shapes,
+    page_bytes,
+    paged_layers,
+    parameters_once,
+)
 from forge.models.layers import rows_linear
 from forge.models.locate import ResolvedModel
-from forge.models.paged_attention import PagedRow
-from forge.models.random_weights import draw_weights
-from forge.models.weights import load_hf
+from forge.models.weights import draw_weights, load_hf
 from forge.runtime.machine import memory
 
 _log = logging.getLogger("forge.generator")
@@ -45,8 +50,8 @@ class ModelRunner:
     """Runs steps. It is used by one thread.
 
     Args:
-        config: what the generator was configured with.
-        model: the model, resolved.
+        config: the generator's configuration.
+        model: the resolved model.
         max_seq_len: longest sequence.
         shared: weights of a trainer in this process, to compute with instead of weights of its own.
     """
@@ -153,7 +158,7 @@ class ModelRunner:
         return asked
 
     def allocate_cache(self) -> None:
-        """Take the memory of the cache; on a GPU, also record the decode steps, unless those from before are good."""
+        """Allocate the cache; on a GPU, also record the decode steps, unless earlier recordings are still valid."""
         shapes = cache_shapes(self.facts, num_pages=self.num_pages, on_gpu=self.on_gpu)
         layers = paged_layers(self.model)
         self._caches = self._memory.allocate_cache(shapes, num_layers=len(layers), dtype=self._cache_dtype)
@@ -164,9 +169,9 @@ class ModelRunner:
             self._graphs = DecodeGraphs(self, max_batch=self.config.max_batch)
 
     def release_cache(self) -> None:
-        """Free the cache; `allocate_cache` takes it again, empty. Nothing can be computed between.
+        """Release the cache; `allocate_cache` brings it back, empty. Nothing can be computed in between.
 
-        Recorded steps stay where the cache comes back to its addresses. They are out of reach meanwhile.
+        Recorded steps are kept where the cache is restored at the same addresses.
         """
         if self._graphs is not None and self._memory.keeps_addresses:
             self._saved_graphs = self._graphs
@@ -179,13 +184,13 @@ class ModelRunner:
         self._memory.release_cache()
 
     def release(self) -> None:
-        """Free the cache, and keep the weights in host memory, where `update_weights` reaches them too."""
+        """Release cache and weights; the weights move to host memory, where `update_weights` reaches them too."""
         self.release_cache()
         if self.on_gpu:
             self._memory.release_weights()
 
     def restore(self) -> None:
-        """As before `release`; the cache is empty. If there is too little memory, all stays as it was."""
+        """Undo `release`; the cache is empty. If there is too little memory, nothing changes."""
         try:
             self._memory.restore_weights()
             self.allocate_cache()
@@ -232,20 +237,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden(self, pieces: Sequence[Piece], table: np.ndarray, index: Sequence[int]) -> Tensor:
-        """Compute pieces, one after the other in a row; the hidden states [R, D] of the tokens at `index`."""
-        rows = self._rows(pieces, table, index)
-        return self.forward(rows)
+        """Compute pieces, one after the other in a row. Return the hidden states [R, D] of the tokens at `index`."""
+        return self.forward(self._rows(pieces, table, index))
 
     @property
     def has_recorded_steps(self) -> bool:
-        """Whether decode steps are replayed: then nothing in them waits for the host, nor the host for them."""
+        """Whether decode steps are replayed CUDA graphs: then neither they nor the host wait for each other."""
         return self._graphs is not None
 
     @torch.inference_mode()
     def decode_logits(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastSampled | None = None) -> Tensor:
-        """Compute pieces of one token each; what `logits` returns for them, in a buffer that the next step overwrites.
+        """Compute pieces of one token each. Return their logits, in a buffer that the next step overwrites.
 
-        With `last` the tokens are those of the last draw, which need not have reached the host.
+        With `last` the tokens are those sampled last, which need not have reached the host.
         """
         if self._graphs is not None and len(pieces) <= self._graphs.max_batch:
             return self._graphs.run(pieces, table, last=last)
@@ -271,13 +275,13 @@ class ModelRunner:
         return StepRows(token_ids.unsqueeze(0), row)
 
     def shares(self, positions: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """Which neighbours in a decode step begin with the same pages, for a GPU to read them once."""
+        """Return which neighbours in a decode step share a prefix of pages, for a GPU to read it once."""
         num_heads, num_kv_heads = self.facts.num_heads or 1, self.facts.num_kv_heads or 1
         return decode_shares(pages, positions + 1, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """The logits [R, V]: on a CPU float32, on a GPU in the precision of the weights, which the sampler widens.
+        """Return the logits [R, V]: on a CPU float32, on a GPU in the precision of the weights.
 
         With `model.head_precision: float32` they are summed in float32 and never rounded to less.
         """
@@ -291,7 +295,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logprobs(self, hidden_RD: Tensor, targets: Sequence[int], *, temperature: float) -> list[float]:
-        """The logprob of a target after each hidden state, computed as the trainer does."""
+        """Return the logprob of a target after each hidden state, computed as the trainer does."""
         wanted = torch.tensor(targets, device=self.device)
         weight, is_wide = self.model.lm_head.weight, self._has_wide_head
         found, _ = chunked_logprobs(hidden_RD, weight, wanted, temperature=temperature, fp32_logits=is_wide)
@@ -299,17 +303,17 @@ class ModelRunner:
         return values
 
     def forward(self, rows: StepRows) -> Tensor:
-        """The hidden states that a step's row asks for."""
+        """Return the hidden states that a step's row asks for."""
         found = None if self._cpu_steps is None else self._cpu_steps.hidden(rows.token_ids[0], rows.row)
         if found is not None:
             return found
-        book = self.model.book
-        key = book.enter(rows.row)
+        registry = self.model.row_registry
+        key = registry.enter(rows.row)
         try:
             hidden: Tensor = self.model(rows.token_ids, key)
             return hidden
         finally:
-            book.clear()
+            registry.clear()
 
     def _rows(self, pieces: Sequence[Piece], table: np.ndarray, index: Sequence[int]) -> StepRows:
         sizes = np.array([piece.end - piece.start for piece in pieces], dtype=np.int64)
@@ -324,19 +328,15 @@ class ModelRunner:
         pages = table[[piece.sequence.slot for piece in pieces]][:, : -(-int(contexts.max()) // PAGE)]
         owners = np.repeat(np.arange(len(pieces)), sizes)
         slots = pages[owners, positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
-        layout = PagedLayout(*(self._put(array) for array in (starts, contexts, pages, slots)))
+        layout = PagedLayout(*(put(array, self.device) for array in (starts, contexts, pages, slots)))
         row = PagedRow(
-            positions=self._put(positions).unsqueeze(0),
-            index=self._put(np.asarray(index, dtype=np.int64)),
+            positions=put(positions, self.device).unsqueeze(0),
+            index=put(np.asarray(index, dtype=np.int64), self.device),
             layout=layout,
             is_decode=len(token_ids) == len(pieces),
             extents=Extents.of(sizes.tolist(), contexts.tolist(), device=self.device) if self.on_gpu else None,
         )
-        return StepRows(self._put(np.array(token_ids, dtype=np.int64)).unsqueeze(0), row)
-
-    def _put(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.to(self.device, non_blocking=True) if self.on_gpu else tensor
+        return StepRows(put(np.array(token_ids, dtype=np.int64), self.device).unsqueeze(0), row)
 
 
 def _device(with_gpus: bool | None) -> torch.device:

@@ -1,4 +1,4 @@
-"""A completion that is being made: its tokens, its pages, and what is told to whoever asked for it."""
+"""The state of requests and sequences in the engine: tokens, pages, and how results are delivered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from forge.generator.text import TextTracker
 
 Deliver = Callable[[Any], None]
-"""How a result, or an exception, reaches who waits for it. Called on the engine's thread."""
+"""Delivers a result or an exception to its caller. Called on the engine's thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +23,9 @@ class PendingRequest:
     """One request in the engine.
 
     Attributes:
-        request: what was asked for.
-        deliver: is told the list of completions, or the exception, once.
-        deliver_delta: is told every delta, for requests that stream.
+        request: the request.
+        deliver: gets the list of completions, or the exception, once.
+        deliver_delta: gets every delta, for requests that stream.
         arrived: when it came.
         completions: those that have ended, by index.
     """
@@ -51,7 +51,7 @@ class PendingRequest:
 
 @dataclass(slots=True, eq=False)
 class ScoreJob:
-    """Tokens whose logprobs are asked for; with `is_urgent` before everything else."""
+    """Tokens to be scored; with `is_urgent` before everything else."""
 
     token_ids: tuple[int, ...]
     temperature: float
@@ -62,21 +62,21 @@ class ScoreJob:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One completion, or one line of tokens to be scored.
+    """One completion, or one sequence of tokens to be scored.
 
     Attributes:
-        ids: prompt and drawn tokens.
+        ids: prompt and sampled tokens.
         num_prompt: how many of them are the prompt.
-        max_len: the length at which it ends for want of room.
-        pending, index, row, tracker: the request that it belongs to, which of its completions it is, what the sampler
-            needs, and its text where that must be known on the way. None (0) for a line to be scored.
-        score: what is asked for instead.
-        siblings: completions of the same prompt, which begin when the prompt has been read.
+        max_len: the length at which it ends.
+        pending, index, row, tracker: its request, its index among the request's completions, the sampler's row, and its
+            text where that is needed token by token. None (0) for a sequence to be scored.
+        score: the score that is asked for instead.
+        siblings: completions of the same prompt, which start when the prompt has been read.
         pages, num_computed: its pages, and how many of `ids` have keys and values in them.
-        mark, num_sealed: how far its pages are remembered as a beginning that others may share.
-        is_pure: whether all of its keys and values are of the weights that serve now.
-        slot: its row in the table of pages, while it is under way.
-        version_starts: the versions that drew its tokens, and which token each of them drew first.
+        mark, num_sealed: how far its pages are known as a prefix that others may share.
+        is_pure: whether all of its keys and values are of the current weights.
+        slot: its row in the table of pages, while it is running.
+        version_starts: the versions that sampled its tokens, and the first token of each.
     """
 
     ids: list[int]
@@ -118,11 +118,11 @@ class SequenceState:
 
     @property
     def is_being_read(self) -> bool:
-        """Whether more of it is to be computed before the next token can be drawn than the last one that was."""
+        """Whether more than the last sampled token must be computed before the next token can be sampled."""
         return self.num_sampled == 0 or self.num_computed + 1 < len(self.ids)
 
     def add_token(self, token: int, logprob: float, full_logprob: float, version: int) -> FinishReason | None:
-        """Append a drawn token; why the completion ends with it, or None."""
+        """Append a sampled token. Return why the completion ends with it, or None."""
         assert self.row is not None
         if self.first_token is None:
             self.first_token = time.perf_counter()
@@ -130,10 +130,10 @@ class SequenceState:
         self.row.token_ids.append(token)
         self.logprobs.append(logprob)
         self.full_logprobs.append(full_logprob)
-        drawn = len(self.row.token_ids)
+        num_sampled = len(self.row.token_ids)
         if not self.version_starts or self.version_starts[-1][0] != version:
-            self.version_starts.append((version, drawn - 1))
-        if token in self.stop_ids and drawn > self.row.sampling.min_tokens:
+            self.version_starts.append((version, num_sampled - 1))
+        if token in self.stop_ids and num_sampled > self.row.sampling.min_tokens:
             return "stop"
         if self.tracker is not None and self._stop_string(token):
             return "stop"
@@ -145,7 +145,7 @@ class SequenceState:
         return self.tracker.stopped is not None
 
     def delta(self, completion: Completion | None = None) -> Delta:
-        """What is new since the last delta."""
+        """Return what is new since the last delta."""
         assert self.row is not None
         new = slice(self.num_delivered, None)
         self.num_delivered = len(self.row.token_ids)
@@ -165,7 +165,7 @@ class SequenceState:
         return tuple(VersionSpan(version, start, end) for (version, start), end in both)
 
     def completion(self, reason: FinishReason, decode: Callable[[Sequence[int]], str]) -> Completion:
-        """The completion as it is now; it ends here."""
+        """Return the completion as it is now; it ends here."""
         assert self.row is not None
         assert self.pending is not None
         token_ids = tuple(self.row.token_ids)

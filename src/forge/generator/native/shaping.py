@@ -1,4 +1,4 @@
-"""What is done to the logits of rows that ask for more than a temperature.
+"""Shape the logits of rows that ask for more than a temperature: penalties and truncation.
 
 The order is that of vLLM 0.32.0's sampler, so that one `Sampling` means the same with either engine:
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 
 def is_shaped(row: SampleRow, vocab_size: int) -> bool:
-    """Whether anything but the temperature shapes what is drawn next."""
+    """Return whether anything but the temperature shapes the next token's distribution."""
     sampling = row.sampling
     is_cut = sampling.top_p < 1.0 or 0 < sampling.top_k < vocab_size or sampling.min_p > 0.0
-    return is_penalised(sampling) or must_go_on(row) or (is_cut and not sampling.is_greedy)
+    return is_penalised(sampling) or must_continue(row) or (is_cut and not sampling.is_greedy)
 
 
 def is_penalised(sampling: Sampling) -> bool:
-    """Whether tokens that were there before count differently."""
+    """Return whether tokens that occurred before are penalised."""
     return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def must_go_on(row: SampleRow) -> bool:
-    """Whether the next token may not be one that ends the completion."""
+def must_continue(row: SampleRow) -> bool:
+    """Return whether the next token may not end the completion."""
     return len(row.token_ids) < row.sampling.min_tokens and len(row.stop_ids) > 0
 
 
@@ -55,7 +55,7 @@ class _Known:
     Attributes:
         slot: its place among the counts.
         tokens: the tokens of prompt and completion, each once; `seen` is the same as a set.
-        num_counted: how many of the tokens that were drawn have been counted.
+        num_counted: how many of the sampled tokens have been counted.
     """
 
     __slots__ = ("num_counted", "seen", "slot", "tokens")
@@ -67,7 +67,7 @@ class _Known:
 
 
 class TokenCounts:
-    """How often each row that is penalised has each token, on the device, token by token as they come.
+    """How often each penalised row has each token, on the device, updated token by token.
 
     `counts` is int32 [slots, V]; `pairs` names what a penalty can change, as row * V + token, int64 [M]: every token
     that is in a row's prompt or completion, once. Rows are numbered as `follow` was given them.
@@ -80,7 +80,7 @@ class TokenCounts:
         self.pairs = torch.zeros(0, dtype=torch.int64, device=device)
 
     def follow(self, rows: Sequence[SampleRow]) -> Tensor:
-        """Count for these rows from now on, and for no others; the slot of each, int64 [P]."""
+        """Count for these rows alone from now on. Return the slot of each, int64 [P]."""
         kept = {row: self._rows[row] for row in rows if row in self._rows}
         taken = {known.slot for known in kept.values()}
         self._resize(len(rows), taken)
@@ -98,7 +98,7 @@ class TokenCounts:
         return torch.tensor(slots, dtype=torch.int64, device=self.device)
 
     def fresh(self) -> tuple[list[int], list[int]]:
-        """What came since the last call: places in `counts`, laid flat, of tokens that were drawn; and new `pairs`."""
+        """Return what came since the last call: flat indices in `counts` of sampled tokens, and new `pairs`."""
         places: list[int] = []
         pairs: list[int] = []
         for index, (row, known) in enumerate(self._rows.items()):
@@ -112,7 +112,7 @@ class TokenCounts:
         return places, pairs
 
     def add(self, places: Tensor, pairs: Tensor) -> None:
-        """Take in what `fresh` named, from the device."""
+        """Add what `fresh` returned, from the device."""
         if len(places):
             ones = torch.ones(len(places), dtype=torch.int32, device=self.device)
             self.counts.view(-1).index_add_(0, places, ones)
@@ -124,7 +124,7 @@ class TokenCounts:
 
     def _resize(self, num_rows: int, taken: set[int]) -> None:
         if num_rows == 0:
-            size = 0  # the memory of a large vocabulary is worth giving back
+            size = 0  # the memory of a large vocabulary is worth releasing
         elif num_rows > len(self.counts):
             size = max(num_rows, 2 * len(self.counts))
         else:
@@ -136,7 +136,7 @@ class TokenCounts:
 
 
 class Shaping:
-    """What is to be done to some of the rows of a batch. Made anew whenever one of its rows comes, goes or changes."""
+    """The shaping of some rows of a batch. Created anew whenever one of its rows comes, goes or changes."""
 
     def __init__(self, rows: Sequence[SampleRow], places: Sequence[int], token_counts: TokenCounts) -> None:
         """`rows` are those to be shaped and `places` where each is in the batch."""
@@ -151,7 +151,7 @@ class Shaping:
         self._read_cuts(samplings, device)
 
     def apply(self, logits_BV: Tensor, *, out_SV: Tensor) -> Tensor:
-        """The logits that the shaped rows draw from, divided by their temperatures; written to `out_SV`."""
+        """Write the shaped rows' logits, divided by their temperatures, to `out_SV`, and return them."""
         logits_SV = torch.index_select(logits_BV, 0, self.places_S, out=out_SV)
         if self._ruled_out is not None:
             logits_SV.view(-1).index_fill_(0, self._ruled_out, -math.inf)
@@ -171,7 +171,7 @@ class Shaping:
         flat = [
             index * self._vocab_size + token
             for index, row in enumerate(rows)
-            if must_go_on(row)
+            if must_continue(row)
             for token in sorted(row.stop_ids)
             if 0 <= token < self._vocab_size
         ]
@@ -265,7 +265,7 @@ def keep_top_p(logits_SV: Tensor, p_S: Tensor) -> None:
 
 
 def nucleus_by_sorting(probs_SV: Tensor, p_S: Tensor) -> tuple[Tensor, Tensor]:
-    """The threshold [S, 1] of each row's probabilities, and how many tokens on it may stay. For the CPU."""
+    """Return the threshold [S, 1] of each row's probabilities, and how many tokens on it may stay. For the CPU."""
     found = [_nucleus(row, float(p)) for row, p in zip(probs_SV.numpy(), p_S.numpy(), strict=True)]
     thresholds = torch.tensor([threshold for threshold, _ in found], dtype=probs_SV.dtype)
     return thresholds[:, None], torch.tensor([room for _, room in found])[:, None]
@@ -281,14 +281,14 @@ def _nucleus(probs: NDArray[Any], p: float) -> tuple[float, int]:
     likely = np.sort(likely)[::-1]
     last = int(np.searchsorted(np.cumsum(likely, dtype=np.float64), wanted))
     if last >= len(likely):
-        return 0.0, len(probs)  # the row is not of numbers; what is drawn from it says so
+        return 0.0, len(probs)  # the row is not of numbers; `Sampled.fetch` reports it
     threshold = likely[last]
     return float(threshold), last + 1 - int(np.count_nonzero(likely[: last + 1] > threshold))
 
 
 def _near_the_end(likely: NDArray[Any], wanted: float) -> tuple[NDArray[Any], float]:
-    """A few of the probabilities, those around the one at which all from the largest on reach `wanted`; and what they
-    have to reach themselves."""
+    """Return the probabilities around the one at which the largest together reach `wanted`, and what these few have to
+    reach themselves."""
     while len(likely) > _FEW:
         smallest, largest = float(likely.min()), float(likely.max())
         pivot = likely.dtype.type(math.sqrt(smallest * largest))
@@ -305,7 +305,7 @@ def _near_the_end(likely: NDArray[Any], wanted: float) -> tuple[NDArray[Any], fl
 
 
 def nucleus_by_halving(probs_SV: Tensor, p_S: Tensor) -> tuple[Tensor, Tensor]:
-    """The same without sorting and without asking the device for anything: halve the range of thresholds 31 times."""
+    """Return the same without sorting and without waiting for the device: halve the range of thresholds 31 times."""
     wanted_S1 = p_S[:, None] * probs_SV.sum(-1, keepdim=True, dtype=torch.float64)
     low_S1 = torch.zeros_like(wanted_S1, dtype=torch.int32)
     high_S1 = torch.full_like(low_S1, _ONE_BITS + 1)

@@ -48,11 +48,11 @@ class WeightUpdate:
 
 
 class EngineThread:
-    """One thread, and what others ask of it.
+    """One thread, and the commands of other threads for it.
 
     Args:
-        make: makes the state that the thread works on, given how to deliver those who wait; called on the thread.
-        on_death: is called, on the thread, when it ends by an error.
+        make: creates the state that the thread works on, given a function that delivers results; called on the thread.
+        on_death: called on the thread when an error ends it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EngineThread:
     # ---- For other threads --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin, and wait until requests can be taken. Results are told on the loop that runs now."""
+        """Start, and wait until requests are served. Results are delivered on the running event loop."""
         import torch
 
         self.loop = asyncio.get_running_loop()
@@ -83,7 +83,7 @@ class EngineThread:
         await asyncio.shield(asyncio.wrap_future(ready))
 
     async def close(self) -> None:
-        """End. Completions under way end as aborted."""
+        """End the thread. Completions in progress finish as aborted."""
         if self._thread is None:
             return
         with self._wake:
@@ -138,7 +138,7 @@ class EngineThread:
             raise
 
     def serving(self) -> Batching:
-        """What the thread works on; `EngineDead` if it has ended."""
+        """Return what the thread works on, or raise `EngineDead` if it has ended."""
         if self._dead is not None or self.batching is None:
             raise self._death()
         return self.batching
@@ -166,7 +166,7 @@ class EngineThread:
         ready.set_result(None)
         try:
             self._run(self.batching)
-        except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
+        except BaseException as error:  # noqa: BLE001 - delivered to all callers
             _log.error("the generator's engine ended", exc_info=error)
             self._die(error)
             if self._on_death is not None:
@@ -174,7 +174,7 @@ class EngineThread:
 
     def _run(self, batching: Batching) -> None:
         while True:
-            self._take_commands(batching)
+            self._run_commands(batching)
             if self._is_closing:
                 self._finish_launched(batching)
                 batching.abort_all()
@@ -190,7 +190,7 @@ class EngineThread:
             batching.step(self.version, admit=not self._is_draining(batching))
 
     def _finish_launched(self, batching: Batching) -> None:
-        """Have no step under way, and deliver what came of it: what is done next may take long."""
+        """Finish a launched step and deliver its results: what comes next may take long."""
         with self._failing(batching):
             batching.finish_launched()
         batching.flush()
@@ -205,8 +205,8 @@ class EngineThread:
             _log.error("a step failed; its error is raised for all completions in progress", exc_info=error)
             batching.fail_all(error)
 
-    def _take_commands(self, batching: Batching) -> None:
-        """Do what was asked for; wait while there is nothing at all to do."""
+    def _run_commands(self, batching: Batching) -> None:
+        """Run the commands; wait while there is nothing to do."""
         with self._wake:
             while not (self._commands or self._is_closing or self.updates or self._has_work(batching)):
                 self._wake.wait()
@@ -230,23 +230,23 @@ class EngineThread:
             if not self.updates or self._is_draining(batching):  # it was withdrawn
                 return
             update = self.updates.popleft()
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
             update.apply()
             num_aborted = batching.weights_updated(update.mode)
-        except BaseException as error:  # noqa: BLE001 - it is the change's outcome
+        except BaseException as error:  # noqa: BLE001 - it is the update's outcome
             update.done.set_exception(error)
             return
         self.version = update.version
-        update.done.set_result((time.perf_counter() - began, num_aborted))
+        update.done.set_result((time.perf_counter() - started, num_aborted))
 
     def _is_draining(self, batching: Batching) -> bool:
-        """Whether the next change waits until what has begun has ended. While the engine sleeps nothing would end."""
+        """Return whether the next update waits for completions in progress. A sleeping engine cannot finish them."""
         is_asked = bool(self.updates) and self.updates[0].mode == "drain"
-        return is_asked and not self.is_asleep and batching.scheduler.has_begun
+        return is_asked and not self.is_asleep and batching.scheduler.has_started
 
     def _die(self, error: BaseException) -> None:
-        """Nothing is done from now on: answer everybody."""
+        """Fail all commands, requests and updates, now and in the future."""
         with self._wake:
             self._dead = error
             commands, self._commands = self._commands, deque()

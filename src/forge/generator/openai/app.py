@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer
 
 KEY_VARIABLE: Final = "FORGE_API_KEY"
-CONVERSATION_HEADER: Final = "x-forge-conversation"
 _HEALTH_LIMIT_S: Final = 10.0
 _POLICY: Final[web.AppKey[Policy]] = web.AppKey("policy", Policy)
 
@@ -192,15 +191,11 @@ def _key_checker(key: str | None) -> Middleware:
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
-    body = await _read_body(request)
-    header = request.headers.get(CONVERSATION_HEADER)
-    return await complete_chat(request.app[_POLICY], request, body, conversation=header)
+    return await complete_chat(request.app[_POLICY], request, await _read_body(request))
 
 
 async def _completions(request: web.Request) -> web.StreamResponse:
-    body = await _read_body(request)
-    header = request.headers.get(CONVERSATION_HEADER)
-    return await complete_text(request.app[_POLICY], request, body, conversation=header)
+    return await complete_text(request.app[_POLICY], request, await _read_body(request))
 
 
 async def _read_body(request: web.Request) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from forge.generator.openai.policy import CompletionJob, Policy
-from forge.generator.openai.requests import read_flag, read_messages, read_options, read_template
+from forge.generator.openai.requests import read_flag, read_messages, read_template
 from forge.generator.openai.responses import chat_logprobs, exact_tokens, send_events, usage_of, weight_versions
 from forge.generator.openai.tool_calls import CallReader, ToolCall
 from forge.types import Completion, Delta
@@ -19,24 +19,16 @@ from forge.types import Completion, Delta
 _OWN: Final = frozenset(("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"))
 
 
-async def complete_chat(
-    policy: Policy, request: web.Request, body: Mapping[str, Any], *, conversation: str | None
-) -> web.StreamResponse:
+async def complete_chat(policy: Policy, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
     """Answer a conversation, whole or piece by piece."""
-    options = read_options(
-        body,
-        own=_OWN,
-        has_structured_output=policy.has_structured_output,
-        logprobs=read_flag(body, "logprobs"),
-        header=conversation,
-    )
+    options = policy.read_options(request, body, own=_OWN, logprobs=read_flag(body, "logprobs"))
     messages, template = read_messages(body), read_template(body)
     await policy.check_number(1, options.n)
     job = await policy.prepare_chat(messages, template, options=options)
     reply = _Reply(policy, job, reads_calls="tools" in template)
     if options.stream:
         return await send_events(request, reply.chunks())
-    completions = await policy.complete(job)
+    completions = await policy.service.generate.route(**job.arguments)
     return web.json_response(reply.whole(completions))
 
 
@@ -107,7 +99,7 @@ class _Reply:
 
     async def chunks(self) -> AsyncGenerator[Mapping[str, Any], None]:
         """Yield the response piece by piece."""
-        async with contextlib.aclosing(self._policy.stream(self._job)) as deltas:
+        async with contextlib.aclosing(self._policy.service.generate_stream.stream(**self._job.arguments)) as deltas:
             async for delta in deltas:
                 for chunk in self._grow(delta):
                     yield chunk

@@ -13,24 +13,16 @@ from aiohttp import web
 
 from forge.generator.openai.errors import parameter_error
 from forge.generator.openai.policy import CompletionJob, Policy
-from forge.generator.openai.requests import RequestOptions, read_options
+from forge.generator.openai.requests import RequestOptions
 from forge.generator.openai.responses import exact_tokens, merge, send_events, text_logprobs, usage_of
 from forge.types import Completion, Delta
 
 _OWN: Final = frozenset(("prompt",))
 
 
-async def complete_text(
-    policy: Policy, request: web.Request, body: Mapping[str, Any], *, conversation: str | None
-) -> web.StreamResponse:
+async def complete_text(policy: Policy, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
     """Complete one prompt or several, whole or piece by piece."""
-    options = read_options(
-        body,
-        own=_OWN,
-        has_structured_output=policy.has_structured_output,
-        logprobs=_wants_logprobs(body),
-        header=conversation,
-    )
+    options = policy.read_options(request, body, own=_OWN, logprobs=_wants_logprobs(body))
     prompts = _read_prompts(body.get("prompt"), policy)
     await policy.check_number(len(prompts), options.n)
     reply = _Reply(policy, [policy.prepare_text(prompt, options=options) for prompt in prompts], options)
@@ -82,7 +74,8 @@ class _Reply:
         """Return the response, all at once. One prompt that fails fails all."""
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._policy.complete(job)) for job in self._jobs]
+                generate = self._policy.service.generate
+                tasks = [group.create_task(generate.route(**job.arguments)) for job in self._jobs]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         choices = []
@@ -95,7 +88,7 @@ class _Reply:
 
     async def chunks(self) -> AsyncGenerator[Mapping[str, Any], None]:
         """Yield the response piece by piece."""
-        streams = [self._policy.stream(job) for job in self._jobs]
+        streams = [self._policy.service.generate_stream.stream(**job.arguments) for job in self._jobs]
         async with contextlib.aclosing(merge(streams)) as deltas:
             async for number, delta in deltas:
                 yield self._grow(number, delta)

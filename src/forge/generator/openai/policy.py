@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
 
 from forge.generator.openai.errors import parameter_error
 from forge.generator.openai.prompts import ChatPrompt, ExactPrompts
 from forge.generator.openai.records import Recorder
-from forge.generator.openai.requests import RequestOptions
+from forge.generator.openai.requests import CONVERSATION_HEADER, RequestOptions, read_options
 from forge.generator.prompts import LongTexts, is_long, length_checked, too_long
-from forge.types import Completion, Delta
+from forge.types import Completion
 
 if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer
@@ -60,9 +62,13 @@ class Policy:
         """End the thread for long texts."""
         self._long_texts.close()
 
-    @property
-    def has_structured_output(self) -> bool:
-        return bool(self.card["capabilities"]["structured_output"])
+    def read_options(
+        self, request: web.Request, body: Mapping[str, Any], *, own: frozenset[str], logprobs: bool
+    ) -> RequestOptions:
+        """Read everything but the prompt. `own` are the parameters that only this endpoint has."""
+        can_structure = bool(self.card["capabilities"]["structured_output"])
+        header = request.headers.get(CONVERSATION_HEADER)
+        return read_options(body, own=own, has_structured_output=can_structure, logprobs=logprobs, header=header)
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -110,16 +116,6 @@ class Policy:
     def _request(self, prompt: Mapping[str, Any], options: RequestOptions) -> Mapping[str, Any]:
         defaults = self.card.get("sampling") or {}
         return {**prompt, "sampling": {**defaults, **options.sampling, "n": options.n}}
-
-    async def complete(self, job: CompletionJob) -> list[Completion]:
-        """Return all completions of a prompt."""
-        completions: list[Completion] = await self.service.generate.route(**job.arguments)
-        return completions
-
-    def stream(self, job: CompletionJob) -> AsyncGenerator[Delta, None]:
-        """Stream the completions of a prompt. Closing the stream cancels them."""
-        deltas: AsyncGenerator[Delta, None] = self.service.generate_stream.stream(**job.arguments)
-        return deltas
 
     def record(
         self, job: CompletionJob, completion: Completion, *, exchange_id: str, message: Mapping[str, Any] | None = None

@@ -15,6 +15,8 @@ from forge.errors import did_you_mean
 from forge.generator.openai.errors import RequestError, parameter_error
 from forge.generator.openai.tool_calls import parsed_arguments
 
+CONVERSATION_HEADER: Final = "x-forge-conversation"
+
 _SAMPLING: Final = {
     **{
         name: name

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from forge.config.saving import FILE_NAME
+from forge.config.loading import FILE_NAME
 from forge.config.yaml_text import read_yaml
 from forge.errors import DataError, OptionError
 from forge.observe.jsonl import MetricsLine, read_jsonl

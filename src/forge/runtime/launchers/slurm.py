@@ -134,7 +134,7 @@ class SlurmLauncher:
         return Allocation(attached.hosts, release)
 
     async def _submit_whole(self) -> str:
-        """Submit. A caller that is cancelled meanwhile leaves no job behind whose number nobody knows."""
+        """Submit the job. A caller that is cancelled meanwhile leaves no job behind whose number is not known."""
         submission = asyncio.ensure_future(self._submit())
         try:
             return await asyncio.shield(submission)

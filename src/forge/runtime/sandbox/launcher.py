@@ -2,7 +2,7 @@
 
 It starts the program behind the boundary that was asked for, and waits for its end or for the end of its leash, a pipe
 whose other end the library holds: when that closes, because the time is up or because the library's process died, the
-launcher kills everything it started. It goes only when nothing of that is left, so that whoever waits for the launcher
+launcher kills everything it started. It exits only when nothing of that is left, so that what waits for the launcher
 waits for all. It imports the standard library alone, and everything before it changes its root folder.
 
 Words to the library go through a pipe, a JSON object on a line each: `started`, then `ended` with the wait status and

@@ -7,7 +7,7 @@ import torch
 
 from forge.errors import ModelError
 from forge.kernels import cpu_layers
-from forge.models.rotary import Rotary
+from forge.models.layers import Rotary
 
 pytestmark = pytest.mark.skipif(cpu_layers.library() is None, reason="no compiler for the CPU kernels")
 
