@@ -249,7 +249,7 @@ class ReplayBuffer:
         after it."""
         if self.counts.num_admitted and not self.num_taken:
             raise self.tally.error(
-                "the prompts have come to their end, and none of their groups brought anything to learn from",
+                "the prompts are exhausted, and none of their groups had a signal",
                 path="prompts.sources",
                 rule="at least one group with signal",
             )
@@ -404,7 +404,7 @@ class ReplayBuffer:
                 path="ledger.jsonl",
                 value=both[:8],
                 rule="a group is committed once",
-                repair="resume from another checkpoint, or start anew",
+                repair="resume from another checkpoint, or start a new run",
             )
         self.next_number, self.num_taken = int(state["next_number"]), int(state["num_taken"])
         self.version = self.num_taken

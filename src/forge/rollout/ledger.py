@@ -75,7 +75,7 @@ def read_ledger(path: str | os.PathLike[str]) -> Iterator[LedgerLine]:
                     path=f"{path}:{number}",
                     value=raw[:200],
                     rule="each line is a JSON object with step, group, epoch, prompt and outcome",
-                    repair="the file was changed by hand: put the line right, or start in another folder",
+                    repair="the file was changed by hand: correct the line, or start in another folder",
                 )
 
 

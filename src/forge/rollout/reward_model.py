@@ -100,8 +100,8 @@ class RewardModel(ForgeActor):
                 "the reward model cannot read a conversation of this length",
                 path="rewards.reward_model.max_seq_len",
                 value=len(ids),
-                rule=f"1 to {self.config.max_seq_len} tokens; a part of it would earn a number that means nothing",
-                repair="raise it, as far as the model goes",
+                rule=f"1 to {self.config.max_seq_len} tokens; a score of a part would be meaningless",
+                repair="raise it, up to the model's limit",
             )
         return ids
 
