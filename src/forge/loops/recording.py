@@ -15,11 +15,10 @@ from forge.observe import is_tracing, make_sinks, switch_tracing
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
 from forge.observe.tracing import drain_trace
-from forge.rollout.ledger import Ledger, LedgerLine
+from forge.rollout.ledger import Ledger, LedgerLine, recording
 from forge.rollout.record import RolloutRecorder
 from forge.rollout.samples import completion_logprobs
 from forge.rollout.signal import DropReason, NoSignalGroup
-from forge.rollout.writing import recording
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
 from forge.types import Group

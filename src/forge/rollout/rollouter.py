@@ -60,7 +60,7 @@ class Rollouter:
         policy: generates completions.
         score: scores them.
         ref_logprobs: the logprobs of the reference model; None without one.
-        sampling: how tokens are drawn; `n` is the size of a group.
+        sampling: how tokens are sampled; `n` is the size of a group.
         algorithm: says whether the divergence from the reference is taken from rewards.
         seed: the run's. A group's tokens depend on it, on the group's number and on the weights, and on nothing else.
     """
@@ -115,7 +115,7 @@ class Rollouter:
             return list(await asyncio.gather(*(self._whole(each, sampling) for each in completions)))
 
     async def _whole(self, completion: Completion, sampling: Sampling) -> Completion:
-        """Go on with a completion that an update of the weights cut short, until it ends by itself."""
+        """Continue a completion that an update of the weights cut short, until it finishes."""
         while completion.finish_reason == "abort":
             left = None if sampling.max_tokens is None else sampling.max_tokens - len(completion)
             if left is not None and left <= 0:
