@@ -15,8 +15,7 @@ from forge.generator.native.cache_size import (
     step_work,
 )
 from forge.memory.constants import CUDA_CONTEXT, GIB, PAGE_TOKENS, VLLM_ASLEEP, VLLM_OVERHEAD, VLLM_SHARE
-from forge.memory.model_size import ITEM_BYTES
-from forge.memory.records import Part
+from forge.memory.records import ITEM_BYTES, Part
 from forge.models.sizes import Sizes
 
 

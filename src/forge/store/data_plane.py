@@ -60,7 +60,7 @@ class ServedSegments:
                 return fd, size
             segment = self._pool.get(name) or self._adopted.get(name)
             if segment is None or segment.fd < 0:
-                raise StoreKeyError(f"process {os.getpid()} does not hold segment {name!r} any more", path=name)
+                raise StoreKeyError(f"process {os.getpid()} no longer holds segment {name!r}", path=name)
             fd = os.dup(segment.fd)
             self._pins[name] = (fd, segment.size, 1)
             return fd, segment.size
@@ -210,7 +210,7 @@ class DataPlane:
         with self._copying:
             device = self._client.device_segments.get(segment)
             if device is None or device.stamp != stamp:
-                raise StoreKeyError(f"process {os.getpid()} does not hold this filling of {segment!r} any more")
+                raise StoreKeyError(f"process {os.getpid()} no longer holds this version of {segment!r}")
             copied = self._host_copies.get(segment)
             if copied is None:
                 name = on_host(segment)
