@@ -233,7 +233,7 @@ def test_waiting_listing_retiring_and_going_back(place: Place) -> None:
         assert await weights.retire(keep=2) == [0, 1]
         with pytest.raises(ts.StoreKeyError, match="version 1"):
             await weights.fetch(version=1)
-        with pytest.raises(ts.StoreError, match="comes too late"):
+        with pytest.raises(ts.StoreError, match="is too old"):
             await place.publish(key, 3)
         assert await weights.rewind(to=2) == [3]
         assert [info.number for info in await weights.versions()] == [2]

@@ -174,13 +174,15 @@ def test_a_replica_that_keeps_dying_is_given_up(drive, tmp_path, caplog):
         assert "failed with 5" in metrics.replicas[0].last_failure
         assert {await service.pid.route() for _ in range(4)} == {second}
         os.kill(second, signal.SIGKILL)
-        with pytest.raises(ServiceStopped, match="all were given up") as caught:
+        with pytest.raises(ServiceStopped, match="all were dropped") as caught:
             await _until_stopped(service)
         assert "failed with 5" in str(caught.value)
 
     with caplog.at_level(logging.WARNING, logger="forge.service"):
         drive(body())
-    said = [record.getMessage() for record in caplog.records if "given up after 2 tries" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "dropped after 2 failed restarts" in record.getMessage()
+    ]
     assert len(said) == 2
 
 

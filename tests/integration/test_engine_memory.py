@@ -523,7 +523,7 @@ def test_every_rank_refuses_what_one_rank_cannot_take(ranks: Ranks, tmp_path: An
             assert str(VOCAB) in message
         assert "advantages" in messages[3]
         assert "fields['advantages']" in messages[4]
-        assert "less than nothing" in messages[5]
+        assert "loss weight is negative" in messages[5]
 
 
 # Frozen engines.

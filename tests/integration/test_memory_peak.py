@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
-from forge.memory.model_size import holdings
+from forge.memory.records import holdings
 from forge.memory.trainer import TrainerJob, lasting_parts, training_moments
 from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout

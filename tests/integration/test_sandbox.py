@@ -334,7 +334,7 @@ def test_auto_takes_a_boundary_or_refuses() -> None:
     if any(finding.works for finding in survey()[:2]):
         assert open_sandbox().isolation in ("bubblewrap", "namespaces")
     else:
-        with pytest.raises(LaunchError, match="cannot run unread programs apart"):
+        with pytest.raises(LaunchError, match="cannot isolate untrusted programs"):
             open_sandbox()
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from forge.errors import ConfigError, ModelError, OptionError, PromptError, StoreKeyError, WeightMismatch
-from forge.generator.vllm.adapters import Adapters
+from forge.generator.vllm.weights import Adapters
 from forge.store import Weights
 from forge.types import Delta, VersionSpan
 from vllm_kit import PROMPT, greedy, judge, judged, request, tiny, token_logprobs, weights

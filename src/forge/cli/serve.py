@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from forge.cli.policy_words import add_policy_arguments, read_policy
+from forge.cli.chat import add_policy_arguments, read_policy
 
 if TYPE_CHECKING:
     from pathlib import Path

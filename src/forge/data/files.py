@@ -94,7 +94,7 @@ def read_file(
 
     `wanted` names the columns of Parquet that are read; `chunk_size` is how much of an array is looked at once. A file
     that cannot be read as what its name says is a DataError; a broken record inside a file of lines is not, because
-    nobody has parsed it yet.
+    it has not been parsed yet.
     """
     suffix = suffix_of(path)
     if suffix is None:

@@ -1,4 +1,4 @@
-"""Batches for training: drawn, tokenised, packed, and resumable to the token."""
+"""Batches for training: mixed, tokenized, packed, and resumable to the token."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BatchLoader:
     """An iterator over the batches of all epochs.
 
     A batch has training.batch_size x training.gradient_accumulation_steps rows; the last one of an epoch may have
-    fewer, and no batch reaches into the next epoch. `for batch in loader` goes on where the last one stopped. With
+    fewer, and no batch reaches into the next epoch. `for batch in loader` continues where the last one stopped. With
     `read_ahead`, so many batches are made ahead in a background thread; neither the order nor the state depends on it,
     and `close`, or leaving the loader as a context, ends the thread.
     """
@@ -100,7 +100,7 @@ class BatchLoader:
         return counters["tokens"] / max(1, counters["rows"] * self._maker.encoder.max_seq_len)
 
     def count_batches(self) -> BatchCount | None:
-        """How many batches all epochs have; None for a stream, whose length nobody knows.
+        """How many batches all epochs have; None for a stream, whose length is unknown.
 
         Which samples are dropped and how they pack is known only from their lengths. Up to 200,000 samples are all
         tokenised once to know it exactly; of more, some are, and the answer says that it is an estimate. It is the same

@@ -162,7 +162,7 @@ def final_answer(solution: str, *, place: str) -> str:
 
 
 def _columns(config: PromptSourceConfig) -> frozenset[str]:
-    """Every column of the source's Parquet files: what is no prompt and no answer may be what a reward reads."""
+    """Every column of the source's Parquet files: a reward may read any column."""
     names = {config.columns.get(key, key) for key in _KEYS}
     if config.path is None or is_saved_dataset(Path(config.path)):
         return frozenset(names)

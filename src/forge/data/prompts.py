@@ -100,7 +100,7 @@ class PromptDataset:
 
 @dataclass(frozen=True, slots=True)
 class PromptSplit:
-    """The prompts to learn from, and those to judge by, if any. No question is in both."""
+    """The prompts to learn from, and those to evaluate on, if any. No question is in both."""
 
     train: PromptDataset
     heldout: PromptDataset | None
@@ -257,7 +257,7 @@ _EPOCHS_KEPT = 2
 
 
 class Readable(Protocol):
-    """Prompts by number, and what tells whether they are still the same."""
+    """Prompts by number, and a digest that changes when they do."""
 
     digest: str
 
@@ -270,7 +270,7 @@ class PromptOrder:
     """Prompts one after the other, without end: every epoch has each of them once, in an order of its own.
 
     The place in the order is a number that counts on over epochs, and a prompt is found by it alone. So there is no
-    state: a run that goes on needs the next number, and may ask for those in between again. `digest` changes when any
+    state: a run that resumes needs the next number, and may ask for those in between again. `digest` changes when any
     number could mean another prompt.
     """
 

@@ -166,7 +166,7 @@ def _plain(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _odd_value(value: object) -> Mapping[str, str]:
-    """Stands in a record for a value that is no text, number or list, so that a format which wants it refuses it."""
+    """Return what stands for a value that is not text, a number or a list; a format that needs it refuses it."""
     return {"unreadable": type(value).__name__}
 
 

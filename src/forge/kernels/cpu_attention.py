@@ -263,7 +263,7 @@ def _check_layout(layout: PagedLayout) -> None:
 
 def _refusal(path: str, value: object, rule: str) -> ModelError:
     return ModelError(
-        "this cannot be attended to",
+        "the tensors do not fit the attention kernel",
         path=path,
         value=value,
         rule=rule,

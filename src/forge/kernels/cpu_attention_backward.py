@@ -131,10 +131,10 @@ def differentiate(
 
 def _bad_prefix(document: int, prefix: int, most: int) -> ModelError:
     return ModelError(
-        "a document cannot begin with tokens that no earlier one has",
+        "a document's shared prefix is longer than the earlier document",
         path=f"prefixes[{document}]",
         value=prefix,
-        rule=f"at least 0, and at most {most}, what it and the last document that took none both have",
+        rule=f"at least 0 and at most {most}, the length it shares with the last document that has its own prefix",
         repair="take the prefixes from forge.trainer.prefixes, which plans rows with shared prefixes",
     )
 

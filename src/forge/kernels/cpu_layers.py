@@ -108,7 +108,7 @@ def rotated(x_LNH: Tensor, table: Tensor, positions_L: Tensor, *, backward: bool
     )
     if _kernels().forge_rotate(ctypes.addressof(job)):
         raise ModelError(
-            "a token stands where the model has no position",
+            "a token's position is beyond the model's longest sequence",
             path="positions_L",
             value=[int(positions_L.min()), int(positions_L.max())],
             rule=f"at least 0 and below {table.shape[0]}",

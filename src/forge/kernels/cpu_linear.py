@@ -92,7 +92,7 @@ def kernel_product(
     sizes = (*x.shape, len(weight), x.stride(0), out.stride(0))
     job = Product(*addresses, *sizes, num_threads or torch.get_num_threads())
     if native.forge_linear(ctypes.addressof(job)):
-        raise MemoryError("no memory for a product of matrices")
+        raise MemoryError("no memory for a matrix product")
     return out
 
 

@@ -103,7 +103,7 @@ def load(
     try:
         library = build(kernel, os.environ, flag_sets=flag_sets)
     except NoNativeKernel as error:
-        _log.log(level, "the kernel %s could not be built, and torch computes instead: %s", name, error)
+        _log.log(level, "the kernel %s could not be built, so torch is used instead: %s", name, error)
         return None
     for function in functions:
         entry = getattr(library, function)

@@ -27,7 +27,7 @@ class PagedLayout:
         table: int32 [S, P]: the pages of each sequence, in order. What lies beyond the context is not looked at.
         slots: int64 [T]: where each new token's key and value go: page * PAGE_TOKENS + the place within the page. A
             negative slot is not written.
-        shares: int32 [S + 1, 4], what `find_shares` says of the table, or None. It changes nobody's bits: a GPU reads
+        shares: int32 [S + 1, 4], what `find_shares` says of the table, or None. It changes no result: a GPU reads
             keys that neighbours have in common once for all of them, and not once for each.
     """
 
@@ -80,7 +80,7 @@ def find_shares(table_SP: np.ndarray, context_lens_S: np.ndarray, *, chunk: int,
     common = _common_chunks(table_SP, context_lens_S // chunk, pages_per_chunk=chunk // PAGE_TOKENS)
     if not common.any():
         return shares
-    is_joined = np.zeros(num_sequences + 1, dtype=bool)  # with its predecessor; nobody is with what is not there
+    is_joined = np.zeros(num_sequences + 1, dtype=bool)  # with its predecessor; the edges have none
     is_joined[1:-1] = common > 0
     is_joined[2:-1] &= common[1:] >= common[:-1]
     is_joined[1:-2] &= common[:-1] >= common[1:]

@@ -59,7 +59,7 @@ class _Sharing(Generator):
 
 
 class SharedPolicy(Trainer):
-    """A trainer that also generates, with the embedded engine on its own parameters.
+    """A trainer that also generates, with the native engine on its own parameters.
 
     Where both compute in the same precision there is nothing to copy: `publish_weights` only gives the weights their
     version. Otherwise it converts them, inside the device's memory. A step of training holds generation up for as long

@@ -12,10 +12,9 @@ from forge.loops.run_paths import run_dir
 from forge.observe import make_sinks
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
-from forge.rollout.ledger import Ledger, LedgerLine
+from forge.rollout.ledger import Ledger, LedgerLine, recording
 from forge.rollout.record import RolloutRecorder
 from forge.rollout.signal import NoSignalGroup
-from forge.rollout.writing import recording
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
 from forge.types import Group

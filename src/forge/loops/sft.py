@@ -36,7 +36,7 @@ from forge.observe import (
     step_values,
 )
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
-from forge.rollout.writing import recording
+from forge.rollout.ledger import recording
 from forge.runtime.lifetime import run
 from forge.trainer import schedules
 from forge.trainer.checkpoint_folder import WriterLock

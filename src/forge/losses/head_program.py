@@ -20,7 +20,7 @@ def target_logprobs(logits, stride, targets, logprobs, lses, num_columns, GRADIE
         columns = start + lanes
         x = tl.load(base + columns, mask=columns < num_columns, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, x)
-        # Lanes that saw nothing yet hold -inf, and -inf - -inf is no number.
+        # Lanes that saw nothing yet hold -inf, and -inf - -inf is NaN.
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(top - safe) + tl.exp(x - safe)
         top = higher

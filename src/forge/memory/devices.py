@@ -7,8 +7,7 @@ from dataclasses import replace
 from forge.memory.card import Card, host_memory
 from forge.memory.constants import HOST_GPU_PROCESS, HOST_PROCESS
 from forge.memory.generator import GeneratorJob, asleep_host_bytes, asleep_parts, awake_parts
-from forge.memory.model_size import MASTER_BYTES, Holding, holdings
-from forge.memory.records import DevicePlan, MemoryPlan, Moment, Part, owned
+from forge.memory.records import MASTER_BYTES, DevicePlan, Holding, MemoryPlan, Moment, Part, holdings, owned
 from forge.memory.resolved import ResolvedRun
 from forge.memory.trainer import (
     TrainerJob,

@@ -15,8 +15,7 @@ from forge.generator.native.cache_size import (
     step_work,
 )
 from forge.memory.constants import CUDA_CONTEXT, GIB, PAGE_TOKENS, VLLM_ASLEEP, VLLM_OVERHEAD, VLLM_SHARE
-from forge.memory.model_size import ITEM_BYTES
-from forge.memory.records import Part
+from forge.memory.records import ITEM_BYTES, Part
 from forge.models.sizes import Sizes
 
 
@@ -73,7 +72,7 @@ def awake_parts(job: GeneratorJob) -> tuple[Part, ...]:
 def asleep_parts(job: GeneratorJob) -> tuple[Part, ...]:
     """What it still holds on the GPU while the trainer works.
 
-    The embedded engine keeps its recorded steps. In a trainer's process it also keeps its copy of the weights; in one
+    The native engine keeps its recorded steps. In a trainer's process it also keeps its copy of the weights; in one
     of its own these go to the host.
     """
     if job.config.capabilities.reserves_gpu_share:

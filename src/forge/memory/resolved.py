@@ -21,7 +21,7 @@ from forge.config import (
 )
 from forge.errors import ConfigError, ModelError
 from forge.memory.card import Card
-from forge.memory.model_size import MASTER_BYTES
+from forge.memory.records import MASTER_BYTES
 from forge.models.architecture import complete, merge
 from forge.models.hf_config import read_hf_config
 from forge.models.sizes import Sizes
@@ -159,10 +159,10 @@ def _facts(model: ModelConfig, notes: list[str]) -> ModelConfig:
         found = complete(model)
     except ModelError as error:
         raise ModelError(
-            "the size of the model is not known: its folder is not here, and no preset describes it",
+            "the size of the model is unknown: its folder is not on this machine, and there is no preset",
             path="model.path",
             value=model.path,
-            rule="a folder with a config.json, or model.preset besides",
+            rule="a folder with a config.json, or model.preset",
             repair="download the model, or name the preset of its architecture: model.preset=NAME",
         ) from error
     notes.append(f"{model.path} is not here: planned from the preset's architecture")

@@ -14,8 +14,7 @@ from forge.memory.constants import (
     HEAD_CHUNK_GPU,
     NCCL_BUFFERS,
 )
-from forge.memory.model_size import MASTER_BYTES, Holding
-from forge.memory.records import Moment, Part, Phase
+from forge.memory.records import MASTER_BYTES, Holding, Moment, Part, Phase
 from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout
 

@@ -1,4 +1,4 @@
-"""Chat templates on text: what a conversation looks like, and which characters of it the assistant says.
+"""Chat templates on text: what a conversation looks like, and which characters of it the assistant generates.
 
 A template may mark what the assistant says with `{% generation %}` blocks; then they decide. Most published templates
 have none. For those the spans are found by rendering the conversation a second time, with a mark at the end of each

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from forge.errors import ModelError
 from forge.kernels.paged import PAGE_TOKENS, PagedLayout, find_shares
+from forge.models.flash_attention import torch_kernel
+from forge.models.rows import Documents
 
 _LOG2_E: Final = log2(e)
 _HALF: Final = (torch.bfloat16, torch.float16)
@@ -86,10 +88,6 @@ class Extents:
         if torch.device(device).type == "cuda":
             starts = starts.pin_memory()
         return cls(tuple(query_lens), tuple(context_lens), starts.to(device, non_blocking=True))
-
-    @cached_property
-    def max_query(self) -> int:
-        return max(self.query_lens, default=0)
 
     @cached_property
     def max_context(self) -> int:
@@ -299,21 +297,9 @@ def prefill_attend(
     k, v = gather_kv(k_cache, v_cache, layout=layout, extents=extents, dtype=q_THD.dtype)
     if not q_THD.is_cuda or q_THD.dtype not in _HALF:
         return _by_sequence(q_THD, k, v, extents, scale)
-    from torch.nn.attention.varlen import varlen_attn
-
-    result: Tensor = varlen_attn(
-        q_THD,
-        k,
-        v,
-        layout.query_starts,
-        extents.context_starts,
-        extents.max_query,
-        extents.max_context,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=q_THD.shape[1] != k.shape[1],
-    )
-    return result
+    queries = Documents(extents.query_lens, 0, layout.query_starts)
+    keys = Documents(extents.context_lens, 0, extents.context_starts)
+    return torch_kernel(q_THD, k, v, queries, keys, scale)
 
 
 def gather_kv(

@@ -1,8 +1,8 @@
 """Read and write a Hugging Face `config.json`.
 
 Whatever in a `config.json` changes what the model computes is either a key of `ModelConfig` or must have the one value
-that our model definitions have. Anything else is refused by name: a model that is built slightly wrong trains, and
-nobody notices.
+that our model definitions have. Anything else is refused by name: a model that is built slightly wrong still
+trains, and the error goes unnoticed.
 """
 
 from __future__ import annotations

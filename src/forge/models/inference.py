@@ -49,7 +49,7 @@ class PagedRow:
 class PagedAttention(Module):  # type: ignore[misc]
     """Writes the keys and values of new tokens into the layer's pages and attends to all that its sequences have.
 
-    `k_cache` and `v_cache` are given by whoever owns the memory; on a CPU in the layout of `cpu_attention`, on a GPU in
+    `k_cache` and `v_cache` are set by the owner of the memory; on a CPU in the layout of `cpu_attention`, on a GPU in
     that of `gpu_attention`.
     """
 
@@ -116,8 +116,8 @@ def build_for_inference(
 ) -> LanguageModel:
     """Return the model with paged attention, without gradients. Its weights are empty, to be loaded next.
 
-    With `shared`, parameters by name, it computes with those very tensors and has no weights of its own: whoever
-    changes them changes what it computes. They must be whole, and of the dtype and on the device that are asked for.
+    With `shared`, parameters by name, it computes with those very tensors and has no weights of its own: changing
+    them changes what it computes. They must be whole, and of the dtype and on the device that are asked for.
     """
     config = titan_config(model, max_seq_len=max_seq_len)
     for layer in config.layers:
@@ -171,7 +171,7 @@ def parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def paged_layers(model: LanguageModel) -> list[PagedAttention]:
-    """Return the attention of every layer, in order: whoever owns the cache hands each its part."""
+    """Return the attention of every layer, in order; the owner of the cache gives each its part."""
     return [layer.attention.inner_attention for layer in model.layers.values()]
 
 

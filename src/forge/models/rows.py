@@ -22,7 +22,7 @@ class Documents:
 
     Attributes:
         lengths: the real documents, in order.
-        num_padding: tokens after them, each a document of its own that nobody else sees.
+        num_padding: tokens after them, each a document of its own that no other token sees.
         offsets: int32 [D + 1] on the compute device, padding included, as kernels for packed attention want them.
     """
 

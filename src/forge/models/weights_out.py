@@ -364,7 +364,7 @@ def _rank() -> int:
 
 
 def _exchange(value: Any) -> list[Any]:
-    """Return what every rank says, in the order of ranks."""
+    """Gather a value from every rank, in the order of ranks."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

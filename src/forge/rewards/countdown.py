@@ -26,7 +26,7 @@ _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 class _Refused(Exception):
-    """The text is no expression of the kind that is asked for."""
+    """The text is not an expression of the required kind."""
 
 
 def countdown(

@@ -57,7 +57,7 @@ def _parts(text: str, tags: Sequence[str]) -> tuple[str, list[str], bool]:
 
 @checks(tags)
 def check_tags(args: Mapping[str, Any]) -> None:
-    """Refuse what is no name of a tag, and the same tag twice."""
+    """Refuse what is not a tag name, and the same tag twice."""
     names = args.get("tags", ("think", "answer"))
     for name in names:
         check_tag_name(name, path="tags")
@@ -95,7 +95,7 @@ def length(
     """1 for a completion of a length between `min_tokens` and `max_tokens`, falling to 0 over `margin` tokens outside.
 
     With `target` instead: 1 at that length, falling to 0 over `margin` tokens on both sides. Length is the number of
-    tokens drawn, the end token included.
+    sampled tokens, the end token included.
     """
     size = len(completion.token_ids)
     if target is not None:

@@ -185,7 +185,7 @@ def regex(
 
 @checks(regex)
 def check_regex(args: Mapping[str, Any]) -> None:
-    """Refuse a pattern that is no regular expression, and a group that it does not have."""
+    """Refuse a pattern that is not a regular expression, and a group that it does not have."""
     try:
         compiled = re.compile(args["pattern"])
     except re.error as error:

@@ -1,6 +1,6 @@
 r"""The rewards that a model behind a service gives: what it is asked, and how its answer becomes a number.
 
-All of it is pure. Whoever holds the service sends `judge_messages(...)` to the judge and gives its text to
+All of it is pure. The owner of the service sends `judge_messages(...)` to the judge and gives its text to
 `judge_score`; a reward model's number goes through `model_score`. What configuration may say as `args` of the kinds
 `judge` and `reward_model` is what the functions `judge` and `reward_model` here take.
 """

@@ -10,11 +10,11 @@ Three rules together guarantee that, and waste nothing:
    served: synchronous training is the same code.
 2. *Those that are due*: a batch holds, and waits for, every group that would be too old for the next one. By rule 1
    there are never more of them than a batch holds.
-3. *The check*: a group that is too old all the same (a generator was behind) goes back to the queue, and is counted.
+3. *The check*: a group that is too old all the same (a generator was behind) is requeued, and counted.
 
 Groups are named by their number, which is their place in the order of prompts. Every number below `next_number` is
-either settled (learned from, or given up for a reason: the ledger says which) or pending. `state` is what a checkpoint
-keeps of it, so that after a kill every pending number is rolled out again and no settled one is.
+either committed (learned from, or dropped for a reason: the ledger says which) or pending. `state` is what a checkpoint
+keeps of it, so that after a kill every pending number is rolled out again and no committed one is.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TakenBatch:
     Attributes:
         index: the batch's number, which is the version of the weights that learn from it.
         groups: in the order of their numbers.
-        drops: numbers that were given up since the last batch, and why.
+        drops: numbers that were dropped since the last batch, and why.
         num_stale: groups that had to go back to the queue since the last batch.
         num_no_signal: groups without signal since the last batch, dropped or (with `keep`) in this one.
         dropped: the episodes of groups that were left out since the last batch for lack of signal.
@@ -169,8 +169,8 @@ class ReplayBuffer:
         return None
 
     def put(self, group: Group) -> None:
-        """Take a finished group. One without signal is dealt with as the configuration says; one that is too old tells
-        nothing about the weights, and goes back to the queue."""
+        """Take a finished group. One without signal is dealt with as the configuration says; one that is too old
+        is requeued."""
         started_at = self._in_flight.pop(group.number)
         if self.is_stale(group):
             self._queue_stale(group.number)
@@ -187,7 +187,7 @@ class ReplayBuffer:
             self._count_no_signal(group, is_kept=not is_dropped)
         elif not is_open:
             self.tally.restart()
-        self._tell()
+        self._notify()
 
     def _drop_no_signal(self, group: Group) -> None:
         self._drops[group.number] = "no_signal"
@@ -198,17 +198,17 @@ class ReplayBuffer:
         return group.version < self.num_taken - self._config.staleness
 
     def drop(self, number: int, why: Literal["failed", "refused"], *, group: Group | None = None) -> None:
-        """Leave a group out for good; `group` is what was sampled of it."""
+        """Drop a group; `group` is what was sampled of it."""
         del self._in_flight[number]
         self._drops[number] = why
         self._count_no_signal_group(NoSignalGroup(number, why, why, group))
-        self._tell()
+        self._notify()
 
     def requeue(self, number: int) -> None:
         """Return a group that is in flight to the queue, to be rolled out again."""
         del self._in_flight[number]
         heapq.heappush(self._queue, number)
-        self._tell()
+        self._notify()
 
     def _has_room(self) -> bool:
         outstanding = len(self._in_flight) + len(self._ready)
@@ -249,7 +249,7 @@ class ReplayBuffer:
         after it."""
         if self.counts.num_admitted and not self.num_taken:
             raise self.tally.error(
-                "the prompts have come to their end, and none of their groups brought anything to learn from",
+                "the prompts are exhausted, and none of their groups had a signal",
                 path="prompts.sources",
                 rule="at least one group with signal",
             )
@@ -271,20 +271,20 @@ class ReplayBuffer:
                 if batch.groups:
                     return batch
             elif self._is_over():
-                self._tell()
+                self._notify()
                 return None
             else:
                 await self._change()
 
     def commit(self) -> None:
-        """The batch that was taken has been learned from: its groups are done with."""
+        """Mark the batch that was taken as learned from."""
         self._uncommitted = None
-        self._tell()
+        self._notify()
 
     def serve(self, version: int) -> None:
         """Generators make tokens with this version from now on."""
         self.version = version
-        self._tell()
+        self._notify()
 
     def _choose(self) -> list[_Ready] | None:
         """The groups of the next batch, or None if they are not all there yet."""
@@ -306,7 +306,7 @@ class ReplayBuffer:
             if each.is_dropped:
                 self._drop_no_signal(each.group)
         taken = self._made_of([each for each in chosen if not each.is_dropped])
-        self._tell()
+        self._notify()
         for each in found_out:
             self._count_no_signal(each.group, is_kept=not each.is_dropped)
         return taken
@@ -324,7 +324,7 @@ class ReplayBuffer:
         return together
 
     def _made_of(self, kept: list[_Ready]) -> TakenBatch:
-        if not kept:  # nothing to learn from: no step, the numbers are settled with the next one
+        if not kept:  # nothing to learn from: no step, the numbers are committed with the next one
             return TakenBatch(self.num_taken, ())
         drops, self._drops = tuple(sorted(self._drops.items())), {}
         num_stale, self._num_stale = self._num_stale, 0
@@ -349,7 +349,7 @@ class ReplayBuffer:
         heapq.heappush(self._queue, number)
         self._num_stale += 1
         self.counts.num_stale += 1
-        self._tell()
+        self._notify()
 
     def _is_over(self) -> bool:
         return not self._has_more() and not self._in_flight and not self._ready
@@ -361,7 +361,7 @@ class ReplayBuffer:
             self._news = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._news)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         news, self._news = self._news, None
         if news is not None and not news.done():
             news.set_result(None)
@@ -377,7 +377,7 @@ class ReplayBuffer:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Numbers that were begun or given up and are not settled."""
+        """Numbers that were started or dropped and are not committed."""
         taken = () if self._uncommitted is None else tuple(group.number for group in self._uncommitted.groups)
         aside = () if self._uncommitted is None else tuple(number for number, _ in self._uncommitted.drops)
         return tuple(sorted((*self._queue, *self._in_flight, *self._ready, *self._drops, *taken, *aside)))
@@ -390,12 +390,12 @@ class ReplayBuffer:
         return tuple(sorted(found.items()))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps. A batch that was taken and not settled counts as not taken."""
+        """What a checkpoint keeps. A batch that was taken and not committed counts as not taken."""
         num_taken = self.num_taken - (self._uncommitted is not None)
         return {"next_number": self.next_number, "pending": list(self.pending), "num_taken": num_taken}
 
     def load(self, state: dict[str, Any], *, committed: Iterable[int] = ()) -> None:
-        """Go on from a checkpoint: every pending number is in the queue again. `committed` is checked against it."""
+        """Resume from a checkpoint: every pending number is in the queue again. `committed` is checked against it."""
         pending = [int(number) for number in state["pending"]]
         both = sorted(set(pending) & set(committed))
         if both:
@@ -404,7 +404,7 @@ class ReplayBuffer:
                 path="ledger.jsonl",
                 value=both[:8],
                 rule="a group is committed once",
-                repair="resume from another checkpoint, or start anew",
+                repair="resume from another checkpoint, or start a new run",
             )
         self.next_number, self.num_taken = int(state["next_number"]), int(state["num_taken"])
         self.version = self.num_taken

@@ -22,8 +22,8 @@ AdvantageFunction = Callable[..., Sequence[Sequence[Advantage]]]
 
 It is called with the groups, with the arguments of the configuration, and with those that its signature names of
 `algorithm` (the section) and `mask_truncated`. Its attribute `needs_batch` says whether advantages of a group depend
-on the other groups of its batch; without the attribute they do. `needs_batch = False` lets a run tell, group by group,
-which of them have signal.
+on the other groups of its batch; without the attribute they do. `needs_batch = False` lets a run find out which groups
+have signal, one by one.
 """
 
 

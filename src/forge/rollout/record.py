@@ -1,11 +1,11 @@
-"""Writes down what the policy said and what came of it, one line for each episode.
+"""Records what the policy sampled and what became of it, one line for each episode.
 
     step_000003.jsonl        the groups that step 3 learned from
     fruitless_000003.jsonl   some of the groups that taught nothing while step 3 was being prepared, with the reason
     evaluation_000003.jsonl  the answers to the held-out prompts after step 3
 
 The files are what `forge report` shows, and what a program reads that wants to know why a reward rose. A line has the
-tokens that were drawn, never tokens made from the text again, with the logprobs of whoever computed some.
+sampled tokens, never tokens made from the text again, with every logprob that was computed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, Final, TypeVar
 
 from forge.config import RecordConfig
 from forge.errors import DataError
+from forge.rollout.ledger import append, recording
 from forge.rollout.signal import REASONS, NoSignalGroup
-from forge.rollout.writing import append, recording
 from forge.types import Episode, Group
 
 TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
-"""For (group's number, place of the episode in it): the trainer's logprobs of the T tokens that were drawn."""
+"""For (group's number, place of the episode in it): the trainer's logprobs of the T sampled tokens."""
 
 T = TypeVar("T")
 
@@ -239,17 +239,17 @@ class PieceSplitter:
             shown = self._decode(window) if shown is None else shown
             window.append(token)
             text = self._decode(window)
-            settled = text[: len(text) - _num_unfinished(text)]
-            is_open = len(settled) < len(text)
-            if is_open and not settled.startswith(shown):
-                settled = shown  # bytes that follow may make whole again what these have spoilt
-            pieces.append(settled[len(shown) :])
-            shown = settled
+            whole = text[: len(text) - _num_unfinished(text)]
+            is_open = len(whole) < len(text)
+            if is_open and not whole.startswith(shown):
+                whole = shown  # bytes that follow may make whole again what these have spoilt
+            pieces.append(whole[len(shown) :])
+            shown = whole
             if not is_open:
                 window, shown = window[begun:], None
                 self._remember(pair, pieces[-1])
             elif len(window) > 2 * _MAX_WINDOW:
-                window, begun, num_held = window[-_MAX_WINDOW:], 0, len(text) - len(settled)
+                window, begun, num_held = window[-_MAX_WINDOW:], 0, len(text) - len(whole)
                 text = self._decode(window)
                 shown = text[: max(0, len(text) - num_held)]
         if is_open and shown is not None:

@@ -87,12 +87,12 @@ def _serve(line: socket.socket) -> None:
 def _answer(function: partial[float], payload: bytes) -> tuple[bool, float | str]:
     try:
         return True, as_number(function(*pickle.loads(payload)))
-    except BaseException as error:  # noqa: BLE001 - also an exit request: the call fails, and the worker goes on
+    except BaseException as error:  # noqa: BLE001 - also an exit request: the call fails, and the worker continues
         return False, explain(error)
 
 
 def as_number(value: Any) -> float:
-    """The reward as a float. What is no finite number raises."""
+    """Return the reward as a float. Anything but a finite number raises."""
     convert: Callable[[Any], float] | None = getattr(type(value), "__float__", None)
     if convert is None:
         raise TypeError(f"the reward returned {type(value).__name__}, which is not a number")
@@ -110,7 +110,7 @@ def explain(error: BaseException) -> str:
     where = "" if place is None else f" ({os.path.basename(place.tb_frame.f_code.co_filename)}:{place.tb_lineno})"
     try:
         text = " ".join(str(error).split())
-    except Exception as fault:  # noqa: BLE001 - an error that cannot even be said
+    except Exception as fault:  # noqa: BLE001 - an error without a text
         text = f"its text cannot be had: {type(fault).__name__}"
     return f"{type(error).__name__}: {text[:_MOST_CHARACTERS]}{where}" if text else f"{type(error).__name__}{where}"
 

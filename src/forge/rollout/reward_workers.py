@@ -40,7 +40,7 @@ class RewardWorkers:
         num_workers: how many processes.
 
     Use it on one event loop. A worker that cannot be started fails the call that needs it, and is tried again for the
-    next one; nothing here waits for ever.
+    next one; no wait is unbounded.
     """
 
     def __init__(self, functions: Sequence[RewardConfig], *, num_workers: int) -> None:
@@ -213,7 +213,7 @@ class _Worker:
             raise _Late from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise _Died(await self.end()) from None
-        except BaseException:  # nobody waits any more: an answer would be taken for that of the next call
+        except BaseException:  # no caller waits any more: an answer would be taken for that of the next call
             await asyncio.shield(self.end())
             raise
         is_number, value = pickle.loads(data)
@@ -234,7 +234,7 @@ class _Worker:
         loop.add_reader(watch, over.set)
         assert self._guard.stdin is not None
         self._guard.stdin.close()
-        # A guard that is still starting is not waited for, and one that a function stopped goes on.
+        # A guard that is still starting is not waited for, and one that a function stopped continues.
         os.kill(guard, signal.SIGKILL if self.pid == guard else signal.SIGCONT)
         try:
             await over.wait()

@@ -62,7 +62,7 @@ class Rollouter:
     Args:
         prompts: what to ask, by number.
         policy, rewards, reference: who answers, who scores, and who the policy is held to, if anyone.
-        sampling: how tokens are drawn; `n` is the size of a group.
+        sampling: how tokens are sampled; `n` is the size of a group.
         algorithm: says whether the divergence from the reference is taken from rewards.
         seed: the run's. A group's tokens depend on it, on the group's number and on the weights, and on nothing else.
     """
@@ -117,7 +117,7 @@ class Rollouter:
             return list(await asyncio.gather(*(self._whole(each, sampling) for each in completions)))
 
     async def _whole(self, completion: Completion, sampling: Sampling) -> Completion:
-        """Go on with a completion that an update of the weights cut short, until it ends by itself."""
+        """Continue a completion that an update of the weights cut short, until it finishes."""
         while completion.finish_reason == "abort":
             left = None if sampling.max_tokens is None else sampling.max_tokens - len(completion)
             if left is not None and left <= 0:

@@ -8,7 +8,7 @@ An advantage of 0 leaves the policy as it is. When that happens depends on the b
 | nothing | all rewards of the group are 0 |
 | the batch, whose mean is the baseline, or over which advantages are whitened | all rewards of the batch are equal |
 
-In the last case a group alone cannot tell: all groups of a batch have signal, or none. Whitening does not count where
+In the last case one group does not decide: all groups of a batch have signal, or none. Whitening does not count where
 the advantages of each group add up to 0. Where the divergence is taken from single tokens (`algorithm.kl.credit`), it
 is a part of their advantages, and so a signal.
 """
@@ -59,7 +59,7 @@ class SignalTest:
 
     @property
     def is_of_batch(self) -> bool:
-        """Whether only a whole batch tells: then `passes` is asked about all its groups at once."""
+        """Whether only a whole batch decides: then `passes` is asked about all its groups at once."""
         return needs_batch(self.algorithm, self.advantage)
 
     def is_counted(self, episode: Episode) -> bool:
@@ -132,9 +132,9 @@ _TRY: Final = "give a completion to `forge rewards try`"
 _ADVICE: Final[dict[Reason, str]] = {
     "all_zero": "the task is too hard, completions are cut off before the answer, or the reward never matches what the "
     f"policy writes: {_TRY}, try easier prompts or a longer generator.sampling.max_tokens",
-    "all_equal": "the task is solved, or the reward does not tell completions apart: try harder prompts, a larger "
+    "all_equal": "the task is solved, or the reward does not distinguish completions: try harder prompts, a larger "
     "rollout.group_size or a higher generator.sampling.temperature",
-    "equal_before_shaping": "only length terms tell completions apart: try other prompts, or "
+    "equal_before_shaping": "only length terms distinguish completions: try other prompts, or "
     "rollout.no_signal=drop, which learns from length terms, too",
     "cut_off": "raise generator.sampling.max_tokens, or set rollout.mask_truncated=false",
     "failed": f"correct the reward, and {_TRY} before the next run",

@@ -153,7 +153,7 @@ class Collector:
                 if not query.is_overdue:
                     query.is_overdue = True
                     _log.warning(
-                        "%s did not report within %g s; what it has recorded is counted when it answers",
+                        "%s did not report within %g s; its metrics are counted when it answers",
                         ", ".join(query.missing()),
                         timeout_s,
                     )

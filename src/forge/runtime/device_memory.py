@@ -129,7 +129,7 @@ class CudaDriver:
                 code=code,
                 path=f"GPU {self.device}",
                 value=f"{name} = {code} ({error})",
-                rule="the driver maps memory for a GPU that is in order",
+                rule="the driver maps memory for a working GPU",
                 repair="look for an earlier error of the GPU in the log, or in `nvidia-smi -q`",
             )
 
@@ -343,7 +343,7 @@ class DeviceMemory:
 
     def _unusable(self, why: str) -> DeviceMemoryError:
         return DeviceMemoryError(
-            f"memory for {self.purpose.what} is not there: {why}",
+            f"memory for {self.purpose.what} is not available: {why}",
             path=self.purpose.path,
             value=f"{self.num_bytes / _GIB:.4g} GiB at {self.address:#x}",
             rule="memory is used between `take` and `give_back`",

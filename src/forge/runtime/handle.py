@@ -90,7 +90,9 @@ class EndpointVerbs:
         raise unknown_verb(f"an endpoint of actor {self._label}", name, _EQUIVALENTS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("say how to call it: .call_one(...), .call(...), .choose(...), .stream(...) or .broadcast(...)")
+        raise TypeError(
+            "choose how to call it: .call_one(...), .call(...), .choose(...), .stream(...) or .broadcast(...)"
+        )
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """Send to every rank without waiting. An exception there is logged in that process."""
@@ -128,7 +130,7 @@ class StreamVerbs:
     rref = functools.partialmethod(_refuse, "rref")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(f"say how to call it: async for item in {self._name}.stream(...)")
+        raise TypeError(f"choose how to call it: async for item in {self._name}.stream(...)")
 
 
 class ActorHandle:
@@ -191,7 +193,7 @@ class ActorHandle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._group is not None and not self._group.is_alive:
-            raise ActorFailure(f"{self._label} has ended; its handle cannot be sent any more", path=self._label)
+            raise ActorFailure(f"{self._label} has ended; its handle can no longer be sent", path=self._label)
         return (ActorHandle, (self._actor, self._label))
 
     def __repr__(self) -> str:

@@ -77,7 +77,7 @@ def _inherited() -> _Run | None:
             "the run's secret cannot be read",
             path=SECRET,
             rule="hexadecimal digits, set by the process that started this one",
-            repair=f"unset {SECRET} and {RENDEZVOUS}: this process then has a run of its own",
+            repair=f"unset {SECRET} and {RENDEZVOUS}: this process then starts its own run",
         ) from None
 
 

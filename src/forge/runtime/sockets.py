@@ -54,7 +54,7 @@ class ServerHandshake:
         nonce, proof = answer[len(_NAME) : HELLO_SIZE], answer[HELLO_SIZE:]
         expected = _proof(self._secret, b"dials", self._nonce, nonce)
         if len(answer) != RESPONSE_SIZE or not answer.startswith(_NAME) or not hmac.compare_digest(proof, expected):
-            raise ConnectionFailure("a peer was turned away: it does not know this run's secret")
+            raise ConnectionFailure("a peer was rejected: it does not know this run's secret")
         return _proof(self._secret, b"admits", self._nonce, nonce)
 
 

@@ -89,8 +89,8 @@ class SendWindow:
                 raise CallTimeout(
                     "a stream was closed: its reader sent no heartbeat",
                     value=f"{self._heartbeat_s} s",
-                    rule="the process that reads a stream answers the actor's question whether it still does",
-                    repair="read it in a process that lives on and does not hold the interpreter for so long",
+                    rule="the process that reads a stream must answer heartbeats",
+                    repair="read it in a process that keeps running and does not block the interpreter for so long",
                 )
         finally:
             self._granted = None

@@ -90,7 +90,10 @@ def serve(address: str, *, once: bool = False) -> int:
         failed_at_once = code > 0 and time.monotonic() - began < _QUICK_S
         quick_deaths = quick_deaths + 1 if failed_at_once else 0
         if quick_deaths >= _MAX_QUICK_DEATHS:
-            print(f"forge worker: gave up, the worker at {address} ends at once (exit code {code})", file=sys.stderr)
+            print(
+                f"forge worker: stopped, because the worker at {address} exits at once (exit code {code})",
+                file=sys.stderr,
+            )
             return 1
         print(f"forge worker: the run ended (exit code {code}); a fresh worker takes over", flush=True)
     return 0

@@ -133,7 +133,7 @@ class CallPath:
             f"{where}: {why} in time",
             path=where,
             value=f"{call.timeout_s} s",
-            rule="a call ends, and a stream yields its next item, within the time-out, waiting for a slot included",
+            rule="a call ends, and a stream yields its next item, within the timeout, including the wait for a slot",
             repair="raise it: options(call_timeout_s=...) or endpoint.options(timeout_s=...)",
         )
 
@@ -275,7 +275,7 @@ class ServiceEndpoint:
         raise unknown_verb(f"{self._path.table.name}.{self._spec.name}", name, _EQUIVALENTS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"say how to call it: {self._spec.name}.route(...) or {self._spec.name}.fanout(...)")
+        raise TypeError(f"choose how to call it: {self._spec.name}.route(...) or {self._spec.name}.fanout(...)")
 
 
 def _one_item_batch(

@@ -186,7 +186,7 @@ class Service:
                     await change
         except TimeoutError:
             raise CallTimeout(
-                f"service {self.name} did not become what was waited for",
+                f"service {self.name} did not reach the expected state in time",
                 value=f"{timeout_s} s",
                 path="wait_until",
                 rule=f"now: {[(replica.index, replica.health) for replica in (await self.get_metrics()).replicas]}",

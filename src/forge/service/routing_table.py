@@ -264,7 +264,7 @@ class RoutingTable:
         if states and all(state in ("given_up", "stopped") for state in states):
             reasons = {entry.index: entry.failure for entry in self.entries.values()}
             raise ServiceStopped(
-                f"service {self.name} has no replica left: all were given up",
+                f"service {self.name} has no replica left: all were dropped",
                 path=self.name,
                 value=reasons,
                 rule="a replica is dropped after max_restarts failed restarts in a row",

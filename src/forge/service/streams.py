@@ -99,7 +99,7 @@ class StreamEndpoint(ServiceEndpoint):
         raise streams_only(f"{self._path.table.name}.{self._spec.name}", "fanout")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"say how to call it: async for item in {self._spec.name}.stream(...)")
+        raise TypeError(f"choose how to call it: async for item in {self._spec.name}.stream(...)")
 
 
 def _stream_reader(target: Target) -> StreamReader:

@@ -237,7 +237,7 @@ class Supervisor:
     def _give_up(self, replica: Replica, tries: int) -> None:
         replica.health = "given_up"
         _log.error(
-            "service %s: replica %d is given up after %d tries in a row; last failure: %s",
+            "service %s: replica %d is dropped after %d failed restarts in a row; last failure: %s",
             self.table.name,
             replica.index,
             tries,

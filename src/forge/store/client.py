@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -131,7 +131,11 @@ class StoreClient:
         while self.line.is_open and (lease := self._to_release.get()) is not None:
             self.release(lease)
 
-    # segments of others
+    # segments
+
+    def holder(self, transport: str, segment: str, **how: Any) -> Holder:
+        """Return the record of a segment that this process gives out."""
+        return Holder(transport, self.host, self.pid, self.session, segment=segment, **how)
 
     def transports(self) -> tuple[str, ...]:
         """Return the transports that readers here may take, best first."""

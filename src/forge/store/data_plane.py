@@ -60,7 +60,7 @@ class ServedSegments:
                 return fd, size
             segment = self._pool.get(name) or self._adopted.get(name)
             if segment is None or segment.fd < 0:
-                raise StoreKeyError(f"process {os.getpid()} does not hold segment {name!r} any more", path=name)
+                raise StoreKeyError(f"process {os.getpid()} no longer holds segment {name!r}", path=name)
             fd = os.dup(segment.fd)
             self._pins[name] = (fd, segment.size, 1)
             return fd, segment.size
@@ -210,7 +210,7 @@ class DataPlane:
         with self._copying:
             device = self._client.device_segments.get(segment)
             if device is None or device.stamp != stamp:
-                raise StoreKeyError(f"process {os.getpid()} does not hold this filling of {segment!r} any more")
+                raise StoreKeyError(f"process {os.getpid()} no longer holds this version of {segment!r}")
             copied = self._host_copies.get(segment)
             if copied is None:
                 name = on_host(segment)
@@ -223,8 +223,8 @@ class DataPlane:
     def hold_device(self, segment: DeviceSegment) -> tuple[Holder, ...]:
         """Make device memory readable for others: by those who see the GPU, and, when they ask, by everybody."""
         here = self._client
-        asked = Holder("ask", here.host, here.pid, here.session, segment=segment.name, address=self.serve().address)
-        return segment.holder(host=here.host, pid=here.pid, session=here.session), asked
+        on_gpu = here.holder("cuda", segment.name, token=segment.token)
+        return on_gpu, here.holder("ask", segment.name, address=self.serve().address)
 
     def hold(self, segment: Segment, record: SegmentRecord, assignment: Assignment) -> tuple[Holder, ...]:
         """Make a written segment readable for others: here, and on the volumes if there are any."""
@@ -246,15 +246,11 @@ class DataPlane:
 
     def _own(self, segment: Segment, *, is_asked: bool = False) -> list[Holder]:
         here = self._client
-        shared = Holder("shm", here.host, here.pid, here.session, segment=segment.name, fd=segment.fd)
-        if not is_spread() and not is_asked:
-            return [shared]
-        holders = [shared]
-        token = self._register(segment)
-        if token:
-            holders.append(Holder("rdma", here.host, here.pid, here.session, segment=segment.name, token=token))
-        address = self.serve().address
-        holders.append(Holder("tcp", here.host, here.pid, here.session, segment=segment.name, address=address))
+        holders = [here.holder("shm", segment.name, fd=segment.fd)]
+        if is_asked or is_spread():
+            if token := self._register(segment):
+                holders.append(here.holder("rdma", segment.name, token=token))
+            holders.append(here.holder("tcp", segment.name, address=self.serve().address))
         return holders
 
     def _register(self, segment: Segment) -> bytes:

@@ -65,7 +65,7 @@ class Source:
                 path=version.key,
                 value=version.number,
                 rule="a version that is leased stays as it is",
-                repair="fetch again; if it happens twice, report it: leases do not hold",
+                repair="fetch again; if it happens again, report a bug",
             )
 
 

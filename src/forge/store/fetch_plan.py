@@ -283,11 +283,11 @@ def _check_same(one: Target, other: Target) -> None:
 
     if place(one) != place(other):
         raise StoreError(
-            f"{one.label!r} and {other.label!r} share memory, and are to hold different things",
+            f"{one.label!r} and {other.label!r} share memory, but hold different parts",
             path=other.label,
             value=f"{list(other.memory.shape)} at the memory of {one.label!r}, {list(one.memory.shape)}",
             rule="two places overlap only where they are the same memory for the same part, as tied weights are",
-            repair="give each memory of its own",
+            repair="give each its own memory",
         )
 
 

@@ -49,7 +49,7 @@ def take_apart(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dict[st
                     f"two tensors of the value have the name {path!r}",
                     path=path,
                     value=path,
-                    rule="the way to each tensor, its keys joined with dots, is unique",
+                    rule="the dotted path of each tensor is unique",
                     repair="rename one of the keys",
                 )
             leaves[path] = node
@@ -182,7 +182,7 @@ async def get(
     check_verify("get(verify=)", verify)
     if into is not None and spec is not None:
         raise StoreError(
-            "memory says itself which part it is for",
+            "`into` already names the part",
             path=f"get({key!r}, into, spec=)",
             value=spec,
             rule="`into` or `spec`, not both",
@@ -250,12 +250,12 @@ def check_spec(key: str, spec: Mapping[str, Any], entries: Mapping[str, Any]) ->
             path=f"get({key!r}, spec=)",
             value=unknown,
             rule=f"one of {sorted(entries)[:8]}",
-            repair="name tensors by the way to them, with dots",
+            repair="name tensors by their dotted paths",
         )
     for name, part in spec.items():
         if not isinstance(part, Spec):
             raise StoreError(
-                f"{name!r} is not to be read by a {type(part).__name__}",
+                f"{name!r} cannot be read with a {type(part).__name__}",
                 path=f"get({key!r}, spec=)",
                 value=part,
                 rule="a Region, a Chunk or a Placed, or a dict of them by name",

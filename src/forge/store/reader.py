@@ -317,7 +317,7 @@ def check_names(what: str, stored: Mapping[str, Any], into: Mapping[str, Any], *
             tensors=left,
             path="into",
             value=left[:8],
-            rule="with strict=True everything that was published is fetched, so that nothing stays as it was",
+            rule="with strict=True everything that was published is fetched, so that no tensor keeps its old value",
             repair="give memory for them too, or say strict=False",
         )
 

@@ -100,7 +100,7 @@ def no_such_rank(request: Begin) -> StoreError:
 
 def too_late(request: Begin, number: int, newest: int) -> StoreError:
     return StoreError(
-        f"version {number} of {request.key!r} comes too late: version {newest} is published",
+        f"version {number} of {request.key!r} is too old: version {newest} is already published",
         path=f"{request.key}.publish(version=)",
         value=number,
         rule=f"versions grow: more than {newest}",
@@ -113,7 +113,7 @@ def other_world_size(request: Begin, pending: PendingVersion) -> StoreError:
         f"the ranks that publish version {pending.number} of {request.key!r} disagree about how many they are",
         path=f"{request.key}.publish()",
         value=f"rank {request.rank} says world_size={request.world_size}",
-        rule=f"as the first that came: world_size={pending.world_size}",
+        rule=f"the same as the first rank's: world_size={pending.world_size}",
         repair="give all ranks the same world_size",
     )
 

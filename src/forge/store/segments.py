@@ -70,7 +70,13 @@ class Segment:
 
     def flat(self) -> Tensor:
         """Return the whole segment as bytes. The tensor keeps the mapping alive; write only to own segments."""
-        return flat_tensor(self.map)
+        import warnings
+
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(self.map, dtype=torch.uint8)
 
     @property
     def stamp(self) -> int:
@@ -101,16 +107,6 @@ def _populate(mapped: mmap.mmap) -> None:
     as they are touched."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), _POPULATE_WRITE)
-
-
-def flat_tensor(buffer: mmap.mmap) -> Tensor:
-    import warnings
-
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def open_segment(
@@ -150,11 +146,9 @@ class SegmentPool:
             used = sum(segment.size for segment in self._segments.values() if not segment.is_on_disk)
         room = _room(used)
         try:
-            if size <= room:
-                segment = _in_memory(name, size)
-            else:
+            if size > room:
                 self._warn(name, size, room)
-                segment = _on_disk(name, size)
+            segment = _make(name, size, is_on_disk=size > room)
         except OSError as error:
             raise StoreError(
                 f"no segment of {size / 2**30:.2f} GiB can be made: {error.strerror}",
@@ -203,26 +197,19 @@ class SegmentPool:
         return len(self._segments)
 
 
-def _in_memory(name: str, size: int) -> Segment:
-    _raise_file_limit()
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+def _make(name: str, size: int, *, is_on_disk: bool) -> Segment:
+    if is_on_disk:
+        fd = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    else:
+        _raise_file_limit()
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, size)  # all pages at once: one by one, as they are touched, costs five times as much
-        return Segment(name, fd, size, is_own=True)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _on_disk(name: str, size: int) -> Segment:
-    fd = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, size)
         segment = Segment(name, fd, size, is_own=True)
     except BaseException:
         os.close(fd)
         raise
-    segment.is_on_disk = True
+    segment.is_on_disk = is_on_disk
     return segment
 
 

@@ -30,7 +30,7 @@ class Chunk:
         """Return the chunk of a tensor of this shape."""
         if not -len(shape) <= self.dim < len(shape) or not 0 <= self.index < self.count:
             raise StoreError(
-                "a chunk is not one of its tensor",
+                "the chunk is outside its tensor",
                 value=self,
                 rule=f"0 <= index < count, along one of the dimensions of {list(shape)}",
                 repair="Chunk(dim=0, index=rank, count=world_size)",

@@ -6,7 +6,6 @@ from forge.errors import StoreError
 from forge.runtime.actor import MeshActor
 from forge.runtime.endpoints import endpoint
 from forge.store.client import client
-from forge.store.records import Holder
 from forge.store.weights import check_whole_number
 
 
@@ -20,8 +19,7 @@ class Volume(MeshActor):
     def setup(self) -> None:
         here = client()
         address = here.data_plane.serve().address
-        me = Holder("tcp", here.host, here.pid, here.session, address=address, volume=self.label)
-        here.line.call("volume", me)
+        here.line.call("volume", here.holder("tcp", "", address=address, volume=self.label))
 
     @endpoint
     def num_segments(self) -> int:

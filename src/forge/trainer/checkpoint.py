@@ -78,7 +78,7 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise ConfigError(
-                "At least the newest checkpoint is kept.", path="checkpointing.keep", value=keep, rule="at least 1"
+                "checkpointing.keep is too small.", path="checkpointing.keep", value=keep, rule="at least 1"
             )
         self.folder = Path(folder)
         self._keep = keep
@@ -282,7 +282,7 @@ class Checkpoints:
         return CheckpointError(
             f"The checkpoint of step {step} could not be written, on rank {rank}: {cause!r}",
             path=str(self.folder),
-            rule="the disk takes a whole checkpoint before an old one is deleted" if is_full else None,
+            rule="the disk must hold the new checkpoint before an old one is deleted" if is_full else None,
             repair="free space, or lower checkpointing.keep; the checkpoints before it are complete"
             if is_full
             else "fix the cause and save again; the checkpoints before it are complete",

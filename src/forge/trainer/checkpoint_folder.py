@@ -153,14 +153,14 @@ def find_checkpoint(folder: Path, *, resume: str) -> CheckpointInfo | None:
             path=str(folder),
             value=infos[-1].path.name,
             rule="with checkpointing.resume=never the folder must hold no checkpoint, so that no two runs are mixed",
-            repair="add --resume to continue that run, or run.name=NAME for a new one in a folder of its own",
+            repair="add --resume to continue that run, or run.name=NAME for a new one in its own folder",
         )
     if resume == "must" and not infos:
         raise CheckpointError(
             "There is no checkpoint to resume from.",
             path=str(folder),
             value="no complete checkpoint" if folder.is_dir() else "no such folder",
-            rule="checkpointing.resume=must insists on one",
+            rule="checkpointing.resume=must requires one",
             repair="check run.name and checkpointing.output_dir, or set checkpointing.resume=auto to start anew where "
             "there is none",
         )

@@ -163,7 +163,7 @@ class Engine:
         configuration says `stop`; and `StepAbandoned`, likewise, if `should_abandon` says so.
         """
         if self.optimizer is None:
-            raise RuntimeError("this engine is frozen: it has no optimizer")
+            raise RuntimeError("this engine is frozen and has no optimizer")
         began = time.perf_counter()
         training = self.config.training
         self._kept = {} if keep_logprobs and not self.loss.is_nll else None

@@ -217,10 +217,10 @@ def _check_pipeline(distributed: DistributedConfig, layout: Layout, model: Model
     proposed = f"{_counted(layout.num_ranks, 'rank')} can be used as: {_proposed(model, layout.num_ranks)}"
     if model.tie_embeddings:
         _refuse(
-            "this model cannot be cut into a pipeline",
+            "this model cannot be split into a pipeline",
             path="distributed.pipeline",
             value=layout.pipeline,
-            rule="must be 1 where model.tie_embeddings is true: the shared weights would lie on the first and the last "
+            rule="must be 1 where model.tie_embeddings is true: the tied weights would be on the first and the last "
             "rank",
             repair=f"set distributed.pipeline to 1; {proposed}",
         )
@@ -291,7 +291,7 @@ def _check_expert(layout: Layout, model: ModelConfig) -> None:
 def _check_rows(distributed: DistributedConfig, layout: Layout) -> None:
     if layout.tensor > 1 and layout.expert > 1 and not distributed.sequence_parallel:
         _refuse(
-            "experts that are split among tensor parallel ranks take the tokens that each of them has",
+            "experts split among tensor-parallel ranks need sequence parallelism",
             path="distributed.sequence_parallel",
             value=False,
             rule="must be true where distributed.tensor and distributed.expert are over 1",
@@ -313,7 +313,7 @@ def _check_training(
         )
     if training.activation_offload and distributed.with_gpus is False:
         _refuse(
-            "activations cannot be moved to the host's memory: they are there",
+            "activations cannot be offloaded: they are in host memory already",
             path="training.activation_offload",
             value=True,
             rule="only for ranks with GPUs",

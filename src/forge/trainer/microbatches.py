@@ -167,8 +167,7 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int, identities: Sequen
             f"{identity} is too long: {length} tokens",
             path=identity,
             value=length,
-            rule=f"at most {max_tokens} tokens, which is what a rank takes through the model at once: a sample is "
-            "never split",
+            rule=f"at most {max_tokens} tokens, what a rank runs through the model at once: a sample is never split",
             repair=f"raise training.microbatch_tokens to {length} or more, or drop or truncate longer samples",
         )
 
@@ -193,7 +192,7 @@ def _check_signs(batch: Batch) -> None:
     wrong = torch.nonzero(batch.loss_weights < 0)
     if wrong.numel():
         raise DataError(
-            "a token is to count less than nothing",
+            "a loss weight is negative",
             path=f"loss_weights[{int(wrong[0])}]",
             value=float(batch.loss_weights[int(wrong[0])]),
             rule="at least 0",

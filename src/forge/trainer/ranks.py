@@ -33,7 +33,7 @@ class Ranks:
                 path="torch.distributed",
                 value=f"rank {dist.get_rank()} of {dist.get_world_size()}",
                 rule="one engine in a process",
-                repair="close the engine that is there, or run this one in an actor of its own",
+                repair="close the existing engine, or run this one in its own actor",
             )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

@@ -129,7 +129,7 @@ def _check_first_weights(batch: Batch, starts: Sequence[int]) -> None:
         index = int(wrong[0])
         identity = (batch.identities[index] if batch.identities else "") or f"sample {index} of the batch"
         raise DataError(
-            f"the first token of {identity} is to count, but nothing predicts it",
+            f"the first token of {identity} has a loss weight, but nothing predicts it",
             path=f"{identity}: loss_weights[0]",
             value=float(batch.loss_weights[starts[index]]),
             rule="must be 0",

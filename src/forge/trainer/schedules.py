@@ -45,7 +45,7 @@ def _num_warmup_steps(config: TrainingConfig, *, total_steps: int) -> int:
         return math.ceil(total_steps * config.warmup_ratio)
     if config.warmup_steps > total_steps:
         raise ConfigError(
-            "The warm-up is longer than the whole training, so the learning rate would never be reached.",
+            "The warm-up is longer than the whole training, so the learning rate would never reach its maximum.",
             path="training.warmup_steps",
             value=config.warmup_steps,
             rule=f"at most the number of steps, which is {total_steps}",

@@ -129,7 +129,7 @@ def test_without_records_the_advice_names_no_file(tmp_path: Path) -> None:
 
 def test_the_end_of_the_prompts_without_signal_leaves_the_same(tmp_path: Path) -> None:
     chosen = config(tmp_path / "run", "~training.max_steps", "record.report=true")
-    with pytest.raises(RolloutError, match="come to their end") as caught:
+    with pytest.raises(RolloutError, match="prompts are exhausted") as caught:
         run_loop(chosen, StandInTrainer(), rewards=zero())
     assert caught.value.value == "40 groups: all rewards are 0 (40 groups)"
     assert len(ledger(chosen)) == 40

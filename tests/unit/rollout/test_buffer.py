@@ -278,7 +278,7 @@ def test_a_run_that_learned_before_it_was_resumed_may_end_without_signal() -> No
         buffer.check_any_signal()
 
     run(body(1))
-    with pytest.raises(RolloutError, match="come to their end"):
+    with pytest.raises(RolloutError, match="prompts are exhausted"):
         run(body(0))
 
 

@@ -326,7 +326,7 @@ def test_errors_say_what_to_give() -> None:
                 await ts.get(key, into)
             assert mixed.value.path == "into"
             assert "a tensor for a tensor" in str(mixed.value.repair)
-        with pytest.raises(StoreError, match="which part") as both:
+        with pytest.raises(StoreError, match="already names the part") as both:
             await ts.get("one", torch.ones(2, 4), spec=ts.Chunk(0, 1, 2))
         assert "At(tensor, Chunk(" in str(both.value.repair)
         with pytest.raises(StoreError) as newest:

@@ -19,8 +19,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from forge.config import ServeConfig
 from forge.errors import ConfigError
-from forge.generator.openai.chat import complete_chat
-from forge.generator.openai.completions import complete_text
+from forge.generator.openai.endpoints import complete_chat, complete_text
 from forge.generator.openai.errors import (
     JsonErrorRunner,
     RequestError,

@@ -117,7 +117,7 @@ class ExactPrompts:
         plain = tuple(self.tokenizer.encode_rendered(text))  # it may have more tokens than what was sampled
         known, kept = found
         exact = (*kept, *self.tokenizer.encode_rendered(text[len(known) :]))
-        # A tokenizer that treats the beginning of a text in its own way does not allow to join tokens like this.
+        # Tokens cannot be joined like this if the tokenizer treats the start of a text in its own way.
         if self.tokenizer.decode(exact) != self.tokenizer.decode(plain):
             return ChatPrompt(text, plain)
         return ChatPrompt(text, exact, len(kept))

@@ -21,7 +21,6 @@ from forge import _amx
 from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, EngineDead, ModelError, OptionError, PromptError
 from forge.generator.engine import EngineCapabilities, EngineStats, OpenCompletions, Request, UpdateReport
-from forge.generator.vllm.adapters import Adapters
 from forge.generator.vllm.arguments import Plan, check_owned, make_plan, to_plain
 from forge.generator.vllm.environment import Build, installed_build
 from forge.generator.vllm.process import (
@@ -35,7 +34,7 @@ from forge.generator.vllm.process import (
     unlink_shared_memory,
 )
 from forge.generator.vllm.translation import Reader, SpanFinder, dead, refusals, sampling_params, score_one, translated
-from forge.generator.vllm.updating import Updates
+from forge.generator.vllm.weights import Adapters, Updates
 from forge.models.architecture import ARCHITECTURE_KEYS
 from forge.types import INITIAL_VERSION, Completion, Delta
 
@@ -290,8 +289,8 @@ class VllmEngine:
                     yield output
 
     def _check_speculation(self, sampling: Sampling) -> None:
-        """On the CPU vLLM 0.32.0 divides the logits of speculated tokens by memory that nobody has written, instead of
-        by the temperature: tokens would be sampled from an arbitrary distribution."""
+        """Refuse speculation with a temperature on the CPU: vLLM 0.32.0 divides the logits of speculated tokens by
+        uninitialised memory instead of the temperature."""
         speculates = any(self.config.engine_args.get(name) for name in ("speculative_config", "spec_method"))
         if speculates and self._device == "cpu" and not sampling.is_greedy:
             raise PromptError(

@@ -56,8 +56,8 @@ def settings(device: Build, *, tensor_parallel: int = 1, devices: Sequence[str] 
 
     - no download, no statistics sent, warnings only;
     - processes are spawned: a forked one would inherit locks whose threads do not exist in it;
-    - on the CPU, threads that wait sleep rather than spin (ten times slower on cores that others use too), nobody binds
-      them to cores (every engine would take core 0), each worker has its share of the cores, and nothing is compiled
+    - on the CPU, waiting threads sleep rather than spin (ten times slower on cores that others use too), they are not
+      bound to cores (every engine would take core 0), each worker has its share of the cores, and nothing is compiled
       (the first request with logprobs would wait 7 to 22 s);
     - on GPUs, the engine sees those of all ranks of its actor.
     """

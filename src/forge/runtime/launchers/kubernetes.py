@@ -173,7 +173,7 @@ class KubernetesLauncher:
         raise LaunchError(
             f"kubectl refused the workers: {outcome.words}", path="launcher.kubernetes", value=items,
             rule="the cluster accepts the Service and the StatefulSet",
-            repair="correct launcher.kubernetes, or the rights of your account, as kubectl says above",
+            repair="correct launcher.kubernetes, or the rights of your account, as kubectl reports above",
         )  # fmt: skip
 
     async def _wait_until_ready(self) -> None:

@@ -152,7 +152,7 @@ class SlurmLauncher:
         if outcome.code != 0 or not job:
             raise LaunchError(
                 f"sbatch refused the job: {outcome.words}", path="launcher.slurm", value=script,
-                rule="sbatch accepts the job", repair="correct launcher.slurm as sbatch says above",
+                rule="sbatch accepts the job", repair="correct launcher.slurm as sbatch reports above",
             )  # fmt: skip
         _log.warning("SLURM job %s submitted; its log: %s", job, self._log_of(job))
         return job
@@ -239,7 +239,7 @@ class SlurmLauncher:
     def _failed(self, job: str, seen: JobState) -> LaunchError:
         return LaunchError(
             f"SLURM job {job} ended before its workers could be used: {seen.state} ({seen.reason or 'no reason'})",
-            path="launcher.slurm", value=seen.state, rule="the job runs until the controller lets it go",
+            path="launcher.slurm", value=seen.state, rule="the job runs until the controller releases it",
             repair=f"see {self._log_of(job)}, and `scontrol show job {job}`",
         )  # fmt: skip
 

@@ -64,11 +64,11 @@ def open_sandbox(isolation: str = "auto", *, python: str | None = None) -> Sandb
 
 def _missing(isolation: str, findings: list[Finding]) -> LaunchError:
     return LaunchError(
-        "this machine cannot run unread programs apart: "
+        "this machine cannot isolate untrusted programs: "
         + "; ".join(f"{finding.isolation}: {finding.detail}" for finding in findings),
         path="isolation",
         value=isolation,
-        rule="a boundary that works here" if isolation == "auto" else f"{isolation} works here",
+        rule="a security boundary that works here" if isolation == "auto" else f"{isolation} works here",
         repair=_REPAIR,
     )
 
@@ -138,7 +138,7 @@ def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
         ended = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise OptionError(
-            f"this is no Python interpreter: {error}",
+            f"this is not a Python interpreter: {error}",
             path="open_sandbox(python=)",
             value=python,
             rule="the path of an interpreter that runs here",

@@ -139,9 +139,10 @@ class DeviceSegment:
     def stamp(self) -> int:
         return read_stamp(self.memory)
 
-    def holder(self, *, host: str, pid: int, session: int) -> Holder:
-        token = self.handle + uuid_of(self.device).encode()
-        return Holder("cuda", host, pid, session, segment=self.name, token=token)
+    @property
+    def token(self) -> bytes:
+        """The IPC handle and the GPU's UUID, by which other processes open the memory."""
+        return self.handle + uuid_of(self.device).encode()
 
     def close(self) -> None:
         """Let go of the memory. It is freed when nothing in this process looks at it any more."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forge.config import ForgeConfig, ModelConfig, load, preset_names
-from forge.memory.model_size import holdings
+from forge.memory.records import holdings
 from forge.models.architecture import complete
 from forge.models.language_model import titan_config
 from forge.models.sizes import Sizes, num_parameters

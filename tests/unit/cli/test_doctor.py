@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge._amx import LIMITS
-from forge.cli.doctor_cpu import check_rows, describe_amx, describe_rows
+from forge.cli.doctor import check_rows, describe_amx, describe_rows
 from forge.kernels import cpu_linear
 from forge.kernels.row_check import Case
 
