@@ -97,7 +97,8 @@ def test_fine_tuning_is_described_with_what_decides_its_memory(capsys: pytest.Ca
 
 def test_all_problems_are_named_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "runs").write_text("not a folder")
-    words = ["rewards.functions=[{kind: nmber}]", "prompts.sources=[{path: absent.jsonl}, {path: gone.jsonl}]"]
+    words = ["rewards.functions=[{kind: 'forge.rewards.answers:nmber'}]"]
+    words += ["prompts.sources=[{path: absent.jsonl}, {path: gone.jsonl}]"]
     words += ["rollout.group_size=4000", "generator.tensor_parallel=2", "generator.sampling.max_tokens=128"]
     code, out, err = run(capsys, "run", GRPO, "--config", "first.yaml", *words, "model.path=absent", "--dry-run")
     assert (code, out) == (2, "")
