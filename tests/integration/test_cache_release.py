@@ -1,4 +1,4 @@
-"""The engine's cache, lent to whoever changes its weights: only where nobody needs it, and generation goes on after."""
+"""The memory of an idle engine's cache is released for work inside `paused`, and generation continues afterwards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def answer(engine: NativeEngine) -> tuple[int, ...]:
     return completion.token_ids
 
 
-def test_an_idle_engine_lends_its_cache_and_goes_on_with_an_empty_one() -> None:
+def test_an_idle_engine_releases_its_cache_and_continues_with_an_empty_one() -> None:
     async def body(engine: NativeEngine) -> None:
         expected = models.greedy(prompt(40), 12)
         assert await answer(engine) == expected
@@ -102,11 +102,11 @@ def test_an_engine_whose_cache_does_not_come_back_sleeps_until_there_is_memory(
 
     async def body(engine: NativeEngine) -> None:
         expected = models.greedy(prompt(40), 12)
-        heal: list[Callable[[], Coroutine[Any, Any, None]]] = [engine.wake, lambda: lend_and_reclaim(engine)]
+        heal: list[Callable[[], Coroutine[Any, Any, None]]] = [engine.wake, lambda: release_and_restore(engine)]
         for mend in heal:
             used = gpu.used
             with pytest.raises(OutOfDeviceMemory):
-                await lend_and_reclaim(engine, meanwhile=lambda: gpu.resize(0))
+                await release_and_restore(engine, meanwhile=lambda: gpu.resize(0))
             assert engine.stats().is_asleep
             waiting = asyncio.ensure_future(answer(engine))
             gpu.resize(64 * STEP)
@@ -118,7 +118,7 @@ def test_an_engine_whose_cache_does_not_come_back_sleeps_until_there_is_memory(
     with_engine(body, kv_cache_gb=0.01)
 
 
-async def lend_and_reclaim(engine: NativeEngine, meanwhile: Callable[[], object] = lambda: None) -> None:
+async def release_and_restore(engine: NativeEngine, meanwhile: Callable[[], object] = lambda: None) -> None:
     """As a step of training does."""
     async with engine.paused(engine.version):
         assert engine.release_cache()

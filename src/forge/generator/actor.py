@@ -95,13 +95,18 @@ class Generator(ForgeActor):
         return model, ChatTokenizer.load(model.folder, chat_template=self.config.chat_template)
 
     def _make_engine(self, world_size: int, devices: Sequence[str]) -> GenerationEngine:
-        options: dict[str, Any] = {}
-        if self._capabilities.tensor_parallel:
-            options = {"tensor_parallel": world_size, "devices": devices}
         engine: GenerationEngine = engine_class(self.config.engine)(
-            self.config, model=self.model, tokenizer=self._tokenizer, on_death=_end_process, **options
+            self.config,
+            model=self.model,
+            tokenizer=self._tokenizer,
+            on_death=_end_process,
+            **self._engine_options(world_size, devices),
         )
         return engine
+
+    def _engine_options(self, world_size: int, devices: Sequence[str]) -> dict[str, Any]:
+        """Return what the engine is made from besides configuration, model and tokenizer."""
+        return {"tensor_parallel": world_size, "devices": devices} if self._capabilities.tensor_parallel else {}
 
     @property
     def _capabilities(self) -> EngineCapabilities:

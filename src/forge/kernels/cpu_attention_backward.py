@@ -135,7 +135,7 @@ def _bad_prefix(document: int, prefix: int, most: int) -> ModelError:
         path=f"prefixes[{document}]",
         value=prefix,
         rule=f"at least 0 and at most {most}, the length it shares with the last document that has its own prefix",
-        repair="take the prefixes from forge.trainer.prefixes, which plans rows with shared prefixes",
+        repair="take the prefixes from forge.trainer.microbatches, which plans rows with shared prefixes",
     )
 
 

@@ -37,7 +37,7 @@ class Learner:
         return with_advantages, result
 
     async def _steps_on(self, batch: Batch) -> StepResult:
-        """All steps on one batch. What the first one saw is what is reported."""
+        """Take all steps on one batch. Report what the first one saw."""
         trainer, record = self._workers.trainer, self._plan.config.record
         if "proximal_logprobs" in self._plan.loss.fields:
             before = await trainer.forward_logprobs(batch, temperature=self._plan.temperature)

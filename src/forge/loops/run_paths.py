@@ -25,17 +25,17 @@ class HasRunPaths(Protocol):
 
 
 def run_dir(config: HasRunPaths) -> Path:
-    """Where a run writes everything but its checkpoints."""
+    """Return where a run writes everything but its checkpoints."""
     return config.run.output_dir / config.run.name
 
 
 def checkpoint_dir(config: HasRunPaths) -> Path:
-    """Where a run's checkpoints are, and in `hf` beside them the model that it made."""
+    """Return where a run's checkpoints are, and in `hf` beside them the model that it made."""
     return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
 
 
 def load_tokenizer(model: ResolvedModel, *, chat_template: str | None, purpose: str) -> ChatTokenizer:
-    """The tokenizer beside a model's weights. `purpose` begins the sentence that refuses a model without one."""
+    """Return the tokenizer beside a model's weights. `purpose` begins the sentence that refuses a model without one."""
     if model.folder is None:
         raise ConfigError(
             f"{purpose} needs a model with its tokenizer",

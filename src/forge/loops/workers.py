@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 from forge import store
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
@@ -20,22 +20,13 @@ from forge.rollout.reward_actor import RewardActor
 from forge.runtime.placement import GPU_VARIABLE
 from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
-from forge.trainer.handles import MeshTrainer, PolicyTrainer, trainer_options
-from forge.types import Batch, Completion, Prompt, Score
+from forge.trainer.handles import NEVER_REPLACED, PolicyTrainer, ServiceTrainer, trainer_options
+from forge.types import Completion, Prompt
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forge.losses import Loss
-    from forge.runtime.typed_endpoints import Endpoint
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _log = logging.getLogger("forge.grpo")
-
-NEVER_REPLACED: Mapping[str, Any] = {"max_restarts": 0, "heartbeat_timeout_s": 120.0}
-"""Options of what holds the state of training: another process in its place would not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +35,14 @@ class Workers:
 
     trainer: PolicyTrainer
     policy: PolicyHandle
-    rewards: RewardsHandle
-    reference: ReferenceHandle | None
+    rewards: Service[RewardActor]
+    reference: Service[ReferenceModel] | None
 
     async def close(self) -> None:
         """Shut all workers down in order. `forge.run` ends the ones that are left, however a run ends."""
-        others = (self.policy, self.rewards, *(() if self.reference is None else (self.reference,)))
-        ends = await asyncio.gather(self.trainer.close(), *(other.close() for other in others), return_exceptions=True)
+        services = [self.rewards] if self.reference is None else [self.rewards, self.reference]
+        closing = [self.trainer.close(), self.policy.close(), *(_shut_down(service) for service in services)]
+        ends = await asyncio.gather(*closing, return_exceptions=True)
         for end in ends[1:]:
             if isinstance(end, Exception):  # all that counted is done: this does not make the run a failed one
                 _log.warning("a service did not shut down cleanly: %s", end)
@@ -128,40 +120,26 @@ def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
 async def _start_trainer(
     config: GRPOConfig, trainer_config: TrainerConfig, loss: Loss, *, run: ResolvedRun
 ) -> PolicyTrainer:
-    """A service of one replica: it is watched, so that a trainer that hangs ends the run instead of holding it up."""
-    chosen = Trainer.options(
-        **trainer_options(trainer_config.distributed),
-        **NEVER_REPLACED,
-        mesh_name="trainer",
-        **config.workers.trainer.options(),
-    )
-    return RoutedTrainer(
-        await chosen.as_service(trainer_config, loss), dtype=run.published_dtype, keep=config.store.keep
-    )
+    options = trainer_options(trainer_config.distributed) | config.workers.trainer.options()
+    service = await Trainer.options(**options).as_service(trainer_config, loss)
+    return ServiceTrainer(service, dtype=run.published_dtype, keep=config.store.keep)
 
 
 # ---- The policy -----------------------------------------------------------------------------------------------------
 
 
-class _Handle:
-    """A service that ends with the run."""
-
-    def __init__(self, service: Any) -> None:
-        self.service = service
-
-    async def close(self) -> None:
-        """Let its replicas end in order."""
-        await self.service.close.options(partial=True).fanout()
-        await self.service.shutdown()
+async def _shut_down(service: Any) -> None:
+    """Close the replicas of a service, then end it."""
+    await service.close.options(partial=True).fanout()
+    await service.shutdown()
 
 
-class PolicyHandle(_Handle):
-    """The generators of a run, as one policy."""
-
-    service: Service[Generator]
+class PolicyHandle:
+    """The generators of a run, as one policy: requests wait while all queues are full, and generators that die during
+    an update are left out."""
 
     def __init__(self, service: Service[Generator] | Service[SharedPolicy], *, takes_turns: bool = False) -> None:
-        super().__init__(service)
+        self.service = cast("Service[Generator]", service)
         self._takes_turns = takes_turns
         self._num_open = 0
         self._one_less = asyncio.Event()
@@ -215,6 +193,10 @@ class PolicyHandle(_Handle):
         if self._takes_turns:
             await _of_the_living(self.service.wake.fanout(), "wake")
 
+    async def close(self) -> None:
+        """Shut the generators down."""
+        await _shut_down(self.service)
+
     async def stats(self) -> list[Any]:
         """What each engine does and has done."""
         outcomes = await self.service.stats.options(partial=True).fanout()
@@ -242,27 +224,6 @@ class SharedHandle(PolicyHandle):
 
     async def close(self) -> None:
         """The trainer's end is its own."""
-
-
-class RoutedTrainer(MeshTrainer):
-    """A trainer behind a service of one replica that is never replaced: its state would be lost.
-
-    It publishes weights in `dtype`, None for what it keeps them in, and has memory for `keep` versions.
-    """
-
-    def __init__(self, service: Service[Trainer], *, dtype: str | None = None, keep: int = 2) -> None:
-        super().__init__(service)
-        self._dtype, self._keep = dtype, keep
-
-    async def publish_weights(self, version: int, *, name: str) -> None:
-        await self._first(self._actor.publish_weights, version, name=name, dtype=self._dtype, keep=self._keep)
-
-    async def _first(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return await endpoint.route(*args, **kwargs)
-
-    async def close(self) -> None:
-        await self._first(self._actor.close)
-        await self._actor.shutdown()
 
 
 async def _start_generators(
@@ -294,35 +255,13 @@ async def _start_shared(
         mesh_name="policy",
         **config.workers.trainer.options(),
     ).as_service(trainer_config, loss, generator)
-    return RoutedTrainer(service), SharedHandle(service)
+    return ServiceTrainer(service), SharedHandle(service)
 
 
 # ---- Rewards and reference ------------------------------------------------------------------------------------------
 
 
-class RewardsHandle(_Handle):
-    """The service that scores completions."""
-
-    service: Service[RewardActor]
-
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        """One score for each completion. A reward that fails is told in it, not raised."""
-        return await self.service.score.route(prompt, list(completions))
-
-
-class ReferenceHandle(_Handle):
-    """The service of reference models."""
-
-    service: Service[ReferenceModel]
-
-    async def logprobs(self, batch: Batch, *, temperature: float) -> list[Tensor]:
-        """One tensor [L] for each sample."""
-        found = await self.service.forward_logprobs.route(batch, temperature=temperature)
-        assert found is not None  # rank 0 answers
-        return found
-
-
-async def _start_rewards(config: GRPOConfig, run: ResolvedRun) -> RewardsHandle:
+async def _start_rewards(config: GRPOConfig, run: ResolvedRun) -> Service[RewardActor]:
     section = config.rewards
     kinds = {function.kind for function in section.functions}
     judge = reward_model = None
@@ -347,13 +286,12 @@ async def _start_rewards(config: GRPOConfig, run: ResolvedRun) -> RewardsHandle:
             mesh_name="reward_model",
             **config.workers.reward_model.options(),
         ).as_service(section.reward_model)
-    service = await RewardActor.options(
+    return await RewardActor.options(
         num_replicas=section.num_replicas,
         routing="least_loaded",
         mesh_name="rewards",
         **config.workers.rewards.options(),
     ).as_service(section, judge, reward_model)
-    return RewardsHandle(service)
 
 
 def _judge_config(judge: Any) -> GeneratorConfig:
@@ -364,7 +302,7 @@ def _judge_config(judge: Any) -> GeneratorConfig:
 
 async def _start_reference(
     config: GRPOConfig, trainer_config: TrainerConfig, run: ResolvedRun
-) -> ReferenceHandle | None:
+) -> Service[ReferenceModel] | None:
     if config.algorithm.kl.coefficient == 0:
         return None
     section = config.reference
@@ -372,7 +310,7 @@ async def _start_reference(
     if section.path is not None:  # another model, whose logits are rounded as the policy's are
         model = ModelConfig(path=section.path, head_precision=model.head_precision)
     updates: Mapping[str, Any] = {"model": model, "frozen": True, "checkpoint_dir": None}
-    service = await ReferenceModel.options(
+    return await ReferenceModel.options(
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
         with_gpus=run.reference_on_gpu,
@@ -380,4 +318,3 @@ async def _start_reference(
         mesh_name="reference",
         **config.workers.reference.options(),
     ).as_service(trainer_config.model_copy(update=dict(updates)))
-    return ReferenceHandle(service)

@@ -16,10 +16,10 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class Ranks:
-    """This process's place among the ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell it.
+    """This process's place among the ranks, from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Two groups are made: the default one for tensors (NCCL on GPUs, gloo on CPUs), and `control`, always gloo, for
-    figures, objects and checkpoints, which must not wait in a GPU's queue.
+    metrics, objects and checkpoints, which must not wait in a GPU's queue.
     """
 
     def __init__(self, *, use_gpu: bool | None = None) -> None:
@@ -43,14 +43,14 @@ class Ranks:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         place: dict[str, Any] = {"rank": self.rank, "world_size": self.size, "timeout": _TIMEOUT}
         if self.size == 1:
-            place["store"] = dist.HashStore()  # nobody else is to find us
+            place["store"] = dist.HashStore()  # no other process connects
         dist.init_process_group(backend, **place)
         self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         if was_collecting:
             gc.enable()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of ranks, on every rank."""
+        """Return every rank's value, in order of ranks, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size

@@ -16,14 +16,15 @@ from forge.generator.engine import UpdateReport
 from forge.generator.native.cache_size import ColocatedGeneratorConfig
 from forge.loops.workers import (
     PolicyHandle,
-    RoutedTrainer,
     Workers,
     generator_config,
     gpus_beside,
 )
 from forge.memory import resolve_run
 from forge.service.records import Outcome
+from forge.trainer.handles import ServiceTrainer
 from forge.types import Prompt
+from grpo_workers import StandInService
 
 PROMPT = Prompt("p", text="hello")
 
@@ -108,10 +109,10 @@ def test_a_service_that_does_not_end_in_order_cuts_nobody_short() -> None:
         async def close(self) -> None:
             raise ServiceStopped("all its replicas were given up")
 
-    workers: Any = (Slow(), Lost(), Slow(), None)
+    workers: Any = (Slow(), Lost(), StandInService(Slow()), None)
     asyncio.run(Workers(*workers).close())
     assert done == ["closed", "closed"]
-    workers = (Lost(), Slow(), Slow(), None)
+    workers = (Lost(), Slow(), StandInService(Slow()), None)
     with pytest.raises(ServiceStopped):
         asyncio.run(Workers(*workers).close())
 
@@ -194,7 +195,7 @@ def test_a_trainer_is_told_what_to_publish_in() -> None:
         asked.append((args, kwargs))
 
     actor = SimpleNamespace(publish_weights=SimpleNamespace(route=route))
-    asyncio.run(RoutedTrainer(actor, dtype="bfloat16", keep=3).publish_weights(4, name="policy"))
+    asyncio.run(ServiceTrainer(actor, dtype="bfloat16", keep=3).publish_weights(4, name="policy"))
     assert asked == [((4,), {"name": "policy", "dtype": "bfloat16", "keep": 3})]
 
 

@@ -14,8 +14,8 @@ from forge.memory.activations import Row, Setting, kept_bytes, recomputed_bytes
 from forge.models.language_model import titan_config
 from forge.models.rows import Documents, RowRegistry, RowTask, Sharing
 from forge.models.sizes import Sizes
-from forge.trainer.head import head_function
-from forge.trainer.prefixes import plan_shared_rows
+from forge.trainer.assembly import head_function
+from forge.trainer.microbatches import plan_shared_rows
 from forge.trainer.row_building import build_rows
 from forge.types import Batch, Sample
 

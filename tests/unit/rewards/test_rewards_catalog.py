@@ -168,6 +168,8 @@ def test_what_cannot_be_found_is_refused_with_a_repair(kind: str, says: str, own
         find(kind)
     assert (caught.value.path, caught.value.value, caught.value.repair) == ("kind", kind, says)
     assert caught.value.rule
+    if ":" not in kind:  # the schema refuses it
+        return
     found = problem({"kind": "number"}, {"kind": kind, "name": "mine"})
     assert (found.path, found.value, found.repair) == ("rewards.functions[1].kind", kind, says)
 
@@ -260,7 +262,7 @@ def test_the_name_of_the_overlong_part_is_taken() -> None:
 def test_all_faults_are_told_at_once_and_none_is_none() -> None:
     assert problem().path == "rewards.functions"
     with pytest.raises(InvalidConfig) as caught:
-        check(config({"kind": "numbr"}, {"kind": "exact", "args": {"a": 1, "take": 2}}, {"kind": "judge"}))
+        check(config({"kind": "own_rewards:numbr"}, {"kind": "exact", "args": {"a": 1, "take": 2}}, {"kind": "judge"}))
     assert [found.path for found in caught.value.problems] == [
         "rewards.functions[0].kind",
         "rewards.functions[1].args.a",

@@ -253,6 +253,10 @@ class NativeEngine:
                 resume.set()
                 await updated
 
+    def copy_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy weights into the engine's own, while generation is held."""
+        self.thread.serving().runner.update_weights(parameters)
+
     # ---- Memory and statistics --------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:

@@ -1,11 +1,11 @@
 """The process between the library and a program in a sandbox.
 
-It starts the program behind the boundary that was asked for, and waits for its end or for the end of its leash, a pipe
+It starts the program behind the boundary that was asked for, and waits for its end or for the end of a pipe
 whose other end the library holds: when that closes, because the time is up or because the library's process died, the
 launcher kills everything it started. It exits only when nothing of that is left, so that what waits for the launcher
 waits for all. It imports the standard library alone, and everything before it changes its root folder.
 
-Words to the library go through a pipe, a JSON object on a line each: `started`, then `ended` with the wait status and
+Events go to the library through a pipe, a JSON object on a line each: `started`, then `ended` with the wait status and
 the processor time, or `failed` with the reason.
 """
 
@@ -43,34 +43,34 @@ _NUM_OWN = 3
 
 
 def main() -> None:
-    """`argv`: the descriptors of the plan, of the words and of the leash."""
-    plan_fd, words_fd, leash_fd = (int(word) for word in sys.argv[1:4])
-    for descriptor in (plan_fd, words_fd, leash_fd):
+    """Run a plan. `argv` has the descriptors of the plan, of the events, and of a pipe that the library holds open."""
+    plan_fd, events_fd, alive_fd = (int(word) for word in sys.argv[1:4])
+    for descriptor in (plan_fd, events_fd, alive_fd):
         os.set_inheritable(descriptor, False)
     with open(plan_fd, encoding="utf-8") as file:
         plan = json.load(file)
     try:
         confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
-        report, status = _run(plan, words_fd, leash_fd)
+        report, status = _run(plan, events_fd, alive_fd)
     except OSError as error:
-        _say(words_fd, event="failed", reason=str(error))
+        _send_event(events_fd, event="failed", reason=str(error))
         return
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     if report.startswith("failed "):
-        _say(words_fd, event="failed", reason=report.removeprefix("failed "))
+        _send_event(events_fd, event="failed", reason=report.removeprefix("failed "))
         return
     if report.startswith("ended "):
         status = int(report.removeprefix("ended "))
     elif plan["isolation"] == "bubblewrap" and os.WIFEXITED(status) and 128 < os.WEXITSTATUS(status) < 160:
         status = os.WEXITSTATUS(status) - 128  # how bwrap says that a signal ended the program
-    _say(words_fd, event="ended", status=status, cpu_s=used.ru_utime + used.ru_stime)
+    _send_event(events_fd, event="ended", status=status, cpu_s=used.ru_utime + used.ru_stime)
 
 
-def _say(words_fd: int, **word: Any) -> None:
-    os.write(words_fd, json.dumps(word).encode() + b"\n")
+def _send_event(events_fd: int, **event: Any) -> None:
+    os.write(events_fd, json.dumps(event).encode() + b"\n")
 
 
-def _run(plan: dict[str, Any], words_fd: int, leash_fd: int) -> tuple[str, int]:
+def _run(plan: dict[str, Any], events_fd: int, alive_fd: int) -> tuple[str, int]:
     """Start the program and see to its end. What the first process reported, and its wait status."""
     plan["uid"] = confine.own_uid() if os.geteuid() == 0 else None
     owner = plan["uid"]
@@ -85,21 +85,21 @@ def _run(plan: dict[str, Any], words_fd: int, leash_fd: int) -> tuple[str, int]:
     first = os.fork()
     if first == 0:
         os.close(reading)
-        _be_first(plan, words_fd, writing, owner)
+        _be_first(plan, events_fd, writing, owner)
     os.close(writing)
-    _wait(first, leash_fd)
+    _wait(first, alive_fd)
     status = os.waitpid(first, 0)[1]
     _end_all(plan)
     with open(reading, encoding="utf-8") as file:
         return file.read(), status
 
 
-def _be_first(plan: Mapping[str, Any], words_fd: int, report: int, owner: int | None) -> None:
+def _be_first(plan: Mapping[str, Any], events_fd: int, report: int, owner: int | None) -> None:
     """In the new process: become the program, or the first process of its namespaces. Never returns."""
     try:
         if plan["isolation"] == "namespaces":
             _make_namespaces(plan, report, owner)
-        _say(words_fd, event="started")
+        _send_event(events_fd, event="started")
         {"namespaces": _in_namespaces, "bubblewrap": _in_bubblewrap, "process": _plainly}[plan["isolation"]](
             plan, report, owner
         )
@@ -149,31 +149,31 @@ def _in_bubblewrap(plan: Mapping[str, Any], report: int, owner: int | None) -> N
     os.write(program, plan["program"].encode())
     os.lseek(program, 0, os.SEEK_SET)
     os.set_inheritable(program, True)
-    words = [plan["bwrap"], "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
+    command = [plan["bwrap"], "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
     if plan["with_user"]:
-        words += ["--unshare-all"]
+        command += ["--unshare-all"]
         if owner is not None:
             confine.become(owner)
     else:
-        words += [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")] + ["--cap-drop", "ALL"]
+        command += [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")] + ["--cap-drop", "ALL"]
         for name in ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN"):
-            words += ["--cap-add", name]
+            command += ["--cap-add", name]
     size = str(plan["folder_bytes"])
-    words += ["--perms", "0700", "--size", size, "--tmpfs", "/tmp"]  # first: an interpreter may lie below it
+    command += ["--perms", "0700", "--size", size, "--tmpfs", "/tmp"]  # first: an interpreter may lie below it
     for path in plan["readable"]:
         if os.path.islink(path):
-            words += ["--symlink", os.readlink(path), path]
+            command += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             for parent in _parents(path):
-                words += ["--perms", "0755", "--dir", parent] if parent != "/tmp" else []
-            words += ["--ro-bind", path, path]
-    words += ["--dev", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    words += ["--proc", "/proc", "--file", str(program), "/tmp/main.py", "--remount-ro", "/"]
+                command += ["--perms", "0755", "--dir", parent] if parent != "/tmp" else []
+            command += ["--ro-bind", path, path]
+    command += ["--dev", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    command += ["--proc", "/proc", "--file", str(program), "/tmp/main.py", "--remount-ro", "/"]
     inner = {name: plan[name] for name in ("command", "environment", "limits", "uid", "files")}
     with open(confine.__file__, encoding="utf-8") as file:
         source = file.read() + "\nmain()\n"
-    words += ["--", plan["command"][0], "-I", "-S", "-B", "-c", source, json.dumps(inner)]
-    os.execve(words[0], words, {})
+    command += ["--", plan["command"][0], "-I", "-S", "-B", "-c", source, json.dumps(inner)]
+    os.execve(command[0], command, {})
 
 
 def _parents(path: str) -> list[str]:
@@ -195,18 +195,18 @@ def _plainly(plan: Mapping[str, Any], report: int, owner: int | None) -> None:
     confine.become_program(plan, folder=folder)
 
 
-def _wait(first: int, leash_fd: int) -> None:
-    """Until the first process ends. When the leash's other end closes, it is killed."""
+def _wait(first: int, alive_fd: int) -> None:
+    """Wait until the first process ends; kill it when the other end of the pipe closes."""
     poll, process = select.poll(), os.pidfd_open(first)
     poll.register(process, select.POLLIN)
-    poll.register(leash_fd, select.POLLIN)
+    poll.register(alive_fd, select.POLLIN)
     while True:
         ready = {descriptor for descriptor, _ in poll.poll()}
         if process in ready:
             os.close(process)
             return
         signal.pidfd_send_signal(process, signal.SIGKILL)
-        poll.unregister(leash_fd)
+        poll.unregister(alive_fd)
 
 
 def _end_all(plan: Mapping[str, Any]) -> None:
@@ -305,8 +305,10 @@ def make_root(readable: Sequence[str], *, folder_bytes: int, owner: int) -> None
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    words = [None if word is None else os.fsencode(word) for word in (source, target, kind, options)]
-    confine.checked(_libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]), f"mount {target}")
+    arguments = [None if word is None else os.fsencode(word) for word in (source, target, kind, options)]
+    confine.checked(
+        _libc.mount(arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3]), f"mount {target}"
+    )
 
 
 def _restrict(path: str, attributes: int, *, recursive: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""The library's side of a run: start the launcher, feed the program, read what it writes, and hold the leash."""
+"""The library's side of a run: start the launcher, feed the program, read what it writes, and hold its pipe open."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LaunchedSandbox:
             return run.to_its_end()
 
     def plan(self, program: str, *, folder: str, limits: Limits) -> dict[str, Any]:
-        """Return what the launcher is told."""
+        """Return the plan for the launcher."""
         return {
             **self._plan,
             "isolation": self.isolation,
@@ -108,7 +108,7 @@ class Run:
 
     def __init__(self, plan: dict[str, Any], stdin: bytes, *, limits: Limits) -> None:
         self._limits, self._input = limits, memoryview(stdin)
-        self._texts = {"stdout": bytearray(), "stderr": bytearray(), "words": bytearray()}
+        self._texts = {"stdout": bytearray(), "stderr": bytearray(), "events": bytearray()}
         self._killed_for: KilledFor | None = None
         self._started_at: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -119,10 +119,10 @@ class Run:
         written = os.memfd_create("plan")
         os.write(written, json.dumps(plan).encode())
         os.lseek(written, 0, os.SEEK_SET)
-        leash, self._leash = os.pipe()
-        words, told = os.pipe()
+        alive, self._alive = os.pipe()
+        events, events_in = os.pipe()
         home = str(Path(forge.__file__).parents[1])
-        command = [sys.executable, "-I", "-S", "-B", "-c", _START, home, str(written), str(told), str(leash)]
+        command = [sys.executable, "-I", "-S", "-B", "-c", _START, home, str(written), str(events_in), str(alive)]
         try:
             self._launcher = subprocess.Popen(
                 command,
@@ -131,21 +131,21 @@ class Run:
                 stderr=subprocess.PIPE,
                 env={},
                 cwd="/",
-                pass_fds=(written, told, leash),
+                pass_fds=(written, events_in, alive),
                 start_new_session=True,
             )
         except OSError as error:
-            os.close(self._leash)
-            os.close(words)
+            os.close(self._alive)
+            os.close(events)
             raise LaunchError(f"a sandbox's launcher could not be started: {error}", path=sys.executable) from error
         finally:
-            for descriptor in (written, leash, told):
+            for descriptor in (written, alive, events_in):
                 os.close(descriptor)
         assert self._launcher.stdin is not None
-        self._words = open(words, "rb", buffering=0)  # noqa: SIM115 - closed with the run
+        self._events = open(events, "rb", buffering=0)  # noqa: SIM115 - closed with the run
         for name, source in (("stdout", self._launcher.stdout), ("stderr", self._launcher.stderr)):
             self._watch(source, name)
-        self._watch(self._words, "words")
+        self._watch(self._events, "events")
         os.set_blocking(self._launcher.stdin.fileno(), False)
         self._selector.register(self._launcher.stdin, selectors.EVENT_WRITE, "stdin")
 
@@ -200,7 +200,7 @@ class Run:
             return
         text = self._texts[name]
         text += data
-        if name == "words":
+        if name == "events":
             if self._started_at is None and b'"started"' in text:
                 self._started_at = time.monotonic()
         elif len(text) > self._limits.output_bytes:
@@ -213,10 +213,10 @@ class Run:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Let the leash go: the launcher then kills everything."""
-        if self._leash >= 0:
-            os.close(self._leash)
-            self._leash = -1
+        """Close the pipe: the launcher then kills everything."""
+        if self._alive >= 0:
+            os.close(self._alive)
+            self._alive = -1
 
     def _finish(self) -> None:
         try:
@@ -225,14 +225,14 @@ class Run:
             os.killpg(self._launcher.pid, signal.SIGKILL)
             self._launcher.wait()
         self._selector.close()
-        for pipe in (self._launcher.stdin, self._launcher.stdout, self._launcher.stderr, self._words):
+        for pipe in (self._launcher.stdin, self._launcher.stdout, self._launcher.stderr, self._events):
             if pipe is not None:
                 pipe.close()
 
     def _outcome(self, now: float) -> Outcome:
-        words = [json.loads(line) for line in self._texts["words"].splitlines()]
+        events = [json.loads(line) for line in self._texts["events"].splitlines()]
         stdout, stderr = (self._texts[name].decode("utf-8", "replace") for name in ("stdout", "stderr"))
-        last: dict[str, Any] = words[-1] if words else {"event": "none"}
+        last: dict[str, Any] = events[-1] if events else {"event": "none"}
         if last["event"] != "ended" or self._started_at is None:
             raise LaunchError(
                 f"the sandbox could not run the program: {last.get('reason') or stderr.strip() or 'no word came'}",

@@ -13,7 +13,7 @@ import torch
 
 from forge.errors import CheckpointError, ConfigError
 from forge.trainer.checkpoint import Checkpoints
-from forge.trainer.random_state import rng_state, set_rng_state
+from forge.trainer.checkpointer import rng_state, set_rng_state
 
 
 def state_of(value: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from forge.trainer.prefixes import find_bundles, plan_shared_rows
+from forge.trainer.microbatches import find_bundles, plan_shared_rows
 from forge.trainer.row_building import build_rows
 from forge.types import Batch, Sample
 
