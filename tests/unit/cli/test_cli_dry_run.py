@@ -97,7 +97,7 @@ def test_fine_tuning_is_described_with_what_decides_its_memory(capsys: pytest.Ca
 
 def test_all_problems_are_named_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "runs").write_text("not a folder")
-    words = ["rewards.functions=[{kind: 'forge.rewards.answers:nmber'}]"]
+    words = ["rewards.functions=[{kind: 'json:dmps'}]"]
     words += ["prompts.sources=[{path: absent.jsonl}, {path: gone.jsonl}]"]
     words += ["rollout.group_size=4000", "generator.tensor_parallel=2", "generator.sampling.max_tokens=128"]
     code, out, err = run(capsys, "run", GRPO, "--config", "first.yaml", *words, "model.path=absent", "--dry-run")
@@ -106,7 +106,7 @@ def test_all_problems_are_named_at_once(place: Path, capsys: pytest.CaptureFixtu
     expected = ["model.path", "rewards.functions[0].kind", "generator.tensor_parallel", "run.output_dir"]
     expected += ["absent.jsonl", "gone.jsonl", "rollout.group_size"]
     assert problems(err) == expected
-    assert "did you mean `number`?" in err
+    assert "did you mean `dumps`?" in err
 
     code, _, err = run(capsys, "config", "check", "tune.yaml", "data.sources=[{path: no.jsonl}]", "model.path=absent")
     assert code == 2
