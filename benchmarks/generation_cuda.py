@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import GeneratorConfig, ModelConfig, Sampling
-from forge.models.facts import complete
+from forge.models.architecture import complete
 from harness.report import table
 
 GOAL = 0.6
@@ -103,7 +103,7 @@ async def native_updates(engine: Any) -> dict[str, float]:
         began = time.perf_counter()
         await weights.publish(state, version=version)
         published_s = time.perf_counter() - began
-        report = await engine.update(version, "keep")
+        report = await engine.update_weights(version, "keep")
         found.append({"publish_s": published_s, "update_s": report.seconds, "stall_s": report.stall_s})
     return found[-1]
 
@@ -151,7 +151,7 @@ def vllm(args: argparse.Namespace) -> dict[str, Any]:
 
 def bound_tokens_per_s(args: argparse.Namespace, shape: str) -> float:
     """If a decode step only read the weights and every sequence's keys and values, once."""
-    from forge.observe import num_parameters
+    from forge.models.sizes import num_parameters
 
     facts = facts_of(shape)
     width = facts.head_dim or 1

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import GRPOConfig, load
-from forge.memory import Card, PlannedRun, find_card, read_run
+from forge.memory import Card, ResolvedRun, find_card, resolve_run
 from forge.memory.constants import CUDA_CONTEXT, GIB
 from forge.memory.devices import generator_job, trainer_jobs
 from forge.memory.generator import awake_parts
@@ -104,9 +104,9 @@ def settings_for(shape: str, *, quick: bool) -> list[Setting]:
 # ---- What is predicted ---------------------------------------------------------------------------------------------
 
 
-def planned(setting: Setting, card: Card | None) -> PlannedRun:
+def planned(setting: Setting, card: Card | None) -> ResolvedRun:
     config = load(GRPOConfig, overrides=[*setting.words, f"distributed.with_gpus={'true' if card else 'false'}"])
-    return replace(read_run(config, card=card), num_versions=0)  # nothing is published here
+    return replace(resolve_run(config, card=card), num_versions=0)  # nothing is published here
 
 
 def without(parts: tuple[Part, ...], *names: str) -> int:
@@ -138,7 +138,7 @@ def predictions(setting: Setting, card: Card | None) -> dict[str, int]:
 # ---- What is measured, in a child ----------------------------------------------------------------------------------
 
 
-def made_batch(run: PlannedRun, fields: tuple[str, ...], *, num_rows: int) -> Any:
+def made_batch(run: ResolvedRun, fields: tuple[str, ...], *, num_rows: int) -> Any:
     """Rows of full length, of groups of the longest samples."""
     import torch
 

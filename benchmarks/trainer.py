@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from forge.config import ForgeConfig, TrainerConfig, load
-from forge.observe import device_peak_flops, flops_per_token, mean_context, model_flops_utilization
+from forge.models.sizes import flops_per_token, mean_context, model_flops_utilization
+from forge.observe import device_peak_flops
 from forge.trainer.engine import Engine
 from forge.types import Batch, Sample
 

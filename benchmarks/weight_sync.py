@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 import forge
-from forge.runtime.meeting import HOST
+from forge.runtime.rendezvous import HOST
 from forge.store import kernel
-from forge.store.client import WAYS
+from forge.store.client import TRANSPORTS
 from harness.memory import Watch, available
 from harness.report import figures_table, machine, throughput_table
 from harness.state_dicts import num_elements_of, small, transformer
@@ -104,7 +104,7 @@ async def publish(cast: Cast) -> Found:
 
 
 async def fetch(cast: Cast) -> Found:
-    """Into the readers' memory, by 1, 2 and 4 of them at once, and with other ways to verify."""
+    """Into the readers' memory, by 1, 2 and 4 of them at once, and with other transports to verify."""
     rows, figures = [], []
     await Publisher(cast, POLICY, keep=cast.plan.keep)()
     peers = {1: (0.95, 6.5), 2: (1.0, 4.3), 4: (None, None)}
@@ -299,8 +299,8 @@ async def train(cast: Cast, versions: list[int | None], num_products: int) -> li
 async def tcp(cast: Cast) -> Found:
     """Two processes that may not share memory, against a plain socket between the same two."""
     plan, rows = cast.plan, []
-    here = await StoreRank.options(env={WAYS: "tcp"}).as_actor()
-    there = await StoreRank.options(env={WAYS: "tcp", HOST: "another-host"}).as_actor()
+    here = await StoreRank.options(env={TRANSPORTS: "tcp"}).as_actor()
+    there = await StoreRank.options(env={TRANSPORTS: "tcp", HOST: "another-host"}).as_actor()
     for rank in (here, there):
         await rank.hold.call("whole", plan.shapes, plan.dtype, 1)
     port = await here.listen.call_one()

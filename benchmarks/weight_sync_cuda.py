@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from forge.runtime.control import control
-from forge.runtime.meeting import close_point, environment
+from forge.runtime.rendezvous import close_server, environment
 from harness.pair import Peer
 from harness.report import figures_table, throughput_table
 from harness.state_dicts import Shapes, num_elements_of, qwen3
@@ -124,7 +124,7 @@ def measure(device: str, shapes: Shapes, num_rounds: int) -> dict[str, Any]:
     finally:
         for peer in peers:
             peer.stop()
-        control().start(close_point()).result(20)
+        control().start(close_server()).result(20)
 
 
 def report(found: dict[str, Any]) -> str:

@@ -23,6 +23,7 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 STOPPED = 124
+ENDING_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]  # which nohup and shells may have ignored
 SPREAD = ("--dist", "loadfile", "--max-worker-restart", "1000")
 TIME_TO_REPORT_S = 60.0
 TIME_TO_END_S = 5.0
@@ -41,7 +42,7 @@ class Run:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         self.status = STOPPED
         self.ended, self.all_ended = threading.Event(), threading.Event()
-        self._pid = os.posix_spawn(command[0], command, os.environ, setsigdef=[signal.SIGINT, signal.SIGTERM])
+        self._pid = os.posix_spawn(command[0], command, os.environ, setsigdef=ENDING_SIGNALS)
         threading.Thread(target=self._reap, daemon=True).start()
 
     def interrupt(self) -> None:

@@ -31,7 +31,7 @@ def main() -> None:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit(130)  # where it stopped was said
+        sys.exit(130)  # the loop has logged where it stopped
     print(summary(result))
     if result.is_stopped:
         sys.exit(result.exit_code)

@@ -49,7 +49,7 @@ def main() -> None:
         sys.exit(1)
     if result.is_stopped:
         sys.exit(result.exit_code)
-    sys.exit(0 if told(result, seconds=time.perf_counter() - began) else 1)
+    sys.exit(0 if report(result, seconds=time.perf_counter() - began) else 1)
 
 
 def teach(folder: Path, *, seed: int) -> GRPOResult:
@@ -85,7 +85,7 @@ def prepare(folder: Path) -> None:
     (folder / MARK).touch()
 
 
-def told(result: GRPOResult, *, seconds: float) -> bool:
+def report(result: GRPOResult, *, seconds: float) -> bool:
     """Print how it went; whether the model learned."""
     first, last = result.first_evaluation, result.evaluation
     assert first is not None

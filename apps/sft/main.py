@@ -35,7 +35,7 @@ def main() -> None:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        sys.exit(130)  # where it stopped was said
+        sys.exit(130)  # the loop has logged where it stopped
     if is_first:
         validation = "" if result.validation_loss is None else f", validation loss {result.validation_loss:.4f}"
         loss = "nothing was left to do" if math.isnan(result.loss) else f"loss {result.loss:.4f}"

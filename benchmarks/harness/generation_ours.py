@@ -156,7 +156,7 @@ class UpdateSide:
             await self._engine.start()
             try:
                 await trainer.publish_weights.call(0)
-                await self._engine.update(0, "keep")
+                await self._engine.update_weights(0, "keep")
                 return await self._decode(trainer)
             finally:
                 await self._engine.close()
@@ -179,7 +179,7 @@ class UpdateSide:
             published = time.perf_counter()
             await trainer.publish_weights.call(number)
             began = time.perf_counter()
-            report = await self._engine.update(number, "keep")
+            report = await self._engine.update_weights(number, "keep")
             spans.append((published, began, time.perf_counter()))
             updates.append(report)
             await self._tokens(NUM_SETTLING)

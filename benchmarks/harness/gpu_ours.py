@@ -175,6 +175,7 @@ async def train(plan: Plan, folder: Path, side: str) -> None:
     from forge.config import GRPOConfig, load
     from forge.loops.grpo import GRPOLoop
     from forge.loops.planning import plan_run
+    from forge.loops.rollouts import single_turn
     from forge.loops.workers import Workers, start_workers
 
     began = time.perf_counter()
@@ -182,11 +183,12 @@ async def train(plan: Plan, folder: Path, side: str) -> None:
     config = load(GRPOConfig, overrides=settings_of(plan, folder, side))
     run = plan_run(config)
     async with forge.run():
-        workers = await start_workers(run.config, run.trainer, loss=run.loss)
+        workers = await start_workers(run.config, run.trainer, loss=run.loss, run=run.run)
         say("started", seconds=time.perf_counter() - began)
         times = Times(folder / "runs" / side / "metrics.jsonl")
         watched: Any = Watched(workers.trainer, workers.policy, plan, times=times)
-        loop = GRPOLoop(run, Workers(watched, workers.policy, workers.rewards, workers.reference))
+        workers = Workers(watched, workers.policy, workers.rewards, workers.reference)
+        loop = GRPOLoop(run, workers, single_turn(run, workers))
         try:
             await loop.run()
         finally:

@@ -164,7 +164,7 @@ def reward(prompt: Any, completion: Any) -> float:
 def facts_of(shape: str) -> Any:
     """The facts of the model."""
     from forge.config import ModelConfig
-    from forge.models.facts import complete
+    from forge.models.architecture import complete
 
     changed = {"vocab_size": QUICK_VOCABULARY} if shape == "tiny" else {}
     return complete(ModelConfig(preset=shape)).model_copy(update={"preset": None, **changed})
@@ -172,7 +172,7 @@ def facts_of(shape: str) -> Any:
 
 def prepare(folder: Path, plan: Plan) -> dict[str, Any]:
     """Write the model and the prompts that all sides begin with, unless they are there, and say what they are."""
-    from forge.observe import num_parameters
+    from forge.models.sizes import num_parameters
 
     model, prompts = model_folder(folder, plan), prompts_file(folder, plan)
     if not model.exists():

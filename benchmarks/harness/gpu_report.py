@@ -55,7 +55,7 @@ def training_flops(facts: Any, plan: Plan, *, prompt_once: bool) -> float:
     As everywhere: 6 for each weight that takes part in a token, and attention to all tokens before. With `prompt_once`
     the prompt of a group is counted once, which is what our trainer computes; without, once for each of its samples.
     """
-    from forge.observe import flops_per_token
+    from forge.models.sizes import flops_per_token
 
     prompt, new, size = plan.prompt_tokens, plan.max_tokens, plan.group_size
     copies = 1 if prompt_once else size

@@ -60,7 +60,7 @@ async def measure(plan: Plan, folder: Path, side: str, num_rounds: int) -> None:
     _, prompt = run.prompts.at(0)
     sampling = run.sampling.model_copy(update={"n": 1, "max_tokens": 1})
     async with forge.run():
-        workers = await start_workers(run.config, run.trainer, loss=run.loss)
+        workers = await start_workers(run.config, run.trainer, loss=run.loss, run=run.run)
         state = await workers.trainer.state()
         say("started", num_parameters=state["num_parameters"], device_name=state["device_name"])
         for version in range(2 * (num_rounds + NUM_WARM)):

@@ -176,28 +176,21 @@ def settings_of(plan: Plan, folder: Path, *, side: Sequence[str] = ()) -> list[s
 async def _opened(config: Any, plan: Plan) -> AsyncIterator[Any]:
     """The loop of a run, with `Turns` and `Gate` between it and those who work for it."""
     import forge
-    from forge.loops.evaluation import Evaluator
+    from forge.loops.evaluation import make_evaluator
     from forge.loops.grpo import GRPOLoop
     from forge.loops.planning import plan_run
+    from forge.loops.rollouts import single_turn
     from forge.loops.workers import Workers, start_workers
 
     run = plan_run(config)
     async with forge.run():
-        workers = await start_workers(run.config, run.trainer, loss=run.loss)
+        workers = await start_workers(run.config, run.trainer, loss=run.loss, run=run.run)
         gate = Gate(workers.policy)
-        evaluator = None
-        if plan.goal is not None and run.heldout is not None:
-            evaluator = Evaluator(
-                run.config.evaluation,
-                book=run.heldout,
-                policy=workers.policy,
-                rewards=workers.rewards,
-                sampling=run.sampling,
-                at_once=run.prompts_at_once,
-            )
+        evaluator = None if plan.goal is None else make_evaluator(run, workers)
         trainer: Any = Turns(workers.trainer, gate, window=plan.window, evaluator=evaluator)
         policy: Any = gate
-        loop = GRPOLoop(run, Workers(trainer, policy, workers.rewards, workers.reference))
+        watched = Workers(trainer, policy, workers.rewards, workers.reference)
+        loop = GRPOLoop(run, watched, single_turn(run, watched))
         try:
             yield loop
         finally:

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from forge import _amx
+from forge._lazy import lazy_names
 
 if TYPE_CHECKING:
     from forge._version import __version__
@@ -25,34 +26,6 @@ if TYPE_CHECKING:
     from forge.service import ForgeActor, Service
     from forge.trainer.actor import ReferenceModel, Trainer
     from forge.types import Batch, Completion, Episode, Group, Prompt, Sample, Score, StepResult
-
-_HOMES = {
-    "ActorFailure": "forge.errors",
-    "Batch": "forge.types",
-    "Completion": "forge.types",
-    "Episode": "forge.types",
-    "ForgeActor": "forge.service",
-    "GRPOConfig": "forge.config",
-    "Generator": "forge.generator.actor",
-    "GeneratorConfig": "forge.config",
-    "Group": "forge.types",
-    "Prompt": "forge.types",
-    "Reduce": "forge.observe",
-    "ReferenceModel": "forge.trainer.actor",
-    "ReplayBuffer": "forge.rollout.buffer",
-    "RewardActor": "forge.rollout.reward_actor",
-    "Sample": "forge.types",
-    "Sampling": "forge.config",
-    "Score": "forge.types",
-    "Service": "forge.service",
-    "StepResult": "forge.types",
-    "Trainer": "forge.trainer.actor",
-    "endpoint": "forge.runtime",
-    "record_metric": "forge.observe",
-    "run": "forge.runtime",
-    "shutdown": "forge.runtime",
-    "__version__": "forge._version",
-}
 
 _PACKAGES = (
     *("config", "data", "errors", "generator", "loops", "losses", "models", "observe", "rewards", "rollout"),
@@ -90,16 +63,30 @@ __all__ = [
 _amx.apply(os.environ)
 
 
+_lazy = lazy_names(
+    __name__,
+    {
+        "forge.errors": "ActorFailure",
+        "forge.types": "Batch Completion Episode Group Prompt Sample Score StepResult",
+        "forge.service": "ForgeActor Service",
+        "forge.config": "GRPOConfig GeneratorConfig Sampling",
+        "forge.generator.actor": "Generator",
+        "forge.observe": "Reduce record_metric",
+        "forge.trainer.actor": "ReferenceModel Trainer",
+        "forge.rollout.buffer": "ReplayBuffer",
+        "forge.rollout.reward_actor": "RewardActor",
+        "forge.runtime": "endpoint run shutdown",
+        "forge._version": "__version__",
+    },
+)
+
+
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return import_module(f"forge.{name}")
-    home = _HOMES.get(name)
-    if home is None:
-        hint = "; the tensor store is forge.store: `import forge.store as ts`" if name == "torchstore" else ""
-        raise AttributeError(f"module 'forge' has no attribute {name!r}{hint}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+    if name == "torchstore":
+        raise AttributeError("module 'forge' has no attribute 'torchstore': write `import forge.store as ts`")
+    return _lazy(name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ that a program can act on them and a person can read them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 
@@ -93,7 +93,7 @@ class DownloadError(ForgeError, RuntimeError):
 
 
 class RemoteError(ForgeError, RuntimeError):
-    """Stands for a remote exception that cannot itself travel (not picklable, or an exit request).
+    """Stands for a remote exception that cannot itself be sent (not picklable, or an exit request).
 
     `type_name` is the original's qualified class name; its text and traceback are in the message and the notes.
     """
@@ -112,7 +112,7 @@ class ActorFailure(ForgeError, RuntimeError):
 
 
 class CallTimeout(ForgeError, TimeoutError):
-    """A call took longer than the caller allowed. The request was cancelled; the replica goes on."""
+    """A call took longer than the caller allowed. The request was cancelled; the replica continues."""
 
 
 class Overloaded(ForgeError, RuntimeError):
@@ -185,7 +185,7 @@ class RolloutError(ForgeError, RuntimeError):
 
 
 INPUT_ERRORS: Final = (ConfigError, OptionError, ModelError, DataError, CheckpointError, PromptError)
-"""What a user mends without looking at the program: the text says all, and a command ends with exit code 2."""
+"""What a user fixes without looking at the program: the text says all, and a command ends with exit code 2."""
 
 
 class StoreError(ForgeError, RuntimeError):
@@ -204,3 +204,23 @@ class WeightMismatch(StoreError):
     def __init__(self, message: str, *, tensors: Sequence[str] = (), **fields: Any) -> None:
         super().__init__(message, **fields)
         self.tensors = tuple(tensors)
+
+
+def nearest(word: str, known: Iterable[str], *, count: int = 1) -> list[str]:
+    """Return up to `count` known words that look like this one, best first."""
+    import difflib
+
+    folded: dict[str, str] = {}
+    for candidate in known:
+        folded.setdefault(_fold(candidate), candidate)
+    return [folded[match] for match in difflib.get_close_matches(_fold(word), folded, n=count, cutoff=0.6)]
+
+
+def did_you_mean(word: str, known: Iterable[str], *, prefix: str = "") -> str | None:
+    """Return a repair that names the nearest known word, or None when none is near."""
+    matches = nearest(word, known)
+    return f"did you mean `{prefix}{matches[0]}`?" if matches else None
+
+
+def _fold(word: str) -> str:
+    return word.lower().replace("-", "_")

@@ -90,7 +90,7 @@ class Batch:
         return float(self.loss_weights.double().sum())
 
     def samples(self) -> Iterator[Sample]:
-        """The samples again, as views."""
+        """Yield the samples again, as views."""
         start = 0
         for index, length in enumerate(self.lengths):
             part = slice(start, start + length)
@@ -204,7 +204,7 @@ class Completion:
         return min((span.version for span in self.versions), default=INITIAL_VERSION)
 
     def continued(self, later: Completion) -> Completion:
-        """This completion and the one whose prompt was this one's prompt and tokens, as one."""
+        """Return this completion and the one whose prompt was this one's prompt and tokens, as one."""
         if later.prompt_ids != self.prompt_ids + self.token_ids:
             raise ValueError("the later completion's prompt must be this one's prompt and tokens")
         offset = len(self.token_ids)

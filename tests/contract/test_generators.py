@@ -391,7 +391,7 @@ def test_aborted_completions_can_be_continued(bench: Bench) -> None:
         stream = bench.engine.stream(request(prompt(40)))
         await all_begun(bench, stream, num_running=3)
         version = await bench.publish(SECOND)
-        report = await bench.engine.update("latest", "abort")
+        report = await bench.engine.update_weights("latest", "abort")
         assert (report.version, report.num_aborted) == (version, 3)
         found = [(await other)[0] for other in others]
         for partial in (*found, await last_of(stream)):
@@ -415,16 +415,16 @@ def test_an_update_that_fails_leaves_the_old_weights_serving(bench: Bench) -> No
         stream = bench.engine.stream(request(prompt(40)))
         await until(stream, num_tokens=3)
         with pytest.raises(StoreError):
-            await bench.engine.update(version + 50, "recompute")
+            await bench.engine.update_weights(version + 50, "recompute")
         wrong = models.weights(SECOND)
         wrong["norm.weight"] = torch.ones(len(wrong["norm.weight"]) + 1)
         assert await bench.publish(SECOND, wrong) == version + 1
         with pytest.raises(WeightMismatch, match="norm"):
-            await bench.engine.update("latest", "recompute")
+            await bench.engine.update_weights("latest", "recompute")
         del wrong["norm.weight"]
         bad = await bench.publish(SECOND, wrong)
         with pytest.raises(WeightMismatch, match="norm"):
-            await bench.engine.update(bad, "abort")
+            await bench.engine.update_weights(bad, "abort")
         await until(stream, num_tokens=5)
         await stream.aclose()  # type: ignore[attr-defined]
         assert bench.engine.version == bench.engine.stats().version == version

@@ -62,7 +62,7 @@ class Place:
     """A run with two ranks that publish and two that read, for all tests of one way."""
 
     def __init__(self, way: Way) -> None:
-        self.way = way
+        self.transport = way
         self._runner = asyncio.Runner()
         self._run = forge.run()
         self._numbers = iter(range(1000))
@@ -79,11 +79,11 @@ class Place:
 
     async def open(self) -> None:
         await self._run.__aenter__()
-        if self.way.volumes:
-            await ts.setup(volumes=self.way.volumes, copies=self.way.copies)
+        if self.transport.volumes:
+            await ts.setup(volumes=self.transport.volumes, copies=self.transport.copies)
         self.trainer, self.readers = await asyncio.gather(
-            Rank.options(procs=2, env=self.way.publisher).as_actor((2,)),
-            Rank.options(procs=2, env=self.way.reader).as_actor((2,)),
+            Rank.options(procs=2, env=self.transport.publisher).as_actor((2,)),
+            Rank.options(procs=2, env=self.transport.reader).as_actor((2,)),
         )
 
     async def close(self) -> None:
@@ -101,7 +101,7 @@ class Place:
     def shapes(self, words: str = "") -> dict[str, tuple[int, ...]]:
         """Those that can be sharded so."""
         dim = int(words[1:]) if words.startswith("s") else -1
-        return {name: shape for name, shape in self.way.shapes.items() if len(shape) > dim}
+        return {name: shape for name, shape in self.transport.shapes.items() if len(shape) > dim}
 
     async def everywhere(self, function: Any, *args: Any) -> list[Any]:
         return [answer for _, answer in (await self.readers.run.call(function, *args)).items()]
@@ -168,7 +168,7 @@ def test_any_rectangles(place: Place, words: str, verify: str) -> None:
 def test_every_dtype(place: Place, verify: str) -> None:
     async def scenario() -> None:
         key = place.key()
-        padding = 0 if place.way.name == "inline" else 40_000
+        padding = 0 if place.transport.name == "inline" else 40_000
         rank = place.trainer.slice(procs=0)
         await rank.run.call_one(publish_every_dtype, key, 0, padding)
         await place.everywhere(check_every_dtype, key, verify)
@@ -233,7 +233,7 @@ def test_waiting_listing_retiring_and_going_back(place: Place) -> None:
         assert await weights.retire(keep=2) == [0, 1]
         with pytest.raises(ts.StoreKeyError, match="version 1"):
             await weights.fetch(version=1)
-        with pytest.raises(ts.StoreError, match="comes too late"):
+        with pytest.raises(ts.StoreError, match="is too old"):
             await place.publish(key, 3)
         assert await weights.rewind(to=2) == [3]
         assert [info.number for info in await weights.versions()] == [2]
@@ -262,8 +262,8 @@ def test_the_way_is_the_one_that_was_meant(place: Place) -> None:
         await place.publish(key, 0)
         await place.readers.fetch.call(key, place.shapes())
         for ways in await place.everywhere(used):
-            expected = {way for way in (place.way.uses,) if way}
-            full_needs = {"tcp"} if place.way.uses == "rdma" else set()
+            expected = {way for way in (place.transport.uses,) if way}
+            full_needs = {"tcp"} if place.transport.uses == "rdma" else set()
             assert expected <= {way for way, is_used in ways.items() if is_used} <= expected | full_needs
 
     place.do(scenario())

@@ -84,7 +84,7 @@ def test_ctrl_c_saves_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path
 def test_a_trainer_that_is_killed_ends_the_run_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path) -> None:
     async def kill_trainer(workers: Workers, version: int) -> None:
         if version == 3:
-            service: Any = workers.trainer._actor  # type: ignore[attr-defined]
+            service: Any = workers.trainer.service  # type: ignore[attr-defined]
             os.kill((await service.get_metrics()).replicas[0].pids[0], signal.SIGKILL)
 
     chosen = config(tmp_path / "whole", AT_ONCE)
@@ -99,7 +99,7 @@ def test_generators_and_rewards_that_are_killed_need_no_resume(whole: GRPOConfig
     killed: list[str] = []
 
     async def kill(workers: Workers, version: int) -> None:
-        service: Any = {2: workers.policy.service, 4: workers.rewards.service}.get(version)
+        service: Any = {2: workers.policy.service, 4: workers.rewards}.get(version)
         if service is not None:
             killed.append(service.name)
             pid = (await service.get_metrics()).replicas[0].pids[0]

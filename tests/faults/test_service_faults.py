@@ -174,13 +174,15 @@ def test_a_replica_that_keeps_dying_is_given_up(drive, tmp_path, caplog):
         assert "failed with 5" in metrics.replicas[0].last_failure
         assert {await service.pid.route() for _ in range(4)} == {second}
         os.kill(second, signal.SIGKILL)
-        with pytest.raises(ServiceStopped, match="all were given up") as caught:
+        with pytest.raises(ServiceStopped, match="all were dropped") as caught:
             await _until_stopped(service)
         assert "failed with 5" in str(caught.value)
 
     with caplog.at_level(logging.WARNING, logger="forge.service"):
         drive(body())
-    said = [record.getMessage() for record in caplog.records if "given up after 2 tries" in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if "dropped after 2 failed restarts" in record.getMessage()
+    ]
     assert len(said) == 2
 
 
@@ -194,22 +196,22 @@ async def _until_stopped(service) -> None:
 
 
 def test_the_first_restart_is_at_once_and_later_ones_back_off(drive, tmp_path):
-    """Checked on the keeper's own waits, not on the clock."""
+    """Checked on the supervisor's own waits, not on the clock."""
 
     async def body():
         from forge.runtime.control import control
-        from forge.service.keeper import Keeper
+        from forge.service.supervisor import Supervisor
 
         service = await Worker.options(restart_backoff_s=0.25, max_backoff_s=1.0).as_service()
         waits: list[float] = []
 
-        class Recorded(Keeper):
+        class Recorded(Supervisor):
             async def sleep(self, seconds: float) -> None:
                 waits.append(seconds)
 
-        keeper = Recorded(service._keeper.spec, service._options, service._table)
+        supervisor = Recorded(service._supervisor.spec, service._options, service._table)
         for tries in range(5):
-            await control().submit(keeper._back_off(tries))
+            await control().submit(supervisor._back_off(tries))
         assert waits == [0.25, 0.5, 1.0, 1.0]
 
     drive(body())

@@ -170,7 +170,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """One run in a folder of its own, which may be started several times."""
+    """One run in its own folder, which may be started several times."""
 
     def __init__(self, ranks: Ranks, folder: Path, settings: Path) -> None:
         self._ranks, self.folder, self._settings = ranks, folder, settings

@@ -17,7 +17,7 @@ import pytest
 import forge
 import forge.store as ts
 from forge.errors import ActorFailure
-from forge.runtime.meeting import environment
+from forge.runtime.rendezvous import environment
 from store_actors import (
     DyingVolume,
     Rank,

@@ -15,9 +15,9 @@ from forge.config import GeneratorConfig, ModelConfig, Sampling
 from forge.generator.engine import Request
 from forge.generator.native.batching import Batching
 from forge.generator.native.engine import NativeEngine
-from forge.generator.native.sequences import Ticket
-from forge.generator.native.thread import Change
-from forge.generator.native.transfer import Arrival, put
+from forge.generator.native.sequences import PendingRequest
+from forge.generator.native.thread import WeightUpdate
+from forge.generator.native.transfer import HostCopy, put
 from forge.models.locate import resolve
 from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
@@ -32,7 +32,7 @@ PROMPTS = [tuple((7 * place + 13 * number) % 500 + 3 for place in range(5 + 37 *
 GREEDY = Sampling(temperature=0, max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "qwen2", "llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp(request.param)
     make_tiny(place, family=request.param)
@@ -53,7 +53,7 @@ def with_engine(folder: Path, work: Callable[[NativeEngine], Awaitable[Any]], **
         model = resolve(ModelConfig(path=str(folder)))
         config = GeneratorConfig.model_validate(
             {
-                "model": model.facts,
+                "model": model.architecture,
                 "max_seq_len": 384,
                 "max_batch": 16,
                 "with_gpus": True,
@@ -141,7 +141,9 @@ def test_weights_are_replaced_under_recorded_steps(tiny: Path, tmp_path: Path) -
         other = resolve(ModelConfig(path=str(tmp_path)))
         runner = engine.thread.serving().runner
         fresh = type(runner)(engine.config, other, max_seq_len=384)
-        await engine.thread.change(Change("keep", 7, lambda: runner.load(dict(fresh.parameters))))
+        await engine.thread.update_weights(
+            WeightUpdate("keep", 7, lambda: runner.update_weights(dict(fresh.parameters)))
+        )
         return before, await answers(engine)
 
     before, after = with_engine(tiny, work, precision="float32")
@@ -175,20 +177,22 @@ def stepping(
     """An engine to be stepped by hand that has been asked for completions, and the answers by request."""
     model = resolve(ModelConfig(path=str(folder)))
     limits: dict[str, Any] = {"max_seq_len": 384, "max_batch": 16, "kv_cache_gb": 0.25}
-    config = GeneratorConfig(model=model.facts, with_gpus=True, precision="float32", cuda_graphs=cuda_graphs, **limits)
+    config = GeneratorConfig(
+        model=model.architecture, with_gpus=True, precision="float32", cuda_graphs=cuda_graphs, **limits
+    )
     batching = Batching(
         config,
         model,
         tokenizer=ChatTokenizer.load(folder),
         max_seq_len=384,
         shared=None,
-        send=lambda messages: [tell(value) for tell, value in messages],
+        send=lambda messages: [deliver(value) for deliver, value in messages],
     )
     batching.looks_ahead = looks_ahead
     found: dict[int, Any] = {}
     for number, sampling in enumerate(samplings):
         asked = Request(str(number), PROMPTS[number % len(PROMPTS)], sampling)
-        batching.enter(Ticket(asked, tell=lambda each, number=number: found.__setitem__(number, each)))
+        batching.enter(PendingRequest(asked, deliver=lambda each, number=number: found.__setitem__(number, each)))
     return batching, found
 
 
@@ -239,10 +243,10 @@ def test_steps_that_are_not_recorded_can_be_launched_ahead(tiny: Path) -> None:
 def test_copies_wait_for_nothing_that_was_launched_around_them() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     drawn = torch.arange(512, device=device)
-    warm = Arrival(drawn), put(np.zeros(512), device)  # to take pinned memory for the first time may wait
+    warm = HostCopy(drawn), put(np.zeros(512), device)  # to take pinned memory for the first time may wait
     torch.cuda.synchronize()
     del warm
-    arrival = Arrival(drawn)
+    arrival = HostCopy(drawn)
     torch.cuda._sleep(1 << 31)  # about a second
     busy = torch.cuda.Event()
     busy.record()
@@ -263,7 +267,7 @@ def test_nothing_runs_when_a_step_has_been_settled(tiny: Path, is_forgotten: boo
     assert batching.is_ahead
     if is_forgotten:
         batching.fail_all(RuntimeError("it failed"))
-    batching.settle()
+    batching.finish_launched()
     assert torch.cuda.current_stream().query()
     batching.flush()
     assert len(found) == (len(samplings) if is_forgotten else 0)

@@ -12,8 +12,8 @@ import os
 import pytest
 import torch
 
-from forge.models import gpu_norm
-from forge.models.gpu_norm import GpuNorm, normed
+from forge.models import gpu_layers
+from forge.models.gpu_layers import GpuNorm, normed
 
 ON_GPU = torch.cuda.is_available()
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -58,8 +58,8 @@ def test_the_module_takes_the_kernel_without_gradients_and_only_then(monkeypatch
     torch.nn.init.uniform_(module.weight, 0.5, 1.5)
     x = torch.randn(9, 64, device=DEVICE)
     calls = []
-    kernel = gpu_norm.normed
-    monkeypatch.setattr(gpu_norm, "normed", lambda *args: calls.append(1) or kernel(*args))
+    kernel = gpu_layers.normed
+    monkeypatch.setattr(gpu_layers, "normed", lambda *args: calls.append(1) or kernel(*args))
     with_gradients = module(x)
     assert with_gradients.requires_grad
     assert not calls

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.models import gpu_rotary
-from forge.models.rotary import Rotary
+from forge.models import gpu_layers
+from forge.models.layers import Rotary
 
 ON_GPU = torch.cuda.is_available()
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -44,7 +44,7 @@ def test_the_bits_are_those_of_training(width: int, num_q: int, num_k: int, dtyp
     q, k = (torch.randn(19, heads, width, generator=draw).to(DEVICE, dtype) for heads in (num_q, num_k))
     positions = torch.randint(0, 64, (19,), generator=draw).to(DEVICE)
     table = table_of(width)
-    found = gpu_rotary.rotated(q, k, table, positions)
+    found = gpu_layers.rotated(q, k, table, positions)
     for result, given in zip(found, (q, k), strict=True):
         assert result.dtype == dtype
         assert torch.equal(result, plainly(given, table, positions))
@@ -55,7 +55,7 @@ def test_heads_and_positions_may_lie_apart() -> None:
     wide = torch.randn(9, 5, 40, generator=draw).to(DEVICE)
     q, k = wide[:, 1:4, 4:20], wide[:, ::2, 20:36]
     table, positions = table_of(16), torch.arange(18, device=DEVICE)[::2]
-    found = gpu_rotary.rotated(q, k, table, positions)
+    found = gpu_layers.rotated(q, k, table, positions)
     for result, given in zip(found, (q, k), strict=True):
         assert result.is_contiguous()
         assert torch.equal(result, plainly(given, table, positions))
@@ -63,14 +63,14 @@ def test_heads_and_positions_may_lie_apart() -> None:
 
 def test_a_position_that_is_not_in_the_table_makes_nan() -> None:
     q, k = (torch.ones(3, 2, 16, device=DEVICE) for _ in range(2))
-    for result in gpu_rotary.rotated(q, k, table_of(16), torch.tensor([63, 64, -1], device=DEVICE)):
+    for result in gpu_layers.rotated(q, k, table_of(16), torch.tensor([63, 64, -1], device=DEVICE)):
         assert result[0].isfinite().all()
         assert result[1:].isnan().all()
 
 
 def test_no_tokens_is_no_work() -> None:
     empty = torch.empty(0, 2, 16, device=DEVICE)
-    found = gpu_rotary.rotated(empty, empty, table_of(16), torch.empty(0, dtype=torch.int64, device=DEVICE))
+    found = gpu_layers.rotated(empty, empty, table_of(16), torch.empty(0, dtype=torch.int64, device=DEVICE))
     assert [tuple(each.shape) for each in found] == [(0, 2, 16)] * 2
 
 
@@ -81,8 +81,8 @@ def test_the_model_takes_the_kernel_without_gradients_and_only_then(monkeypatch:
     q, k = (torch.randn(1, 7, heads, 64, device=DEVICE) for heads in (4, 2))
     positions = torch.arange(7, device=DEVICE)[None]
     calls = []
-    kernel = gpu_rotary.rotated
-    monkeypatch.setattr(gpu_rotary, "rotated", lambda *args: calls.append(1) or kernel(*args))
+    kernel = gpu_layers.rotated
+    monkeypatch.setattr(gpu_layers, "rotated", lambda *args: calls.append(1) or kernel(*args))
     with_gradients = made(q.requires_grad_(), k.requires_grad_(), positions)
     assert not calls
     with torch.no_grad():

@@ -95,8 +95,8 @@ def test_the_sampler_agrees_with_its_passes_over_the_logits() -> None:
         chosen = Sampling.model_validate({"temperature": 0.7, **more})
         return [SampleRow(chosen, seed=seed, prompt_ids=(1, 2), token_ids=[3]) for seed in range(64)]
 
-    plain = Sampler(vocab, DEVICE).draw(logits, rows()).fetch()
-    shaped = Sampler(vocab, DEVICE).draw(logits, rows(min_p=1e-30)).fetch()  # rules nothing out, but is not plain
+    plain = Sampler(vocab, DEVICE).sample(logits, rows()).fetch()
+    shaped = Sampler(vocab, DEVICE).sample(logits, rows(min_p=1e-30)).fetch()  # rules nothing out, but is not plain
     num_same = sum(one == other for one, other in zip(plain[0], shaped[0], strict=True))
     assert num_same >= 62  # a uniform number may lie within rounding of a boundary
     assert plain[2] == pytest.approx(shaped[2], abs=1e-4) or num_same < 64

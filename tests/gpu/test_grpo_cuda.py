@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from forge.config import GRPOConfig
-from grpo_runs import config, episodes, figures, train
+from grpo_runs import config, episodes, metrics, train
 
 pytestmark = [
     pytest.mark.alone,
@@ -41,17 +41,17 @@ def run(folder: Path, *overrides: str) -> GRPOConfig:
 
 
 def check_learning(chosen: GRPOConfig) -> None:
-    rewards = figures(chosen, "rollout/reward_mean")
+    rewards = metrics(chosen, "rollout/reward_mean")
     assert len(rewards) == NUM_STEPS
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1, rewards
 
 
 def check_agreement(chosen: GRPOConfig, *, num_steps: int) -> None:
     """Where training is synchronous, what sampler and trainer differ by is arithmetic alone."""
-    assert len(figures(chosen, "train/mismatch")) == num_steps
-    assert max(figures(chosen, "train/mismatch")) < MISMATCH["mean"]
-    assert max(figures(chosen, "train/mismatch_max")) < MISMATCH["max"]
-    assert max(figures(chosen, "train/mismatch")) > 0, "the sampler was asked"
+    assert len(metrics(chosen, "train/mismatch")) == num_steps
+    assert max(metrics(chosen, "train/mismatch")) < MISMATCH["mean"]
+    assert max(metrics(chosen, "train/mismatch_max")) < MISMATCH["max"]
+    assert max(metrics(chosen, "train/mismatch")) > 0, "the sampler was asked"
     for episode in episodes(chosen):
         assert episode["versions"] == [[episode["step"] - 1, 0, len(episode["token_ids"])]]
 
@@ -67,12 +67,12 @@ def test_one_process_learns(shared: GRPOConfig) -> None:
 
 
 def test_a_run_goes_on_from_its_checkpoint(shared: GRPOConfig) -> None:
-    before = figures(shared, "rollout/reward_mean")
+    before = metrics(shared, "rollout/reward_mean")
     folder = shared.run.output_dir / shared.run.name
     chosen = run(
         folder, "placement=shared", *LEARNING, f"training.max_steps={NUM_STEPS + 2}", "checkpointing.resume=must"
     )
-    after = figures(chosen, "rollout/reward_mean")
+    after = metrics(chosen, "rollout/reward_mean")
     assert after[:NUM_STEPS] == before, "what was learned is not learned again"
     assert len(after) == NUM_STEPS + 2
     assert sum(after[-2:]) / 2 > sum(before[:5]) / 5 + 0.1, "it did not start anew"
@@ -82,22 +82,22 @@ def test_one_copy_of_the_weights_serves_both_in_one_precision(tmp_path: Path) ->
     whole = ("distributed.precision=float32", "generator.precision=float32")
     chosen = run(tmp_path / "one", "placement=shared", *whole, "training.max_steps=2")
     check_agreement(chosen, num_steps=2)
-    assert max(figures(chosen, "train/mismatch_max")) < 2e-3
+    assert max(metrics(chosen, "train/mismatch_max")) < 2e-3
 
 
 def test_taking_turns_learns(tmp_path: Path) -> None:
     chosen = run(tmp_path / "turns", "placement=turns", *LEARNING)
     check_learning(chosen)
     check_agreement(chosen, num_steps=NUM_STEPS)
-    assert max(figures(chosen, "sync/canary")) < 0.1
+    assert max(metrics(chosen, "sync/canary")) < 0.1
 
 
 def test_beside_each_other_they_learn_asynchronously(tmp_path: Path) -> None:
     chosen = run(tmp_path / "beside", "placement=beside", "rollout.staleness=1", *LEARNING)
     check_learning(chosen)
-    assert figures(chosen, "rollout/staleness_max")[1] == 1.0
-    assert max(figures(chosen, "rollout/staleness_max")) == 1.0
-    assert max(figures(chosen, "sync/canary")) < 0.1
+    assert metrics(chosen, "rollout/staleness_max")[1] == 1.0
+    assert max(metrics(chosen, "rollout/staleness_max")) == 1.0
+    assert max(metrics(chosen, "sync/canary")) < 0.1
 
 
 @pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed")
@@ -107,4 +107,4 @@ def test_vllm_on_the_trainers_gpu(tmp_path: Path, placement: str) -> None:
     engine = ("generator.engine=vllm", "generator.cuda_graphs=false", "generator.gpu_memory_share=0.2")
     chosen = run(tmp_path / placement, f"placement={placement}", *engine, "training.max_steps=3")
     check_agreement(chosen, num_steps=3)
-    assert max(figures(chosen, "sync/canary")) < 0.1
+    assert max(metrics(chosen, "sync/canary")) < 0.1

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.models.attention import DocumentAttention
-from forge.models.copies import copied, sum_copies
+from forge.models.attention import DocumentAttention, expand_shared, sum_shared
 from forge.models.flash_attention import Situation, choose_kernel, load_kernel
 from forge.models.rows import Documents, RowTask, Sharing
 
@@ -55,7 +54,7 @@ def outcome(task: RowTask, tensors: tuple[Tensor, ...], dtype: torch.dtype, *, k
     inputs = [tensor.detach().requires_grad_() for tensor in inputs]
     attention = DocumentAttention(DocumentAttention.Config())
     attention.kernel = load_kernel(kernel)  # type: ignore[arg-type]
-    out = attention(*inputs, attention_masks=attention.book.enter(task))
+    out = attention(*inputs, attention_masks=attention.row_registry.enter(task))
     out.backward(gradient)
     return [out.detach(), *(tensor.grad for tensor in inputs)]
 
@@ -79,16 +78,16 @@ def test_sums_of_copies_are_exact_and_the_same_every_time(dtype: torch.dtype) ->
     sharing = row().sharing
     assert sharing is not None
     values = torch.randn(len(sharing.places), KV_HEADS, 80, device="cuda", dtype=dtype)
-    first = sum_copies(values, sharing)
+    first = sum_shared(values, sharing)
     wanted = torch.zeros(len(sharing.own), KV_HEADS, 80, device="cuda", dtype=torch.float64)
     wanted.index_add_(0, sharing.places, values.double())
     assert (first.double() - wanted).abs().max() < (4e-2 if dtype == torch.bfloat16 else 1e-5)
     for _ in range(5):
-        assert torch.equal(sum_copies(values, sharing), first)
+        assert torch.equal(sum_shared(values, sharing), first)
 
 
 def test_a_copy_is_what_was_copied() -> None:
     sharing = row().sharing
     assert sharing is not None
     values = torch.randn(len(sharing.own), KV_HEADS, WIDTH, device="cuda")
-    assert torch.equal(copied(values, sharing), values[sharing.places])
+    assert torch.equal(expand_shared(values, sharing), values[sharing.places])

@@ -17,10 +17,10 @@ import forge
 import generator_models as models
 from forge.config import DistributedConfig, ModelConfig, Sampling, TrainerConfig, TrainingConfig
 from forge.generator.engine import GenerationEngine, Request
+from forge.generator.native.cache_size import ColocatedGeneratorConfig
 from forge.generator.native.engine import NativeEngine
-from forge.generator.native.guest import GuestConfig
 from forge.generator.native.runner import ModelRunner
-from forge.generator.native.thread import Change
+from forge.generator.native.thread import WeightUpdate
 from forge.loops.colocated import SharedPolicy
 from forge.runtime.device_memory import DeviceMemory, OutOfDeviceMemory, Purpose, open_driver, release_dropped
 from forge.trainer.actor import _empty_cache
@@ -227,7 +227,9 @@ def test_weights_that_came_during_sleep_are_what_recorded_steps_use() -> None:
         await answer(engine)
         graphs = runner_of(engine)._graphs
         await engine.sleep()
-        await engine.thread.change(Change("keep", 5, lambda: runner_of(engine).load(models.weights(SECOND))))
+        await engine.thread.update_weights(
+            WeightUpdate("keep", 5, lambda: runner_of(engine).update_weights(models.weights(SECOND)))
+        )
         await engine.wake()
         assert runner_of(engine)._graphs is graphs
         assert await answer(engine) == models.greedy(prompt(20), 16, SECOND)
@@ -257,16 +259,16 @@ def test_the_cache_of_an_idle_engine_is_lent() -> None:
         first = await answer(engine)
         graphs, before = runner_of(engine)._graphs, free_gib()
         for version in (1, 2):
-            async with engine.changing(version):
-                assert engine.lend_cache()
+            async with engine.paused(version):
+                assert engine.release_cache()
                 assert free_gib() - before > 0.98 * CACHE_GIB
-                engine.reclaim_cache()
+                engine.restore_cache()
             assert runner_of(engine)._graphs is graphs
             assert await answer(engine) == first
         stream = engine.stream(Request("under way", prompt(30), GREEDY.model_copy(update={"max_tokens": 200})))
         await anext(stream)
-        async with engine.changing(3):
-            assert not engine.lend_cache()
+        async with engine.paused(3):
+            assert not engine.release_cache()
         async for _ in stream:
             pass
 
@@ -275,7 +277,9 @@ def test_the_cache_of_an_idle_engine_is_lent() -> None:
 
 def test_a_guest_takes_what_it_wants_and_no_more() -> None:
     config = models.config(FIRST, with_gpus=True, max_batch=16, max_seq_len=256)
-    guest = GuestConfig(**{name: getattr(config, name) for name in type(config).model_fields}, expected_bytes=GIB)
+    guest = ColocatedGeneratorConfig(
+        **{name: getattr(config, name) for name in type(config).model_fields}, expected_bytes=GIB
+    )
     alone, beside = (ModelRunner(each, models.model(FIRST), max_seq_len=256) for each in (config, guest))
     wanted = 17 * 16 + 1
     assert (alone.num_pages, beside.num_pages) == (4 * wanted, wanted)
@@ -310,5 +314,5 @@ def test_a_trainer_that_generates_trains_with_the_memory_of_the_cache() -> None:
             await policy.close()
 
     run(body())
-    assert free["train_step"] - free["lend_cache"] > 0.98 * CACHE_GIB
+    assert free["train_step"] - free["release_cache"] > 0.98 * CACHE_GIB
     assert free["train_step"] - free["copy_weights"] > 0.9 * CACHE_GIB, "it was taken again"

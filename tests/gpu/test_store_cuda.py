@@ -11,7 +11,7 @@ import torch
 
 import forge.store as ts
 from forge.runtime.control import control
-from forge.runtime.meeting import close_point
+from forge.runtime.rendezvous import close_server
 from forge.store import device_kernel, kernel
 from forge.store.copy_table import CopyTable, row_major
 from forge.store.digest import digest_tensor
@@ -124,7 +124,7 @@ def peers() -> Iterator[list[Peer]]:
     yield started
     for peer in started:
         peer.stop()
-    control().start(close_point()).result(20)
+    control().start(close_server()).result(20)
 
 
 @pytest.mark.parametrize("on", ["cuda", "auto", "host"])

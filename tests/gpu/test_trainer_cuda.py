@@ -26,7 +26,7 @@ pytestmark = [
 LOGPROB_BF16 = 0.05  # the largest difference of one token's logprob between bfloat16 and float32, at this size
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "qwen2", "llama"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp(request.param)
     make_tiny(place, family=request.param)

@@ -198,7 +198,7 @@ def test_misuse_of_a_handle_is_explained(drive):
         worker = await Worker.as_actor()
         with pytest.raises(AttributeError, match="has no endpoint 'pidd'; its class declares: add,"):
             _ = worker.pidd
-        with pytest.raises(TypeError, match="say how to call it"):
+        with pytest.raises(TypeError, match="choose how to call it"):
             worker.pid()
 
     drive(body())

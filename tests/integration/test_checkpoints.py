@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from checkpoint_ranks import Ranks, ranks_of
 from forge.errors import CheckpointError
 from forge.trainer.checkpoint import Checkpoints
-from forge.trainer.random_state import rng_state, set_rng_state
+from forge.trainer.checkpointer import rng_state, set_rng_state
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

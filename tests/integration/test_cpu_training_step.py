@@ -16,7 +16,7 @@ from forge.models.tiny import make_tiny
 from forge.trainer.engine import Engine
 from forge.types import Batch, Sample
 
-FAMILIES = ("qwen3", "llama")
+FAMILIES = ("qwen3", "qwen2", "llama")
 
 
 @pytest.fixture(autouse=True)

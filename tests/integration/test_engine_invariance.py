@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine_ranks import Ranks, gradients_of, made_batch, opened, ranks_of
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
-from forge.losses import ClippedPolicy, CrossEntropy, KLPenalty, Loss
+from forge.losses import CrossEntropy, KLPenalty, Loss, PolicyLoss
 from forge.types import Batch
 
 TOLERANCE = 1e-10
@@ -50,10 +50,10 @@ MODELS = {
 POLICY_FIELDS = ("advantages", "old_logprobs", "ref_logprobs")
 LOSSES: dict[str, Loss] = {
     "cross entropy": CrossEntropy(),
-    "token mean": ClippedPolicy(kl=KLPenalty(0.1), entropy_coefficient=0.01),
-    "sequence mean": ClippedPolicy(average="sequence_mean", kl=KLPenalty(0.2, "k2"), entropy_coefficient=0.02),
-    "constant": ClippedPolicy(average="constant", length=16, kl=KLPenalty(0.1), entropy_coefficient=0.01),
-    "plain policy": ClippedPolicy(),
+    "token mean": PolicyLoss(kl=KLPenalty(0.1), entropy_coefficient=0.01),
+    "sequence mean": PolicyLoss(average="sequence_mean", kl=KLPenalty(0.2, "k2"), entropy_coefficient=0.02),
+    "constant": PolicyLoss(average="constant", length=16, kl=KLPenalty(0.1), entropy_coefficient=0.01),
+    "plain policy": PolicyLoss(),
 }
 BATCHES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "mixed": ((9, 1, 15, 4, 2, 11, 16, 1, 3, 7), (3,)),

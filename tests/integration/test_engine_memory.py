@@ -19,9 +19,9 @@ from torch import Tensor
 from engine_ranks import Ranks, gradients_of, made_batch, opened, ranks_of, whole_weights
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.errors import ConfigError, DataError, NonFiniteError
-from forge.losses import ClippedPolicy, CrossEntropy, Loss
+from forge.losses import CrossEntropy, Loss, PolicyLoss
+from forge.models.sizes import num_parameters
 from forge.models.weights import named_parameters
-from forge.observe import num_parameters
 from forge.types import Batch, StepResult
 
 pytestmark = pytest.mark.alone
@@ -224,13 +224,13 @@ def learned(engine: Engine) -> tuple[dict[str, Tensor], list[Tensor]]:
 def run_rows() -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
     config = config_of({"microbatch_tokens": 16}, {"precision": "bfloat16"})
     found: dict[str, tuple[dict[str, Tensor], list[Tensor]]] = {}
-    with opened(config, loss=ClippedPolicy()) as engine:
+    with opened(config, loss=PolicyLoss()) as engine:
         found["reduced once"] = learned(engine)
-    with opened(config, loss=ClippedPolicy()) as engine:
+    with opened(config, loss=PolicyLoss()) as engine:
         engine.assembled = replace(engine.assembled, dims=_NotAlone(engine.assembled.dims))
         found["each reduced"] = learned(engine)
     for where in ("forward", "backward", "output"):
-        with opened(config, loss=ClippedPolicy()) as engine:
+        with opened(config, loss=PolicyLoss()) as engine:
             kept = whole_weights(engine)
             with broken_once(engine, where):
                 engine.train_step(batch_of(5))
@@ -238,7 +238,7 @@ def run_rows() -> dict[str, tuple[dict[str, Tensor], list[Tensor]]]:
             assert all(torch.equal(kept[name], weight) for name, weight in after.items())
             assert {weight.dtype for weight in after.values()} == {torch.float32}, "what is kept, not what computes"
             found[f"after a failed {where} pass"] = learned(engine)
-    with opened(config, loss=ClippedPolicy()) as engine:
+    with opened(config, loss=PolicyLoss()) as engine:
         with broken_once(engine, "forward"):
             engine.forward_logprobs(batch_of(5))
         assert {weight.dtype for weight in whole_weights(engine).values()} == {torch.float32}
@@ -355,8 +355,8 @@ def bad_batch(kind: str) -> Batch:
 
 NONFINITE: dict[str, tuple[str, Loss]] = {
     "weights": ("weights", CrossEntropy()),
-    "advantages": ("advantages", ClippedPolicy()),
-    "sampler": ("old_logprobs", ClippedPolicy()),
+    "advantages": ("advantages", PolicyLoss()),
+    "sampler": ("old_logprobs", PolicyLoss()),
 }
 
 
@@ -495,7 +495,7 @@ def run_refusals(layouts: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     negative = replace(good, loss_weights=-good.loss_weights)
     for name, layout in layouts.items():
         found[name] = []
-        with opened(config_of({}, layout), ClippedPolicy()) as engine:
+        with opened(config_of({}, layout), PolicyLoss()) as engine:
             for attempt, batch in (
                 (engine.train_step, outside),
                 (engine.forward_logprobs, outside),
@@ -523,7 +523,7 @@ def test_every_rank_refuses_what_one_rank_cannot_take(ranks: Ranks, tmp_path: An
             assert str(VOCAB) in message
         assert "advantages" in messages[3]
         assert "fields['advantages']" in messages[4]
-        assert "less than nothing" in messages[5]
+        assert "loss weight is negative" in messages[5]
 
 
 # Frozen engines.

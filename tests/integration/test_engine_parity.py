@@ -60,6 +60,8 @@ LAYOUTS = {
     "llama": DATA | TENSOR | PIPELINE,
     "llama stretched": DATA | TENSOR | {"1F1B": PIPELINE["1F1B"]},
     "qwen3 mixture": DATA | EXPERT | PIPELINE,
+    "qwen2": DATA | TENSOR | {"1F1B": PIPELINE["1F1B"]},
+    "qwen2 tied": {"fsdp": {}},
 }
 CASES = [(family, layout) for family, layouts in LAYOUTS.items() for layout in (SINGLE | layouts)]
 
@@ -99,7 +101,7 @@ def listening(engine: Any, batch: Batch, logits: dict[int, Tensor]) -> None:
     for part in engine.parts:
         if part.lm_head is not None:
             inner = part.lm_head.function
-            part.use(engine.book, tell)
+            part.use(engine.row_registry, tell)
 
 
 def run_families(root: Path, layouts: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Found]]:
@@ -129,7 +131,7 @@ def run_engine(engine: Any, out: Path) -> Found:
     listening(engine, batch, logits)
     logprobs = engine.forward_logprobs(batch)
     for part, head in zip(engine.parts, heads, strict=True):
-        part.use(engine.book, head)
+        part.use(engine.row_registry, head)
     evaluated = engine.evaluate(batch)
     result = engine.train_step(batch)
     Checkpointer(engine).export(out)
@@ -148,6 +150,8 @@ def transformers_model(family: str) -> nn.Module:
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -162,7 +166,7 @@ def transformers_model(family: str) -> nn.Module:
         "head_dim": 8,
         "vocab_size": VOCAB,
         "max_position_embeddings": 64,
-        "tie_word_embeddings": family == "qwen3 tied",
+        "tie_word_embeddings": family.endswith(" tied"),
         "initializer_range": 0.2,
     }
     torch.manual_seed(7)
@@ -171,6 +175,13 @@ def transformers_model(family: str) -> nn.Module:
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**experts, **facts))
     if family.startswith("qwen3"):
         return Qwen3ForCausalLM(Qwen3Config(intermediate_size=48, **facts))
+    if family.startswith("qwen2"):
+        model = Qwen2ForCausalLM(Qwen2Config(intermediate_size=48, **facts))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith(".bias"):  # zero in a new model
+                    parameter.normal_(std=0.2)
+        return model
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 500.0}
     if family == "llama stretched":
         rope |= {

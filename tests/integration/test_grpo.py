@@ -117,7 +117,12 @@ def test_one_process_may_keep_more_digits_than_it_generates_with(tmp_path: Path)
 
 
 def test_asynchronous_training_keeps_its_bound(tmp_path: Path) -> None:
-    chosen = config(tmp_path / "late", "rollout.staleness=2", "training.max_steps=12", "generator.num_replicas=2")
+    chosen = config(
+        tmp_path / "late",
+        *("rollout.staleness=2", "training.max_steps=12", "generator.num_replicas=2"),
+        # Versions are kept twice, on volumes, and checked in full.
+        *("store.volumes=2", "store.copies=2", "store.keep=3", "generator.update.verify=full"),
+    )
     train(chosen)
     stale = metrics(chosen, "rollout/staleness_max")
     assert max(stale) in (1.0, 2.0)

@@ -35,7 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def sampled(model: ResolvedModel) -> list[Completion]:
-    config = GeneratorConfig(model=model.facts, max_seq_len=96, max_batch=8, precision="bfloat16", with_gpus=False)
+    config = GeneratorConfig(
+        model=model.architecture, max_seq_len=96, max_batch=8, precision="bfloat16", with_gpus=False
+    )
     engine = NativeEngine(config, model=model)
     await engine.start()
     try:
@@ -53,7 +55,7 @@ async def sampled(model: ResolvedModel) -> list[Completion]:
 def trained_on(model: ResolvedModel, batch: Batch) -> list[torch.Tensor]:
     engine = Engine(
         TrainerConfig(
-            model=model.facts,
+            model=model.architecture,
             training=TrainingConfig(max_seq_len=96, schedule="constant"),
             distributed=DistributedConfig(precision="bfloat16", with_gpus=False),
         )

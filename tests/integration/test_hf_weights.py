@@ -42,6 +42,7 @@ MIXTURE = {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_si
 CONFIGS = {
     "qwen3_tied": ModelConfig(family="qwen3", intermediate_size=45, tie_embeddings=True, **FACTS),
     "qwen3": ModelConfig(family="qwen3", intermediate_size=45, tie_embeddings=False, **FACTS),
+    "qwen2": ModelConfig(family="qwen2", intermediate_size=45, tie_embeddings=False, **FACTS),
     "llama": ModelConfig(family="llama", intermediate_size=45, tie_embeddings=False, **FACTS),
     "qwen3_moe": ModelConfig(family="qwen3_moe", tie_embeddings=False, **MIXTURE, **FACTS),
     "qwen3_moe_fused": ModelConfig(family="qwen3_moe", tie_embeddings=False, **MIXTURE, **FACTS),
@@ -269,6 +270,8 @@ def hugging_face_model(family: str) -> Any:
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
         Qwen3MoeConfig,
@@ -287,6 +290,8 @@ def hugging_face_model(family: str) -> Any:
     }
     if config.family == "llama":
         model: Any = LlamaForCausalLM(LlamaConfig(intermediate_size=45, **facts))
+    elif config.family == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(intermediate_size=45, **facts))
     elif config.family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=45, **facts))
     else:
@@ -419,7 +424,7 @@ def test_a_failure_on_one_rank_is_raised_on_both(
 
 @pytest.mark.parametrize("family", list(CONFIGS))
 def test_the_trained_model_has_these_parameters(family: str, folder: Path) -> None:
-    from forge.models.titan import titan_config
+    from forge.models.language_model import titan_config
 
     config = CONFIGS[family]
     model = titan_config(config, max_seq_len=16).build()

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
-from forge.memory.model_size import Sizes, holdings
+from forge.memory.records import holdings
 from forge.memory.trainer import TrainerJob, lasting_parts, training_moments
+from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout
 from forge.types import Batch, Sample
 from memory_tracking import tracked_step

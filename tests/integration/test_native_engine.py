@@ -18,7 +18,7 @@ from forge.errors import ConfigError, EngineDead, ModelError, NonFiniteError
 from forge.generator.engine import Request
 from forge.generator.native.batching import Batching
 from forge.generator.native.engine import NativeEngine
-from forge.generator.native.sequences import Ticket
+from forge.generator.native.sequences import PendingRequest
 from forge.models.inference import page_bytes
 from forge.models.locate import resolve
 from forge.store import Weights
@@ -33,6 +33,8 @@ KINDS = [
     Kind(family="llama"),
     Kind(0, "llama", False),
     Kind(0, "qwen3_moe", False),
+    Kind(family="qwen2"),
+    Kind(0, "qwen2", False),
 ]
 
 
@@ -166,7 +168,7 @@ def test_preempted_completions_are_as_with_all_the_memory_in_the_world() -> None
         async with serving(max_seq_len=128) as roomy:
             expected, scores = drawn(await all_of(roomy, asked)), await roomy.score(lines)
             assert roomy.stats().num_preempted == 0
-        each = page_bytes(models.model(FIRST).facts, item_bytes=4)
+        each = page_bytes(models.model(FIRST).architecture, item_bytes=4)
         async with serving(max_seq_len=128, kv_cache_gb=9 * each / 2**30, prefill_chunk_tokens=32) as tight:
             assert tight.stats().more["num_pages"] == 9
             found, scored = await asyncio.gather(all_of(tight, asked), tight.score(lines))
@@ -208,7 +210,7 @@ def test_the_longest_prompts_and_the_largest_groups() -> None:
 
 
 def test_a_model_without_a_folder_has_no_text() -> None:
-    facts = ModelConfig(**models.model(FIRST).facts.model_dump(exclude={"path", "name", "preset"}))
+    facts = ModelConfig(**models.model(FIRST).architecture.model_dump(exclude={"path", "name", "preset"}))
 
     async def body() -> None:
         config = models.config(FIRST).model_copy(update={"model": facts})
@@ -236,7 +238,7 @@ def test_weights_of_a_trainer_in_this_process_are_shared(tmp_path: Path) -> None
             (before,) = await engine.generate(request(prompt(40), max_tokens=20))
             stream = engine.stream(request(prompt(41)))
             await until(stream, num_tokens=2)
-            async with engine.changing(7):
+            async with engine.paused(7):
                 trained.train_step(batch_of([prompt(50), prompt(30)], weight=1.0))
             await until(stream, num_tokens=2, version=7)
             await stream.aclose()
@@ -244,8 +246,8 @@ def test_weights_of_a_trainer_in_this_process_are_shared(tmp_path: Path) -> None
             assert after.token_ids != before.token_ids
             assert (after.versions, after.num_shared) == ((VersionSpan(7, 0, 20),), 0)
             equal_to_trainer(trained, [after])
-            with pytest.raises(ModelError, match=r"engine\.changing"):
-                await engine.update("latest", "keep")
+            with pytest.raises(ModelError, match=r"engine\.paused"):
+                await engine.update_weights("latest", "keep")
         return after
 
     with trainer() as trained:
@@ -270,9 +272,9 @@ def exported_folder(trained: Engine, folder: Path) -> Path:
 
 
 def copied(engine: NativeEngine, kind: Kind) -> None:
-    """Put the weights of a model in the place of those that an engine computes with. Only inside `changing`."""
+    """Put the weights of a model in the place of those that an engine computes with. Only inside `paused`."""
     assert engine.thread.batching is not None
-    engine.thread.batching.runner.load(models.weights(kind))
+    engine.thread.batching.runner.update_weights(models.weights(kind))
 
 
 def test_what_was_computed_before_a_change_is_not_shared_after_it() -> None:
@@ -283,7 +285,7 @@ def test_what_was_computed_before_a_change_is_not_shared_after_it() -> None:
                 await engine.generate(request(prompt(64), max_tokens=1))
                 stream = engine.stream(request(prompt(65), max_tokens=100))
                 await until(stream, num_tokens=4)
-                async with engine.changing(version, mode):
+                async with engine.paused(version, mode):
                     copied(engine, kind)
                 (fresh,) = await engine.generate(request(prompt(64), max_tokens=8))
                 assert (fresh.token_ids, fresh.num_shared) == (models.greedy(prompt(64), 8, kind), 0), mode
@@ -304,23 +306,23 @@ def test_pages_with_keys_of_two_versions_are_shared_with_nobody() -> None:
         tokenizer=None,
         max_seq_len=256,
         shared=None,
-        send=lambda messages: [tell(value) for tell, value in messages],
+        send=lambda messages: [deliver(value) for deliver, value in messages],
     )
 
     def finished(asked: Request, *, version: int) -> Completion:
         found: list[list[Completion]] = []
-        batching.enter(Ticket(asked, tell=found.append))
+        batching.enter(PendingRequest(asked, deliver=found.append))
         while not found:
             batching.step(version)
             batching.flush()
         return found[0][0]
 
     found: list[list[Completion]] = []
-    batching.enter(Ticket(request(prompt(5), max_tokens=40), tell=found.append))
+    batching.enter(PendingRequest(request(prompt(5), max_tokens=40), deliver=found.append))
     for _ in range(3):
         batching.step(0)
-    batching.runner.load(models.weights(SECOND))
-    assert batching.weights_changed("keep") == 0
+    batching.runner.update_weights(models.weights(SECOND))
+    assert batching.weights_updated("keep") == 0
     again = finished(request(prompt(5), max_tokens=40), version=1)
     (mixed,) = found[0]
     assert mixed.versions == (VersionSpan(0, 0, 3), VersionSpan(1, 3, 40))
@@ -335,7 +337,7 @@ def test_pages_with_keys_of_two_versions_are_shared_with_nobody() -> None:
 
 def test_what_proves_weights_waits_for_no_request() -> None:
     async def body() -> None:
-        each = page_bytes(models.model(FIRST).facts, item_bytes=4)
+        each = page_bytes(models.model(FIRST).architecture, item_bytes=4)
         async with serving(max_seq_len=128, max_batch=2, kv_cache_gb=9 * each / 2**30) as engine:
             asked = [
                 asyncio.ensure_future(engine.generate(request(prompt(30 + place), max_tokens=90))) for place in range(6)
@@ -361,14 +363,14 @@ def test_a_prompt_that_was_half_read_is_read_again_when_weights_change() -> None
         tokenizer=None,
         max_seq_len=256,
         shared=None,
-        send=lambda messages: [tell(value) for tell, value in messages],
+        send=lambda messages: [deliver(value) for deliver, value in messages],
     )
     found: list[list[Completion]] = []
-    batching.enter(Ticket(request(prompt(60), max_tokens=8, n=2), tell=found.append))
-    batching.enter(Ticket(request(prompt(61), max_tokens=8), tell=found.append))
+    batching.enter(PendingRequest(request(prompt(60), max_tokens=8, n=2), deliver=found.append))
+    batching.enter(PendingRequest(request(prompt(61), max_tokens=8), deliver=found.append))
     batching.step(0)
-    batching.runner.load(models.weights(SECOND))
-    assert batching.weights_changed("keep") == 0
+    batching.runner.update_weights(models.weights(SECOND))
+    assert batching.weights_updated("keep") == 0
     while len(found) < 2:
         batching.step(1)
         batching.flush()
@@ -386,17 +388,17 @@ def test_a_completion_that_is_being_read_again_is_read_whole_by_the_new_weights(
         tokenizer=None,
         max_seq_len=256,
         shared=None,
-        send=lambda messages: [tell(value) for tell, value in messages],
+        send=lambda messages: [deliver(value) for deliver, value in messages],
     )
     found: list[list[Completion]] = []
-    batching.enter(Ticket(request(prompt(60), max_tokens=12), tell=found.append))
+    batching.enter(PendingRequest(request(prompt(60), max_tokens=12), deliver=found.append))
     while batching.counts.num_tokens < 4:
         batching.step(0)
     batching.scheduler.pool.forget()
     batching.scheduler.preempt_all()
     batching.step(0)
-    batching.runner.load(models.weights(SECOND))
-    assert batching.weights_changed("keep") == 0
+    batching.runner.update_weights(models.weights(SECOND))
+    assert batching.weights_updated("keep") == 0
     while not found:
         batching.step(1)
         batching.flush()
@@ -410,10 +412,10 @@ def test_a_completion_that_is_being_read_again_is_read_whole_by_the_new_weights(
 def test_a_change_that_fails_leaves_the_version_as_it_was() -> None:
     async def body() -> None:
         async with serving() as engine:
-            async with engine.changing(1):
+            async with engine.paused(1):
                 copied(engine, FIRST)
             with pytest.raises(NonFiniteError, match="no step"):
-                async with engine.changing(2):
+                async with engine.paused(2):
                     raise NonFiniteError("no step was taken")
             assert engine.version == 1
             (completion,) = await engine.generate(request(prompt(20), max_tokens=3))
@@ -424,13 +426,13 @@ def test_a_change_that_fails_leaves_the_version_as_it_was() -> None:
 
 def test_completions_that_lost_their_memory_are_drained_too() -> None:
     async def body() -> None:
-        each = page_bytes(models.model(FIRST).facts, item_bytes=4)
+        each = page_bytes(models.model(FIRST).architecture, item_bytes=4)
         async with serving(max_seq_len=128, kv_cache_gb=9 * each / 2**30) as engine:
             streams = [engine.stream(request(prompt(30 + place), max_tokens=90)) for place in range(3)]
             await asyncio.gather(*(until(stream, num_tokens=1) for stream in streams))
             while engine.stats().num_preempted == 0:
                 await until(streams[0], num_tokens=1)
-            async with engine.changing(1, "drain"):
+            async with engine.paused(1, "drain"):
                 copied(engine, SECOND)
             for stream in streams:
                 completion = await last_of(stream)
@@ -462,7 +464,7 @@ def test_a_sleeping_engine_says_what_an_update_aborted() -> None:
             stream = engine.stream(request(prompt(20)))
             await until(stream, num_tokens=3)
             await engine.sleep()
-            async with engine.changing(1, "abort"):
+            async with engine.paused(1, "abort"):
                 copied(engine, SECOND)
             aborted = await asyncio.wait_for(last_of(stream), 600)
             assert (aborted.finish_reason, aborted.versions) == ("abort", (VersionSpan(-1, 0, len(aborted)),))
@@ -477,17 +479,17 @@ def test_weights_that_are_no_numbers_fail_the_request_and_not_the_engine() -> No
             stream = engine.stream(request(prompt(30)))
             await until(stream, num_tokens=2)
             waiting = asyncio.ensure_future(engine.generate(request(prompt(31), n=3)))
-            async with engine.changing(1):
+            async with engine.paused(1):
                 broken = {name: torch.full_like(tensor, math.nan) for name, tensor in models.weights(FIRST).items()}
                 assert engine.thread.batching is not None
-                engine.thread.batching.runner.load(broken)
+                engine.thread.batching.runner.update_weights(broken)
             for failing in (last_of(stream), waiting):
                 with pytest.raises(NonFiniteError, match="NaN") as raised:
                     await failing
                 assert raised.value.path == "logits"
             assert all(map(math.isnan, (await engine.score([prompt(5)]))[0][1:]))
             assert engine.stats().cache_used == 0.0
-            async with engine.changing(2):
+            async with engine.paused(2):
                 copied(engine, SECOND)
             (completion,) = await engine.generate(request(prompt(30), max_tokens=8))
             assert completion.token_ids == models.greedy(prompt(30), 8, SECOND)
@@ -502,8 +504,8 @@ def test_an_update_that_nobody_waits_for_is_whole_or_not_at_all(drive: Callable[
             await published.publish(models.weights(SECOND), version=1)
             stream = engine.stream(request(prompt(20), max_tokens=200))
             await until(stream, num_tokens=2)
-            update = asyncio.ensure_future(engine.update(1, "drain"))
-            while not engine.thread.changes:
+            update = asyncio.ensure_future(engine.update_weights(1, "drain"))
+            while not engine.thread.updates:
                 await until(stream, num_tokens=1)
             update.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -512,7 +514,7 @@ def test_an_update_that_nobody_waits_for_is_whole_or_not_at_all(drive: Callable[
             (completion,) = await engine.generate(request(prompt(20), max_tokens=8))
             kind = {-1: FIRST, 1: SECOND}[completion.version]
             assert completion.token_ids == models.greedy(prompt(20), 8, kind)
-            assert (await engine.update(1, "keep")).version == 1
+            assert (await engine.update_weights(1, "keep")).version == 1
             (completion,) = await engine.generate(request(prompt(20), max_tokens=8))
             assert completion.token_ids == models.greedy(prompt(20), 8, SECOND)
 
@@ -529,11 +531,11 @@ def test_close_answers_everybody(drive: Callable[..., Any]) -> None:
         await Weights("policy", rank=0, world_size=1).publish(models.weights(SECOND), version=1)
         stream = engine.stream(request(prompt(20)))
         await until(stream, num_tokens=2)
-        update = asyncio.ensure_future(engine.update(1, "drain"))
-        while not engine.thread.changes:
+        update = asyncio.ensure_future(engine.update_weights(1, "drain"))
+        while not engine.thread.updates:
             await until(stream, num_tokens=1)
         await engine.close()
-        asked = [update, *map(asyncio.ensure_future, (engine.update(1, "keep"), engine.score([prompt(9)])))]
+        asked = [update, *map(asyncio.ensure_future, (engine.update_weights(1, "keep"), engine.score([prompt(9)])))]
         asked.append(asyncio.ensure_future(engine.sleep()))
         ended, _ = await asyncio.wait(asked, timeout=600)
         assert [type(each.exception()) if each in ended else "still waiting" for each in asked] == [EngineDead] * 4
@@ -547,7 +549,7 @@ def test_close_answers_everybody(drive: Callable[..., Any]) -> None:
         with pytest.raises(EngineDead, match="has ended"):
             await scoring
         with pytest.raises(EngineDead):
-            async with sleeper.changing(1):
+            async with sleeper.paused(1):
                 raise AssertionError("weights change only where an engine is held")
         await native_engine(models.config(FIRST)).close()  # one that never began
 

@@ -85,9 +85,6 @@ def test_what_the_reader_got_wrong(drive):
             assert caught.value.value == {"offset": start, "nbytes": size}
         with pytest.raises(StoreError, match="cannot be used"):
             await reader.read_into_constant.call_one(source)
-        assert await reader.num_moved.call_one(source, [(0, 0)]) == 0
-        assert await reader.num_moved.call_one(source, [(5, 1), (7, 1), (SIZE - 1, 1)]) == CHUNK + SIZE % CHUNK
-        assert await reader.num_moved.call_one(source, [(0, SIZE)]) == SIZE
         await reader.close.call_one()
         with pytest.raises(StoreError, match="was closed"):
             await reader.read.call_one(source, [(0, 10)])

@@ -18,8 +18,8 @@ import pytest
 from forge.errors import LaunchError, OptionError
 from forge.rewards.code import code
 from forge.runtime.sandbox import Limits, Sandbox, find, open_sandbox, survey
-from forge.runtime.sandbox.choosing import _make
-from forge.runtime.sandbox.running import LaunchedSandbox
+from forge.runtime.sandbox.detection import _make
+from forge.runtime.sandbox.runner import LaunchedSandbox
 from forge.types import Completion, Prompt
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -284,7 +284,7 @@ def test_everything_dies_with_the_library(sandbox: Sandbox, processes_before: No
     code = """
 import json, sys
 from forge.runtime.sandbox import Limits
-from forge.runtime.sandbox.running import Run
+from forge.runtime.sandbox.runner import Run
 class TellingRun(Run):
     def _read(self, key):
         super()._read(key)
@@ -334,7 +334,7 @@ def test_auto_takes_a_boundary_or_refuses() -> None:
     if any(finding.works for finding in survey()[:2]):
         assert open_sandbox().isolation in ("bubblewrap", "namespaces")
     else:
-        with pytest.raises(LaunchError, match="cannot run unread programs apart"):
+        with pytest.raises(LaunchError, match="cannot isolate untrusted programs"):
             open_sandbox()
 
 

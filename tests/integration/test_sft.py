@@ -219,7 +219,7 @@ def refused(words: list[str], folder: Path, capfd: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["model.family=gpt2"], ["model.family", "'gpt2'", "qwen3, qwen3_moe, llama"]),
+        (["model.family=gpt2"], ["model.family", "'gpt2'", "qwen3, qwen3_moe, qwen2, llama"]),
         (["model.path=no/such/folder"], ["model.path", "no/such/folder", "forge download"]),
         (["data.sources=[{path: nothing.jsonl}]"], ["nothing.jsonl", "starts at the working directory"]),
         (["distributed.tensor=3"], ["distributed.tensor", "must divide model.num_heads, which is 4", "shard 3"]),

@@ -13,7 +13,7 @@ from forge.models.tiny import make_tiny
 from forge.trainer.engine import Engine
 from forge.types import Batch, Sample
 
-FAMILIES = ("qwen3", "llama", "qwen3_moe")
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

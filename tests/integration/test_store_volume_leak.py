@@ -26,15 +26,15 @@ def test_a_volume_lets_go_of_what_was_never_committed(drive: Callable[[Any], Any
         layout = Layout.of(("w",), (as_stored(shards_of(torch.ones(1 << 16), name="w"), None),))
         for version in range(1, 4):
             wish = Begin("policy", "weights", version, 0, 1, layout.id, layout)
-            ticket = await here.line.ask("begin", wish)
+            assignment = await here.line.call_async("begin", wish)
             segment = here.segments.create("policy", HEADER + (1 << 18))
             if is_elsewhere:
                 here.host = "elsewhere"
             record = SegmentRecord(segment.size, 1)
-            shards_for = await asyncio.to_thread(here.carrier.hold, segment, record, ticket)
-            assert [holder for holder in shards_for if holder.volume]
+            held_by = await asyncio.to_thread(here.data_plane.hold, segment, record, assignment)
+            assert [holder for holder in held_by if holder.volume]
             assert await volume.num_segments.call_one() == 1  # type: ignore[attr-defined]
-            await here.line.ask("give_up", (ticket.id, "it dies before it commits"))
+            await here.line.call_async("give_up", (assignment.id, "it dies before it commits"))
             while await volume.num_segments.call_one():  # type: ignore[attr-defined]
                 pass
 

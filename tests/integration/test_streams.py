@@ -9,8 +9,8 @@ import pytest
 
 from actors import TaskFailed
 from forge.errors import CallTimeout, OptionError
-from forge.runtime.replies import reply_desk
-from forge.runtime.streams import WINDOW, Inflow
+from forge.runtime.replies import reply_channel
+from forge.runtime.streams import WINDOW, StreamReader
 from stream_actors import Reader, Streamer
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
@@ -39,7 +39,7 @@ def test_streams_of_a_service(drive):
         assert [replica.in_flight for replica in metrics.replicas] == [0, 0]
         while await service.kept.fanout() != [(0, 0), (0, 0)]:
             pass  # the last one to be cancelled may still be ending
-        assert [call for call in reply_desk()._calls.values() if isinstance(call, Inflow)] == []
+        assert [call for call in reply_channel()._calls.values() if isinstance(call, StreamReader)] == []
         await handles_in_other_processes_stream_too(service)
 
     drive(body())

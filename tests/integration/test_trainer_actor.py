@@ -16,7 +16,7 @@ from torch import Tensor
 from engine_ranks import made_batch
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.errors import NonFiniteError
-from forge.losses import ClippedPolicy
+from forge.losses import PolicyLoss
 from forge.store import Weights
 from forge.trainer.actor import Trainer
 from forge.types import Batch
@@ -55,7 +55,7 @@ def config_of(**options: Any) -> TrainerConfig:
 
 
 def batch_of(seed: int = 0) -> Batch:
-    return made_batch(LENGTHS, vocab=VOCAB, fields=ClippedPolicy().fields, seed=seed)
+    return made_batch(LENGTHS, vocab=VOCAB, fields=PolicyLoss().fields, seed=seed)
 
 
 def exported(folder: Path) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ def exported(folder: Path) -> dict[str, Tensor]:
 async def learn(procs: int, folder: Path) -> dict[str, Any]:
     """What a trainer on so many ranks answers, one call after the other."""
     config = config_of(checkpoint_dir=folder / "checkpoints")
-    trainer = await Trainer.options(procs=procs, num_threads=1).as_actor(config, ClippedPolicy())
+    trainer = await Trainer.options(procs=procs, num_threads=1).as_actor(config, PolicyLoss())
     found: dict[str, Any] = {"scores": await answers(trainer.forward_logprobs.call(batch_of(), 0.8))}
     found["first"] = await answers(trainer.train_step.call(batch_of()))
     await trainer.publish_weights.call(1)

@@ -45,7 +45,9 @@ def run(folder: Path, *command: str) -> str:
 
 
 def test_the_page_has_the_files_that_it_speaks_of() -> None:
-    assert set(files()) == {"my_rewards.py", "main.py", "my_run.yaml", "loop.py", "my_prompts.jsonl"}
+    modules = {f"my_{kind}.py" for kind in ("rewards", "tasks", "losses", "advantages", "engines", "sinks")}
+    configurations = {f"my_{name}.yaml" for name in ("run", "surrogate", "advantages", "sinks")}
+    assert set(files()) == {*modules, *configurations, "loop.py", "my_prompts.jsonl"}
 
 
 def test_the_reward_can_be_tried(folder: Path) -> None:
@@ -69,11 +71,22 @@ def test_the_first_configuration_is_valid(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_ones_own_goes_through_the_loop(folder: Path, leaves_nothing: None) -> None:
-    said = run(folder, "main.py").splitlines()
-    assert "steps: 4" in said
-    steps = [line for line in said if line.startswith("Episode ")]
+    program = str(ROOT / "apps" / "grpo" / "main.py")
+    printed = run(folder, "-m", "forge.cli", "run", program, "--config", "my_run.yaml").splitlines()
+    steps = [line for line in printed if line.startswith("Episode ")]
     assert len(steps) == 4
     assert all("Entropy:" in line for line in steps)
+
+
+def test_all_other_parts_of_ones_own_go_through_the_loop(folder: Path, leaves_nothing: None) -> None:
+    program = str(ROOT / "apps" / "grpo" / "main.py")
+    names = ("run", "surrogate", "advantages", "sinks")
+    files = [word for name in names for word in ("--config", f"my_{name}.yaml")]
+    parts = ["algorithm.loss.function=policy", "generator.engine=my_engines:Counting", "run.name=own-parts"]
+    task = "prompts.sources=[{task: 'my_tasks:Digits', task_args: {most: 3}}]"
+    run(folder, "-m", "forge.cli", "run", program, *files, *parts, task)
+    (written,) = folder.glob("**/metric.csv")
+    assert [line.partition(",")[0] for line in written.read_text().splitlines()] == ["1", "2", "3", "4"]
 
 
 def test_a_loop_of_ones_own_learns_within_its_staleness(folder: Path, leaves_nothing: None) -> None:

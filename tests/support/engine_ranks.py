@@ -194,6 +194,8 @@ def _serve(module_name: str) -> None:
     torch.set_num_threads(1)
     import torch._dynamo  # the first optimizer step would import it, on every rank
 
+    for name in ("engine", "checkpointer"):  # before TorchTitan, which they prepare for a machine without a GPU
+        importlib.import_module(f"forge.trainer.{name}")
     importlib.import_module("torchtitan.trainer")  # as the first model would, on every rank
 
     sys.modules["engine_ranks"] = sys.modules["__main__"]

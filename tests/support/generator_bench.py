@@ -71,7 +71,7 @@ class Bench:
     async def serve(self, kind: Kind, mode: UpdateMode = "drain") -> int:
         """Publish the weights of a model as the next version, and update to it."""
         version = await self.publish(kind)
-        report = await self.engine.update(version, mode)
+        report = await self.engine.update_weights(version, mode)
         assert (report.version, report.mode, self.engine.version) == (version, mode, version)
         return version
 

@@ -76,7 +76,7 @@ def folder(kind: Kind = FIRST) -> Path:
 
 def weights(kind: Kind = FIRST) -> dict[str, Tensor]:
     """All parameters under our names, as a trainer publishes them."""
-    return to_ours(load_file(folder(kind) / "model.safetensors"), model(kind).facts)
+    return to_ours(load_file(folder(kind) / "model.safetensors"), model(kind).architecture)
 
 
 def config(kind: Kind = FIRST, **changes: Any) -> GeneratorConfig:

@@ -15,6 +15,7 @@ import forge
 from forge.config import GRPOConfig, load
 from forge.loops.grpo import GRPOLoop, GRPOResult, run_grpo
 from forge.loops.planning import plan_run
+from forge.loops.rollouts import single_turn
 from forge.loops.run_paths import run_dir
 from forge.loops.workers import PolicyHandle, Workers, start_workers
 from forge.observe import read_jsonl
@@ -66,9 +67,9 @@ def train_watched(chosen: GRPOConfig, watch: Callable[[Workers, int], Any]) -> G
         nonlocal workers
         plan = plan_run(chosen)
         async with asyncio.timeout(LIMIT_S), forge.run():
-            opened = await start_workers(plan.config, plan.trainer, loss=plan.loss)
+            opened = await start_workers(plan.config, plan.trainer, loss=plan.loss, run=plan.run)
             workers = Workers(opened.trainer, Watched(opened.policy.service), opened.rewards, opened.reference)
-            loop = GRPOLoop(plan, workers)
+            loop = GRPOLoop(plan, workers, single_turn(plan, workers))
             try:
                 return await loop.run()
             finally:

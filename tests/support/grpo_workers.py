@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from forge.config import GRPOConfig, Sampling
 from forge.generator.engine import UpdateReport
 from forge.loops.grpo import GRPOLoop, GRPOResult
 from forge.loops.planning import plan_run
+from forge.loops.rollouts import single_turn
 from forge.loops.stopping import Stop
 from forge.loops.workers import Workers
 from forge.types import Batch, Completion, Prompt, Score, StepResult, VersionSpan
@@ -107,6 +109,24 @@ class StandInPolicy:
     async def close(self) -> None: ...
 
 
+class StandInService:
+    """A service of one replica in this process: an endpoint is a method of `actor`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        async def fanout(*args: Any, **kwargs: Any) -> list[Any]:
+            return [await method(*args, **kwargs)]
+
+        method = getattr(self._actor, name)
+        endpoint = SimpleNamespace(route=method, fanout=fanout)
+        endpoint.options = lambda **options: endpoint
+        return endpoint
+
+    async def shutdown(self) -> None: ...
+
+
 class StandInRewards:
     def __init__(self, score: Callable[[Completion], float] | None = None) -> None:
         self._score = score or (lambda completion: float(number_of(completion.token_ids) % 97))
@@ -116,6 +136,12 @@ class StandInRewards:
         return [Score(self._score(completion), {"all": 1.0}) for completion in completions]
 
     async def close(self) -> None: ...
+
+
+def make_loop(chosen: GRPOConfig, trainer: Any, policy: Any, rewards: Any, **options: Any) -> GRPOLoop:
+    """A loop over stand-ins."""
+    plan, workers = plan_run(chosen), Workers(trainer, policy, StandInService(rewards), None)  # type: ignore[arg-type]
+    return GRPOLoop(plan, workers, single_turn(plan, workers), **options)
 
 
 def run_loop(
@@ -130,8 +156,8 @@ def run_loop(
     """Run the loop with stand-ins, in this process alone."""
 
     async def body() -> GRPOResult:
-        workers: Any = (trainer, policy or StandInPolicy(trainer), rewards or StandInRewards(), None)
-        loop = GRPOLoop(plan_run(chosen), Workers(*workers), stop=stop, clock=clock)
+        workers = (trainer, policy or StandInPolicy(trainer), rewards or StandInRewards())
+        loop = make_loop(chosen, *workers, stop=stop, clock=clock)
         try:
             return await asyncio.wait_for(loop.run(), 600)
         finally:

@@ -1,7 +1,7 @@
 """Whole runs of the embedded engine with and without steps that are launched ahead.
 
 The engine's state is stepped by hand, on the real model. What is done between two steps is done at the same numbers of
-steps in both runs, after `settle`, as the engine's thread does it.
+steps in both runs, after `finish_launched`, as the engine's thread does it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import generator_models as models
 from forge.config import Sampling, UpdateMode
 from forge.generator.engine import Request
 from forge.generator.native.batching import Batching
-from forge.generator.native.sequences import ScoreJob, Ticket
+from forge.generator.native.sequences import PendingRequest, ScoreJob
 from forge.types import INITIAL_VERSION, Completion, Delta
 from generator_models import FIRST, Kind, prompt
 
@@ -27,7 +27,7 @@ Do = Callable[["Run"], None]
 class Told:
     """What was told about a request."""
 
-    ticket: Ticket
+    pending: PendingRequest
     answers: list[Any] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
 
@@ -45,7 +45,7 @@ class Run:
             tokenizer=models.tokenizer(kind),
             max_seq_len=256,
             shared=None,
-            send=lambda messages: [tell(value) for tell, value in messages],
+            send=lambda messages: [deliver(value) for deliver, value in messages],
         )
         self.batching.looks_ahead = looks_ahead
         self.version = INITIAL_VERSION
@@ -59,29 +59,29 @@ class Run:
         answers: list[Any] = []
         deltas: list[Delta] = []
         asked = Request(str(number), prompt(length, number), chosen)
-        ticket = Ticket(asked, tell=answers.append, tell_delta=deltas.append if is_streamed else None)
-        self.told[number] = Told(ticket, answers, deltas)
-        self.batching.enter(ticket)
+        pending = PendingRequest(asked, deliver=answers.append, deliver_delta=deltas.append if is_streamed else None)
+        self.told[number] = Told(pending, answers, deltas)
+        self.batching.enter(pending)
 
     def score(self, number: int, *, length: int = 30, is_urgent: bool = False) -> None:
         self.scores[number] = []
-        tell = self.scores[number].append
-        self.batching.enter_score(ScoreJob(prompt(length, number), 1.0, tell=tell, is_urgent=is_urgent))
+        deliver = self.scores[number].append
+        self.batching.enter_score(ScoreJob(prompt(length, number), 1.0, deliver=deliver, is_urgent=is_urgent))
 
     def update(self, kind: Kind, mode: UpdateMode) -> None:
-        while mode == "drain" and self.batching.scheduler.has_begun:
+        while mode == "drain" and self.batching.scheduler.has_started:
             self.batching.step(self.version, admit=False)
-        self.batching.settle()
-        self.batching.runner.load(models.weights(kind))
-        self.num_cut += self.batching.weights_changed(mode)
+        self.batching.finish_launched()
+        self.batching.runner.update_weights(models.weights(kind))
+        self.num_cut += self.batching.weights_updated(mode)
         self.version += 1
 
-    def tell(self) -> None:
+    def deliver(self) -> None:
         self.batching.flush()
 
     def sleep_and_wake(self) -> None:
-        self.batching.give_back()
-        self.batching.runner.take_back()
+        self.batching.release()
+        self.batching.runner.restore()
 
     def go_on(self, plan: list[tuple[int, Do]], *, times: list[int] | None = None) -> None:
         """Do each thing that is planned so many steps after the one before, or at `times`; then go on to the end."""
@@ -90,7 +90,7 @@ class Run:
             due = batching.counts.num_steps + num_more if times is None else times[number]
             while batching.counts.num_steps < due and not batching.scheduler.is_idle:
                 batching.step(self.version)
-            batching.settle()
+            batching.finish_launched()
             assert not batching.is_ahead
             self.times.append(batching.counts.num_steps)
             do(self)

@@ -80,10 +80,6 @@ class Reads(ForgeActor):
         self.reader.read(source, [(0, memoryview(b"fixed"))])
 
     @endpoint
-    async def num_moved(self, source: Descriptor, spans: list[tuple[int, int]]) -> int:
-        return source.num_moved([(start, memoryview(bytearray(size))) for start, size in spans])
-
-    @endpoint
     async def close(self) -> None:
         self.reader.close()
         self.reader.close()

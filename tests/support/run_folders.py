@@ -10,8 +10,8 @@ from pathlib import Path
 
 from forge.config import RecordConfig
 from forge.observe import JsonlSink
-from forge.rollout.fruitless import Fruitless
 from forge.rollout.record import RolloutRecorder
+from forge.rollout.signal import NoSignalGroup
 from forge.types import Completion, Episode, Group, Prompt, Score, VersionSpan
 
 HOSTILE = (
@@ -210,12 +210,12 @@ def write_other_rollouts(folder: Path, steps: Sequence[int]) -> None:
     recorder = RolloutRecorder(folder / "rollouts", decode=decode, config=RecordConfig(), resume_step=max(steps))
     for step in steps:
         (group,) = make_groups(step, num_groups=1, group_size=4)
-        recorder.write_fruitless(step, Fruitless(group.number, "no_signal", "all_zero", group))
+        recorder.write_no_signal(step, NoSignalGroup(group.number, "no_signal", "all_zero", group))
         recorder.write_evaluation(step, [group])
 
 
-def write_ledger(folder: Path, *, num_trained: int, num_fruitless: int = 3) -> None:
-    outcomes = ["trained"] * num_trained + ["no_signal"] * num_fruitless
+def write_ledger(folder: Path, *, num_trained: int, num_no_signal: int = 3) -> None:
+    outcomes = ["trained"] * num_trained + ["no_signal"] * num_no_signal
     lines = [
         json.dumps({"step": number // 8 + 1, "group": number, "epoch": 0, "prompt": f"p:{number}", "outcome": outcome})
         for number, outcome in enumerate(outcomes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from forge.service.records import Health, Request
 from forge.service.routing import round_robin
-from forge.service.table import Entry, RoutingTable, Target
+from forge.service.routing_table import Entry, RoutingTable, Target
 
 LIMIT_S = 600
 

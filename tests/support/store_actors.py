@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import forge.store as ts
 from forge.runtime.endpoints import endpoint
 from forge.service import ForgeActor
-from forge.store.volume import Volume
+from forge.store.volumes import Volume
 
 
 def placement(word: str) -> Placement:
@@ -71,14 +71,14 @@ class Rank(ForgeActor):
     async def die_while_publishing(self, key: str, version: int, shapes: Shapes, words: str = "") -> None:
         """Join a version, write the part, and be killed before the commit."""
         from forge.store.client import client
-        from forge.store.joining import Contribution, ranks_of
-        from forge.store.writing import Writer
+        from forge.store.records import Begin
+        from forge.store.writer import Writer, ranks_of
 
         tensors = {name: self.sharded(value(name, shape, version), words) for name, shape in shapes.items()}
         writer = Writer(client())
         rank, world_size = ranks_of(None, None)
-        contribution = Contribution(key, "weights", version, rank, world_size, keep=2)
-        writer.stage(contribution, tensors, dtype=None)
+        request = Begin(key, "weights", version, rank, world_size, keep=2)
+        writer.stage(request, tensors, dtype=None)
         os.kill(os.getpid(), signal.SIGKILL)
 
     @endpoint
@@ -216,8 +216,8 @@ async def used(_: Rank) -> dict[str, bool]:
     here = client()
     return {
         "shm": bool(here._opened),
-        "tcp": bool(here.carrier._readers),
-        "rdma": here.carrier._rdma_reader is not None,
+        "tcp": bool(here.data_plane._readers),
+        "rdma": here.data_plane._rdma_reader is not None,
     }
 
 
@@ -293,23 +293,23 @@ class DyingShelf:
     """The segments of a process that is killed when it is asked for bytes once too often."""
 
     def __init__(self, shelf: Any, num_requests: int) -> None:
-        self.shelf, self.left = shelf, num_requests
+        self.segments, self.left = shelf, num_requests
 
     def open(self, name: str) -> tuple[int, int]:
         self.left -= 1
         if self.left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        found: tuple[int, int] = self.shelf.open(name)
+        found: tuple[int, int] = self.segments.open(name)
         return found
 
     def release(self, name: str) -> None:
-        self.shelf.release(name)
+        self.segments.release(name)
 
     def mapped(self, name: str) -> Any:
-        return self.shelf.mapped(name)
+        return self.segments.mapped(name)
 
     def create(self, size: int) -> str:
-        created: str = self.shelf.create(size)
+        created: str = self.segments.create(size)
         return created
 
 
@@ -317,8 +317,8 @@ def die_after(num_requests: int) -> None:
     """Be killed with kill -9 when others have asked this process for bytes that often, and ask again."""
     from forge.store.client import client
 
-    carrier = client().carrier
-    carrier.serve()._segments = DyingShelf(carrier.shelf, num_requests)
+    data_plane = client().data_plane
+    data_plane.serve()._segments = DyingShelf(data_plane.segments, num_requests)
 
 
 async def die_while_serving(_: Rank, num_requests: int) -> None:
@@ -331,7 +331,7 @@ async def num_bytes_sent(_: Rank) -> int:
 
     sent_at = 200  # of tcpi_bytes_sent in the kernel's struct tcp_info
     total = 0
-    server = client().carrier.serve()
+    server = client().data_plane.serve()
     for connection in list(server._connections.values()):
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         total += struct.unpack_from("<Q", info, sent_at)[0]
@@ -339,7 +339,7 @@ async def num_bytes_sent(_: Rank) -> int:
 
 
 async def host_and_pid(_: Rank) -> tuple[str, int]:
-    from forge.runtime.meeting import host_id
+    from forge.runtime.rendezvous import host_id
 
     return host_id(), os.getpid()
 
@@ -351,9 +351,9 @@ async def spoil(rank: Rank, key: str, kind: str, seed: int) -> list[str]:
     """Spoil the newest version in the segment of one of the ranks, chosen by the seed; the tensors that were hit."""
     from forge.store.client import client
     from forge.store.fetch_plan import read_catalog
-    from forge.store.joining import ranks_of
     from forge.store.records import Acquire
     from forge.store.tensors import piece_view
+    from forge.store.writer import ranks_of
 
     me, world_size = ranks_of(None, None)
     draw = random.Random(f"{kind} {seed}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from forge.runtime.meeting import environment, secret_environment
+from forge.runtime.rendezvous import environment, secret_environment
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Streamer(ForgeActor):
     async def kept(self) -> tuple[int, int]:
         """How many streams this actor knows, and how many calls beside this one."""
         dispatcher = self._forge_dispatcher()
-        return len(dispatcher._rooms), len(dispatcher._by_call) - 1
+        return len(dispatcher._windows), len(dispatcher._by_call) - 1
 
     @endpoint
     async def count(self, num_items: int, *, fail_at: int | None = None) -> AsyncIterator[int]:

@@ -40,7 +40,7 @@ def tiny() -> ResolvedModel:
 def weights(seed: int) -> dict[str, Tensor]:
     """All parameters of the tiny model under our names; seed 0 gives its own, others give others."""
     assert tiny().folder is not None
-    ours = to_ours(load_file(Path(tiny().folder) / "model.safetensors"), tiny().facts)
+    ours = to_ours(load_file(Path(tiny().folder) / "model.safetensors"), tiny().architecture)
     generator = torch.Generator().manual_seed(seed)
     if seed:
         for name, tensor in ours.items():
@@ -53,7 +53,7 @@ def weights(seed: int) -> dict[str, Tensor]:
 def judge(seed: int) -> Any:
     """The same weights in transformers."""
     model = AutoModelForCausalLM.from_pretrained(tiny().folder, dtype=torch.float32)
-    model.load_state_dict(dict(hf_views(weights(seed), tiny().facts)), strict=False)
+    model.load_state_dict(dict(hf_views(weights(seed), tiny().architecture)), strict=False)
     return model.eval()
 
 

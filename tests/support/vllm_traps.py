@@ -56,7 +56,7 @@ def tied_head() -> None:
     model = worker.model_runner.model
     with torch.no_grad(), set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model)
-        model.load_weights(hf_views(weights(1), tiny().facts))
+        model.load_weights(hf_views(weights(1), tiny().architecture))
         finalize_layerwise_reload(model, worker.model_config)
     reloaded = off(1)
     from forge.generator.vllm.transfer import repack_tied_head
@@ -105,11 +105,11 @@ async def orphans() -> None:
     ours = make_engine(config())
     await ours.start()
     await Weights("policy", rank=0, world_size=1).publish(weights(1), version=1)
-    await ours.update("latest", "keep")
+    await ours.update_weights("latest", "keep")
     await forge.shutdown()
     error = ""
     try:
-        await ours.update("latest", "keep")
+        await ours.update_weights("latest", "keep")
     except Exception as raised:  # noqa: BLE001 - the test judges it
         error = type(raised).__name__
     (made,) = await ours.generate(request(sampling=Sampling(temperature=0.0, max_tokens=5, ignore_eos=True)))

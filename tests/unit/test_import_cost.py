@@ -47,7 +47,7 @@ def test_the_count_would_notice() -> None:
 def test_importing_the_library_loads_next_to_nothing() -> None:
     loaded = modules_after("import forge")
     assert not packages(loaded) & (HEAVY | {"yaml", "asyncio", "argparse"})
-    assert [name for name in loaded if name.startswith("forge.")] == ["forge._amx"]
+    assert [name for name in loaded if name.startswith("forge.")] == ["forge._amx", "forge._lazy"]
     assert len(loaded) < 20
 
 

@@ -15,7 +15,7 @@ from leftovers import lasting_children, orphans_since, running_children, shared_
 
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
-    """A file in a folder of its own: in /dev/shm, tests that run beside would take it for an orphan of theirs."""
+    """A file in its own folder: in /dev/shm, tests that run beside would take it for an orphan of theirs."""
     return tmp_path / "left"
 
 

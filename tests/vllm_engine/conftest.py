@@ -1,4 +1,9 @@
-"""One engine for most tests, on one event loop: starting one takes as long as all tests that share it."""
+"""One engine for the tests of a file, on one event loop: starting one takes as long as all tests that share it.
+
+The fixtures have the scope of a file. pytest-xdist runs whole files in an order of its own, so that tests of other
+folders may run between two files of this one. They end the runtime of the process, with the store and the rendezvous
+server that the engine's workers fetch weights from.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,6 @@ LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "vllm_engine" in item.path.parts)  # the engine they share lives to the end of the run
     if importlib.util.find_spec("vllm") is None:
         reason = "vLLM is not installed: scripts/install.sh --dev --vllm adds it"
         for item in items:
@@ -25,10 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def on_loop() -> Iterator[Callable[[Awaitable[Any]], Any]]:
-    """Runs coroutines, all on the same loop."""
+    """Run coroutines, all on the same loop, in a runtime that no other file uses."""
     with asyncio.Runner() as runner:
+        runner.run(forge.shutdown())  # what an earlier file left
 
         async def limited(work: Awaitable[Any]) -> Any:
             async with asyncio.timeout(LIMIT_S):
@@ -38,7 +43,7 @@ def on_loop() -> Iterator[Callable[[Awaitable[Any]], Any]]:
         runner.run(forge.shutdown())
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def engine(on_loop: Callable[[Awaitable[Any]], Any]) -> Iterator[Any]:
     """The shared engine. It has the tiny model's own weights until a test updates them."""
     from generator_bench import make_engine

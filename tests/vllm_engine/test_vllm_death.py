@@ -41,7 +41,12 @@ async def kill(engine: Any, pid: int) -> None:
             async for _ in stream:
                 pass
     assert caught.value.repair
-    for call in (engine.generate(request()), engine.update("latest", "keep"), engine.sleep(), engine.score([[1, 2]])):
+    for call in (
+        engine.generate(request()),
+        engine.update_weights("latest", "keep"),
+        engine.sleep(),
+        engine.score([[1, 2]]),
+    ):
         with pytest.raises(EngineDead):
             await call
     stats = engine.stats()
@@ -82,7 +87,7 @@ def test_two_workers_are_one_engine(on_loop):
         store = Weights(engine.config.weights, rank=0, world_size=1)
         newest = max((info.number for info in await store.versions()), default=0) + 1
         await store.publish(weights(1), version=newest)
-        assert (await engine.update("latest", "keep")).version == newest
+        assert (await engine.update_weights("latest", "keep")).version == newest
         (made,) = await engine.generate(request())
         assert list(made.token_ids) == greedy(1, PROMPT, 12)
         longest = [(5 * place) % 450 + 20 for place in range(engine.max_seq_len)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_runs import app_command, config, episodes, figures, ledger
+from grpo_runs import app_command, config, episodes, ledger, metrics
 
 pytestmark = pytest.mark.alone
 
@@ -19,9 +19,9 @@ def test_the_loop_runs_on_vllm_and_its_weights_are_the_trainers(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     chosen = config(tmp_path / "vllm", *overrides)
-    assert len(figures(chosen, "rollout/reward_mean")) == 3
+    assert len(metrics(chosen, "rollout/reward_mean")) == 3
     assert sorted(line.group for line in ledger(chosen)) == list(range(6))
-    assert max(figures(chosen, "sync/canary")) < 1e-3
+    assert max(metrics(chosen, "sync/canary")) < 1e-3
     for episode in episodes(chosen):
         assert [version for version, _, _ in episode["versions"]] == [episode["step"] - 1]
         assert episode["logprobs"] == pytest.approx(episode["trainer_logprobs"], abs=2e-3)

@@ -65,9 +65,9 @@ def test_logits_are_not_rounded(tmp_path: Path, on_loop: Callable[[Awaitable[Any
         await engine.start()
         try:
             assert await error(folders[0]) < 0.6 * ROUNDED
-            theirs = to_ours(tensors[1], resolve(model).facts)
+            theirs = to_ours(tensors[1], resolve(model).architecture)
             await Weights("loud", rank=0, world_size=1).publish(theirs, version=1)
-            await engine.update(1, "drain")
+            await engine.update_weights(1, "drain")
             assert await error(folders[0]) > 10 * ROUNDED
             assert await error(folders[1]) < 0.6 * ROUNDED
         finally:

@@ -12,27 +12,13 @@ import torch
 
 from forge.config import Sampling
 from forge.errors import ConfigError, OptionError, Overloaded, PromptError
-from forge.store import Weights
 from forge.types import VersionSpan
 from generator_bench import make_engine
-from vllm_kit import PROMPT, config, greedy, judged, request, tiny, token_logprobs, weights
+from vllm_kit import PROMPT, config, greedy, judged, request, tiny, token_logprobs
 
 pytestmark = pytest.mark.alone
 
 DRAWN = Sampling(temperature=0.7, max_tokens=12, seed=11, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _own_weights(engine, on_loop):
-    """Whatever came before, these tests are of the model's own weights."""
-
-    async def restore() -> None:
-        if engine.version != -1:
-            store = Weights(engine.config.weights, rank=0, world_size=1)
-            await store.publish(weights(0), version=engine.version + 100)
-            await engine.update("latest", "drain")
-
-    on_loop(restore())
 
 
 def near(found, expected, bound: float = 1e-5) -> None:
@@ -307,7 +293,7 @@ def test_threads_do_not_spin_and_nothing_is_sent_home(engine):
     }
     assert expected.items() <= worker["environment"].items()
     assert worker["num_threads"] == int(worker["environment"]["OMP_NUM_THREADS"])
-    assert not [name for name in os.environ if name.startswith(("VLLM_", "FORGE_VLLM", "FORGE_MEETING"))]
+    assert not [name for name in os.environ if name.startswith(("VLLM_", "FORGE_VLLM", "FORGE_RENDEZVOUS"))]
 
 
 @pytest.mark.parametrize(

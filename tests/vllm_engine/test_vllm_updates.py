@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from forge.errors import ConfigError, ModelError, OptionError, PromptError, StoreKeyError, WeightMismatch
-from forge.generator.vllm.adapters import Adapters
+from forge.generator.vllm.weights import Adapters
 from forge.store import Weights
 from forge.types import Delta, VersionSpan
 from vllm_kit import PROMPT, greedy, judge, judged, request, tiny, token_logprobs, weights
@@ -38,7 +38,7 @@ class Publisher:
     async def serve(self, seed: int) -> int:
         """Publish and update, with nothing under way."""
         number = await self.publish(weights(seed))
-        assert (await self.engine.update("latest", "drain")).version == number
+        assert (await self.engine.update_weights("latest", "drain")).version == number
         return number
 
 
@@ -65,7 +65,7 @@ async def update_after(engine: Any, stream: AsyncIterator[Delta], count: int, mo
     async for delta in stream:
         deltas.append(delta)
         if task is None and sum(len(delta.token_ids) for delta in deltas) >= count:
-            task = asyncio.ensure_future(engine.update("latest", mode))
+            task = asyncio.ensure_future(engine.update_weights("latest", mode))
     assert task is not None
     return deltas, await task
 
@@ -116,7 +116,7 @@ def test_a_stream_that_is_read_late_is_cut_where_weights_changed(engine, on_loop
         new = await publisher.publish(weights(2))
         stream = engine.stream(request(max_tokens=200))
         deltas = [await anext(stream) for _ in range(3)]
-        await engine.update("latest", "keep")
+        await engine.update_weights("latest", "keep")
         await engine.generate(request())  # by now the stream has tokens of both that nobody has read
         deltas += [delta async for delta in stream]
         made = deltas[-1].completion
@@ -151,7 +151,7 @@ def test_new_requests_never_use_old_keys(engine, on_loop, publisher):
         await publisher.publish(weights(2))
         stream = engine.stream(request(LONG, max_tokens=250))
         await anext(stream)
-        await engine.update("latest", "keep")
+        await engine.update_weights("latest", "keep")
         assert not await engine._llm.reset_prefix_cache(), "vLLM forgets them now: the salt of prompts may go"
         (made,) = await engine.generate(request(LONG))
         await stream.aclose()
@@ -170,28 +170,28 @@ def test_an_update_that_fails_changes_nothing(engine, on_loop, publisher):
         stream = engine.stream(request(max_tokens=200))
         await anext(stream)
         with pytest.raises(StoreKeyError) as unknown:
-            await engine.update(served + 1000, "abort")
+            await engine.update_weights(served + 1000, "abort")
         assert unknown.value.value == served + 1000
         assert str(served) in unknown.value.rule
         whole = weights(2)
         wrong = await publisher.publish(whole | {"norm.weight": torch.zeros(7)})
         with pytest.raises(WeightMismatch) as shape:
-            await engine.update(wrong, "abort")
+            await engine.update_weights(wrong, "abort")
         assert (shape.value.path, shape.value.value) == ("norm.weight", (7,))
         assert "(128,)" in shape.value.rule
         partial = await publisher.publish({name: whole[name] for name in whole if name != "norm.weight"})
         with pytest.raises(WeightMismatch) as missing:
-            await engine.update(partial, "abort")
+            await engine.update_weights(partial, "abort")
         assert missing.value.tensors == ("norm.weight",)
         strange = await publisher.publish(whole | {"surplus.weight": torch.zeros(3)})
         with pytest.raises(WeightMismatch, match="surplus"):
-            await engine.update("latest", "abort")
+            await engine.update_weights("latest", "abort")
         assert strange > partial > wrong > served == engine.version
         deltas = [delta async for delta in stream]
         made = deltas[-1].completion
         assert list(made.token_ids) == greedy(1, PROMPT, 200)
         assert made.versions == (VersionSpan(served, 0, 200),)
-        assert (await engine.update(await publisher.publish(whole), "keep")).version > strange
+        assert (await engine.update_weights(await publisher.publish(whole), "keep")).version > strange
         assert list((await engine.generate(request()))[0].token_ids) == greedy(2, PROMPT, 12)
 
     on_loop(body())
@@ -202,12 +202,12 @@ def test_weights_that_serve_already_cost_no_pause(engine, on_loop, publisher):
         served = await publisher.serve(1)
         stream = engine.stream(request(max_tokens=50))
         await anext(stream)
-        report = await engine.update("latest", "abort")
+        report = await engine.update_weights("latest", "abort")
         assert (report.version, report.stall_s, report.num_aborted) == (served, 0.0, 0)
         assert [delta async for delta in stream][-1].completion.finish_reason == "length"
         await publisher.store.rewind(to=served - 1)
         await publisher.store.publish(weights(2), version=served)
-        assert (await engine.update(served, "keep")).stall_s > 0, "the same number, other weights"
+        assert (await engine.update_weights(served, "keep")).stall_s > 0, "the same number, other weights"
         assert list((await engine.generate(request()))[0].token_ids) == greedy(2, PROMPT, 12)
 
     on_loop(body())
@@ -221,7 +221,7 @@ def test_an_update_while_it_sleeps_does_not_wake_it(engine, on_loop, publisher):
         await anext(stream)
         await engine.sleep()
         late = asyncio.ensure_future(engine.generate(request()))
-        assert (await engine.update("latest", "drain")).version == new
+        assert (await engine.update_weights("latest", "drain")).version == new
         assert engine.stats().is_asleep
         assert not late.done()
         await engine.wake()
@@ -237,7 +237,7 @@ def test_a_cancelled_update_leaves_whole_weights(engine, on_loop, publisher):
         old = await publisher.serve(1)
         new = await publisher.publish(weights(2))
         for num_turns in (0, 1, 3, 10, 30):
-            task = asyncio.ensure_future(engine.update("latest", "keep"))
+            task = asyncio.ensure_future(engine.update_weights("latest", "keep"))
             for _ in range(num_turns):
                 await asyncio.sleep(0)
             task.cancel()
@@ -245,7 +245,7 @@ def test_a_cancelled_update_leaves_whole_weights(engine, on_loop, publisher):
                 await task
             seed = {old: 1, new: 2}[engine.version]
             assert list((await engine.generate(request()))[0].token_ids) == greedy(seed, PROMPT, 12)
-        assert (await engine.update("latest", "keep")).version == new
+        assert (await engine.update_weights("latest", "keep")).version == new
 
     on_loop(body())
 
@@ -255,7 +255,7 @@ def test_a_cancelled_update_leaves_whole_weights(engine, on_loop, publisher):
 
 def write_adapter(folder: Any, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
     """A LoRA adapter on the queries of every layer, as PEFT writes one; what it adds to each weight."""
-    facts, generator = tiny().facts, torch.Generator().manual_seed(seed)
+    facts, generator = tiny().architecture, torch.Generator().manual_seed(seed)
     tensors, added = {}, {}
     for layer in range(facts.num_layers):
         name = f"model.layers.{layer}.self_attn.q_proj"

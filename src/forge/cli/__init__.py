@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Output that is no longer read (`forge rewards | head`) ends a command quietly, with 1.
     """
     if None in (sys.stdin, sys.stdout, sys.stderr):
-        from forge.observe.streams import open_missing_streams
+        from forge.observe.console import open_missing_streams
 
         open_missing_streams()
     try:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # what fails here would fail when Python ends, where nothing can catch it
     except OSError as error:
         if error.filename is None:
-            from forge.observe.streams import discard_output
+            from forge.observe.console import discard_output
 
             discard_output()
         if not isinstance(error, BrokenPipeError):

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from forge.errors import ModelError
+from forge.generator.actor import start_policy
 from forge.generator.chat_session import ChatSession, TokenText
-from forge.generator.policy import start_policy
 from forge.types import INITIAL_VERSION
 
 if TYPE_CHECKING:
@@ -208,10 +208,10 @@ def _greeting(card: Mapping[str, Any]) -> str:
 def _check_template(card: Mapping[str, Any]) -> None:
     if not card["has_chat_template"]:
         raise ModelError(
-            "The model has no chat template, which makes a prompt of a conversation.",
+            "The model has no chat template to turn a conversation into a prompt.",
             path="generator.chat_template",
             value=None,
-            rule="a file with a Jinja template, where the tokenizer has none of its own",
+            rule="a file with a Jinja template, if the tokenizer has none",
             repair="set generator.chat_template=FILE, or use the chat version of the model",
         )
 

@@ -40,13 +40,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     check = commands.add_parser(
         "check",
-        help="say everything that would keep a run from starting, or what it would do",
+        help="report everything that would prevent a run from starting, or what it would do",
         description="Check a configuration as `forge run --dry-run` does: its keys, the modules it names, its model, "
         "data, memory and checkpoints, on this machine. Nothing is started. `forge config show` checks the keys alone.",
     )
     check.set_defaults(handler=_check)
     show = commands.add_parser("show", help="print the resolved configuration")
-    show.add_argument("--origins", action="store_true", help="also say which layer set each value")
+    show.add_argument("--origins", action="store_true", help="also show which layer set each value")
     show.add_argument("--json", action="store_true", help="print JSON instead of YAML")
     show.set_defaults(handler=_show)
     for parser in (check, show):

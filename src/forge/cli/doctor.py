@@ -7,7 +7,69 @@ import json
 import logging
 import os
 import sys
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forge import _amx
+
+if TYPE_CHECKING:
+    from forge.kernels.row_check import Case
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A result, in words; `repair` says what to do where it is not `ok`."""
+
+    ok: bool
+    detail: str
+    repair: str = ""
+
+
+def check_rows() -> Finding:
+    """Compute with what trainer and generator compute with, and report for which weights a row depends on its batch."""
+    from forge.kernels import cpu_linear, row_check
+    from forge.runtime.placement import count_cpus
+
+    cases = row_check.cases((1, count_cpus()))
+    failed = cpu_linear.dependent_cases(cases)
+    return describe_rows(failed, num_checked=len(cases), has_kernel=cpu_linear.library() is not None)
+
+
+def describe_rows(failed: Sequence[Case], *, num_checked: int, has_kernel: bool) -> Finding:
+    """Say what the failed cases cost."""
+    if has_kernel and not failed:
+        return Finding(
+            True, f"independent of their batch by our kernel ({num_checked} cases): sampler = trainer, bit for bit"
+        )
+    names = ", ".join(str(case) for case in failed)
+    lost = (
+        "float32 logprobs of sampler and trainer can differ in the last bits, "
+        "and the tokens of a seed can depend on the batch"
+    )
+    if has_kernel:
+        repair = "report it with the output of forge doctor --json"
+        return Finding(False, f"our kernel fails for {names}: {lost}", repair)
+    shapes = f"; a row depends on its batch for {names}" if failed else ""
+    return Finding(
+        False, f"computed by torch, without our kernel: {lost}{shapes}", "install gcc, or set CC; unset FORGE_NATIVE"
+    )
+
+
+def describe_amx(verdict: _amx.Verdict, environ: Mapping[str, str]) -> Finding:
+    """Say what becomes of bfloat16 products."""
+    if verdict == "traps":
+        limits = " ".join(f"{name}={environ[name]}" for name in _amx.LIMITS if name in environ)
+        return Finding(
+            False,
+            f"advertised, but its instructions trap. All processes have {limits}: bfloat16 products on the CPU do "
+            "without it. vLLM on the CPU computes in float32 only",
+            "enable AMX for this virtual machine, or hide it; nothing else is lost",
+        )
+    if verdict == "unknown":
+        return Finding(False, "it could not be found out whether AMX works", "run forge doctor outside of a sandbox")
+    return Finding(True, "works" if verdict == "works" else "not offered by this processor")
+
 
 _GIB = 1024**3
 
@@ -63,7 +125,7 @@ def _static_checks(facts: dict[str, Any], pins: dict[str, str]) -> list[dict[str
     shared = facts["memory"]["shared_free"]
     limit = facts["open_files_limit"]
     checks += [
-        _check("pidfd", facts["pidfd"], "deaths are seen at once", repair="Linux 5.3 or newer is needed"),
+        _check("pidfd", facts["pidfd"], "process deaths are detected at once", repair="Linux 5.3 or newer is needed"),
         _check(
             "shared memory",
             shared >= _GIB,
@@ -105,14 +167,11 @@ def _copy_kernel() -> dict[str, str]:
         reason is None,
         "compiled: weights move at the speed of memory" if reason is None else reason.split("\n")[0],
         needed=False,
-        repair="install gcc, or set CC; until then numpy does the work, more slowly",
+        repair="install gcc, or set CC; until then numpy is used, which is slower",
     )
 
 
 def _cpu() -> list[dict[str, str]]:
-    from forge import _amx
-    from forge.cli.doctor_cpu import Finding, check_rows, describe_amx
-
     try:
         rows = check_rows()
     except Exception as error:  # noqa: BLE001 - a failed check is a finding, not a crash

@@ -39,14 +39,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         nargs="+",
         action="extend",
         default=[],
-        help="leave out files that match, as in '*.bin' 'original/*'; default: nothing is left out",
+        help="skip files that match, as in '*.bin' 'original/*'; default: none",
     )
     parser.add_argument(
         "--allow-patterns", metavar="P", nargs="+", action="extend", default=[], help="fetch only files that match"
     )
     parser.add_argument("--token-env", metavar="NAME", help="take the token from this environment variable")
     parser.add_argument("--max-workers", metavar="N", type=int, default=8, help="files at once; default: %(default)s")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be fetched, and write nothing")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be fetched, and write nothing")
     parser.add_argument("--quiet", action="store_true", help="print only the last line, and errors")
     parser.set_defaults(handler=run)
 

@@ -53,7 +53,7 @@ def dry_run_script(script: Path, arguments: Sequence[str], *, num_ranks: int | N
 def check(chosen: Chosen, files: Sequence[str], overrides: Sequence[str], *, num_ranks: int | None = None) -> int:
     """Check a configuration against its schema and as a run, and print the result. Return the exit code."""
     from forge.config import load
-    from forge.config.kinds import other_program
+    from forge.config.command_line import other_program
 
     try:
         config = load(chosen.schema, files=files, overrides=overrides)
@@ -79,7 +79,7 @@ def check(chosen: Chosen, files: Sequence[str], overrides: Sequence[str], *, num
 def choose_schema(files: Sequence[str], overrides: Sequence[str]) -> Chosen:
     """Return the schema that the sections of a configuration point to."""
     from forge.config import ForgeConfig
-    from forge.config.kinds import SCHEMAS, detect_kind
+    from forge.config.command_line import SCHEMAS, detect_kind
 
     found = detect_kind(files, overrides)
     if not found.evidence:
@@ -138,7 +138,7 @@ def _unusable(script: Path, error: Exception) -> ConfigError:
 
 
 def _is_run(config: ForgeConfig) -> bool:
-    from forge.config.kinds import SCHEMAS
+    from forge.config.command_line import SCHEMAS
 
     return isinstance(config, tuple(SCHEMAS.values()))
 

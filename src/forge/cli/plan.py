@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register `plan`."""
     parser = subparsers.add_parser(
         "plan",
-        help="say how much memory a run will take, and what would fit",
+        help="show how much memory a run needs, and what would fit",
         description="Work out how much memory each GPU and the host will need: weights, gradients, optimizer states, "
         "activations, published weights, the cache for keys and values. Nothing is started, and no GPU is needed. A "
         "run that does not fit ends with exit code 2 and with changes that do, to be pasted behind the command.",
@@ -43,13 +43,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from forge.memory import as_json, as_table, find_limits, plan_memory, propose, read_run
+    from forge.memory import as_json, as_table, find_limits, plan_memory, propose, resolve_run
     from forge.memory.card import host_memory
     from forge.memory.checking import refusal
 
     config = _load(arguments)
     card, is_own = _card(arguments)
-    run = read_run(config, card=card)
+    run = resolve_run(config, card=card)
     if run.uses_gpus and card is None:
         raise _which_gpu()
     host_bytes = host_memory() if is_own or not run.uses_gpus else None
@@ -91,7 +91,7 @@ def _card(arguments: argparse.Namespace) -> tuple[Card | None, bool]:
 
 def _which_gpu() -> ConfigError:
     return ConfigError(
-        "for which GPU is this to be planned? There is none here",
+        "which GPU should this be planned for? This machine has none",
         path="--gpu-memory",
         value=None,
         rule="the memory of one GPU, where the run uses GPUs and this machine has none",
@@ -101,7 +101,7 @@ def _which_gpu() -> ConfigError:
 
 def _load(arguments: argparse.Namespace) -> ForgeConfig:
     from forge.config import load, split_words
-    from forge.config.kinds import SCHEMAS, detect_kind
+    from forge.config.command_line import SCHEMAS, detect_kind
 
     files, overrides = split_words(arguments.words)
     files = [os.path.expanduser(file) for file in files]

@@ -12,9 +12,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register `report`."""
     parser = subparsers.add_parser(
         "report",
-        help="make one self-contained HTML page of a run: its curves, and what the policy said",
-        description="Make one HTML page of a run's folder: its curves, and samples to page through. The page needs no "
-        "network. A run that is still going on, or that was killed, is shown as far as it came.",
+        help="make one self-contained HTML page of a run, with curves and samples",
+        description="Make one HTML page of a run's folder: its curves and samples. The page needs no "
+        "network. A run that is still running, or was killed, is shown up to its last step.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run, with its metrics.jsonl")
     parser.add_argument("--output", metavar="FILE", type=Path, help="where the page goes; default: RUN_DIR/report.html")

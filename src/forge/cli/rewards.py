@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     attempt.add_argument("--text", required=True, help="the completion's text; - reads it from standard input")
     attempt.add_argument("--answer", help="the right answer")
     attempt.add_argument("--question", default="", help="what was asked")
-    attempt.add_argument("--metadata", default="{}", metavar="JSON", help="what else the prompt knows")
+    attempt.add_argument("--metadata", default="{}", metavar="JSON", help="metadata of the prompt, as JSON")
     attempt.add_argument("--num-tokens", type=int, metavar="N", help="length in tokens (default: the number of words)")
     attempt.add_argument(
         "--config", metavar="FILE", action="append", default=[], help="also look for the module in this file's folder"
@@ -46,14 +46,14 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _described(name: str) -> str:
     """The reward's name and arguments, and what it is in a sentence, for a terminal."""
+    from forge.registry import REWARDS
     from forge.rewards import arguments
-    from forge.rewards.catalog import specification
 
     words = []
     for parameter in arguments(name).values():
         default = parameter.default
         words.append(parameter.name if default is inspect.Parameter.empty else f"{parameter.name}={_shown(default)}")
-    first = (inspect.getdoc(specification(name)) or "").partition("\n\n")[0].replace("\n", " ")
+    first = (inspect.getdoc(REWARDS.find(name, path="kind")) or "").partition("\n\n")[0].replace("\n", " ")
     head = textwrap.fill(f"{name}({', '.join(words)})", width=100, subsequent_indent=" " * (len(name) + 1))
     return f"{head}\n{textwrap.fill(first, width=100, initial_indent='    ', subsequent_indent='    ')}"
 

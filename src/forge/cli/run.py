@@ -31,12 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="resume from the newest checkpoint; behind SCRIPT also --resume CHECKPOINT. Passed to SCRIPT",
+        help="resume from the newest checkpoint; after SCRIPT also --resume CHECKPOINT. Passed to SCRIPT",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="say what would run, or everything that keeps it from starting; start nothing",
+        help="show what would run, or everything that prevents it from starting; start nothing",
     )
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file")
     parser.add_argument(
@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from forge.config.module_folders import add_module_folders
+    from forge.config.command_line import add_module_folders
 
     script: Path = arguments.script
     if not script.is_file():
@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _check_script(script: Path, words: Sequence[str]) -> None:
     """Refuse a configuration in place of the script, and what Python cannot read."""
     if script.suffix in (".yaml", ".yml"):
-        from forge.config.kinds import detect_kind, program_of
+        from forge.config.command_line import detect_kind, program_of
 
         app = program_of(detect_kind([str(script)], []).kind)
         command = ["forge", "run", app if Path(app).is_file() else "SCRIPT", "--config", str(script), *words]
@@ -107,7 +107,7 @@ def _check_script(script: Path, words: Sequence[str]) -> None:
             "a configuration was given in place of the script",
             path="SCRIPT",
             value=str(script),
-            rule="a Python file, and the configuration behind --config",
+            rule="a Python file, and the configuration after --config",
             repair=shlex.join(command),
         )
     if script.suffix == ".pyc":

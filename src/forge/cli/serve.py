@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from forge.cli.policy_words import add_policy_arguments, read_policy
+from forge.cli.chat import add_policy_arguments, read_policy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,9 +37,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="key that requests must bear; others can see it in the list of processes, so rather set FORGE_API_KEY",
+        help="API key that requests must send; prefer FORGE_API_KEY, because others can see command lines",
     )
-    parser.add_argument("--record", metavar="FILE", help="a .jsonl file to which every exchange is added")
+    parser.add_argument("--record", metavar="FILE", help="a .jsonl file to append every exchange to")
     parser.add_argument("--num-replicas", metavar="N", type=int, help="generators that share the requests; default: 1")
     parser.set_defaults(handler=_serve)
 
@@ -91,8 +91,8 @@ async def _work(config: PolicyConfig) -> None:
     import asyncio
 
     import forge
+    from forge.generator.actor import start_policy
     from forge.generator.openai import check_serving, serve_openai
-    from forge.generator.policy import start_policy
     from forge.models.locate import resolve
 
     await check_serving(config.serve)

@@ -13,7 +13,7 @@ from forge.config.algorithm import (
     PolicyLossConfig,
 )
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.command_line import from_command_line
+from forge.config.command_line import add_module_folders, from_command_line
 from forge.config.generator import (
     CanaryConfig,
     GenerationConfig,
@@ -24,15 +24,20 @@ from forge.config.generator import (
     ServeConfig,
     UpdateConfig,
     UpdateMode,
+    Verify,
 )
-from forge.config.grpo import GRPOConfig, RecordConfig, ReferenceConfig, RolloutConfig
-from forge.config.layers import Origin
-from forge.config.loading import Loaded, explain, load, load_with_origins
-from forge.config.model_presets import preset_names
-from forge.config.module_folders import add_module_folders
-from forge.config.overrides import split_words
+from forge.config.grpo import (
+    EvaluationConfig,
+    GRPOConfig,
+    PromptsConfig,
+    PromptSourceConfig,
+    RecordConfig,
+    ReferenceConfig,
+    RolloutConfig,
+)
+from forge.config.layers import Origin, preset_names, split_words
+from forge.config.loading import Loaded, dump, explain, load, load_with_origins, save
 from forge.config.problems import InvalidConfig, Problem
-from forge.config.prompts import EvaluationConfig, PromptsConfig, PromptSourceConfig
 from forge.config.rewards import (
     JudgeConfig,
     OverlongConfig,
@@ -40,24 +45,30 @@ from forge.config.rewards import (
     RewardModelConfig,
     RewardsConfig,
 )
-from forge.config.saving import dump, save
 from forge.config.schema import (
-    ActorConfig,
     ForgeConfig,
     KubernetesConfig,
     LauncherConfig,
     ModelConfig,
+    ReplicatedWorkerConfig,
     RopeScalingConfig,
     RunConfig,
-    ServiceConfig,
     SlurmConfig,
     StoreConfig,
+    WorkerConfig,
 )
-from forge.config.sft import DataConfig, MetricsConfig, SFTConfig, SourceConfig, ValidationConfig
+from forge.config.sft import (
+    DataConfig,
+    LossConfig,
+    MetricsConfig,
+    SFTConfig,
+    SinkConfig,
+    SourceConfig,
+    ValidationConfig,
+)
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainerConfig, TrainingConfig
 
 __all__ = [
-    "ActorConfig",
     "AdvantageConfig",
     "AlgorithmConfig",
     "CanaryConfig",
@@ -79,6 +90,7 @@ __all__ = [
     "KubernetesConfig",
     "LauncherConfig",
     "Loaded",
+    "LossConfig",
     "MetricsConfig",
     "ModelConfig",
     "Origin",
@@ -90,6 +102,7 @@ __all__ = [
     "PromptsConfig",
     "RecordConfig",
     "ReferenceConfig",
+    "ReplicatedWorkerConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RewardsConfig",
@@ -99,7 +112,7 @@ __all__ = [
     "SFTConfig",
     "Sampling",
     "ServeConfig",
-    "ServiceConfig",
+    "SinkConfig",
     "SlurmConfig",
     "SourceConfig",
     "StoreConfig",
@@ -108,6 +121,8 @@ __all__ = [
     "UpdateConfig",
     "UpdateMode",
     "ValidationConfig",
+    "Verify",
+    "WorkerConfig",
     "add_module_folders",
     "broken_rule",
     "dump",

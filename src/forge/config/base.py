@@ -1,15 +1,29 @@
-"""What every section of a configuration is: typed, closed to unknown keys, and unchangeable."""
+"""What every section of a configuration is: typed, closed to unknown keys, and unchangeable; and the kinds of text that
+it may hold, each with a rule that can be said in a sentence.
+"""
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
-from typing import Any, ClassVar, NoReturn, Self, TypeVar
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from forge.config.renames import has_old_keys, move_old_keys, thaw
+from forge.config.fields import has_old_keys, move_old_keys, thaw
+from forge.registry import ADVANTAGES, ENGINES, LOSSES, REWARDS, SINKS, SURROGATES, TASKS, Registry
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -91,3 +105,138 @@ def broken_rule(rule: str, *, repair: str, key: str | None = None) -> PydanticCu
     with less to say.
     """
     return PydanticCustomError("broken_rule", "{rule}", {"rule": rule, "repair": repair, "key": key})
+
+
+def matches(pattern: str, *, rule: str, repair: str) -> AfterValidator:
+    """A validator for text that must match a pattern as a whole; the user sees the rule, not the pattern."""
+    compiled = re.compile(pattern)
+
+    def check(text: str) -> str:
+        if compiled.fullmatch(text) is None:
+            raise broken_rule(rule, repair=repair)
+        return text
+
+    return AfterValidator(check)
+
+
+def registered(registry: Registry[Any]) -> AfterValidator:
+    """A validator for the name of an object: a built-in one, or `module:attribute`, which is imported later."""
+
+    def check(name: str) -> str:
+        problem = registry.problem(name)
+        if problem is not None:
+            raise broken_rule(problem[0], repair=problem[1])
+        return name
+
+    return AfterValidator(check)
+
+
+LossName = Annotated[str, registered(LOSSES)]
+SurrogateName = Annotated[str, registered(SURROGATES)]
+AdvantageName = Annotated[str, registered(ADVANTAGES)]
+TaskName = Annotated[str, registered(TASKS)]
+RewardName = Annotated[str, registered(REWARDS)]
+EngineName = Annotated[str, registered(ENGINES)]
+SinkName = Annotated[str, registered(SINKS)]
+
+
+def _literal(kind: type[str] | type[Path]) -> Callable[[str | Path], str | Path]:
+    def check(path: str | Path) -> str | Path:
+        text = str(path)
+        if text.startswith("~") or "$" in text or not text:
+            rule = "must be a path as it is: neither ~ nor variables such as $HOME are expanded"
+            raise broken_rule(rule, repair="write the path out, or let the shell expand it on the command line")
+        return kind(path)
+
+    return check
+
+
+def _infinity(value: object) -> object:
+    return float("inf") if isinstance(value, str) and value.strip().lower() in ("inf", "+inf", "infinity") else value
+
+
+def _written(value: float) -> float | str:
+    """JSON has no infinity."""
+    return "inf" if value == float("inf") else value
+
+
+Limit = Annotated[
+    float,
+    AllowInfNan(True),
+    BeforeValidator(_infinity),
+    PlainSerializer(_written, return_type=float | str, when_used="json"),
+]
+"""An upper bound: a number, or `inf` (also `.inf`) for no limit. Give the field a `gt` or `ge`, which refuses NaN."""
+
+Name = Annotated[
+    str,
+    matches(
+        r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}",
+        rule="must be 1 to 128 letters, digits, `.`, `_` or `-`, and start with a letter or a digit",
+        repair="choose such a name; it becomes part of file and job names",
+    ),
+]
+
+EnvName = Annotated[
+    str,
+    matches(
+        r"[A-Za-z_][A-Za-z0-9_]*",
+        rule="must be the name of an environment variable: letters, digits and `_`, not starting with a digit",
+        repair="correct the name",
+    ),
+]
+
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def _spell_out(name: object) -> object:
+    if name in ("fp16", "float16", "half"):
+        rule = "float16 is not implemented: its gradients would need loss scaling, which bfloat16 does without"
+        raise broken_rule(rule, repair="write bf16; to generate in float16, set generator.engine_args.dtype with vLLM")
+    return _SHORT_DTYPES.get(name, name) if isinstance(name, str) else name
+
+
+SHORT_DTYPES = BeforeValidator(_spell_out)
+"""Lets bf16, fp32 and fp64 stand for the dtypes' whole names, and says what to use instead of float16."""
+
+Directory = Annotated[Path, AfterValidator(_literal(Path))]
+PathText = Annotated[str, AfterValidator(_literal(str))]
+
+TimeLimit = Annotated[
+    str,
+    matches(
+        r"\d+|\d+:\d{2}|\d+:\d{2}:\d{2}|\d+-\d+(:\d{2}){0,2}",
+        rule="must be a SLURM time: minutes, minutes:seconds, hours:minutes:seconds or days-hours[:minutes[:seconds]]",
+        repair="write for example 02:00:00 for two hours",
+    ),
+]
+
+SbatchLine = Annotated[
+    str,
+    matches(
+        r"--?[A-Za-z][^\n]*",
+        rule="must be one option of sbatch, such as --constraint=a100, on one line",
+        repair="leave out `#SBATCH` and give each option as an element of the list",
+    ),
+]
+
+KubernetesName = Annotated[
+    str,
+    matches(
+        r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?",
+        rule="must be a Kubernetes name: lower-case letters, digits, `-` and `.`, with a letter or digit at both ends",
+        repair="use the name as `kubectl get` shows it",
+    ),
+]
+
+
+def _check_address(address: str) -> str:
+    rule = "must be an address such as tcp://10.0.0.1:22222 (or tls://…) with a port from 1 to 65535"
+    repair = "use the address that `forge worker` prints when it starts"
+    match = re.fullmatch(r"(?:tcp|tls)://(?:\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5})", address)
+    if match is None or not 1 <= int(match[1]) <= 65535:
+        raise broken_rule(rule, repair=repair)
+    return address
+
+
+Address = Annotated[str, AfterValidator(_check_address)]

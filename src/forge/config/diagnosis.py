@@ -10,18 +10,16 @@ from pydantic_core import ErrorDetails
 
 from forge.config.fields import field_at, fields_below, walk_fields
 from forge.config.layers import Origin
-from forge.config.paths import Path, child, format_path, parse_path, value_at
-from forge.config.problems import Problem
-from forge.config.suggest import did_you_mean, nearest
+from forge.config.problems import KeyPath, Problem, child, format_path, parse_path, value_at
 from forge.config.yaml_text import read_yaml
-from forge.errors import MISSING
+from forge.errors import MISSING, did_you_mean, nearest
 
 
 def diagnose(
-    error: ValidationError, *, schema: type[BaseModel], data: Mapping[str, Any], origins: Mapping[Path, Origin]
+    error: ValidationError, *, schema: type[BaseModel], data: Mapping[str, Any], origins: Mapping[KeyPath, Origin]
 ) -> list[Problem]:
     """One problem for each path that is wrong, in the order of the schema."""
-    found: dict[Path, Problem] = {}
+    found: dict[KeyPath, Problem] = {}
     for details in error.errors(include_url=False):
         path = _place(details, data)
         rule, repair = _explain(details, path, schema)
@@ -42,7 +40,7 @@ def diagnose(
     return list(found.values())
 
 
-def _place(details: ErrorDetails, data: Any) -> Path:
+def _place(details: ErrorDetails, data: Any) -> KeyPath:
     """The path in the data: pydantic also puts names of union branches and a mark for keys into its location."""
     path: list[str | int] = []
     here = data
@@ -57,7 +55,7 @@ def _place(details: ErrorDetails, data: Any) -> Path:
     return (*path, *(parse_path(field) if field else ()))
 
 
-def _explain(details: ErrorDetails, path: Path, schema: type[BaseModel]) -> tuple[str, str]:
+def _explain(details: ErrorDetails, path: KeyPath, schema: type[BaseModel]) -> tuple[str, str]:
     kind, value, context = details["type"], details["input"], details.get("ctx") or {}
     dotted = format_path(path)
     match kind:
@@ -110,7 +108,7 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _explain_unknown(path: Path, schema: type[BaseModel]) -> tuple[str, str]:
+def _explain_unknown(path: KeyPath, schema: type[BaseModel]) -> tuple[str, str]:
     *above, key = path
     siblings = fields_below(schema, above)
     where = format_path(tuple(above)) or "the configuration"
@@ -128,6 +126,6 @@ def _explain_unknown(path: Path, schema: type[BaseModel]) -> tuple[str, str]:
     return rule, f"use one of {', '.join(siblings)}" if siblings else "remove it"
 
 
-def _meaning(path: Path, schema: type[BaseModel]) -> str:
+def _meaning(path: KeyPath, schema: type[BaseModel]) -> str:
     field = field_at(schema, path)
     return f" ({field.description.rstrip('.')})" if field is not None and field.description else ""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import SHORT_DTYPES
-from forge.config.schema import ForgeConfig, ModelConfig
+from forge.config.base import SHORT_DTYPES, ConfigModel, EngineName, FrozenDict, broken_rule
+from forge.config.schema import ForgeConfig, ModelConfig, ReplicatedWorkerConfig
+from forge.errors import ConfigError
+from forge.registry import ENGINES
+
+if TYPE_CHECKING:
+    from forge.generator.engine import EngineCapabilities
 
 UpdateMode = Literal["drain", "keep", "recompute", "abort"]
+Verify = Literal["cheap", "full", "off"]
 
 LEAST_TEMPERATURE: Final = 1e-30
 _LEAST_PENALTY: Final = 1e-30
@@ -79,10 +84,10 @@ class Sampling(ConfigModel):
     def _check_together(self) -> Self:
         if 0.0 < self.temperature < LEAST_TEMPERATURE:
             rule = f"is 0, or at least {LEAST_TEMPERATURE:g}: logits divided by less are no numbers"
-            raise broken_rule(rule, repair="set 0, which takes the likeliest token", key="temperature")
+            raise broken_rule(rule, repair="set 0 for greedy decoding", key="temperature")
         if not _LEAST_PENALTY <= self.repetition_penalty <= 1 / _LEAST_PENALTY:
             rule = f"is at least {_LEAST_PENALTY:g} and at most {1 / _LEAST_PENALTY:g}: float32 holds no more"
-            raise broken_rule(rule, repair="set 1 for none; 1.1 is much already", key="repetition_penalty")
+            raise broken_rule(rule, repair="set 1 for none; 1.1 is already strong", key="repetition_penalty")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             rule = f"may be at most max_tokens, which is {self.max_tokens}"
             raise broken_rule(rule, repair="lower it, or raise max_tokens", key="min_tokens")
@@ -121,6 +126,7 @@ class UpdateConfig(ConfigModel):
     retry_wait_s: float = Field(
         default=0.5, ge=0, description="Seconds before the second attempt; doubled for each further one."
     )
+    verify: Verify = Field(default="cheap", description="How a generator checks that it received what was published.")
 
 
 class CanaryConfig(ConfigModel):
@@ -141,10 +147,10 @@ class CanaryConfig(ConfigModel):
 class GenerationConfig(ConfigModel):
     """Which engine generates tokens, and its settings."""
 
-    engine: Literal["native", "vllm"] = Field(
+    engine: EngineName = Field(
         default="native",
         description="`native`: the trainer's own model definition, on the CPU or one GPU, nothing to install. `vllm`: "
-        "vLLM in a separate process.",
+        "vLLM in a separate process. `module:attribute`: an engine class of your own.",
     )
     weights: str = Field(
         default="policy", min_length=1, description="Name under which the trainer publishes weights in the store."
@@ -211,9 +217,24 @@ class GenerationConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        if self.engine == "native" and self.engine_args:
-            raise broken_rule("only for `engine: vllm`", repair="set engine: vllm, or remove it", key="engine_args")
+        try:
+            declared = self.capabilities if self.engine_args or ":" in self.engine else None
+        except ConfigError as error:
+            raise broken_rule(f"{error.message}: {error.rule}", repair=str(error.repair), key="engine") from error
+        if declared is not None and self.engine_args and not declared.engine_args:
+            rule = "needs an engine that takes arguments, such as `vllm`"
+            raise broken_rule(rule, repair="set engine: vllm, or remove it", key="engine_args")
         return self
+
+    def precision_on(self, *, gpu: bool) -> Literal["float32", "bfloat16"]:
+        """Return what the model computes in on a GPU, or on the CPU."""
+        return self.precision or ("bfloat16" if gpu else "float32")
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What the engine's class declares that it can do."""
+        found: EngineCapabilities = ENGINES.find(self.engine, path="generator.engine").capabilities
+        return found
 
 
 class GeneratorConfig(GenerationConfig):
@@ -260,6 +281,12 @@ class ServeConfig(ConfigModel):
     max_body_mb: float = Field(default=16.0, gt=0, description="Largest accepted request body.")
 
 
+class PolicyWorkersConfig(ConfigModel):
+    """The processes of each worker. Their number and devices are in `generator`."""
+
+    generator: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="The generators.")
+
+
 class PolicyConfig(ForgeConfig):
     """What programs that only generate are configured with: `forge chat`, `forge serve`, apps/vllm."""
 
@@ -270,4 +297,7 @@ class PolicyConfig(ForgeConfig):
 
     generator: GeneratorServiceConfig = Field(default_factory=GeneratorServiceConfig, description="What makes tokens.")
     system_prompt: str | None = Field(default=None, description="System message of a conversation.")
+    workers: PolicyWorkersConfig = Field(
+        default_factory=PolicyWorkersConfig, description="The processes of each worker."
+    )
     serve: ServeConfig = Field(default_factory=ServeConfig, description="The OpenAI-compatible endpoint.")

@@ -1,28 +1,150 @@
-"""Reinforcement learning: one configuration for `apps/grpo/main.py`."""
+"""Reinforcement learning: the sections of `apps/grpo/main.py`, prompts and evaluation included."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from forge.config.algorithm import AlgorithmConfig
-from forge.config.base import ConfigModel, broken_rule
+from forge.config.base import ConfigModel, FrozenDict, PathText, TaskName, broken_rule
 from forge.config.generator import GeneratorServiceConfig
-from forge.config.prompts import EvaluationConfig, PromptsConfig
 from forge.config.rewards import RewardsConfig
-from forge.config.rules import PathText
-from forge.config.schema import ForgeConfig
+from forge.config.schema import ForgeConfig, ReplicatedWorkerConfig, StoreConfig, WorkerConfig
 from forge.config.sft import MetricsConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
+from forge.errors import did_you_mean
+
+COLUMN_KEYS = ("messages", "prompt", "question", "answer", "system", "role", "content")
+"""What a source may have another name for."""
+
+
+class PromptSourceConfig(ConfigModel):
+    """One source of prompts: a file, a dataset of the hub, or a task."""
+
+    path: PathText | None = Field(
+        default=None,
+        description="A .jsonl, .json or .parquet file (.gz of the first two as well), a pattern such as data/*.jsonl, "
+        "or a folder that holds such files or that `datasets` saved.",
+    )
+    hf_dataset: str | None = Field(
+        default=None, min_length=1, description="A dataset of the Hugging Face hub, such as openai/gsm8k."
+    )
+    hf_config: str | None = Field(default=None, description="Its configuration; null for the default one.")
+    split: str = Field(default="train", min_length=1, description="Split of a Hugging Face dataset.")
+    task: TaskName | None = Field(
+        default=None,
+        description="A task that generates prompts from a seed: `arithmetic`, `countdown`, or `reasoning_gym/NAME` "
+        "with the extra `reasoning-gym`.",
+    )
+    task_args: Mapping[str, Any] = Field(
+        default_factory=FrozenDict, description="Arguments of the task, such as {level: 2}."
+    )
+    num_prompts: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompts that a task generates (null for 1000), or the maximum to read from a file.",
+    )
+    format: Literal["auto", "plain", "gsm8k"] = Field(
+        default="auto",
+        description="Record format. `plain`: `messages`, `prompt` or `question`, and `answer`. `gsm8k`: the answer is "
+        "the text after `####`. `auto` detects it from the first record.",
+    )
+    columns: Mapping[str, str] = Field(
+        default_factory=FrozenDict,
+        description="Column names that differ from the format's, such as {prompt: problem, answer: solution}.",
+    )
+    seed: int | None = Field(default=None, ge=0, description="Seed of a task; null to derive it from run.seed.")
+
+    @model_validator(mode="after")
+    def _check_place(self) -> Self:
+        if sum(place is not None for place in (self.path, self.hf_dataset, self.task)) != 1:
+            raise broken_rule("exactly one of path, hf_dataset and task", repair="remove one, or add one", key="path")
+        return self
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        """Refuse keys that would have no effect, and names of columns that nothing asks for."""
+        if self.task is None:
+            for key in ("task_args", "seed"):
+                if getattr(self, key) not in (None, {}):
+                    raise broken_rule("only with a task", repair="remove it, or name a task", key=key)
+        for key, default in (("columns", {}), ("format", "auto"), ("hf_config", None), ("split", "train")):
+            if self.task is not None and getattr(self, key) != default:
+                raise broken_rule("only with path or hf_dataset: a task has no records", repair="remove it", key=key)
+        for name in self.columns:
+            if name not in COLUMN_KEYS:
+                repair = did_you_mean(name, COLUMN_KEYS) or "columns maps a key of ours to the name that the source has"
+                raise broken_rule(f"its keys are among {', '.join(COLUMN_KEYS)}", repair=repair, key="columns")
+        return self
+
+
+class PromptsConfig(ConfigModel):
+    """What the policy is asked."""
+
+    sources: tuple[PromptSourceConfig, ...] = Field(default=(), description="Where prompts come from. Required.")
+    system_prompt: str | None = Field(default=None, description="A system message before every prompt.")
+    template: str | None = Field(
+        default=None, description="Text around every prompt, such as `Solve: {prompt}`; null for the prompt alone."
+    )
+    chat: bool = Field(
+        default=True, description="Whether a prompt becomes a user message; otherwise it is text to continue."
+    )
+    shuffle: bool = Field(default=True, description="Whether each epoch is shuffled differently.")
+    on_bad_record: Literal["error", "skip"] = Field(
+        default="error",
+        description="What happens to a record that cannot be read: an error that names file and line, or skipped and "
+        "counted.",
+    )
+
+    @model_validator(mode="after")
+    def _check_words(self) -> Self:
+        if self.template is not None and "{prompt}" not in self.template:
+            repair = "write {prompt} where the prompt belongs, such as `Solve: {prompt}`"
+            raise broken_rule("text that contains {prompt}", repair=repair, key="template")
+        if self.system_prompt is not None and not self.chat:
+            repair = "write it into the template, or set chat: true"
+            raise broken_rule("only with chat: text has no system message", repair=repair, key="system_prompt")
+        return self
+
+
+class EvaluationConfig(ConfigModel):
+    """Evaluation of the policy on held-out prompts."""
+
+    interval: int | None = Field(default=None, ge=1, description="Steps between two evaluations; null for none.")
+    at_start: bool = Field(default=True, description="Whether to evaluate before the first step.")
+    at_end: bool = Field(default=True, description="Whether to evaluate after the last step.")
+    sources: tuple[PromptSourceConfig, ...] = Field(default=(), description="Separate held-out prompts.")
+    fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="Fraction of the prompts to hold out, if `sources` is empty."
+    )
+    max_prompts: int | None = Field(default=None, ge=1, description="Maximum number of prompts; null for all.")
+    num_samples: int = Field(default=1, ge=1, description="Completions per prompt (k).")
+    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0 for greedy decoding.")
+    solved_at: float = Field(default=1.0, description="Reward from which a completion counts as solved.")
+    reward: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of the reward that decides whether a completion is solved; null for the weighted sum of all.",
+    )
+
+    stop_at: float | None = Field(
+        default=None, description="Fraction of completions solved (avg@k) at which the run ends; null to run all steps."
+    )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return bool(self.sources) or self.fraction > 0
+
 
 Placement = Literal["apart", "beside", "turns", "shared"]
 
 GPU_SHARES: Final[Mapping[str, float]] = {"beside": 0.35, "turns": 0.5}
 """Which part of a GPU the generators may take where a trainer uses the same one. The rest is for its weights, gradients
 and optimizer, and for activations, which come to their peak only in the first step, when the cache is there already. In
-`turns` nobody generates at that moment: what holds there is for vLLM alone. The embedded engine has no share in `turns`
+`turns` nobody generates at that moment: what holds there is for vLLM alone. The native engine has no share in `turns`
 and `shared`: its cache is away while the trainer works, and has all that the trainer does not hold at rest."""
 
 
@@ -83,6 +205,21 @@ class ReferenceConfig(ConfigModel):
     )
 
 
+class GRPOWorkersConfig(ConfigModel):
+    """The processes of each worker. Their number and devices are in the sections of the workers."""
+
+    trainer: WorkerConfig = Field(default_factory=WorkerConfig, description="The trainer.")
+    generator: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="The generators.")
+    rewards: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="What scores.")
+    reference: ReplicatedWorkerConfig = Field(
+        default_factory=ReplicatedWorkerConfig, description="The reference models."
+    )
+    judge: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="The judges.")
+    reward_model: ReplicatedWorkerConfig = Field(
+        default_factory=ReplicatedWorkerConfig, description="The reward models."
+    )
+
+
 class RecordConfig(ConfigModel):
     """What is recorded of rollouts."""
 
@@ -103,7 +240,8 @@ class GRPOConfig(ForgeConfig):
     """Reinforcement learning of a policy: GRPO and its family."""
 
     old_keys: ClassVar[Mapping[str, str | None]] = {
-        f"generators.{key}": f"generator.{key}" for key in ("num_replicas", "tensor_parallel", "num_threads")
+        **{f"generators.{key}": f"generator.{key}" for key in ("num_replicas", "tensor_parallel", "num_threads")},
+        "store.verify": "generator.update.verify",
     }
 
     prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="What the policy is asked.")
@@ -124,6 +262,8 @@ class GRPOConfig(ForgeConfig):
     checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved, and when.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How the policy is judged.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are written.")
+    store: StoreConfig = Field(default_factory=StoreConfig, description="Where published weights are kept.")
+    workers: GRPOWorkersConfig = Field(default_factory=GRPOWorkersConfig, description="The processes of each worker.")
     record: RecordConfig = Field(default_factory=RecordConfig, description="What is written down of rollouts.")
 
     @model_validator(mode="after")
@@ -136,10 +276,23 @@ class GRPOConfig(ForgeConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_owned(self) -> Self:
+        """Refuse keys of sections that other programs share, and that this one sets itself."""
+        owned = {
+            "training.share_prefixes": (self.training.share_prefixes, False, "rollout.share_prompts"),
+            "generator.sampling.n": (self.generator.sampling.n, 1, "rollout.group_size"),
+            "generator.sampling.seed": (self.generator.sampling.seed, None, "run.seed"),
+        }
+        for key, (value, default, owner) in owned.items():
+            if value != default:
+                raise broken_rule(f"has no meaning here: {owner} decides", repair=f"remove it; set {owner}", key=key)
+        return self
+
+    @model_validator(mode="after")
     def _check_comparison(self) -> Self:
         """Refuse what can give no advantage but 0: a completion that is compared with itself alone."""
         advantage, rollout = self.algorithm.advantage, self.rollout
-        if rollout.group_size > 1:
+        if rollout.group_size > 1 or advantage.function != "baseline":
             return self
         if advantage.baseline in ("group_mean", "leave_one_out"):
             rule = (
@@ -158,8 +311,8 @@ class GRPOConfig(ForgeConfig):
             rule = f"0 with placement `{self.placement}`: the policy generates and learns in turns"
             repair = "set placement: beside or apart, or staleness: 0"
             raise broken_rule(rule, repair=repair, key="rollout.staleness")
-        if self.placement == "shared" and self.generator.engine != "native":
-            rule = "`native` with placement `shared`: only it computes with the trainer's own weights"
+        if self.placement == "shared" and not self.generator.capabilities.shared_weights:
+            rule = "with placement `shared` it must compute with the trainer's own weights, as `native` does"
             raise broken_rule(rule, repair="set placement: turns or beside", key="generator.engine")
         if self.placement == "shared" and self.generator.num_replicas > 1:
             rule = "1 with placement `shared`: there is one process"
@@ -182,4 +335,4 @@ class GRPOConfig(ForgeConfig):
     def gives_way(self) -> bool:
         """Whether the generators' cache is chosen to fill what a trainer at rest leaves of a GPU, and is given back
         while it works."""
-        return self.placement in ("turns", "shared") and self.generator.engine == "native"
+        return self.placement in ("turns", "shared") and not self.generator.capabilities.reserves_gpu_share

@@ -1,4 +1,4 @@
-"""Layers, and the tree that they are laid onto one after another.
+"""Layers, and the tree that they are laid onto one after another: model presets, files, overrides.
 
 The tree remembers, for every place in it, which layer put the value there. Mappings are merged key by key; anything
 else, a list too, is replaced whole.
@@ -7,14 +7,15 @@ else, a list too, is replaced whole.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from typing import Any, Literal
 
-from forge.config.paths import Path, child, format_path
-from forge.config.problems import Problem
-from forge.config.suggest import did_you_mean
-from forge.errors import MISSING
+from forge.config.problems import KeyPath, Problem, child, format_path, parse_path, split_at_equals
+from forge.config.yaml_text import read_yaml
+from forge.errors import MISSING, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,9 @@ class Layer:
 
     data: dict[str, Any]
     origin: Origin
-    lines: Mapping[Path, int] = field(default_factory=dict)
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
 
-    def origin_of(self, path: Path) -> Origin:
+    def origin_of(self, path: KeyPath) -> Origin:
         line = self.lines.get(path)
         return self.origin if line is None else Origin(self.origin.layer, self.origin.name, line)
 
@@ -74,7 +75,7 @@ class Tree:
 
     def __init__(self) -> None:
         self.data: dict[str, Any] = {}
-        self.origins: dict[Path, Origin] = {}
+        self.origins: dict[KeyPath, Origin] = {}
         self.problems: list[Problem] = []
 
     def lay(self, layer: Layer) -> None:
@@ -88,7 +89,7 @@ class Tree:
         else:
             self._assign(override)
 
-    def _merge(self, target: dict[str, Any], source: Mapping[str, Any], path: Path, layer: Layer) -> None:
+    def _merge(self, target: dict[str, Any], source: Mapping[str, Any], path: KeyPath, layer: Layer) -> None:
         for key, value in source.items():
             here = (*path, key)
             if isinstance(value, dict) and isinstance(target.get(key), dict):
@@ -97,13 +98,13 @@ class Tree:
             else:
                 target[key] = self._settle(value, here, layer)
 
-    def _settle(self, value: Any, path: Path, layer: Layer) -> Any:
+    def _settle(self, value: Any, path: KeyPath, layer: Layer) -> Any:
         """A copy of the value, now at this path; the origins below it are the layer's."""
         self._forget(path)
         self._record(value, path, layer)
         return copy.deepcopy(value)
 
-    def _record(self, value: Any, path: Path, layer: Layer) -> None:
+    def _record(self, value: Any, path: KeyPath, layer: Layer) -> None:
         self.origins[path] = layer.origin_of(path)
         if isinstance(value, dict):
             for key, item in value.items():
@@ -112,14 +113,14 @@ class Tree:
             for index, item in enumerate(value):
                 self._record(item, (*path, index), layer)
 
-    def _forget(self, path: Path) -> None:
+    def _forget(self, path: KeyPath) -> None:
         for other in [other for other in self.origins if other[: len(path)] == path]:
             del self.origins[other]
 
     def _assign(self, override: Assignment) -> None:
         layer = Layer({}, Origin("override", override.word))
         place: Any = self.data
-        path: Path = ()
+        path: KeyPath = ()
         for key in override.path[:-1]:
             step = self._step(place, key, path, override.word)
             if step is None:
@@ -141,7 +142,7 @@ class Tree:
         else:
             place[last] = self._settle(override.value, here, layer)
 
-    def _step(self, place: Any, key: str, path: Path, word: str) -> str | int | None:
+    def _step(self, place: Any, key: str, path: KeyPath, word: str) -> str | int | None:
         """The key or index by which to go on from `place`; None, with a problem, where there is no way."""
         if isinstance(place, dict):
             return key
@@ -160,7 +161,7 @@ class Tree:
 
     def _remove(self, override: Removal) -> None:
         place: Any = self.data
-        path: Path = ()
+        path: KeyPath = ()
         for key in override.path[:-1]:
             index = _index(key) if isinstance(place, list) else None
             step = key if index is None else index
@@ -187,3 +188,68 @@ class Tree:
 
 def _index(key: str) -> int | None:
     return int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else None
+
+
+_FOLDER = "presets"
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """The names that `model.preset` may have, sorted."""
+    entries = resources.files("forge.config").joinpath(_FOLDER).iterdir()
+    return tuple(sorted(entry.name.removesuffix(".yaml") for entry in entries if entry.name.endswith(".yaml")))
+
+
+@cache
+def read_preset(name: str) -> Layer:
+    """The keys that a preset sets. The name must be one of `preset_names()`."""
+    text = resources.files("forge.config").joinpath(_FOLDER, f"{name}.yaml").read_text("utf-8")
+    return Layer(read_yaml(text, source=f"preset {name}").data, Origin("preset", name))
+
+
+_FILE_STARTS = ("./", "../", "/", "~/")
+
+
+def split_words(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Files and overrides, told apart by their look alone, never by what happens to lie on disk.
+
+    A word with `=` in it or `~` before it is an override; the rest are files. A word that starts with `./`, `../`, `/`
+    or `~/` is always a file, so that a file with `=` in its name can still be given.
+    """
+    files: list[str] = []
+    overrides: list[str] = []
+    for word in words:
+        is_override = not word.startswith(_FILE_STARTS) and ("=" in word or word.startswith("~"))
+        (overrides if is_override else files).append(word)
+    return files, overrides
+
+
+def parse_override(word: str) -> Assignment | Removal | list[Problem]:
+    """One override, or what is wrong with it.
+
+    The key ends at the first `=` outside quotes, so that a value may hold `=`. The value is YAML: `a.b=` is null and
+    `a.b=''` is the empty text.
+    """
+    removal = word.lstrip().startswith("~")
+    key, value = split_at_equals(word.lstrip()[1:] if removal else word)
+    try:
+        path = parse_path(key)
+    except ValueError as error:
+        rule = f"an override is `key=value` or `~key` with a dotted key: {error}"
+        return [_problem(word, rule, "write it like `launcher.slurm.nodes=4` or `~launcher.hosts`")]
+    if removal:
+        if value is not None:
+            return [_problem(word, "~ removes a key and takes no value", f"write `~{key}` or `{key}={value}`")]
+        return Removal(path, word)
+    if value is None:
+        return [
+            _problem(word, "an override is `key=value` or `~key`", f"write `{word}=VALUE`, or `~{word}` to remove it")
+        ]
+    document = read_yaml(value, source=f"override {word}")
+    if document.problems:
+        return document.problems
+    return Assignment(path, document.data, word)
+
+
+def _problem(word: str, rule: str, repair: str) -> Problem:
+    return Problem(path=word, rule=rule, repair=repair, origin=f"override {word}")

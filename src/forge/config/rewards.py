@@ -7,16 +7,14 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, broken_rule
+from forge.config.base import ConfigModel, FrozenDict, Name, PathText, RewardName, broken_rule
 from forge.config.generator import GeneratorServiceConfig
-from forge.config.rules import Name, PathText
 
 
 class RewardConfig(ConfigModel):
     """One reward: a function of a prompt and a completion."""
 
-    kind: str = Field(
-        min_length=1,
+    kind: RewardName = Field(
         description="Name of a built-in reward (`forge rewards` lists them), or `package.module:function` of your own.",
     )
     name: Name | None = Field(default=None, description="Name in metrics; null to use the kind.")
@@ -63,6 +61,16 @@ class JudgeConfig(ConfigModel):
     generator: GeneratorServiceConfig = Field(
         default_factory=GeneratorServiceConfig, description="The engine that runs it."
     )
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        for key in ("weights", "update", "canary"):
+            if getattr(self.generator, key) != GeneratorServiceConfig.model_fields[key].get_default(
+                call_default_factory=True
+            ):
+                rule = "has no meaning here: the weights of a judge never change"
+                raise broken_rule(rule, repair="remove it", key=f"generator.{key}")
+        return self
 
 
 class RewardModelConfig(ConfigModel):

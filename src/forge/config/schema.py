@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import (
+from forge.config.base import (
     SHORT_DTYPES,
     Address,
+    ConfigModel,
     Directory,
     EnvName,
+    FrozenDict,
     KubernetesName,
     Name,
     PathText,
     SbatchLine,
     TimeLimit,
+    broken_rule,
 )
 
 
@@ -68,8 +70,11 @@ class ModelConfig(ConfigModel):
     hf_repo: str | None = Field(
         default=None, description="Hugging Face repository that the weights come from, such as Qwen/Qwen3-1.7B."
     )
-    family: Literal["qwen3", "qwen3_moe", "llama"] | None = Field(
-        default=None, description="Architecture, which decides the model definition."
+    family: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Model family, which decides the model definition: one of `forge.models.families`, such as qwen3, "
+        "or `module:attribute` of your own.",
     )
     num_layers: int | None = Field(default=None, ge=1, description="Transformer layers.")
     hidden_size: int | None = Field(default=None, ge=1, description="Width of the residual stream.")
@@ -212,83 +217,43 @@ class LauncherConfig(ConfigModel):
         return self
 
 
-class ActorConfig(ConfigModel):
-    """One actor: a mesh of processes that run the same class."""
+class WorkerConfig(ConfigModel):
+    """How the processes of a worker are started."""
 
-    procs: int = Field(default=1, ge=1, description="Processes on each host.")
-    hosts: int | None = Field(default=None, ge=1, description="Hosts to spread over; null to share the available ones.")
-    with_gpus: bool = Field(default=False, description="Whether each process gets its own GPU.")
-    mesh_name: Name | None = Field(
-        default=None, description="Name in logs, metrics and errors; null to take the class's."
-    )
     env: Mapping[EnvName, str] = Field(
         default_factory=FrozenDict,
         description="Environment variables of the processes. Values are text: quote numbers.",
     )
-    num_threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of each process; null for one, so that processes do not compete."
+    setup_timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds that loading the model and the like may take; null for 600."
     )
-    setup_timeout_s: float = Field(default=600.0, gt=0, description="Seconds that an actor's setup may take.")
-    spawn_timeout_s: float = Field(default=120.0, gt=0, description="Seconds that starting the processes may take.")
+    spawn_timeout_s: float | None = Field(
+        default=None, gt=0, description="Seconds that starting the processes may take; null for 120."
+    )
 
     def options(self) -> dict[str, Any]:
-        """The keywords for `Actor.options(...)`."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+        """Return the keywords for `Actor.options(...)`: those that are set."""
+        chosen = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in chosen.items() if value is not None} | {"env": dict(self.env)}
 
 
-class ServiceConfig(ActorConfig):
-    """One service: replicas of an actor behind a router that replaces failed replicas."""
+class ReplicatedWorkerConfig(WorkerConfig):
+    """How the processes of a worker are started, and replaced when one dies or hangs."""
 
-    num_replicas: int = Field(default=1, ge=1, description="Replicas, each with its own mesh of processes.")
-    routing: Literal["round_robin", "least_loaded"] = Field(
-        default="round_robin", description="How a replica is chosen for a call outside a session."
-    )
-    max_concurrency: int | None = Field(
+    heartbeat_timeout_s: float | None = Field(
         default=None,
-        ge=1,
-        description="Calls that one calling process may have in flight at a replica; null for no limit.",
+        gt=1,
+        description="Seconds without a heartbeat answer after which a replica counts as dead; null for 30.",
     )
-    max_queue: int | None = Field(
+    max_restarts: int | None = Field(
         default=None,
         ge=0,
-        description="Calls that may wait for a replica before callers are refused; null for no limit.",
+        description="Consecutive restarts after which a replica is dropped; null for 5, 0 for no restart.",
     )
-    call_timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds after which a call is cancelled; null for never."
-    )
-    heartbeat_s: float = Field(default=1.0, gt=0, description="Seconds between two heartbeats to a replica.")
-    heartbeat_timeout_s: float = Field(
-        default=30.0, gt=0, description="Seconds without a heartbeat answer after which a replica counts as dead."
-    )
-    max_restarts: int = Field(
-        default=5, ge=0, description="Consecutive restarts after which a replica is dropped; 0 for no restart."
-    )
-    restart_backoff_s: float = Field(
-        default=0.1, ge=0, description="Seconds before the second consecutive restart; doubled for each further one."
-    )
-    max_backoff_s: float = Field(default=30.0, gt=0, description="Longest wait before a restart, in seconds.")
-    stable_s: float = Field(
-        default=2.0,
-        ge=0,
-        description="Seconds of uptime after which a replica counts as stable and its restart count is reset.",
-    )
-    max_retries: int = Field(
-        default=10,
-        ge=0,
-        description="How often a call of an endpoint with retry=True is sent again after its replica was lost.",
-    )
-
-    @model_validator(mode="after")
-    def _check_heartbeat(self) -> Self:
-        if self.heartbeat_timeout_s <= self.heartbeat_s:
-            rule = f"must be longer than heartbeat_s, which is {self.heartbeat_s:g}"
-            raise broken_rule(rule, repair="raise it, or lower heartbeat_s", key="heartbeat_timeout_s")
-        return self
 
 
 class StoreConfig(ConfigModel):
-    """Where published weights are kept, and how they are checked."""
+    """Where published weights are kept."""
 
     volumes: int = Field(
         default=0,
@@ -301,13 +266,15 @@ class StoreConfig(ConfigModel):
         ge=1,
         description="Versions of the weights to keep memory for, including the one being written.",
     )
-    verify: Literal["cheap", "full", "off"] = Field(
-        default="cheap", description="How readers check that they received what was published."
-    )
+
+    @property
+    def num_versions(self) -> int:
+        """Versions of the weights that there is memory for: one is always left to fetch while the next is written."""
+        return max(2, self.keep)
 
     @model_validator(mode="after")
     def _check_copies(self) -> Self:
-        if self.volumes and self.copies > self.volumes:
+        if self.copies > max(1, self.volumes):
             rule = f"at most as many as volumes, which is {self.volumes}"
             raise broken_rule(rule, repair="lower it, or raise volumes", key="copies")
         return self
@@ -316,9 +283,8 @@ class StoreConfig(ConfigModel):
 class ForgeConfig(ConfigModel):
     """The whole configuration. Derive from it to add sections."""
 
+    old_keys: ClassVar[Mapping[str, str | None]] = {"store": None, "services": None, "actors": None}
+
     run: RunConfig = Field(default_factory=RunConfig, description="What this run is called and where it writes.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Which model.")
     launcher: LauncherConfig = Field(default_factory=LauncherConfig, description="Where worker processes come from.")
-    store: StoreConfig = Field(default_factory=StoreConfig, description="How weights are kept and checked.")
-    services: Mapping[Name, ServiceConfig] = Field(default_factory=FrozenDict, description="Services by name.")
-    actors: Mapping[Name, ActorConfig] = Field(default_factory=FrozenDict, description="Actors by name.")

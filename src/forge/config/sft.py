@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, broken_rule
-from forge.config.rules import PathText
-from forge.config.schema import ForgeConfig
+from forge.config.base import ConfigModel, FrozenDict, LossName, Name, PathText, SinkName, broken_rule
+from forge.config.schema import ForgeConfig, WorkerConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "text"]
@@ -108,6 +107,28 @@ class ValidationConfig(ConfigModel):
         return bool(self.sources) or self.fraction > 0
 
 
+class LossConfig(ConfigModel):
+    """What fine-tuning minimizes."""
+
+    function: LossName = Field(
+        default="cross_entropy", description="Which loss: `cross_entropy`, or `module:attribute` of your own."
+    )
+    args: Mapping[str, Any] = Field(default_factory=FrozenDict, description="Keyword arguments of a loss of your own.")
+
+
+class SinkConfig(ConfigModel):
+    """One more place that metrics are written to."""
+
+    kind: SinkName = Field(description="`jsonl`, `tensorboard`, `wandb`, or `module:attribute` of your own.")
+    name: Name | None = Field(default=None, description="Name in messages; null for the kind's.")
+    args: Mapping[str, Any] = Field(default_factory=FrozenDict, description="Keyword arguments of the class.")
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return self.name or self.kind.rpartition(":")[2]
+
+
 class MetricsConfig(ConfigModel):
     """Where metrics are written."""
 
@@ -119,6 +140,27 @@ class MetricsConfig(ConfigModel):
     tensorboard: bool = Field(default=True, description="Whether TensorBoard files are written.")
     wandb: bool = Field(default=False, description="Whether metrics go to Weights & Biases; needs the extra `wandb`.")
     wandb_project: str = Field(default="torchforge", min_length=1, description="Project in Weights & Biases.")
+    sinks: tuple[SinkConfig, ...] = Field(default=(), description="More sinks, such as one of your own.")
+
+    @property
+    def enabled_sinks(self) -> tuple[SinkConfig, ...]:
+        """The sinks besides the console: those that are switched on by a key of their own, then `sinks`."""
+        own = {"jsonl": self.jsonl, "tensorboard": self.tensorboard, "wandb": self.wandb}
+        return (*(SinkConfig(kind=kind) for kind, is_on in own.items() if is_on), *self.sinks)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        labels = ["console", *(sink.label for sink in self.enabled_sinks)]
+        if len(set(labels)) != len(labels):
+            rule = f"every sink has a name of its own; there are {', '.join(labels)}"
+            raise broken_rule(rule, repair="give one of them another `name`", key="sinks")
+        return self
+
+
+class SFTWorkersConfig(ConfigModel):
+    """The processes of each worker. Their number and devices are in `distributed`."""
+
+    trainer: WorkerConfig = Field(default_factory=WorkerConfig, description="The trainer.")
 
 
 class SFTConfig(ForgeConfig):
@@ -127,9 +169,11 @@ class SFTConfig(ForgeConfig):
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="The optimizer's steps.")
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="The layout over ranks.")
     checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved, and when.")
+    loss: LossConfig = Field(default_factory=LossConfig, description="What is minimized.")
     data: DataConfig = Field(default_factory=DataConfig, description="Where samples come from.")
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description="How training is judged.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are written.")
+    workers: SFTWorkersConfig = Field(default_factory=SFTWorkersConfig, description="The processes of each worker.")
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:

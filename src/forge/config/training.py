@@ -7,8 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, broken_rule
-from forge.config.rules import SHORT_DTYPES, Directory, PathText
+from forge.config.base import SHORT_DTYPES, ConfigModel, Directory, PathText, broken_rule
 from forge.config.schema import ModelConfig
 
 
@@ -156,7 +155,7 @@ class DistributedConfig(ConfigModel):
     @model_validator(mode="after")
     def _check_degrees(self) -> Self:
         if self.shard == 0:
-            raise broken_rule("-1 or at least 1", repair="write -1 for all ranks that are left", key="shard")
+            raise broken_rule("-1 or at least 1", repair="write -1 for all remaining ranks", key="shard")
         data = self.replicate * abs(self.shard)
         wrong = {
             "none": (self.replicate != 1 or self.shard > 1, "replicate 1 and shard 1 or -1"),
@@ -180,6 +179,13 @@ class DistributedConfig(ConfigModel):
     def num_ranks(self) -> int:
         """How many ranks the degrees ask for; a shard of -1 counts as 1."""
         return self.replicate * max(1, self.shard) * self.tensor * self.pipeline
+
+    def ranks_on(self, num_gpus: int) -> int:
+        """How many ranks there are where each host has so many GPUs, 0 for a CPU: a shard of -1 takes all of them."""
+        if self.shard != -1:
+            return self.num_ranks
+        everywhere = num_gpus * (self.hosts or 1)
+        return max(self.num_ranks, everywhere - everywhere % self.num_ranks)
 
 
 class CheckpointConfig(ConfigModel):

@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 from yaml.resolver import BaseResolver
 
-from forge.config.paths import Path, format_path
-from forge.config.problems import Problem
+from forge.config.problems import KeyPath, Problem, format_path
 
 MAX_VALUES = 100_000
 _TAG = "tag:yaml.org,2002:"
@@ -84,7 +83,7 @@ class Document:
     """One text, read: plain data, the line of every path in it, and what was wrong."""
 
     data: Any = None
-    lines: dict[Path, int] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     readable: bool = True
     """False when the text could not be read at all, so that its keys are unknown."""
@@ -112,7 +111,7 @@ class _Builder:
         self._source = source
         self._count = 0
 
-    def build(self, node: yaml.Node, path: Path, above: frozenset[int]) -> Any:
+    def build(self, node: yaml.Node, path: KeyPath, above: frozenset[int]) -> Any:
         self._document.lines[path] = node.start_mark.line + 1
         self._count += 1
         if id(node) in above or self._count > MAX_VALUES:
@@ -129,7 +128,7 @@ class _Builder:
             return [self.build(item, (*path, index), above) for index, item in enumerate(node.value)]
         return self._scalar(node, path)
 
-    def _keys(self, node: yaml.MappingNode, path: Path) -> Iterator[tuple[str, yaml.Node]]:
+    def _keys(self, node: yaml.MappingNode, path: KeyPath) -> Iterator[tuple[str, yaml.Node]]:
         lines: dict[str, int] = {}
         for key_node, value in node.value:
             merge = key_node.value == "<<" and key_node.style is None
@@ -145,7 +144,7 @@ class _Builder:
             if self._is_text(key_node, (*path, key)):
                 yield key, value
 
-    def _scalar(self, node: yaml.Node, path: Path) -> Any:
+    def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
         text = node.value
         match node.tag.removeprefix(_TAG) if isinstance(node, yaml.ScalarNode) else None:
             case "null":
@@ -160,7 +159,7 @@ class _Builder:
         self._complain(node, path, f"the YAML tag {node.tag!r} is not read", repair)
         return None
 
-    def _number(self, node: yaml.Node, path: Path, kind: str) -> int | float | None:
+    def _number(self, node: yaml.Node, path: KeyPath, kind: str) -> int | float | None:
         text = node.value
         try:
             if kind == "int":
@@ -170,7 +169,7 @@ class _Builder:
             self._complain(node, path, f"{text[:40]!r} is not a number that can be read", "write it in decimal digits")
             return None
 
-    def _is_text(self, node: yaml.Node, path: Path) -> bool:
+    def _is_text(self, node: yaml.Node, path: KeyPath) -> bool:
         try:
             node.value.encode()
         except UnicodeEncodeError:
@@ -178,7 +177,7 @@ class _Builder:
             return False
         return True
 
-    def _complain(self, node: yaml.Node, path: Path, rule: str, repair: str) -> None:
+    def _complain(self, node: yaml.Node, path: KeyPath, rule: str, repair: str) -> None:
         mark = node.start_mark
         origin = f"{self._source}:{mark.line + 1}"
         where = format_path(path).encode(errors="replace").decode() or self._source

@@ -5,16 +5,14 @@ with open_loaders(config.data, training=config.training, tokenizer=tokenizer, se
         ...
 """
 
-from forge.data.corpus import Corpus, Drawn, IndexedCorpus, Pass
-from forge.data.counting import BatchCount
+from forge.data.corpus import Corpus, Drawn, IndexedCorpus, Pass, StreamCorpus
+from forge.data.files import Record
 from forge.data.formats import Conversation, Layout, convert, detect
-from forge.data.loader import BatchLoader
+from forge.data.loader import BatchCount, BatchLoader
 from forge.data.opening import Loaders, open_corpus, open_indexed_corpus, open_loaders
 from forge.data.packing import Packer
-from forge.data.records import Record
 from forge.data.samples import Counters, Encoder, Tokenizer
 from forge.data.sources import IndexedFiles, IndexedSource, StreamSource, open_indexed, open_stream
-from forge.data.streaming import StreamCorpus
 
 __all__ = [
     "BatchCount",

@@ -8,14 +8,62 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from forge.errors import DataError
+
+Mark = tuple[int, int, int, int]
+"""Where a stream can start again: ordinal of the record, file, offset in it, line. They order as the records do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a source.
+
+    Attributes:
+        place: where it lies, for messages: "train.jsonl:17" (lines count from 1), "train.parquet:17" (rows from 0).
+        raw: the bytes of one JSON object, or the row itself where the source already holds objects.
+    """
+
+    place: str
+    raw: bytes | Mapping[str, Any]
+
+    def value(self) -> Mapping[str, Any]:
+        """The record as an object; a DataError that names the place if it is none."""
+        if not isinstance(self.raw, bytes):
+            return self.raw
+        try:
+            value = json.loads(self.raw)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{self.place}: this is not JSON: {error}",
+                path=self.place,
+                value=self.raw[:200],
+                rule="each record is one whole JSON object in UTF-8",
+                repair="correct or remove it, or set data.on_bad_record to skip",
+            ) from error
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{self.place}: this is a JSON {_kind(value)}, not an object",
+                path=self.place,
+                value=value,
+                rule="each record is one JSON object, {…}",
+                repair="correct or remove it, or set data.on_bad_record to skip",
+            )
+        return value
+
+
+def _kind(value: object) -> str:
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null")
+
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz")
 RULE = "a file ends in .jsonl, .json, .jsonl.gz, .json.gz or .parquet"
@@ -46,7 +94,7 @@ def read_file(
 
     `wanted` names the columns of Parquet that are read; `chunk_size` is how much of an array is looked at once. A file
     that cannot be read as what its name says is a DataError; a broken record inside a file of lines is not, because
-    nobody has parsed it yet.
+    it has not been parsed yet.
     """
     suffix = suffix_of(path)
     if suffix is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from forge.data.records import Record
+from forge.data.files import Record
 from forge.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -190,13 +190,13 @@ def _turn(turn: object, where: str, *, layout: Layout, place: str) -> tuple[dict
     role = known.get(speaker) if isinstance(speaker, str) else None
     if role is None:
         rule = f"format {layout.format}: `{layout.name(keys[0])}` is one of {', '.join(known)}"
-        _refuse(place, f"{where} does not say who speaks", speaker, rule)
+        _refuse(place, f"{where} has no valid role", speaker, rule)
     content = _content(content)
     if content is None and not (role == "assistant" and fields.get("tool_calls")):
         rule = f"format {layout.format}: `{layout.name(keys[1])}` is text, or a list of parts of type text"
         _refuse(place, f"{where} has no text", turn.get(layout.name(keys[1])), rule)
     if role == "assistant" and not content and not fields.get("tool_calls"):
-        _refuse(place, f"{where} is empty", content, "what the assistant says is not empty")
+        _refuse(place, f"{where} is empty", content, "the assistant's message is not empty")
     if train is not None and (not isinstance(train, bool) or (train and role != "assistant")):
         _refuse(place, f"{where} has `train` that cannot be followed", train, "`train` is false, or true for assistant")
     return {"role": role, "content": content or "", **fields}, train is not False

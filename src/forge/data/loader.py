@@ -1,19 +1,23 @@
-"""Batches for training: drawn, tokenised, packed, and resumable to the token."""
+"""Batches for training: mixed, tokenized, packed, and resumable to the token."""
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
 
 from forge.config import DataConfig, TrainingConfig
 from forge.data.corpus import Corpus, Drawn, IndexedCorpus, Pass
-from forge.data.counting import BatchCount, count_batches
+from forge.data.files import Record
+from forge.data.mixing import Indices, shuffled
 from forge.data.packing import Packer
-from forge.data.read_ahead import ReadAhead
-from forge.data.records import Record
 from forge.data.samples import Counters, Encoder
 from forge.errors import DataError
 from forge.types import Batch, Sample
@@ -35,7 +39,7 @@ class BatchLoader:
     """An iterator over the batches of all epochs.
 
     A batch has training.batch_size x training.gradient_accumulation_steps rows; the last one of an epoch may have
-    fewer, and no batch reaches into the next epoch. `for batch in loader` goes on where the last one stopped. With
+    fewer, and no batch reaches into the next epoch. `for batch in loader` continues where the last one stopped. With
     `read_ahead`, so many batches are made ahead in a background thread; neither the order nor the state depends on it,
     and `close`, or leaving the loader as a context, ends the thread.
     """
@@ -96,7 +100,7 @@ class BatchLoader:
         return counters["tokens"] / max(1, counters["rows"] * self._maker.encoder.max_seq_len)
 
     def count_batches(self) -> BatchCount | None:
-        """How many batches all epochs have; None for a stream, whose length nobody knows.
+        """How many batches all epochs have; None for a stream, whose length is unknown.
 
         Which samples are dropped and how they pack is known only from their lengths. Up to 200,000 samples are all
         tokenised once to know it exactly; of more, some are, and the answer says that it is an estimate. It is the same
@@ -289,3 +293,143 @@ def _check_identity(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Non
                     rule=f"its {key} is {old.get(key)!r}, as when the state was saved",
                     repair=repair,
                 )
+
+
+T = TypeVar("T")
+
+
+class ReadAhead(Generic[T]):
+    """An iterator whose next `depth` items are made while the present one is used.
+
+    Items come in their order. What the thread raises is raised to the consumer, after the items made before it. `close`
+    ends the thread; the item that is being made then is thrown away.
+    """
+
+    def __init__(self, items: Iterator[T], *, depth: int) -> None:
+        self._shared = _Shared[T](depth)
+        self._thread = threading.Thread(target=_work, args=(items, self._shared), name="forge-data", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        shared = self._shared
+        with shared.changed:
+            while not shared.ready and not shared.ended:
+                shared.changed.wait()
+            if shared.ready:
+                shared.changed.notify_all()
+                return shared.ready.popleft()
+        self._thread.join()
+        if shared.error is not None:
+            raise shared.error
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the thread and wait for it."""
+        with self._shared.changed:
+            self._shared.ended = True
+            self._shared.ready.clear()
+            self._shared.changed.notify_all()
+        if threading.current_thread() is not self._thread:  # garbage may be collected there
+            self._thread.join()
+
+
+class _Shared(Generic[T]):
+    def __init__(self, depth: int) -> None:
+        self.changed = threading.Condition()
+        self.ready: deque[T] = deque()
+        self.depth = depth
+        self.ended = False
+        self.error: BaseException | None = None
+
+
+def _work(items: Iterator[T], shared: _Shared[T]) -> None:
+    try:
+        for item in items:
+            with shared.changed:
+                while len(shared.ready) >= shared.depth and not shared.ended:
+                    shared.changed.wait()
+                if shared.ended:
+                    return
+                shared.ready.append(item)
+                shared.changed.notify_all()
+    except BaseException as error:  # noqa: BLE001 — it is raised again where the items are used
+        shared.error = error
+    finally:
+        with shared.changed:
+            shared.ended = True
+            shared.changed.notify_all()
+
+
+EXACT_UP_TO = 200_000
+PROBES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCount:
+    """The number of batches in each epoch.
+
+    Attributes:
+        per_epoch: one number for each epoch.
+        exact: whether every sample was looked at; otherwise it is an estimate from some of them.
+    """
+
+    per_epoch: tuple[int, ...]
+    exact: bool
+
+    @property
+    def total(self) -> int:
+        """Over all epochs."""
+        return sum(self.per_epoch)
+
+
+def count_batches(
+    corpus: IndexedCorpus,
+    encoder: Encoder,
+    *,
+    data: DataConfig,
+    training: TrainingConfig,
+    exact_up_to: int = EXACT_UP_TO,
+) -> BatchCount:
+    """Tokenise all samples once, or some where there are more than `exact_up_to`, and pack their lengths."""
+    exact = len(corpus) <= exact_up_to
+    if exact:
+        lengths = _lengths(corpus, encoder, np.arange(len(corpus), dtype=np.int64))
+        rows = [_num_rows(lengths[corpus.order(epoch)], data, encoder) for epoch in range(training.num_epochs)]
+    else:
+        probes = min(PROBES, exact_up_to)
+        sizes = [len(corpus.order(epoch)) for epoch in range(training.num_epochs)]
+        chosen = shuffled(len(corpus), key=0)[:probes]
+        found = _num_rows(_lengths(corpus, encoder, chosen), data, encoder)
+        rows = [math.ceil(size * found / probes) for size in sizes]
+    per_batch = training.batch_size * training.gradient_accumulation_steps
+    return BatchCount(tuple(math.ceil(number / per_batch) for number in rows), exact)
+
+
+def _lengths(corpus: IndexedCorpus, encoder: Encoder, numbers: Indices) -> Indices:
+    """The length of each sample; 0 for one that is left out."""
+    lengths = np.zeros(len(numbers), dtype=np.int64)
+    scratch = Counters()
+    for place, number in enumerate(numbers):
+        drawn = corpus.at(int(number))
+        sample = encoder.encode(drawn.record, layout=corpus.layouts[drawn.source], counters=scratch)
+        lengths[place] = 0 if sample is None else len(sample)
+    return lengths
+
+
+def _num_rows(lengths: Indices, data: DataConfig, encoder: Encoder) -> int:
+    kept: Iterator[int] = iter(lengths[lengths > 0].tolist())
+
+    def draw() -> tuple[None, int] | None:
+        length = next(kept, None)
+        return None if length is None else (None, length)
+
+    if not data.packing:
+        return int((lengths > 0).sum())
+    packer = Packer(draw, capacity=encoder.max_seq_len, lookahead=data.pack_lookahead)
+    num_rows = 0
+    while packer.next_row():
+        num_rows += 1
+    return num_rows

@@ -10,13 +10,12 @@ from types import TracebackType
 from typing import Self
 
 from forge.config import DataConfig, SourceConfig, TrainingConfig, ValidationConfig
-from forge.data.corpus import Corpus, IndexedCorpus
+from forge.data.corpus import Corpus, IndexedCorpus, StreamCorpus
+from forge.data.files import Record
 from forge.data.formats import Layout, detect, wanted_columns
 from forge.data.loader import BatchLoader
-from forge.data.records import Record
 from forge.data.samples import Encoder, Tokenizer
 from forge.data.sources import IndexedSource, StreamSource, open_indexed, open_stream
-from forge.data.streaming import StreamCorpus
 from forge.errors import ConfigError, DataError
 
 logger = logging.getLogger("forge.data")

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forge.config import PromptSourceConfig, SourceConfig
-from forge.config.suggest import did_you_mean
-from forge.data.files import suffix_of
+from forge.data.files import Record, suffix_of
 from forge.data.formats import Layout, convert
-from forge.data.hub import is_saved_dataset
-from forge.data.records import Record
-from forge.data.sources import find_files, open_indexed
-from forge.errors import DataError
+from forge.data.sources import find_files, is_saved_dataset, open_indexed
+from forge.errors import DataError, did_you_mean
 from forge.types import Prompt
 
 logger = logging.getLogger("forge.data")
@@ -110,7 +107,7 @@ class RecordPrompts:
         turns = convert(Record(record.place, value), layout=layout).messages
         if turns[-1]["role"] not in ("user", "tool"):
             rule = "the last message is one to be answered: a user's, or a tool's"
-            raise _bad(record.place, "nothing is asked in this conversation", turns[-1]["role"], rule)
+            raise _bad(record.place, "this conversation has no message to answer", turns[-1]["role"], rule)
         if turns[-1]["role"] == "user" and not turns[-1]["content"].strip():
             raise _bad(record.place, "the prompt is empty", turns[-1]["content"], "the last message is not empty")
         return self._allowed(record.place, _plain(turns))
@@ -160,12 +157,12 @@ def final_answer(solution: str, *, place: str) -> str:
     _, mark, answer = solution.rpartition(MARK)
     if not mark or not answer.strip():
         rule = f"format gsm8k: an answer ends with {MARK} and what it comes to"
-        raise _bad(place, f"there is no answer behind {MARK}", solution, rule)
+        raise _bad(place, f"there is no answer after {MARK}", solution, rule)
     return _THOUSANDS.sub("", answer.strip())
 
 
 def _columns(config: PromptSourceConfig) -> frozenset[str]:
-    """Every column of the source's Parquet files: what is no prompt and no answer may be what a reward reads."""
+    """Every column of the source's Parquet files: a reward may read any column."""
     names = {config.columns.get(key, key) for key in _KEYS}
     if config.path is None or is_saved_dataset(Path(config.path)):
         return frozenset(names)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from forge.config import DataConfig
+from forge.data.files import Record
 from forge.data.formats import Conversation, Layout, convert
-from forge.data.records import Record
 from forge.errors import DataError, ForgeError
 from forge.types import Sample
 
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
 
 @dataclass(slots=True)
 class Counters:
-    """What became of the records so far. They go on counting over a resume.
+    """What became of the records so far. They continue counting after a resume.
 
     Attributes:
         samples: samples in the batches given.
@@ -107,13 +107,13 @@ class Encoder:
         answers = [turn["role"] == "assistant" for turn in conversation.messages]
         if self._data.loss_on == "answers" and not any(answers):
             raise _bad(place, "there is no assistant message", "with data.loss_on: answers each record needs one")
-        token_ids, said = self._call(place, self._tokenizer.encode_chat, conversation.messages)
-        if len(token_ids) != len(said):
-            raise RuntimeError(f"the tokenizer gave {len(token_ids)} tokens and a mask of {len(said)}")
+        token_ids, is_assistant = self._call(place, self._tokenizer.encode_chat, conversation.messages)
+        if len(token_ids) != len(is_assistant):
+            raise RuntimeError(f"the tokenizer gave {len(token_ids)} tokens and a mask of {len(is_assistant)}")
         everything = self._data.loss_on == "all"
-        weights = [1.0 if everything or mark else 0.0 for mark in said]
+        weights = [1.0 if everything or mark else 0.0 for mark in is_assistant]
         if not all(conversation.trained):
-            _take_out(weights, said, conversation, place=place, everything=everything)
+            _take_out(weights, is_assistant, conversation, place=place, everything=everything)
         return token_ids, weights
 
     def _call(self, place: str, encode: Any, argument: Any) -> Any:
@@ -154,7 +154,7 @@ def _sample(token_ids: list[int], weights: list[float], place: str) -> Sample:
 
 
 def _take_out(
-    weights: list[float], said: list[bool], conversation: Conversation, *, place: str, everything: bool
+    weights: list[float], is_assistant: list[bool], conversation: Conversation, *, place: str, everything: bool
 ) -> None:
     """Set the weights of messages with `train: false` to 0.
 
@@ -166,7 +166,7 @@ def _take_out(
             place, "`train: false` on a message that is not the assistant's", "with data.loss_on: all only those"
         )
     wanted = [trained for turn, trained in flags if turn["role"] == "assistant"]
-    runs = [(mark, len(list(group))) for mark, group in itertools.groupby(said)]
+    runs = [(mark, len(list(group))) for mark, group in itertools.groupby(is_assistant)]
     if sum(mark for mark, _ in runs) != len(wanted):
         raise _bad(place, "the chat template does not separate its messages", "`train: false` needs each one marked")
     answers, start = iter(wanted), 0

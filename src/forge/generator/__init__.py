@@ -1,1 +1,1 @@
-"""Generators: prompts in, token-exact completions out, on the embedded engine or on vLLM."""
+"""Generators: prompts in, token-exact completions out, on the native engine or on vLLM."""

@@ -1,4 +1,4 @@
-"""`Generator`: an engine behind endpoints, the same for every engine."""
+"""`Generator`: the actor that serves an engine, the same for every engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from forge.config import GeneratorConfig, Sampling, UpdateMode
+from forge.config import GeneratorConfig, PolicyConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, OptionError, SyncError
 from forge.generator.engine import (
     EngineCapabilities,
@@ -18,13 +18,15 @@ from forge.generator.engine import (
     GenerationEngine,
     Request,
     UpdateReport,
+    check_split,
     engine_class,
+    most_open,
 )
-from forge.generator.limits import most_open
-from forge.generator.long_texts import LongTexts, is_long
+from forge.generator.prompts import LongTexts, is_long
 from forge.generator.sync import Sync, Version
 from forge.observe import span
 from forge.runtime.endpoints import endpoint
+from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.service.actor import ForgeActor
 from forge.types import Completion, Delta
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from forge.generator.prompts import PromptReader
     from forge.models.locate import ResolvedModel
     from forge.models.tokenizer import ChatTokenizer
+    from forge.service import Service
 
 _log = logging.getLogger("forge.generator")
 Messages = Sequence[Mapping[str, Any]]
@@ -41,40 +44,33 @@ ENGINE_DIED = 70
 
 
 class Generator(ForgeActor):
-    """Turns prompts into completions. As a service, several replicas feel like one policy.
+    """Generates completions of prompts. As a service, several replicas act as one policy.
 
     Example:
         >>> policy = await Generator.options(num_replicas=2).as_service(GeneratorConfig(model=model))
         >>> completions = await policy.generate.route("Once upon a time", n=4)
         >>> await policy.update_weights.fanout(version=3)
 
-    `procs` is the number of processes over which vLLM splits the model; the embedded engine has one. When the engine
-    dies the process ends with it, so that a service restarts the replica, which then loads the newest version.
+    `procs` is the number of processes over which the engine splits the model; the native engine has one. When the
+    engine dies the process ends with it, so that a service restarts the replica, which then loads the newest version.
     """
 
     def __init__(self, config: GeneratorConfig) -> None:
         self.config = config
 
-    # ---- Life ---------------------------------------------------------------------------------------------------
+    # ---- Lifetime -----------------------------------------------------------------------------------------------
 
     @endpoint
     async def setup(self) -> None:
         """Load the model, and the newest weights if any were published."""
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        if world_size > 1 and not self._capabilities.tensor_parallel:
-            raise OptionError(
-                f"the engine `{self.config.engine}` runs in one process",
-                path="Generator.options(procs=)",
-                value=world_size,
-                rule=f"1 with `engine: {self.config.engine}`",
-                repair="procs=1 and more replicas, or engine: vllm",
-            )
+        check_split(self.config, world_size, path="Generator.options(procs=)", error=OptionError)
         devices = await asyncio.to_thread(_all_devices, rank, world_size)
         self._is_front = rank == 0
         self._catching_up = asyncio.Lock()
         self._may_be_behind = int(os.environ.get("FORGE_REPLICA_GENERATION", "0")) > 0
         if not self._is_front:
-            return  # it lends its device to the engine of rank 0
+            return  # the engine of rank 0 uses its device
         self.model, self._tokenizer = await asyncio.to_thread(self._read_model)
         self._engine = self._make_engine(world_size, devices)
         self._sync = Sync(self._engine, self.config)
@@ -85,9 +81,9 @@ class Generator(ForgeActor):
 
         if await Weights(self.config.weights).versions():
             try:
-                await self._sync.update("latest", "keep")
+                await self._sync.update_weights("latest", "keep")
             except SyncError:
-                _log.error("this generator takes no requests until an update passes")
+                _log.error("this generator accepts no requests until an update succeeds")
 
     def _read_model(self) -> tuple[ResolvedModel, ChatTokenizer | None]:
         from forge.models.locate import resolve
@@ -99,13 +95,18 @@ class Generator(ForgeActor):
         return model, ChatTokenizer.load(model.folder, chat_template=self.config.chat_template)
 
     def _make_engine(self, world_size: int, devices: Sequence[str]) -> GenerationEngine:
-        options: dict[str, Any] = {}
-        if self._capabilities.tensor_parallel:
-            options = {"tensor_parallel": world_size, "devices": devices}
         engine: GenerationEngine = engine_class(self.config.engine)(
-            self.config, model=self.model, tokenizer=self._tokenizer, on_death=_end_process, **options
+            self.config,
+            model=self.model,
+            tokenizer=self._tokenizer,
+            on_death=_end_process,
+            **self._engine_options(world_size, devices),
         )
         return engine
+
+    def _engine_options(self, world_size: int, devices: Sequence[str]) -> dict[str, Any]:
+        """Return what the engine is made from besides configuration, model and tokenizer."""
+        return {"tensor_parallel": world_size, "devices": devices} if self._capabilities.tensor_parallel else {}
 
     @property
     def _capabilities(self) -> EngineCapabilities:
@@ -113,19 +114,19 @@ class Generator(ForgeActor):
         return found
 
     def _make_reader(self) -> PromptReader:
-        from forge.generator.limits import context_limit
+        from forge.generator.engine import context_limit
         from forge.generator.prompts import PromptReader
 
         return PromptReader(
             self.config,
             tokenizer=self._tokenizer,
-            max_seq_len=context_limit(self.config, self.model.facts),
-            vocab_size=self.model.facts.vocab_size or 0,
+            max_seq_len=context_limit(self.config, self.model.architecture),
+            vocab_size=self.model.architecture.vocab_size or 0,
         )
 
     @endpoint(concurrent=True)
     async def close(self) -> None:
-        """End the engine in order. Completions under way end as aborted."""
+        """End the engine in order. Completions in progress finish as aborted."""
         if self._is_front:
             self._long_texts.close()
             await self._engine.close()
@@ -143,13 +144,13 @@ class Generator(ForgeActor):
         n: int | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """The completions of one prompt.
+        """Return the completions of one prompt.
 
         Args:
-            prompt: text to go on from.
+            prompt: text to continue.
             messages: or a conversation to answer, which goes through the chat template.
             token_ids: or tokens, as they are.
-            sampling: how tokens are drawn: a whole `Sampling`, or a dict of what differs from the configuration's.
+            sampling: a whole `Sampling`, or a dict of what differs from the configuration's.
             n: how many completions; overrides `sampling`.
             template: arguments of the chat template, such as `tools` or `enable_thinking`.
         """
@@ -173,7 +174,7 @@ class Generator(ForgeActor):
         n: int | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[Delta]:
-        """As `generate`, as the completions grow: `async for delta in policy.generate_stream.stream(...)`."""
+        """Stream what `generate` returns: `async for delta in policy.generate_stream.stream(...)`."""
         if not self._is_front:
             return
         await self._catch_up()
@@ -216,7 +217,7 @@ class Generator(ForgeActor):
     async def score(
         self, token_ids: Sequence[int] | Sequence[Sequence[int]], *, temperature: float = 1.0
     ) -> list[list[float]]:
-        """The logprob of every given token after those before it; the first one's is 0. One line of tokens, or many."""
+        """Return the logprob of every token given those before it; the first one's is 0. One sequence, or many."""
         if not self._is_front:
             return []
         await self._catch_up()
@@ -251,7 +252,7 @@ class Generator(ForgeActor):
             )
         if mode is not None and mode not in ("drain", "keep", "recompute", "abort"):
             raise OptionError(
-                "there is no such way to update weights",
+                "this is not an update mode",
                 path="update_weights(mode=)",
                 value=mode,
                 rule="one of drain, keep, recompute, abort",
@@ -260,51 +261,51 @@ class Generator(ForgeActor):
         self._may_be_behind = False
         mode = mode or self.config.update.mode
         with span("update_weights", version=version, mode=mode):
-            return await self._sync.update(version, mode)
+            return await self._sync.update_weights(version, mode)
 
     async def _catch_up(self) -> None:
-        """Before the first requests after a restart: a version that was sent to all while this replica began passed it
-        by, and nobody would send it again. Requests only come when it is part of every fanout."""
+        """Update before the first request after a restart: this replica missed versions that were sent to all while it
+        started, and they are not sent again. Requests only come when it is part of every fanout."""
         async with self._catching_up:
             if self._may_be_behind:
                 await self._sync.catch_up()
                 self._may_be_behind = False
 
-    # ---- Memory, adapters, figures --------------------------------------------------------------------------------
+    # ---- Memory, adapters, statistics ------------------------------------------------------------------------------
 
     @endpoint(concurrent=True)
     async def sleep(self) -> None:
-        """Give the device's memory back, to a trainer for example. Requests wait until `wake`."""
+        """Release the device's memory, for a trainer for example. Requests wait until `wake`."""
         if self._is_front:
             await self._sync.sleep()
 
     @endpoint(concurrent=True)
     async def wake(self) -> None:
-        """Take memory again and go on. Weights that came meanwhile are proven now: see `update_weights`."""
+        """Restore the memory and continue. Weights that came meanwhile are proven now: see `update_weights`."""
         if self._is_front:
             await self._sync.wake()
 
     @endpoint(retry=True, concurrent=True)
     async def stats(self) -> EngineStats | None:
-        """What the engine does now, and what it has done."""
+        """Return what the engine does and has done."""
         return self._engine.stats() if self._is_front else None
 
     @endpoint(retry=True, concurrent=True)
     async def card(self) -> dict[str, Any]:
-        """What is served: name, engine, its capabilities, max_seq_len, max_open (completions under way or waiting),
-        version, vocab_size, has_chat_template, folder, sampling."""
+        """Describe what is served: name, engine, its capabilities, max_seq_len, max_open (most completions in progress
+        or waiting), version, vocab_size, has_chat_template, folder, sampling."""
         if not self._is_front:
             return {}
-        from forge.generator.limits import context_limit
+        from forge.generator.engine import context_limit
 
         return {
             "name": self.model.name,
             "engine": self.config.engine,
             "capabilities": asdict(self._capabilities),
-            "max_seq_len": context_limit(self.config, self.model.facts),
+            "max_seq_len": context_limit(self.config, self.model.architecture),
             "max_open": most_open(self.config),
             "version": self._engine.version,
-            "vocab_size": self.model.facts.vocab_size,
+            "vocab_size": self.model.architecture.vocab_size,
             "has_chat_template": self._tokenizer is not None and self._tokenizer.has_chat_template,
             "folder": None if self.model.folder is None else str(self.model.folder),
             "sampling": self.config.sampling.model_dump(mode="json"),
@@ -318,7 +319,7 @@ class Generator(ForgeActor):
 
     @endpoint(concurrent=True)
     async def unload_adapter(self, name: str) -> None:
-        """Let an adapter go."""
+        """Unload an adapter."""
         if self._is_front:
             await self._adapters().unload_adapter(name)
 
@@ -337,7 +338,7 @@ class Generator(ForgeActor):
 
 
 def _all_devices(rank: int, world_size: int) -> tuple[str, ...]:
-    """The GPUs of all ranks, in order: rank 0's engine uses them all."""
+    """Return the GPUs of all ranks, in order: rank 0's engine uses them all."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if world_size == 1:
         return tuple(own.split(",")) if own else ()
@@ -355,7 +356,33 @@ def _all_devices(rank: int, world_size: int) -> tuple[str, ...]:
 
 
 def _end_process(error: BaseException) -> None:
-    """The engine is gone: end this process, so that whoever watches it starts another."""
+    """End this process, because its engine is gone: the service starts another."""
     _log.critical("the engine died, and this generator ends with it", exc_info=error)
     logging.shutdown()
     os._exit(ENGINE_DIED)
+
+
+# ---- A service -------------------------------------------------------------------------------------------------------
+
+
+async def start_policy(config: PolicyConfig) -> Service[Generator]:
+    """Start the generators that a configuration describes. Call it inside `async with forge.run(...)`."""
+    section = config.generator
+    check_split(section, section.tensor_parallel, path="generator.tensor_parallel")
+    with_gpus = wants_gpus(section.with_gpus)
+    if with_gpus and config.launcher.kind == "local" and not num_usable_gpus():
+        raise ConfigError(
+            "the configuration requires a GPU, and this machine has none",
+            path="generator.with_gpus",
+            value=True,
+            rule="true only where there is a GPU (nvidia-smi lists them, CUDA_VISIBLE_DEVICES hides them)",
+            repair="run it on a machine with a GPU; or set generator.with_gpus=false, for a model that a CPU can run",
+        )
+    options = Generator.options(
+        procs=section.tensor_parallel,
+        num_replicas=section.num_replicas,
+        num_threads=section.num_threads,
+        with_gpus=with_gpus,
+        **config.workers.generator.options(),
+    )
+    return await options.as_service(GeneratorConfig.of(config.model, section))

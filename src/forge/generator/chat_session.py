@@ -1,4 +1,4 @@
-"""A conversation with a policy, line by line, free of terminals: `forge chat` puts a screen and a keyboard to it."""
+"""A conversation with a policy, line by line, independent of terminals: `forge chat` adds screen and keyboard."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _RESET_HINT: Final = "/reset starts a new conversation"
 
 
 class Screen(Protocol):
-    """Where a session shows what it has to say."""
+    """Where a session shows its output."""
 
     def show(self, text: str) -> None:
-        """A part of an answer, to be seen at once."""
+        """Show a part of an answer at once."""
         ...
 
     def end(self, summary: str | None) -> None:
-        """The answer is over; `summary` says how it went, and is None where it failed."""
+        """End an answer; `summary` is None where it failed."""
         ...
 
     def note(self, text: str) -> None:
-        """A reply that is no answer."""
+        """Show a reply to a command."""
         ...
 
     def problem(self, text: str) -> None:
-        """Something that could not be done."""
+        """Show an error."""
         ...
 
 
@@ -61,7 +61,7 @@ class _Answer:
             self.completion = delta.completion
 
     def summary(self, now_s: float) -> str:
-        """How it went, on one line. The rate counts from the question on."""
+        """Return tokens, rate, reason and versions on one line. The rate counts from the question on."""
         seconds = now_s - self.began_s
         rate = f"{self.num_tokens / seconds:.1f}" if seconds > 0 else "-"
         reason = "stopped" if self.completion is None else self.completion.finish_reason
@@ -74,7 +74,7 @@ class ChatSession:
     """The history and the settings of one conversation. One line at a time: `handle` it, and `stop` its answer.
 
     What cannot be done (a value out of range, a file that cannot be written, a question that the service refuses) is a
-    problem on the screen, and the session goes on. A question without an answer is not kept; one whose answer was
+    problem on the screen, and the session continues. A question without an answer is not kept; one whose answer was
     stopped is, with what there was of the answer.
 
     Attributes:
@@ -128,7 +128,7 @@ class ChatSession:
         return self._answering is not None and self._answering.cancel()
 
     def _whole(self) -> list[dict[str, str]]:
-        """The conversation with its system message."""
+        """Return the conversation with its system message."""
         return [*([] if self.system is None else [{"role": "system", "content": self.system}]), *self.messages]
 
     # ---- questions
@@ -164,11 +164,11 @@ class ChatSession:
                 await asyncio.sleep(0)  # a stream that is faster than the screen never waits, and `stop` must be heard
 
     def _conclude(self, answer: _Answer) -> None:
-        """Keep an answer, whole or stopped, and say how it went."""
+        """Keep an answer, whole or stopped, and show its summary."""
         self._screen.end(answer.summary(self.clock()))
         completion = answer.completion
         if not answer.text:
-            self.messages.pop()  # nothing can be learnt from, nor said after, an answer of no words
+            self.messages.pop()  # an empty answer cannot be continued, nor trained on
             what = "The answer is empty" if completion is not None else "Stopped before the answer began"
             self._screen.note(f"{what}; the question was not kept.")
             return
@@ -251,7 +251,7 @@ class _Command:
 
 _COMMANDS: Final = {
     "system": _Command("/system TEXT", "set the system message; without TEXT, have none", ChatSession._set_system),
-    "temperature": _Command("/temperature X", "draw at temperature X; 0 is greedy", ChatSession._set_temperature),
+    "temperature": _Command("/temperature X", "sample at temperature X; 0 is greedy", ChatSession._set_temperature),
     "logprobs": _Command("/logprobs", "show each token with its logprob, or text again", ChatSession._toggle_logprobs),
     "reset": _Command("/reset", "forget the conversation", ChatSession._reset),
     "save": _Command("/save FILE", "add the conversation to a JSONL file, as SFT reads it", ChatSession._save),
@@ -265,7 +265,7 @@ def _name_of(version: int) -> str:
 
 
 def _refusal(error: ForgeError, *, is_first: bool) -> str:
-    """What is said about a question that was not answered, and what to do."""
+    """Return the message about a question that was not answered."""
     if not isinstance(error, PromptError):
         return f"{error}\nThe question was not kept."
     return f"{error}\nThe question was not kept: {'ask a shorter one' if is_first else _RESET_HINT}."

@@ -1,23 +1,16 @@
-"""What an engine is: the seam between `Generator`, the actor, and whatever makes the tokens."""
+"""The protocol of generation engines, its records, and the limits that all engines share."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
-from forge.config import GenerationConfig, Sampling, UpdateMode
+from forge.config import GenerationConfig, ModelConfig, Sampling, UpdateMode
+from forge.errors import ConfigError, ForgeError, Overloaded
+from forge.registry import ENGINES
 from forge.types import Completion, Delta
-
-if TYPE_CHECKING:
-    from forge.errors import ConfigError
-
-ENGINES: Final[Mapping[str, str]] = {
-    "native": "forge.generator.native.engine:NativeEngine",
-    "vllm": "forge.generator.vllm.engine:VllmEngine",
-}
-"""Built-in engines by the name that `generator.engine` gives them. Importing one imports neither torch nor vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +19,7 @@ class EngineCapabilities:
 
     Attributes:
         shared_weights: computes with the parameters of a trainer in the same process (`placement: shared`): it takes
-            `shared=` and has `changing`, `release_cache` and `restore_cache`.
+            `shared=` and has `paused`, `release_cache` and `restore_cache`.
         tensor_parallel: splits a model over several processes: it takes `tensor_parallel=` and `devices=`.
         adapters: serves LoRA adapters: it has `load_adapter` and `unload_adapter`.
         structured_output: follows `Sampling.structured`.
@@ -45,13 +38,12 @@ class EngineCapabilities:
 
 def engine_class(name: str) -> Any:
     """Return the engine class that `generator.engine` names: a built-in name, or `module:attribute`."""
-    module, _, attribute = ENGINES.get(name, name).partition(":")
-    return getattr(import_module(module), attribute)
+    return ENGINES.find(name, path="generator.engine")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, as tokens, and how to go on from it. `prompt_ids` fits the context and `sampling` the engine."""
+    """One prompt, as tokens, and how to sample its completions. Both are already checked."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -60,12 +52,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """What an update of the weights did.
+    """The outcome of a weight update.
 
     Attributes:
-        version: the weights that serve now.
-        mode: what was done with completions under way.
-        seconds: how long the whole update took; stall_s: how long no token was made because of it.
+        version: the version of the weights in use now.
+        mode: what was done with completions in progress.
+        seconds: how long the whole update took; stall_s: for how long it held up generation.
         num_attempts: how often it was tried.
         num_aborted: completions that it cut short.
         canary: the largest difference of a logprob from the trainer's; None where it was not compared.
@@ -85,14 +77,14 @@ class EngineStats:
     """What an engine does now, and what it has done since it started.
 
     Attributes:
-        version: the weights that serve.
-        num_running, num_waiting: completions under way, and those in the queue.
-        num_done, num_aborted: completions that ended by themselves, and those that were cut short.
-        num_prompt_tokens, num_shared_tokens, num_tokens: tokens of prompts, how many of them were found computed, and
-            tokens that were drawn.
-        num_preempted: how often a completion had to give its memory to another and was read again.
+        version: the version of the weights in use.
+        num_running, num_waiting: completions in progress, and in the queue.
+        num_done, num_aborted: completions that finished, and completions that were cut short.
+        num_prompt_tokens, num_shared_tokens, num_tokens: tokens of prompts, how many of them were found in the cache,
+            and sampled tokens.
+        num_preempted: how often a completion lost its memory to another and was recomputed.
         cache_used: the part of the cache that is in use, from 0 to 1.
-        is_asleep: whether memory was given back with `sleep`.
+        is_asleep: whether its memory was released with `sleep`.
         more: what only one engine knows.
     """
 
@@ -111,7 +103,7 @@ class EngineStats:
 
 
 class GenerationEngine(Protocol):
-    """An engine on one event loop. Every method may be called while others are under way.
+    """An engine on one event loop. Methods may be called concurrently.
 
     `Generator` creates it with `Engine(config, model=..., tokenizer=..., on_death=...)`, and with the arguments that
     its capabilities name.
@@ -131,23 +123,23 @@ class GenerationEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """The weights that make tokens now."""
+        """The version of the weights in use."""
         ...
 
     async def start(self) -> None:
-        """Load the model; when it returns, requests are served. Everything slow happens on other threads."""
+        """Load the model; afterwards requests are served. Slow work happens on other threads."""
         ...
 
     async def generate(self, request: Request) -> list[Completion]:
-        """The n completions, in order. Cancelling it ends the work on them. `Overloaded` when the queue is full."""
+        """Return the n completions, in order. Cancelling the call cancels them. `Overloaded` when the queue is full."""
         ...
 
     def stream(self, request: Request) -> AsyncIterator[Delta]:
-        """The n completions as they grow. Closing the iterator ends the work on them."""
+        """Yield the n completions as they grow. Closing the iterator cancels them."""
         ...
 
-    async def update(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
-        """Take weights from the store, whole. If that fails it raises, and the old weights go on serving."""
+    async def update_weights(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
+        """Load a version from the store, whole. If that raises, the old version keeps serving."""
         ...
 
     async def score(
@@ -167,15 +159,91 @@ class GenerationEngine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give the device's memory back. Requests wait until `wake`."""
+        """Release the device's memory. Requests wait until `wake`."""
         ...
 
     async def wake(self) -> None:
-        """Take memory again, with the newest weights that were served."""
+        """Restore the memory, with the newest weights that were served."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Return what the engine does and has done."""
+        ...
 
     async def close(self) -> None:
-        """End everything that the engine started. Completions under way end as aborted."""
+        """End everything that the engine started. Completions in progress finish as aborted."""
         ...
+
+
+# ---- Limits ----------------------------------------------------------------------------------------------------------
+
+
+DEFAULT_CONTEXT: Final = 4096
+
+
+def context_limit(config: GenerationConfig, model: ModelConfig) -> int:
+    """Return the longest prompt and completion together, in tokens, for a model whose facts are complete."""
+    supported = model.max_seq_len
+    if config.max_seq_len is None:
+        return min(supported or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if supported is not None and config.max_seq_len > supported:
+        raise ConfigError(
+            "the generator's context is longer than the model supports",
+            path="generator.max_seq_len",
+            value=config.max_seq_len,
+            rule=f"at most {supported}, the model's max_seq_len",
+            repair=f"set generator.max_seq_len={supported}, or correct model.max_seq_len",
+        )
+    return config.max_seq_len
+
+
+def check_split(config: GenerationConfig, degree: int, *, path: str, error: type[ForgeError] = ConfigError) -> None:
+    """Refuse to split a generator over several processes, where its engine runs in one."""
+    if degree > 1 and not config.capabilities.tensor_parallel:
+        raise error(
+            f"the engine `{config.engine}` runs in one process",
+            path=path,
+            value=degree,
+            rule=f"1 with `engine: {config.engine}`",
+            repair="set engine: vllm, or more replicas instead (num_replicas)",
+        )
+
+
+def most_open(config: GenerationConfig) -> int:
+    """Return how many completions one generator may have in progress or waiting."""
+    return config.max_batch + config.max_queue
+
+
+class OpenCompletions:
+    """Counts the completions in progress or waiting. An engine has one, on its event loop."""
+
+    def __init__(self, config: GenerationConfig) -> None:
+        self._config = config
+        self.num = 0
+
+    @contextmanager
+    def opened(self, num: int) -> Iterator[None]:
+        """Count a request's completions while it is open. Raise `Overloaded` if there would be too many now, and
+        `ConfigError` if the request alone asks for too many."""
+        limit = most_open(self._config)
+        if num > limit:
+            raise ConfigError(
+                "a request needs more completions than the generator can ever hold",
+                path="sampling.n",
+                value=num,
+                rule=f"at most {limit}: max_batch {self._config.max_batch} and max_queue {self._config.max_queue}",
+                repair="ask for fewer, or raise generator.max_queue",
+            )
+        if self.num + num > limit:
+            raise Overloaded(
+                "the generator's queue is full",
+                path="generator.max_queue",
+                value=f"{self.num} open, {num} more asked for",
+                rule=f"at most {limit} open: max_batch {self._config.max_batch} and max_queue {self._config.max_queue}",
+                repair="ask for fewer at once, raise generator.max_queue, or add replicas",
+            )
+        self.num += num
+        try:
+            yield
+        finally:
+            self.num -= num

@@ -1,18 +1,20 @@
-"""From what a caller gives to what an engine takes: tokens, and a complete `Sampling`."""
+"""Read requests: prompts to tokens, and a complete `Sampling`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from forge.config import GeneratorConfig, InvalidConfig, Sampling
 from forge.config.diagnosis import diagnose
 from forge.errors import PromptError
-from forge.models.long_text import TextTooLong
+from forge.models.long_text import LONG_TEXT, TextTooLong
 
 if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer
@@ -22,7 +24,7 @@ class PromptReader:
     """Reads requests for one model.
 
     Args:
-        config: what the generator was configured with.
+        config: the generator's configuration.
         tokenizer: None for a model without one, which takes token ids only.
         max_seq_len: longest prompt and completion together.
         vocab_size: how many tokens the model knows.
@@ -42,7 +44,7 @@ class PromptReader:
         token_ids: Sequence[int] | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
-        """The tokens of a prompt, in whichever of the three ways it is given, or `PromptError`."""
+        """Return the tokens of a prompt, whichever way it is given, or raise `PromptError`."""
         given = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 1:
@@ -80,7 +82,7 @@ class PromptReader:
         return found
 
     def lines(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-        """Tokens to be scored, checked: one line of them, or many."""
+        """Return sequences to be scored, checked: one, or many."""
         if isinstance(token_ids, Sequence) and len(token_ids) > 0 and isinstance(token_ids[0], list | tuple | range):
             return [self._line(line, f"token_ids[{place}]") for place, line in enumerate(token_ids)]
         return [self._line(token_ids, "token_ids")]
@@ -99,8 +101,8 @@ class PromptReader:
         return found
 
     def sampling(self, given: Sampling | Mapping[str, Any] | None, n: int | None) -> Sampling:
-        """The configuration's sampling with what the request says laid over it; `ConfigError` names what is wrong."""
-        chosen = self._laid_over(given, n)
+        """Return the configuration's sampling with the request's overrides; `ConfigError` names what is wrong."""
+        chosen = self._overridden(given, n)
         if chosen.stop and self._tokenizer is None:
             raise PromptError(
                 "this model has no tokenizer, so there is no text to find a stop string in",
@@ -120,7 +122,7 @@ class PromptReader:
                 )
         return chosen
 
-    def _laid_over(self, given: Sampling | Mapping[str, Any] | None, n: int | None) -> Sampling:
+    def _overridden(self, given: Sampling | Mapping[str, Any] | None, n: int | None) -> Sampling:
         base = self._config.sampling
         _check_type(
             "sampling", given, (Sampling, Mapping), "a Sampling, or a dict of what differs from the configuration's"
@@ -194,3 +196,32 @@ def _check_type(path: str, value: object, wanted: type | tuple[type, ...], rule:
         is_wrong = "messages" in value or not all(isinstance(name, str) for name in value)
     if is_wrong:
         raise PromptError("a request cannot be read", path=path, value=value, rule=rule, repair="give it, or nothing")
+
+
+# ---- Long texts ------------------------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+class LongTexts:
+    """A thread that tokenises long texts, one after another: they do not block the event loop, short texts do not wait
+    behind them, and the memory that a long text takes is taken once."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
+
+    async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function on the thread and return what it returns."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        """End the thread; texts that wait are dropped."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def is_long(text: str | None, messages: Sequence[Mapping[str, Any]] | None = None) -> bool:
+    """Return whether a prompt is long, as text or as a conversation."""
+    contents = (message.get("content") for message in messages or () if isinstance(message, Mapping))
+    texts = (content for content in (text, *contents) if isinstance(content, str))
+    return sum(map(len, texts)) >= LONG_TEXT

@@ -1,4 +1,4 @@
-"""Keeping a generator at the trainer's weights: updates, the proof that they arrived, and what a failed one stops."""
+"""Weight updates of a generator, the proof that they arrived, and the stop after a failed proof."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Sync:
         self._proven = asyncio.Event()
         self._proven.set()
         self._stop: SyncError | None = None
-        self._is_owed = False
-        """Whether weights came while the engine slept, which are still to be proven."""
+        self._is_proof_due = False
+        """Whether weights came while the engine was asleep that are still to be proven."""
         self._trusted: set[Version] = {INITIAL_VERSION}
         self._under_way: set[asyncio.Task[Any]] = set()
         self._updating = asyncio.Lock()
@@ -44,7 +44,7 @@ class Sync:
             raise self._stop
 
     async def hold(self, versions: Iterable[int]) -> None:
-        """Wait with tokens of weights that are being proven; those of others pass, and those that failed never do."""
+        """Hold back tokens of weights that are being proven. Proven weights pass, and those that failed raise."""
         made_by = set(versions)
         if not self._trusted.issuperset(made_by):
             await self._proven.wait()
@@ -53,7 +53,7 @@ class Sync:
             raise _unproven(min(made_by - self._trusted))
 
     async def watched(self, work: Awaitable[T]) -> T:
-        """Await work that a failed proof of sync ends."""
+        """Await work that a failed proof cancels."""
         task = cast("asyncio.Task[T]", asyncio.ensure_future(work))
         self._under_way.add(task)
         try:
@@ -70,11 +70,11 @@ class Sync:
     # ---- Weights ------------------------------------------------------------------------------------------------
 
     def trust(self, version: int) -> None:
-        """The engine computes with the trainer's own weights, which are this version now: there is nothing to prove."""
+        """Trust the trainer's own weights, with which the engine computes, as this version without a proof."""
         self._trusted = {version}
 
-    async def update(self, version: Version, mode: UpdateMode) -> UpdateReport:
-        """Take a version, trying as often as the configuration says, and prove it; see `Generator.update_weights`.
+    async def update_weights(self, version: Version, mode: UpdateMode) -> UpdateReport:
+        """Load a version, trying as often as the configuration says, and prove it; see `Generator.update_weights`.
 
         If the caller is cancelled when the new weights are in place already, they are proven all the same.
         """
@@ -83,24 +83,24 @@ class Sync:
             self._proven.clear()
             before, trusted = self._engine.version, set(self._trusted)
             try:
-                report = await self._take(version, mode)
+                report = await self._try_update(version, mode)
             except BaseException:
                 now = self._engine.version
                 self._trusted |= trusted - {now}
                 if now not in self._trusted and (now != before or self._stop is None):
-                    with contextlib.suppress(SyncError):  # requests hear of it
-                        await _to_its_end(self._settle())
+                    with contextlib.suppress(SyncError):  # requests raise it
+                        await _uncancelled(self._prove_current())
                 self._proven.set()
                 raise
-            difference = await _to_its_end(self._settle())
+            difference = await _uncancelled(self._prove_current())
             return replace(report, canary=difference, seconds=time.perf_counter() - began)
 
-    async def _settle(self) -> float | None:
-        """Prove the weights that serve now, or stop everything. If the engine sleeps, they are proven when it wakes."""
+    async def _prove_current(self) -> float | None:
+        """Prove the weights in use, or stop everything. If the engine is asleep, they are proven when it wakes."""
         version = self._engine.version
         try:
-            self._is_owed = self._engine.stats().is_asleep
-            difference = None if self._is_owed else await self._prove(version)
+            self._is_proof_due = self._engine.stats().is_asleep
+            difference = None if self._is_proof_due else await self._prove(version)
             self._stop = None
             return difference
         except EngineDead:
@@ -112,13 +112,13 @@ class Sync:
         finally:
             self._proven.set()
 
-    async def _take(self, version: Version, mode: UpdateMode) -> UpdateReport:
+    async def _try_update(self, version: Version, mode: UpdateMode) -> UpdateReport:
         most, wait_s = self._config.update.max_attempts, self._config.update.retry_wait_s
         for attempt in range(1, most + 1):
             try:
                 number = await self._number(version)
                 self._trusted.discard(number)  # after a rewind the number stands for other weights
-                report = await self._engine.update(number, mode)
+                report = await self._engine.update_weights(number, mode)
             except WeightMismatch as error:  # another try would find the same
                 _log.error("the update to version %s was refused: %s", version, error.message)
                 raise
@@ -135,7 +135,7 @@ class Sync:
         raise AssertionError("unreachable")
 
     async def _number(self, version: Version) -> Version:
-        """Which version is the latest now. Where there is none, the engine says what is missing."""
+        """Return the number of the latest version. Where there is none, the engine's error says what is missing."""
         if version != "latest":
             return version
         from forge.store import Weights
@@ -144,23 +144,23 @@ class Sync:
         return published[-1].number if published else "latest"
 
     async def catch_up(self) -> None:
-        """Take the newest version if it is newer than what serves; if that fails, requests or the log say so."""
+        """Update to the newest version if it is newer than that in use. A failure is logged, or raised by requests."""
         try:
             newest = await self._number("latest")
             if newest != "latest" and newest > self._engine.version:
-                await self.update(newest, "keep")
+                await self.update_weights(newest, "keep")
         except SyncError:
-            _log.error("this generator takes no requests until an update passes")
+            _log.error("this generator accepts no requests until an update succeeds")
         except (StoreError, OSError) as error:
-            _log.warning("whether version %d is the newest is not known: %s", self._engine.version, error)
+            _log.warning("cannot find out whether version %d is the newest: %s", self._engine.version, error)
 
     async def sleep(self) -> None:
-        """Give the engine's memory back."""
-        async with self._updating:  # which cannot be proven by an engine that sleeps
+        """Release the engine's memory."""
+        async with self._updating:  # a sleeping engine cannot prove an update
             await self._engine.sleep()
 
     async def wake(self) -> None:
-        """Take memory again, and prove the weights that came meanwhile."""
+        """Restore the memory, and prove the weights that came meanwhile."""
         async with self._updating:
             self._proven.clear()
             try:
@@ -168,14 +168,14 @@ class Sync:
             except BaseException:
                 self._proven.set()
                 raise
-            if self._is_owed:
-                await _to_its_end(self._settle())
+            if self._is_proof_due:
+                await _uncancelled(self._prove_current())
             self._proven.set()
 
     # ---- Proof --------------------------------------------------------------------------------------------------
 
     async def _prove(self, version: int) -> float | None:
-        """Compare the canary's logprobs with the trainer's; the largest difference, or None without a canary."""
+        """Compare the canary's logprobs with the trainer's. Return the largest difference, or None without a canary."""
         from forge.store.canary import get_canary, largest_difference
 
         canary = await get_canary(self._config.weights, version) if self._config.canary.enabled else None
@@ -196,7 +196,7 @@ class Sync:
             tensors=tuple(differing or ()),
             path="generator.canary.bound",
             value=f"largest difference {difference:.4g}",
-            rule=f"at most {bound:g}; " + _told(differing),
+            rule=f"at most {bound:g}; " + _describe(differing),
             repair="publish the version again and update; if no tensor differs, compare the models' configurations and "
             "precisions, or set generator.canary.enabled=false",
         )
@@ -204,23 +204,21 @@ class Sync:
     def _precision(self) -> str:
         if self._config.kv_cache_dtype != "auto":
             return self._config.kv_cache_dtype
-        if self._config.precision is not None:
-            return self._config.precision
         import torch
 
         on_gpu = torch.cuda.is_available() if self._config.with_gpus is None else self._config.with_gpus
-        return "bfloat16" if on_gpu else "float32"
+        return self._config.precision_on(gpu=on_gpu)
 
     def _halt(self, error: SyncError) -> None:
-        """Stop rollouts: everything under way, and everything that comes until an update passes."""
+        """Stop generation: everything in progress, and everything that comes until an update passes."""
         _log.error("generation stops: %s", error)
         self._stop = error
         for task in tuple(self._under_way):
             task.cancel()
 
 
-async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await work that is done whole: if the caller is cancelled, it ends first."""
+async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Await work to its end, even if the caller is cancelled; then raise `CancelledError`."""
     task = asyncio.ensure_future(work)
     is_cancelled = False
     while not task.done():
@@ -229,22 +227,22 @@ async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled:
-        task.exception()  # whoever was to hear of it has gone
+        task.exception()  # the caller is gone
         raise asyncio.CancelledError
     return task.result()
 
 
 def _unproven(version: Version) -> SyncError:
     return SyncError(
-        f"the weights of version {version} were not proven to be the trainer's",
+        f"the weights of version {version} were not verified against the trainer's",
         path="generator.canary",
         value=version,
-        rule="what a version makes is handed out when its canary has been compared",
+        rule="completions of a version are returned only after its canary was compared",
         repair="update again; generator.canary.enabled=false leaves the comparison out",
     )
 
 
-def _told(differing: Mapping[str, tuple[int, int]] | None, most: int = 4) -> str:
+def _describe(differing: Mapping[str, tuple[int, int]] | None, most: int = 4) -> str:
     if differing is None:
         return "this engine cannot report which tensors differ"
     if not differing:

@@ -1,7 +1,7 @@
 """The text of a completion while its tokens come, and the stop strings in it.
 
-Text is given out when it is final: when no later token can change it, and when it cannot be the beginning of a stop
-string. What is given out adds up to the tokenizer's decoding of all tokens at once, cut where the first stop string is.
+Text is returned when it is final: when no later token can change it, and when it cannot be the start of a stop string.
+The parts add up to the tokenizer's decoding of all tokens at once, cut at the first stop string.
 Only the last few tokens are decoded at each step, so a completion takes time in proportion to its length.
 """
 
@@ -25,8 +25,8 @@ _OPEN: Final = 4
 class TextTracker:
     """The text of one completion.
 
-    A token that ends a completion has no part in its text: it is not given to `add`. Special tokens and numbers that
-    are no tokens may be given; they have no text.
+    A token that ends a completion is not part of its text: do not pass it to `add`. Special tokens and numbers that are
+    not tokens may be passed; they have no text.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, sampling: Sampling) -> None:
@@ -59,7 +59,7 @@ class TextTracker:
             self._num_tokens += 1
             if not self._decoder.is_silent(token):
                 self._window.append(token)
-                fresh += self._pass_on(self._settled())
+                fresh += self._pass_on(self._final_text())
         if fresh:
             self._parts.append(fresh)
         return fresh
@@ -76,8 +76,8 @@ class TextTracker:
             self._parts.append(fresh)
         return fresh
 
-    def _settled(self) -> str:
-        """The characters that the newest token of the window has made final."""
+    def _final_text(self) -> str:
+        """Return the characters that the newest token of the window has made final."""
         decoder, window = self._decoder, self._window
         if decoder.is_loose_byte(window[-1]):
             return ""
@@ -95,7 +95,7 @@ class TextTracker:
         return fresh
 
     def _pass_on(self, text: str) -> str:
-        """What of the text held back and this is final: up to a stop string, or to what may become one."""
+        """Return what is final of the text held back and this: up to a stop string, or to what may become one."""
         if not self._stops:
             return text
         known = len(self._held)
@@ -118,7 +118,7 @@ class _Search:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.length = 0
-        # After a beginning of each length: the longest shorter beginning that it ends with (Knuth, Morris and Pratt).
+        # For a prefix of each length: the longest shorter prefix that it ends with (Knuth, Morris and Pratt).
         self._shorter = [0, 0]
         for size in range(1, len(stop)):
             length = self._shorter[size]
@@ -127,7 +127,7 @@ class _Search:
             self._shorter.append(length + 1 if stop[length] == stop[size] else 0)
 
     def reaches(self, character: str) -> bool:
-        """Take in a character; whether the string ends with it."""
+        """Add a character, and return whether the string ends with it."""
         length = self.length
         while length and self.stop[length] != character:
             length = self._shorter[length]
@@ -139,12 +139,12 @@ class _Search:
 
 
 class _Decoder:
-    """What a tokenizer's decoder does, found out by asking it. One for each tokenizer, as its answers are kept.
+    """How a tokenizer's decoder behaves, found out by calling it. One for each tokenizer, as the answers are cached.
 
     Attributes:
         spoils: whether bytes that make no character also spoil the characters made of bytes just before them, as in
             vocabularies of SentencePiece that fall back to bytes. There nothing made of bytes is final until a token
-            that is no byte follows. Otherwise only the last character can be unfinished.
+            that is not a byte follows. Otherwise only the last character can be unfinished.
     """
 
     _known: ClassVar[WeakKeyDictionary[ChatTokenizer, _Decoder]] = WeakKeyDictionary()
@@ -169,14 +169,14 @@ class _Decoder:
         return self._decode(token_ids, skip_special=True)
 
     def is_silent(self, token: int) -> bool:
-        """Whether it is a special token, or no token of this tokenizer: the decoder never gets to see it."""
+        """Return whether a token has no text: it is special, or not a token of this tokenizer."""
         if token not in self._silent:
             is_special = self._decode([token], skip_special=False) != self.decode([token])
             self._silent[token] = is_special or not 0 <= token < self._num_tokens
         return self._silent[token]
 
     def is_loose_byte(self, token: int) -> bool:
-        """Whether it is a byte that later ones can still spoil."""
+        """Return whether a token is a byte that later ones can still spoil."""
         if not self.spoils:
             return False
         if token not in self._loose:

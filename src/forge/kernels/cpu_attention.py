@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def takes(width: int) -> bool:
-    """Whether heads of this width can be attended to here."""
+    """Return whether heads of this width can be attended to here."""
     return 0 < width <= MAX_WIDTH and width % WIDTH_MULTIPLE == 0
 
 
@@ -263,7 +263,7 @@ def _check_layout(layout: PagedLayout) -> None:
 
 def _refusal(path: str, value: object, rule: str) -> ModelError:
     return ModelError(
-        "this cannot be attended to",
+        "the tensors do not fit the attention kernel",
         path=path,
         value=value,
         rule=rule,

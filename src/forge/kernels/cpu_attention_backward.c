@@ -2,7 +2,7 @@
 
    A document may begin with tokens of an earlier one, its owner, which the row holds once. Every document and head of
    keys and values is one piece of work, computed by one thread from start to end. What a document adds to the gradient
-   of its owner's tokens is kept apart; whoever finishes the last of an owner's documents adds it up, in the order of
+   of its owner's tokens is kept apart; the thread that finishes the last of an owner's documents adds it up, in the order of
    the documents. So results do not depend on the number of threads, nor on other documents that share nothing.
 
    Compile with -ffp-contract=off. */

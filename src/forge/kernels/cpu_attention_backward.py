@@ -60,7 +60,7 @@ class SharedLayout:
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], prefixes: tuple[int, ...] = ()) -> SharedLayout:
-        """Documents of these lengths, of which each takes its first `prefix` tokens from the last that took none."""
+        """Lay out documents, of which each takes its first `prefix` tokens from the last that took none."""
         paged, num_pages = PagedLayout.of_documents(lengths), num_pages_of(lengths)
         if not any(prefixes):
             owners = torch.arange(len(lengths), dtype=torch.int32)
@@ -131,11 +131,11 @@ def differentiate(
 
 def _bad_prefix(document: int, prefix: int, most: int) -> ModelError:
     return ModelError(
-        "a document cannot begin with tokens that no earlier one has",
+        "a document's shared prefix is longer than the earlier document",
         path=f"prefixes[{document}]",
         value=prefix,
-        rule=f"at least 0, and at most {most}, what it and the last document that took none both have",
-        repair="take the prefixes from forge.trainer.prefixes, which plans rows with shared prefixes",
+        rule=f"at least 0 and at most {most}, the length it shares with the last document that has its own prefix",
+        repair="take the prefixes from forge.trainer.microbatches, which plans rows with shared prefixes",
     )
 
 

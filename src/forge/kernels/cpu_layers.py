@@ -89,7 +89,7 @@ def norm_gradients(grad_ND: Tensor, x_ND: Tensor, factors_N: Tensor, weight_D: T
 
 
 def rotates(x: Tensor) -> bool:
-    """Whether `rotated` takes heads of this shape and these strides, and there is a kernel."""
+    """Return whether `rotated` takes heads of this shape and these strides, and there is a kernel."""
     return x.stride(-1) == 1 and x.shape[-1] % 2 == 0 and library() is not None
 
 
@@ -108,7 +108,7 @@ def rotated(x_LNH: Tensor, table: Tensor, positions_L: Tensor, *, backward: bool
     )
     if _kernels().forge_rotate(ctypes.addressof(job)):
         raise ModelError(
-            "a token stands where the model has no position",
+            "a token's position is beyond the model's longest sequence",
             path="positions_L",
             value=[int(positions_L.min()), int(positions_L.max())],
             rule=f"at least 0 and below {table.shape[0]}",

@@ -5,7 +5,7 @@ makes it choose differently: a row then has other last bits in another batch. Tr
 the kernel here, with and without gradients, so their logprobs agree bit for bit on any processor and with any number
 of threads. It is as fast as the library for many rows, and faster for few.
 
-Without a compiler, or with `FORGE_NATIVE=0`, `library` is None and torch computes (`forge.models.linear`).
+Without a compiler, or with `FORGE_NATIVE=0`, `library` is None and torch computes (`forge.models.layers`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def kernel_product(
     sizes = (*x.shape, len(weight), x.stride(0), out.stride(0))
     job = Product(*addresses, *sizes, num_threads or torch.get_num_threads())
     if native.forge_linear(ctypes.addressof(job)):
-        raise MemoryError("no memory for a product of matrices")
+        raise MemoryError("no memory for a matrix product")
     return out
 
 
@@ -122,7 +122,7 @@ def row_floor() -> int:
 
 
 def is_rowwise(tensor: Tensor) -> bool:
-    """Whether rows of this tensor are kept independent of their number: plain float32 on a CPU, not being compiled."""
+    """Return whether rows are kept independent of their number: plain float32 on a CPU, not being compiled."""
     return (
         type(tensor) in _PLAIN and tensor.dtype == torch.float32 and tensor.is_cpu and not torch.compiler.is_compiling()
     )

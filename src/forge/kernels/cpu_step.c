@@ -110,14 +110,18 @@ int forge_norm(const struct norm *of) {
 }
 
 struct addition {
-    float *x; /* becomes x + y */
+    float *x; /* [rows, width] becomes x + y */
     const float *y;
-    int64_t count;
+    int64_t rows, width, y_row; /* y_row: floats from one row of y to the next, 0 where all rows get the same */
 };
 
 /* Returns 0. */
 int forge_add(const struct addition *of) {
-    for (int64_t i = 0; i < of->count; i++) of->x[i] += of->y[i];
+    for (int64_t r = 0; r < of->rows; r++) {
+        float *x = of->x + r * of->width;
+        const float *y = of->y + r * of->y_row;
+        for (int64_t i = 0; i < of->width; i++) x[i] += y[i];
+    }
     return 0;
 }
 

@@ -49,7 +49,10 @@ class Norm(ctypes.Structure):
 
 
 class _Addition(ctypes.Structure):
-    _fields_ = (("x", ctypes.c_void_p), ("y", ctypes.c_void_p), ("count", ctypes.c_int64))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "y")),
+        *((name, ctypes.c_int64) for name in ("rows", "width", "y_row")),
+    )
 
 
 class _Lookup(ctypes.Structure):
@@ -78,7 +81,7 @@ def normed(x_RK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
 
 @functools.cache
 def norms_as_torch(width: int, num_threads: int) -> bool:
-    """Whether the kernel's norm has the bits of torch's here, found out by trying."""
+    """Return whether the kernel's norm has the bits of torch's here, found out by trying."""
     draw = torch.Generator().manual_seed(0)
     rows = max(_PROBE_ROWS, 2 * num_threads * (1 << 15) // width)  # torch shares out the work of so many
     x, weight = torch.randn(rows, width, generator=draw), torch.randn(width, generator=draw)
@@ -91,7 +94,10 @@ def norms_as_torch(width: int, num_threads: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTensors:
-    """What one layer computes with. The norms of queries and keys may be missing."""
+    """What one layer computes with.
+
+    The norms of queries and keys may be missing; so may the biases of queries, keys and values.
+    """
 
     attention_norm: nn.RMSNorm
     wq: Tensor
@@ -108,6 +114,7 @@ class LayerTensors:
     k_cache: Tensor
     v_cache: Tensor
     scale: float
+    biases: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def products(self) -> tuple[Tensor, ...]:
@@ -196,6 +203,8 @@ class Calls:
         self._norm("x", layer.attention_norm, "normed")
         for weight, name in ((layer.wq, "q"), (layer.wk, "k"), (layer.wv, "v")):
             self._product("normed", weight, name)
+        for bias, name in zip(layer.biases or (), ("q", "k", "v"), strict=False):
+            self._add_to(name, bias.data_ptr(), y_row=0)
         if layer.q_norm is not None and layer.k_norm is not None:
             self._norm("q", layer.q_norm, "q")
             self._norm("k", layer.k_norm, "k")
@@ -222,7 +231,7 @@ class Calls:
         links = {"query_starts": "starts", "context_lens": "contexts", "table": "table", "table_width": "table_width"}
         self._add(attention.forge_attend, attending, num_tokens=_ROWS, num_sequences="sequences", **links)
         self._product("attended", layer.wo, "y")
-        self._add_y()
+        self._add_y_to_x()
 
     def _feed_forward(self, layer: LayerTensors) -> None:
         self._norm("x", layer.ffn_norm, "normed")
@@ -231,10 +240,10 @@ class Calls:
         job = Gating(gate=self._at("gate"), up=self._at("up"), out=self._at("gated"), num_threads=1)
         self._add(_loaded(cpu_layers.library()).forge_gate, job, count=(_ROWS, len(layer.w1)))
         self._product("gated", layer.w2, "y")
-        self._add_y()
+        self._add_y_to_x()
 
     def _norm(self, source: str, norm: nn.RMSNorm, target: str | None) -> None:
-        """Of whole rows, or of heads. Without a target the result is the hidden states."""
+        """Add the norm of whole rows, or of heads. Without a target the result is the hidden states."""
         width, weight = len(norm.weight), norm.weight.data_ptr()
         job = Norm(x=self._at(source), weight=weight, width=width, eps=norm.eps)
         links: dict[str, str | tuple[str, int]] = {"rows": (_ROWS, self._space[source].shape[1] // width)}
@@ -245,7 +254,7 @@ class Calls:
         self._add(self._native.forge_norm, job, **links)
 
     def _product(self, source: str, weight: Tensor, target: str | None) -> None:
-        """Without a target the result is the logits."""
+        """Add a product. Without a target the result is the logits."""
         outputs, width = weight.shape
         job = Product(x=self._at(source), weight=weight.data_ptr(), width=width, outputs=outputs)
         job.x_row, job.out_row, job.num_threads = width, outputs, 1
@@ -256,9 +265,12 @@ class Calls:
             job.out = self._at(target)
         self._add(_loaded(cpu_linear.library()).forge_linear, job, **links)
 
-    def _add_y(self) -> None:
-        job = _Addition(x=self._at("x"), y=self._at("y"))
-        self._add(self._native.forge_add, job, count=(_ROWS, self._space["x"].shape[1]))
+    def _add_y_to_x(self) -> None:
+        self._add_to("x", self._at("y"), y_row=self._space["y"].shape[1])
+
+    def _add_to(self, target: str, address: int, *, y_row: int) -> None:
+        job = _Addition(x=self._at(target), y=address, width=self._space[target].shape[1], y_row=y_row)
+        self._add(self._native.forge_add, job, rows=_ROWS)
 
 
 def _loaded(library: ctypes.CDLL | None) -> ctypes.CDLL:

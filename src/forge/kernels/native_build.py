@@ -103,7 +103,7 @@ def load(
     try:
         library = build(kernel, os.environ, flag_sets=flag_sets)
     except NoNativeKernel as error:
-        _log.log(level, "the kernel %s could not be built, and torch computes instead: %s", name, error)
+        _log.log(level, "the kernel %s could not be built, so torch is used instead: %s", name, error)
         return None
     for function in functions:
         entry = getattr(library, function)
@@ -152,7 +152,7 @@ def _fingerprint(kernel: Kernel, compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _cpu_features() -> bytes:
-    """What `-march=native` depends on: another processor with the same home directory must not load this code."""
+    """Return what `-march=native` depends on: another processor with this home directory must not load this code."""
     try:
         text = Path("/proc/cpuinfo").read_bytes()
     except OSError:

@@ -27,7 +27,7 @@ class PagedLayout:
         table: int32 [S, P]: the pages of each sequence, in order. What lies beyond the context is not looked at.
         slots: int64 [T]: where each new token's key and value go: page * PAGE_TOKENS + the place within the page. A
             negative slot is not written.
-        shares: int32 [S + 1, 4], what `find_shares` says of the table, or None. It changes nobody's bits: a GPU reads
+        shares: int32 [S + 1, 4], what `find_shares` says of the table, or None. It changes no result: a GPU reads
             keys that neighbours have in common once for all of them, and not once for each.
     """
 
@@ -43,7 +43,7 @@ class PagedLayout:
 
     @classmethod
     def of_documents(cls, lengths: tuple[int, ...]) -> PagedLayout:
-        """Whole documents that lie one after the other, each in pages of its own, from page 0 on."""
+        """Lay out whole documents that lie one after the other, each in pages of its own, from page 0 on."""
         sizes = torch.tensor(lengths, dtype=torch.int64)
         num_pages = (sizes + PAGE_TOKENS - 1) // PAGE_TOKENS
         first_pages = num_pages.cumsum(0) - num_pages
@@ -57,20 +57,20 @@ class PagedLayout:
 
 
 def num_pages_of(lengths: tuple[int, ...]) -> int:
-    """How many pages `PagedLayout.of_documents` lays these documents out in."""
+    """Return how many pages `PagedLayout.of_documents` lays these documents out in."""
     return sum(-(-length // PAGE_TOKENS) for length in lengths)
 
 
 def find_shares(table_SP: np.ndarray, context_lens_S: np.ndarray, *, chunk: int, max_members: int) -> np.ndarray:
-    """Which neighbours in a step begin with the same pages: int32 [S + 1, 4], for `gpu_attention.decode_attend`.
+    """Return which neighbours in a step begin with the same pages: int32 [S + 1, 4], for `gpu_attention.decode_attend`.
 
     Row 0 is (number of items, most chunks of an item, 0, 0). An item is a run of 2 to `max_members` neighbours with the
     same pages in their first chunks of `chunk` tokens; the chunks lie within the context of each. In row 1 + i the
     first three columns are item i: (first sequence, number of sequences, number of chunks). The fourth is about
     sequence i: how many chunks it has in common with the others of its item, 0 if it is in none.
 
-    Sequences that share more with one neighbour than with the other go with the first, so that a beginning common to
-    all, as of a system's prompt, does not hide what the samples of one prompt have in common. A run too long for one
+    Sequences that share more with one neighbour than with the other go with the first, so that a prefix common to
+    all, such as a system prompt, does not hide what the samples of one prompt have in common. A run too long for one
     item is cut into items of about the same size.
     """
     num_sequences = len(context_lens_S)
@@ -80,7 +80,7 @@ def find_shares(table_SP: np.ndarray, context_lens_S: np.ndarray, *, chunk: int,
     common = _common_chunks(table_SP, context_lens_S // chunk, pages_per_chunk=chunk // PAGE_TOKENS)
     if not common.any():
         return shares
-    is_joined = np.zeros(num_sequences + 1, dtype=bool)  # with its predecessor; nobody is with what is not there
+    is_joined = np.zeros(num_sequences + 1, dtype=bool)  # with its predecessor; the edges have none
     is_joined[1:-1] = common > 0
     is_joined[2:-1] &= common[1:] >= common[:-1]
     is_joined[1:-2] &= common[:-1] >= common[1:]
@@ -96,7 +96,7 @@ def find_shares(table_SP: np.ndarray, context_lens_S: np.ndarray, *, chunk: int,
 
 
 def _common_chunks(table: np.ndarray, num_full: np.ndarray, *, pages_per_chunk: int) -> np.ndarray:
-    """How many of their first chunks each sequence but the last and the one after it have in common: int64 [S - 1]."""
+    """Return how many first chunks each sequence shares with the one after it: int64 [S - 1]."""
     most = np.minimum(num_full[1:], num_full[:-1]).astype(np.int64)
     most[table[1:, 0] != table[:-1, 0]] = 0
     width = int(most.max()) * pages_per_chunk
@@ -107,7 +107,7 @@ def _common_chunks(table: np.ndarray, num_full: np.ndarray, *, pages_per_chunk: 
 
 
 def _cut(firsts: np.ndarray, sizes: np.ndarray, chunks: np.ndarray, *, max_members: int) -> np.ndarray:
-    """Runs as items [N, 3] of `max_members` at most; one that is left alone is dropped."""
+    """Cut runs into items [N, 3] of `max_members` at most; one that is left alone is dropped."""
     num_items = -(-sizes // max_members)
     number = np.arange(num_items.sum()) - np.repeat(np.cumsum(num_items) - num_items, num_items)
     run_sizes, run_items = np.repeat(sizes, num_items), np.repeat(num_items, num_items)

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from forge.config import GeneratorConfig, Sampling, TrainerConfig
 from forge.generator.actor import Generator, Messages
-from forge.generator.engine import EngineStats, GenerationEngine
+from forge.generator.engine import EngineStats
 from forge.observe import span
 from forge.runtime.device_memory import DeviceMemoryError
 from forge.runtime.endpoints import endpoint
@@ -20,56 +20,53 @@ from forge.types import Batch, Completion, StepResult
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forge.generator.native.engine import NativeEngine
     from forge.losses import Loss
-
 
 _log = logging.getLogger("forge.grpo")
 
 T = TypeVar("T")
 
 
-class _Sharing(Generator):
-    """A generator that computes with parameters which somebody else changes.
+class _SharedGenerator(Generator):
+    """A generator that computes with the trainer's parameters.
 
     A trainer that computes in bfloat16 keeps its weights in float32. An engine that generates in bfloat16 cannot
     compute with those, and has a copy, which `copy_weights` renews.
     """
 
     parameters: Mapping[str, Tensor]
-    is_shared: bool
+    _is_shared: bool
 
-    def _make_engine(self, world_size: int, devices: Sequence[str]) -> GenerationEngine:
-        from forge.generator.actor import _end_process
-        from forge.generator.native.engine import NativeEngine
+    def _engine_options(self, world_size: int, devices: Sequence[str]) -> dict[str, Any]:
+        self._is_shared = can_share(self.config, self.parameters)
+        return {"shared": self.parameters if self._is_shared else None}
 
-        self.is_shared = can_share(self.config, self.parameters)
-        return NativeEngine(
-            self.config,
-            model=self.model,
-            tokenizer=self._tokenizer,
-            shared=self.parameters if self.is_shared else None,
-            on_death=_end_process,
-        )
+    @property
+    def engine(self) -> NativeEngine:
+        return cast("NativeEngine", self._engine)
 
     def copy_weights(self) -> None:
         """Bring the engine's copy up to date, if it has one. Nothing may be generated meanwhile."""
-        if not self.is_shared:
-            engine: Any = self._engine
-            engine.thread.serving().runner.load(self.parameters)
+        if not self._is_shared:
+            self.engine.copy_weights(self.parameters)
+
+    def trust(self, version: int) -> None:
+        """Accept a version without proof: the engine computes with the trainer's own weights."""
+        self._sync.trust(version)
 
 
 class SharedPolicy(Trainer):
-    """A trainer that also generates, with the embedded engine on its own parameters.
+    """A trainer that also generates, with the native engine on its own parameters.
 
     Where both compute in the same precision there is nothing to copy: `publish_weights` only gives the weights their
-    version. Otherwise it converts them, inside the device's memory. A step of training holds generation up for as long
-    as it takes; completions under way go on afterwards. On a GPU, if there are none, the memory of the engine's cache
-    is the trainer's for that long.
+    version. Otherwise it converts them, inside the device's memory. A step of training pauses generation; completions
+    in progress continue afterwards. On a GPU, if there are none, the trainer has the memory of the engine's cache.
     """
 
     def __init__(self, config: TrainerConfig, loss: Loss | None, generator: GeneratorConfig) -> None:
         super().__init__(config, loss)
-        self._generator = _Sharing(generator)
+        self._generator = _SharedGenerator(generator)
 
     @endpoint
     async def setup(self) -> None:
@@ -79,12 +76,12 @@ class SharedPolicy(Trainer):
         await self._generator.setup()
 
     @property
-    def _native(self) -> Any:
-        return self._generator._engine
+    def _native(self) -> NativeEngine:
+        return self._generator.engine
 
     @endpoint
     async def train_step(self, batch: Batch, keep_logprobs: bool = False) -> StepResult:
-        """One optimizer step, between two steps of generation."""
+        """Take one optimizer step, between two steps of generation."""
         return await self._between_steps(partial(super().train_step, batch, keep_logprobs))
 
     @endpoint(retry=True)
@@ -93,53 +90,53 @@ class SharedPolicy(Trainer):
         return await self._between_steps(partial(super().forward_logprobs, batch, temperature))
 
     async def _between_steps(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Hold generation up for some work of the trainer, with the memory of the engine's cache.
+        """Pause generation for some work of the trainer, which gets the memory of the engine's cache.
 
-        Whoever cancels it waits until the work has ended: the thread that does it cannot be stopped.
+        A caller that cancels it waits until the work has ended: the thread that does it cannot be stopped.
         """
-        async with self._native.changing(self._native.version):
-            done = asyncio.ensure_future(self._with_cache_lent(work))
+        async with self._native.paused(self._native.version):
+            done = asyncio.ensure_future(self._with_cache_released(work))
             try:
                 return await asyncio.shield(done)
             except asyncio.CancelledError:
                 await asyncio.wait([done])
                 raise
 
-    async def _with_cache_lent(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do something while the engine's cache is free for it: on a GPU, unless completions under way need it."""
-        is_lent = self._native.is_on_gpu and await self._do(self._native.lend_cache)
+    async def _with_cache_released(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do something while the engine's cache is free for it: on a GPU, unless completions in progress need it."""
+        is_released = self._native.is_on_gpu and await self._do(self._native.release_cache)
         try:
             result = await work()
         except BaseException:
-            if is_lent:
-                await self._try_to_reclaim()
+            if is_released:
+                await self._try_to_restore()
             raise
-        if is_lent:
+        if is_released:
             with span("take the cache again"):
-                await self._do(self._native.reclaim_cache)
+                await self._do(self._native.restore_cache)
         return result
 
-    async def _try_to_reclaim(self) -> None:
-        """After work that failed: what it failed with is to be told, not that its memory is not free yet."""
+    async def _try_to_restore(self) -> None:
+        """Restore the cache after work that failed. Log a failure: the error of the work is the one to raise."""
         try:
-            await self._do(self._native.reclaim_cache)
+            await self._do(self._native.restore_cache)
         except DeviceMemoryError as error:
             _log.warning("after a failed step the generator sleeps until the next one: %s", error)
 
     @endpoint
     async def load(self, resume: str = "must") -> dict[str, Any] | None:
-        """Go on from a checkpoint, between two steps of generation."""
-        async with self._native.changing(self._native.version):
+        """Resume from a checkpoint, between two steps of generation."""
+        async with self._native.paused(self._native.version):
             return await super().load(resume)
 
     @endpoint
     async def publish_weights(
-        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None
+        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None, keep: int = 2
     ) -> None:
         """Give the weights that both compute with their version."""
-        async with self._native.changing(version):
+        async with self._native.paused(version):
             await self._do(self._generator.copy_weights)
-            self._generator._sync.trust(version)
+            self._generator.trust(version)
 
     @endpoint(concurrent=True)
     async def generate(
@@ -173,13 +170,13 @@ def can_share(config: GeneratorConfig, parameters: Mapping[str, Tensor]) -> bool
     """Whether an engine computes with these very tensors: they are of its precision, and where it computes."""
     is_cuda = all(tensor.is_cuda for tensor in parameters.values())
     on_gpu = is_cuda if config.with_gpus is None else config.with_gpus
-    wanted = config.precision or ("bfloat16" if on_gpu else "float32")
+    wanted = config.precision_on(gpu=on_gpu)
     kept_in = {str(tensor.dtype).removeprefix("torch.") for tensor in parameters.values()}
     return on_gpu == is_cuda and kept_in == {wanted}
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """A parameter of the one rank as a plain tensor, in the same memory: mixed precision makes it a DTensor."""
+    """Return a parameter of the one rank as a plain tensor, in the same memory: mixed precision makes it a DTensor."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

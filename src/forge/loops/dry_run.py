@@ -25,19 +25,20 @@ from forge.config import (
 )
 from forge.data import open_loaders
 from forge.data.opening import open_corpus
-from forge.data.prompts import PromptBook, open_prompts
+from forge.data.prompts import PromptDataset, open_prompts
 from forge.errors import ForgeError
 from forge.loops.evaluation import check_evaluation
-from forge.loops.planning import GRPOPlan, _completed, _rollout, refuse_ranks
-from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, prepare_sft
+from forge.loops.planning import GRPOPlan, _completed, _rollout, make_run_loss, refuse_ranks
+from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, make_sft_loss, prepare_sft
 from forge.loops.resuming import check_folders
 from forge.loops.run_paths import load_tokenizer, run_dir
 from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
-from forge.memory import check_at_start, find_card, plan_memory, read_run
+from forge.memory import check_at_start, find_card, plan_memory, resolve_run
 from forge.memory.card import host_memory
 from forge.memory.text import gib, summary_lines
 from forge.models.locate import ResolvedModel, resolve
 from forge.rewards import check as check_rewards
+from forge.rollout.credit import find_advantage
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import planned_ranks
 from forge.trainer.layout import check_layout
@@ -157,11 +158,14 @@ def _find_grpo(config: GRPOConfig, found: _Found) -> None:
     found.attempt(check_evaluation, config.evaluation, [function.label for function in config.rewards.functions])
     if model is not None:
         _find_layout(config, model, planned_ranks(config.distributed), found)
-        found.attempt(_completed, config, model.facts)
+        completed = found.attempt(_completed, config, model.architecture)
+        if completed is not None:
+            found.attempt(make_run_loss, completed, on_gpu=False)
         template = config.generator.chat_template
         found.attempt(load_tokenizer, model, chat_template=template, purpose="reinforcement learning")
     for error in grpo_worker_errors(config):
         found.add(error)
+    found.attempt(find_advantage, config.algorithm)
     found.attempt(check_folders, config)
     _find_prompts(config, found)
     found.attempt(_rollout, config)
@@ -186,13 +190,13 @@ def _describe_grpo(plan: GRPOPlan) -> Facts:
     rewards = [f"{function.label} ({function.kind})" for function in config.rewards.functions]
     groups = f"{config.rollout.batch_groups} groups of {config.rollout.group_size} completions"
     facts = _describe_run(config, resolve(config.model), checkpoint=plan.checkpoint)
-    book = plan.prompts.book
-    if isinstance(book, PromptBook):
-        sources = ", ".join(f"{name} ({kind})" for name, kind in book.formats.items())
-        facts.append(("prompts", f"{len(book)} to learn from: {sources}"))
-        facts += [("first", _shown(book.read(0))), ("last", _shown(book.read(len(book) - 1)))]
-        if book.num_skipped:
-            facts.append(("skipped", f"{book.num_skipped} records that could not be read"))
+    dataset = plan.prompts.dataset
+    if isinstance(dataset, PromptDataset):
+        sources = ", ".join(f"{name} ({kind})" for name, kind in dataset.formats.items())
+        facts.append(("prompts", f"{len(dataset)} to learn from: {sources}"))
+        facts += [("first", _shown(dataset.read(0))), ("last", _shown(dataset.read(len(dataset) - 1)))]
+        if dataset.num_skipped:
+            facts.append(("skipped", f"{dataset.num_skipped} records that could not be read"))
     if plan.heldout is not None:
         facts.append(("held out", f"{len(plan.heldout)} prompts for evaluation"))
     facts.append(("rewards", ", ".join(rewards)))
@@ -232,6 +236,7 @@ def _find_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> None:
         tokenizer = found.attempt(load_tokenizer, model, chat_template=template, purpose="fine-tuning")
     for error in sft_worker_errors(config):
         found.add(error)
+    found.attempt(make_sft_loss, config)
     found.attempt(check_folders, config)
     sources = (*config.data.sources, *config.validation.sources)
     for source in sources:
@@ -280,7 +285,7 @@ def _try_policy(config: PolicyConfig, found: _Found) -> Facts:
     if model is not None:
         template = config.generator.chat_template
         found.attempt(load_tokenizer, model, chat_template=template, purpose="a conversation")
-        found.attempt(check_at_start, config, facts=model.facts, log=_log)
+        found.attempt(check_at_start, config, facts=model.architecture, log=_log)
     for error in policy_worker_errors(config):
         found.add(error)
     if model is None or found.problems:
@@ -294,8 +299,8 @@ def _try_policy(config: PolicyConfig, found: _Found) -> Facts:
 
 
 def _find_layout(config: GRPOConfig | SFTConfig, model: ResolvedModel, num_ranks: int, found: _Found) -> None:
-    found.attempt(check_layout, config.distributed, model.facts, config.training, num_ranks=num_ranks)
-    found.attempt(check_at_start, config, facts=model.facts, log=_log)
+    found.attempt(check_layout, config.distributed, model.architecture, config.training, num_ranks=num_ranks)
+    found.attempt(check_at_start, config, facts=model.architecture, log=_log)
 
 
 def _describe_run(config: GRPOConfig | SFTConfig, model: ResolvedModel, *, checkpoint: CheckpointInfo | None) -> Facts:
@@ -316,14 +321,15 @@ def _start(checkpoint: CheckpointInfo | None) -> str:
 
 
 def _described(model: ResolvedModel) -> str:
-    from forge.memory.model_size import Sizes
+    from forge.models.sizes import Sizes
 
-    return f"{model.name}, {Sizes.of(model.facts).total:,} parameters, in {model.folder or 'no folder: random weights'}"
+    count = Sizes.of(model.architecture).total
+    return f"{model.name}, {count:,} parameters, in {model.folder or 'no folder: random weights'}"
 
 
 def _describe_memory(config: ForgeConfig) -> Facts:
     card = find_card()
-    run = read_run(config, card=card)
+    run = resolve_run(config, card=card)
     if run.uses_gpus and card is None:
         return [("memory", "not planned: no GPU is visible here; see `forge plan FILE --gpu-memory 80GB`")]
     plan = plan_memory(run, card=card, host_bytes=host_memory())

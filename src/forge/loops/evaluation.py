@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 from forge.config import EvaluationConfig, Sampling
 from forge.errors import ActorFailure, CallTimeout, ConfigError, EngineDead, PromptError
 from forge.observe import span
-from forge.rollout.rollouter import Policy, Rewards, group_seed
+from forge.rollout.rollouter import Policy, ScoreFunction, group_seed
 from forge.types import Episode, Group, Score
 
 if TYPE_CHECKING:
-    from forge.data.prompts import PromptBook
+    from forge.data.prompts import PromptDataset
+    from forge.loops.planning import GRPOPlan
+    from forge.loops.workers import Workers
 
 _log = logging.getLogger("forge.grpo")
 
@@ -53,7 +55,7 @@ class Evaluation:
         return cls(**{**fields, "pass_at": {int(k): value for k, value in fields["pass_at"].items()}})
 
     def values(self) -> dict[str, float]:
-        """The metrics under the names that sinks and the report know."""
+        """Return the metrics under the names that sinks and the report know."""
         most = max(self.pass_at)
         metrics = {
             "evaluation/reward": self.reward,
@@ -71,9 +73,10 @@ class Evaluator:
 
     Args:
         config: the section `evaluation`.
-        book: the held-out prompts.
-        policy, rewards: who answers and who scores.
-        sampling: how tokens are drawn in rollouts; only temperature, number and seed differ here.
+        dataset: the held-out prompts.
+        policy: generates completions.
+        score: scores them.
+        sampling: how tokens are sampled in rollouts; only temperature, number and seed differ here.
         at_once: how many prompts are under way at the same time.
     """
 
@@ -81,13 +84,13 @@ class Evaluator:
         self,
         config: EvaluationConfig,
         *,
-        book: PromptBook,
+        dataset: PromptDataset,
         policy: Policy,
-        rewards: Rewards,
+        score: ScoreFunction,
         sampling: Sampling,
         at_once: int,
     ) -> None:
-        self._config, self._book, self._policy, self._rewards = config, book, policy, rewards
+        self._config, self._dataset, self._policy, self._score = config, dataset, policy, score
         self._sampling = sampling.model_copy(
             update={"temperature": config.temperature, "n": 1 if config.temperature == 0 else config.num_samples}
         )
@@ -95,7 +98,7 @@ class Evaluator:
 
     @property
     def num_prompts(self) -> int:
-        return min(len(self._book), self._config.max_prompts or len(self._book))
+        return min(len(self._dataset), self._config.max_prompts or len(self._dataset))
 
     async def run(self, *, record: Callable[[Sequence[Group]], object] | None = None) -> Evaluation:
         """Ask every prompt once, `num_samples` times. `record` gets the answers, a group for each prompt."""
@@ -120,14 +123,14 @@ class Evaluator:
         return self._summed(answered)
 
     async def _ask(self, index: int) -> Group | None:
-        """The answers to a prompt; None where no generator can answer it."""
+        """Return the answers to a prompt; None where no generator can answer it."""
         async with self._slots:
-            prompt = self._book.read(index)
+            prompt = self._dataset.read(index)
             sampling = self._sampling.model_copy(update={"seed": group_seed(0, index)})
             for tries_left in reversed(range(MAX_TRIES)):
                 try:
                     completions = await self._policy.generate(prompt, sampling=sampling)
-                    scores = await self._rewards.score(prompt, completions)
+                    scores = await self._score(prompt, completions)
                     pairs = zip(completions, scores, strict=True)
                     return Group(index, 0, tuple(Episode(prompt, *pair) for pair in pairs))
                 except PromptError as error:
@@ -158,18 +161,32 @@ class Evaluator:
         return (score.reward if name is None else score.parts[name]) >= self._config.solved_at - 1e-9
 
 
+def make_evaluator(plan: GRPOPlan, workers: Workers) -> Evaluator | None:
+    """Return the evaluator of a run; None where there are no held-out prompts."""
+    if plan.heldout is None:
+        return None
+    return Evaluator(
+        plan.config.evaluation,
+        dataset=plan.heldout,
+        policy=workers.policy,
+        score=workers.rewards.score.route,
+        sampling=plan.sampling,
+        at_once=plan.prompts_at_once,
+    )
+
+
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """How likely at least one of k samples is solved, if `num_solved` of `num_samples` are: unbiased (Chen 2021)."""
+    """Return pass@k: how likely at least one of k samples is solved, unbiased (Chen 2021)."""
     if num_samples - num_solved < k:
         return 1.0
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
 def check_evaluation(config: EvaluationConfig, reward_names: Sequence[str]) -> None:
-    """Refuse to judge by a reward that is not computed."""
+    """Refuse an evaluation by a reward that is not computed."""
     if config.reward is not None and config.reward not in reward_names:
         raise ConfigError(
-            "the evaluation judges by a reward that there is not",
+            "evaluation.reward does not name a reward of this run",
             path="evaluation.reward",
             value=config.reward,
             rule=f"one of {', '.join(reward_names)}",

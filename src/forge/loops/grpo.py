@@ -19,36 +19,35 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forge.config import GRPOConfig, save
 from forge.errors import CheckpointError, NonFiniteError, RecordError, RolloutError, StepAbandoned
-from forge.loops.evaluation import Evaluation, Evaluator
+from forge.loops.evaluation import Evaluation, make_evaluator
 from forge.loops.learning import Learner
 from forge.loops.planning import GRPOPlan
 from forge.loops.preflight import check_grpo
-from forge.loops.recording import Records
-from forge.loops.resuming import LEDGER_NAME, check_continues, group_keys, report_changes
-from forge.loops.rollouts import RolloutRunner
+from forge.loops.recording import Records, tracing
+from forge.loops.resuming import SaveRule, check_continues, group_keys, ledger_before, report_changes, where_it_stopped
+from forge.loops.rollouts import RolloutRunner, RolloutSource, single_turn
 from forge.loops.run_paths import checkpoint_dir, run_dir
-from forge.loops.saving import SaveRule, where_it_stopped
 from forge.loops.step_metrics import StepClock, StepMetrics
-from forge.loops.stopping import Stop, stopped_by_signals, wait_reporting
+from forge.loops.stopping import Reminder, Stop, stopped_by_signals
 from forge.loops.workers import Workers, start_workers
-from forge.observe import is_tracing, span, switch_tracing
-from forge.observe.tracing import drain_trace
+from forge.observe import span
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
-from forge.rollout.fruitless import Fruitless, GivenUp
-from forge.rollout.ledger import LedgerLine
-from forge.rollout.rollouter import Rollouter
-from forge.rollout.samples import completion_logprobs
+from forge.rollout.credit import AdvantageFunction
+from forge.rollout.signal import NoSignalGroup
 from forge.runtime.lifetime import run
 from forge.trainer.schedules import is_due
 from forge.types import Group, StepResult
+
+if TYPE_CHECKING:
+    from forge.losses import Loss
 
 _log = logging.getLogger("forge.grpo")
 T = TypeVar("T")
@@ -78,54 +77,49 @@ class GRPOResult:
     exit_code: int = 0
 
 
-async def run_grpo(config: GRPOConfig) -> GRPOResult:
+async def run_grpo(
+    config: GRPOConfig, *, loss: Loss | None = None, advantage: AdvantageFunction | None = None
+) -> GRPOResult:
     """Train a policy as a configuration says. Everything that it starts is gone when it returns or raises.
 
+    `loss` and `advantage` are used instead of those that the section `algorithm` names.
     SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit.
     """
     plan = check_grpo(config)
-    was_tracing = is_tracing()
-    switch_tracing(config.record.trace)  # before anyone is started, who takes it over
-    try:
+    if loss is not None:
+        from forge.losses.build import check_loss
+
+        check_loss(loss, temperature=plan.temperature)
+        plan = replace(plan, loss=loss)
+    if advantage is not None:
+        plan = replace(plan, advantage=advantage)
+    with tracing(config.record.trace):  # before workers start: they inherit it
         return await _run(plan)
-    finally:
-        switch_tracing(was_tracing)
-        if not was_tracing:
-            drain_trace()  # what is left is of this run, and must not show up in another's
 
 
 async def _run(plan: GRPOPlan) -> GRPOResult:
-    loops: list[GRPOLoop] = []
+    """Start the workers and run a loop. When all processes have ended, log what a resume continues after."""
     hint, grace_s = "this step is finished and saved", plan.config.checkpointing.grace_s
+    loop: GRPOLoop | None = None
+    is_stopped = True
     async with stopped_by_signals(save_hint=hint, grace_s=grace_s) as (stop, _):
         try:
-            result = await _with_workers(plan, stop, loops)
-        except BaseException:
-            _log_where_it_stopped(plan, loops)
-            raise
-        if result.is_stopped:
-            _log_where_it_stopped(plan, loops)
-        return result
-
-
-async def _with_workers(plan: GRPOPlan, stop: Stop, loops: list[GRPOLoop]) -> GRPOResult:
-    """Start the workers, and run a loop, which is added to `loops`. All processes are gone when it returns."""
-    async with run(plan.config.launcher):
-        workers = await stop.unless(start_workers(plan.config, plan.trainer, loss=plan.loss))
-        if workers is None:
-            return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
-        loop = GRPOLoop(plan, workers, stop=stop)
-        loops.append(loop)
-        try:
-            return await loop.run()
+            async with run(plan.config.launcher):
+                starting = start_workers(plan.config, plan.trainer, loss=plan.loss, run=plan.run)
+                workers = await stop.unless(starting)
+                if workers is None:
+                    return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
+                loop = GRPOLoop(plan, workers, single_turn(plan, workers), stop=stop)
+                try:
+                    result = await loop.run()
+                finally:
+                    loop.close()
+            is_stopped = result.is_stopped
+            return result
         finally:
-            loop.close()
-
-
-def _log_where_it_stopped(plan: GRPOPlan, loops: Sequence[GRPOLoop]) -> None:
-    """Log what a resume continues after. Called when no process can complete a checkpoint any more."""
-    step = loops[0].step if loops else plan.resume_step
-    _log.warning("%s", where_it_stopped(step, checkpoint_dir(plan.config)))
+            if is_stopped:
+                step = plan.resume_step if loop is None else loop.step
+                _log.warning("%s", where_it_stopped(step, checkpoint_dir(plan.config)))
 
 
 class GRPOLoop:
@@ -134,12 +128,19 @@ class GRPOLoop:
     Args:
         plan: what is to be done.
         workers: the services that do it.
+        source: makes the groups that are trained on; `single_turn` is the one of `run_grpo`.
         stop: says when the run is asked to end.
-        clock: tells the seconds between two checkpoints, and those that throughput is taken over.
+        clock: seconds, for the time between two checkpoints and for throughput.
     """
 
     def __init__(
-        self, plan: GRPOPlan, workers: Workers, *, stop: Stop | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        plan: GRPOPlan,
+        workers: Workers,
+        source: RolloutSource,
+        *,
+        stop: Stop | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._config, self._workers = plan, plan.config, workers
         self._stop = stop or Stop()
@@ -147,28 +148,19 @@ class GRPOLoop:
             plan.rollout,
             num_groups=plan.num_groups,
             algorithm=self._config.algorithm,
-            on_fruitless=self._note_fruitless,
+            advantage=plan.advantage,
+            on_no_signal=self._note_no_signal,
         )
-        self._rollouter = Rollouter(
-            plan.prompts,
-            policy=workers.policy,
-            rewards=workers.rewards,
-            reference=workers.reference,
-            sampling=plan.sampling,
-            algorithm=self._config.algorithm,
-            seed=self._config.run.seed,
-        )
-        self._learner = Learner(plan, workers)
-        self._evaluator = self._make_evaluator()
+        self._source, self._learner = source, Learner(plan, workers)
+        self._evaluator = make_evaluator(plan, workers)
         self._records: Records | None = None
         self._has_begun = False
-        self._metrics = StepMetrics(self._rollouter, self._buffer, clock=clock)
-        self._runner = RolloutRunner(plan, self._rollouter, self._buffer, metrics=self._metrics)
+        self._metrics = StepMetrics(source, self._buffer, clock=clock)
+        self._runner = RolloutRunner(plan, source, self._buffer, metrics=self._metrics)
         self._clock = StepClock()
         self._save_rule = SaveRule(self._config.checkpointing, clock=clock)
         self._ledger_before: dict[str, Any] | None = None
-        self._step = 0
-        self._reward = math.nan
+        self._step, self._reward = 0, math.nan
         self._evaluations: list[Evaluation] = []
         self._evaluated_step: int | None = None
         self._last_save: tuple[int, int | None] | None = None
@@ -186,13 +178,13 @@ class GRPOLoop:
         """Train until the last step, the goal of the evaluation, or a request to stop."""
         await self._begin()
         try:
-            await self._train_and_feed()
+            await self._train_with_rollouts()
         except RecordError:
             await self._complete_save()
             raise
         return await self._finish()
 
-    async def _train_and_feed(self) -> None:
+    async def _train_with_rollouts(self) -> None:
         self._metrics.begin()
         rollouts = self._watched(self._runner.run(), "rollouts")
         try:
@@ -210,7 +202,7 @@ class GRPOLoop:
             failed[0].result()  # raises what ended it
 
     def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task beside training. If it fails, the step under way is finished and saved, and the run ends."""
+        """Start a task beside training. If it fails, the step in progress is finished and saved, and the run ends."""
 
         def look(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
@@ -222,11 +214,11 @@ class GRPOLoop:
         return task
 
     async def _begin(self) -> None:
-        """Take up an earlier run if there is one, open the records, and give the generators their first weights."""
+        """Resume an earlier run if there is one, open the records, and give the generators their first weights."""
         extra = await self._workers.trainer.load(self._config.checkpointing.resume)
         if extra is not None:
             check_continues(self._config, extra, prompts_digest=self._plan.prompts_digest)
-            self._ledger_before = self._find_ledger(extra)
+            self._ledger_before = ledger_before(self._config, extra)
             report_changes(self._config, run_dir(self._config))
         self._records = Records(self._plan, resume_step=None if extra is None else int(extra["step"]))
         save(self._config, run_dir(self._config))
@@ -240,21 +232,12 @@ class GRPOLoop:
         if self._config.evaluation.at_start and self._step == 0:
             await self._evaluate()
 
-    def _find_ledger(self, extra: dict[str, Any]) -> dict[str, Any] | None:
-        """What the ledger of this run does not hold, because another run's has it or it is gone."""
-        if (run_dir(self._config) / LEDGER_NAME).exists():
-            known: dict[str, Any] | None = extra.get("ledger_before")
-            return known
-        folder = run_dir(self._config)
-        _log.warning("%s has no %s: it will not record what came before this resume", folder, LEDGER_NAME)
-        return {"next_number": extra["buffer"]["next_number"], "pending": extra["buffer"]["pending"]}
-
     def _restore(self, extra: dict[str, Any]) -> None:
         assert self._records is not None
         self._step, self._evaluated_step = int(extra["step"]), extra["evaluated_step"]
         self._last_save = (self._step, self._evaluated_step)
         self._evaluations = [Evaluation.read(each) for each in extra["evaluations"]]
-        self._buffer.load(extra["buffer"], settled=self._records.ledger.settled)
+        self._buffer.load(extra["buffer"], committed=self._records.ledger.committed)
         _log.info("resuming after step %d; %d groups are back in the queue", self._step, len(self._buffer.pending))
 
     # ---- Training: batches -> weights; waits for the buffer's batch ------------------------------------------------
@@ -266,13 +249,13 @@ class GRPOLoop:
             taken = await self._next_batch()
             if taken is None:
                 if not self._stop.is_asked:
-                    self._buffer.check_fruitful()
+                    self._buffer.check_any_signal()
                 break
             learned = await self._learn(taken)
             if learned is None:
                 break
             groups, result = learned
-            self._buffer.settle()
+            self._buffer.commit()
             self._step += 1
             if not self._stop.is_asked:  # else there is no next step, and the save is urgent
                 await self._hand_over()
@@ -285,45 +268,35 @@ class GRPOLoop:
         await self._finish_sync()
 
     async def _next_batch(self) -> TakenBatch | None:
-        """The next batch; None at the end, or when the run is asked to stop. Says what it waits for when it is long."""
-        generating_before = self._rollouter.generating_s
+        """Return the next batch; None at the end, or when the run is asked to stop."""
+        generating_before = self._source.generating_s
         with self._clock.part("waiting"), span("wait for batch", step=self._step):
             try:
-                taken = await self._stop.unless(self._waited_for())
+                taken = await self._stop.unless(
+                    self._buffer.take(), reminder=self._reminder(self._runner.describe_wait)
+                )
             except RolloutError:  # too many batches in a row had no signal
                 await self._save()
                 raise
-        self._clock.move("waiting", "generating", self._rollouter.generating_s - generating_before)
+        self._clock.move("waiting", "generating", self._source.generating_s - generating_before)
         return taken
 
-    async def _waited_for(self) -> TakenBatch | None:
-        return await self._wait(self._buffer.take(), self._what_is_missing)
-
-    async def _wait(self, work: Coroutine[Any, Any, T], what: Callable[[], str]) -> T:
-        return await wait_reporting(
-            work, every_s=self._plan.rollout.report_wait_s, say=lambda: self._say_waiting(what())
+    def _reminder(self, what: Callable[[], str]) -> Reminder:
+        """Return what logs, now and then, what a long wait is for."""
+        return Reminder(
+            self._plan.rollout.report_wait_s, lambda: _log.warning("step %d waits: %s", self._step + 1, what())
         )
 
-    def _say_waiting(self, what: str) -> None:
-        _log.warning("step %d waits: %s", self._step + 1, what)
-
-    def _what_is_missing(self) -> str:
-        stages = self._rollouter.stages()
-        shown = [f"group {number} {name} for {seconds:.0f} s" for number, (name, seconds) in stages.items()]
-        under_way = ", ".join(shown[:6]) + (f" and {len(shown) - 6} more" if len(shown) > 6 else "")
-        ready = f"{self._buffer.num_ready} of {self._plan.rollout.batch_groups} groups are ready"
-        num_stale = self._buffer.counts.num_stale
-        stale = f"; {num_stale} came from weights that were too old, and went back" if num_stale else ""
-        num_fruitless = self._buffer.tally.num_groups
-        fruitless = f"; {num_fruitless} in a row brought nothing to learn from" if num_fruitless else ""
-        return f"{ready}; under way: {under_way or 'none'}{stale}{fruitless}"
+    async def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        return await self._reminder(lambda: what).during(work)
 
     async def _learn(self, taken: TakenBatch) -> tuple[Sequence[Group], StepResult] | None:
         """Learn from a batch; None if there was no time for it. Then its groups stay pending."""
         try:
             with self._clock.part("training"), span("train", step=self._step):
-                learning = self._wait(self._learner.learn(taken.groups), lambda: "the trainer learns")
-                groups, result = await self._stop.in_time(learning, self._abandon)
+                reminder = self._reminder(lambda: "the trainer learns")
+                learning = self._learner.learn(taken.groups)
+                groups, result = await self._stop.in_time(learning, self._abandon, reminder=reminder)
         except StepAbandoned:
             return None
         except NonFiniteError:
@@ -342,7 +315,7 @@ class GRPOLoop:
     # ---- Weights: trainer -> store -> generators ------------------------------------------------------------------
 
     async def _hand_over(self) -> None:
-        """Give the new weights to the generators: at once when training is synchronous, else beside the next step."""
+        """Send the new weights to the generators: at once when training is synchronous, else during the next step."""
         await self._finish_sync()
         if self._failed:
             return
@@ -360,12 +333,12 @@ class GRPOLoop:
 
     async def _publish(self) -> None:
         publishing = self._workers.trainer.publish_weights(self._step, name=self._config.generator.weights)
-        await self._wait(publishing, lambda: "the trainer publishes its weights")
+        await self._wait(publishing, "the trainer publishes its weights")
 
     async def _serve(self, version: int) -> None:
         with span("update generators", version=version):
             taking = self._workers.policy.update_weights(version)
-            reports = await self._wait(taking, lambda: f"generators load version {version}")
+            reports = await self._wait(taking, f"generators load version {version}")
         self._metrics.note_sync(reports)
         self._buffer.serve(version)
 
@@ -382,34 +355,15 @@ class GRPOLoop:
     # ---- Records, evaluation, checkpoints, and the end ------------------------------------------------------------
 
     async def _write(self, taken: TakenBatch, groups: Sequence[Group], result: StepResult) -> None:
-        """Everything of a step is written before the checkpoint that stands on it."""
+        """Write everything of a step, before the checkpoint that depends on it."""
         assert self._records is not None
-        logprobs = None if result.logprobs is None else completion_logprobs(groups, result.logprobs)
-        lines = [LedgerLine(self._step, group.number, group.epoch, group.prompt.id, "trained") for group in groups]
-        self._records.ledger.write([*lines, *self._dropped_lines(self._step, taken.given_up)])
-        self._records.rollouts(self._step, groups, logprobs)
+        self._records.step(self._step, groups, dropped=taken.drops, logprobs=result.logprobs)
         values = self._metrics.of_step(taken, result, clock=self._clock)
         await self._records.metrics(self._step, values)
 
-    def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, GivenUp]]) -> list[LedgerLine]:
-        places = [(self._plan.prompts.at(number), number, outcome) for number, outcome in dropped]
-        return [LedgerLine(step, number, epoch, prompt.id, outcome) for (epoch, prompt), number, outcome in places]
-
-    def _note_fruitless(self, fruitless: Fruitless) -> Path | None:
+    def _note_no_signal(self, no_signal: NoSignalGroup) -> Path | None:
         assert self._records is not None
-        return self._records.fruitless(self._buffer.num_taken + 1, fruitless)
-
-    def _make_evaluator(self) -> Evaluator | None:
-        if self._plan.heldout is None:
-            return None
-        return Evaluator(
-            self._config.evaluation,
-            book=self._plan.heldout,
-            policy=self._workers.policy,
-            rewards=self._workers.rewards,
-            sampling=self._plan.sampling,
-            at_once=self._plan.prompts_at_once,
-        )
+        return self._records.no_signal(self._buffer.num_taken + 1, no_signal)
 
     async def _evaluate(self) -> None:
         if self._evaluator is None or self._evaluated_step == self._step:
@@ -444,7 +398,7 @@ class GRPOLoop:
         }
         with span("save", step=self._step):
             saving = self._workers.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)
-            await self._wait(saving, lambda: "the trainer saves its state")
+            await self._wait(saving, "the trainer saves its state")
         self._last_save = (self._step, self._evaluated_step)
         self._save_rule.saved()
 
@@ -483,7 +437,7 @@ class GRPOLoop:
     def _end(self) -> Path | None:
         """Write what became of the groups since the last step, which a resumed run rolls out again, and the report."""
         assert self._records is not None
-        return self._records.end(self._dropped_lines(self._step + 1, self._buffer.unsettled_drops))
+        return self._records.end(self._step + 1, dropped=self._buffer.uncommitted_drops)
 
     def close(self) -> None:
         """Write what is left to write, however the run ended, and close the records."""

@@ -21,7 +21,9 @@ class Learner:
     async def learn(self, groups: Sequence[Group]) -> tuple[list[Group], StepResult]:
         """Take the optimizer's steps on one batch. Returns the groups with their advantages, and what happened."""
         mask_truncated = self._plan.rollout.mask_truncated
-        with_advantages = assign_advantages(groups, self._plan.config.algorithm, mask_truncated=mask_truncated)
+        with_advantages = assign_advantages(
+            groups, self._plan.config.algorithm, mask_truncated=mask_truncated, function=self._plan.advantage
+        )
         batch = make_batch(
             with_advantages,
             mask_truncated=mask_truncated,
@@ -35,7 +37,7 @@ class Learner:
         return with_advantages, result
 
     async def _steps_on(self, batch: Batch) -> StepResult:
-        """All steps on one batch. What the first one saw is what is reported."""
+        """Take all steps on one batch. Report what the first one saw."""
         trainer, record = self._workers.trainer, self._plan.config.record
         if "proximal_logprobs" in self._plan.loss.fields:
             before = await trainer.forward_logprobs(batch, temperature=self._plan.temperature)

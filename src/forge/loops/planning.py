@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
-from forge.data.prompts import PromptBook, PromptOrder, open_prompts
+from forge.data.prompts import PromptDataset, PromptOrder, open_prompts
 from forge.errors import ConfigError
 from forge.loops.evaluation import check_evaluation
 from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger, resumed_state
 from forge.loops.run_paths import checkpoint_dir, load_tokenizer, run_dir
 from forge.loops.worker_checks import check_workers
-from forge.loops.workers import wants_gpus
-from forge.memory import check_at_start
+from forge.memory import ResolvedRun, check_at_start, find_card, resolve_run
+from forge.memory.resolved import context_lengths
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
 from forge.rewards import check as check_rewards
+from forge.rollout.credit import AdvantageFunction, find_advantage
+from forge.runtime.placement import num_usable_gpus
 from forge.trainer.checkpoint_folder import CheckpointInfo
-from forge.trainer.handles import is_rank, planned_ranks
-from forge.trainer.layout import check_layout
+from forge.trainer.handles import is_rank
 from forge.trainer.schedules import rate_factor
 
 if TYPE_CHECKING:
@@ -35,8 +36,10 @@ class GRPOPlan:
 
     Attributes:
         config: what the user asked for, with what was left open filled in.
+        run: the devices, ranks, precisions and lengths, as resolved.
         trainer: what the trainer is made from.
         loss: what is minimised.
+        advantage: computes advantages from groups.
         tokenizer: the policy's.
         prompts: what is asked, by group number; `heldout` what it is judged on, if anything.
         prompts_digest: tells whether a later run has the same prompts.
@@ -49,11 +52,13 @@ class GRPOPlan:
     """
 
     config: GRPOConfig
+    run: ResolvedRun
     trainer: TrainerConfig
     loss: Loss
+    advantage: AdvantageFunction
     tokenizer: ChatTokenizer
     prompts: PromptOrder
-    heldout: PromptBook | None
+    heldout: PromptDataset | None
     prompts_digest: str
     sampling: Sampling
     rollout: RolloutConfig
@@ -75,46 +80,40 @@ class GRPOPlan:
 
 def plan_run(config: GRPOConfig) -> GRPOPlan:
     """Work out a run, and refuse whatever would fail later: it takes seconds, and nothing is left behind."""
-    from forge.losses import make_loss
-
     if is_rank():
         raise refuse_ranks()
     model = resolve(config.model)
-    config = _completed(config, model.facts)
+    config = _completed(config, model.architecture)
     check_rewards(config.rewards)
     if not config.rewards.functions:
         raise _needed("rewards.functions", "at least one reward", "such as [{kind: number}]")
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
-    check_layout(config.distributed, model.facts, config.training, num_ranks=planned_ranks(config.distributed))
-    check_at_start(config, facts=model.facts, log=_log)
+    run = resolve_run(config, card=find_card() if num_usable_gpus() else None, facts=model.architecture)
+    check_at_start(config, run=run, log=_log)
     check_workers(config)
     checkpoint = check_folders(config)
     template = config.generator.chat_template
     tokenizer = load_tokenizer(model, chat_template=template, purpose="reinforcement learning")
     if not config.prompts.sources:
         raise _needed("prompts.sources", "at least one source", "such as [{task: arithmetic}]")
-    books = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
-    order = PromptOrder(books.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
+    datasets = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
+    order = PromptOrder(datasets.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
     if checkpoint is not None:
         state = resumed_state(checkpoint, "reinforcement learning")
         check_continues(config, state, prompts_digest=order.digest)
         check_resumed_ledger(run_dir(config), state)
-    num_groups, num_steps = _lengths(config, len(books.train))
+    num_groups, num_steps = _lengths(config, len(datasets.train))
     rate_factor(0, config=config.training, total_steps=num_steps * config.rollout.iterations)  # refuses what cannot be
     sampling = config.generator.sampling.model_copy(update={"n": config.rollout.group_size})
     return GRPOPlan(
         config=config,
+        run=run,
         trainer=_trainer_config(config, model, num_steps=num_steps * config.rollout.iterations),
-        loss=make_loss(
-            config.algorithm,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            iterations=config.rollout.iterations,
-            exact_entropy=not wants_gpus(config.distributed.with_gpus),  # on a GPU it would cost a kernel
-        ),
+        loss=make_run_loss(config, on_gpu=run.trainer_on_gpu),
+        advantage=find_advantage(config.algorithm),
         tokenizer=tokenizer,
         prompts=order,
-        heldout=books.heldout,
+        heldout=datasets.heldout,
         prompts_digest=order.digest,
         sampling=sampling,
         rollout=_rollout(config),
@@ -122,6 +121,20 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
         num_steps=num_steps,
         prompts_at_once=max(1, _capacity(config) // max(1, config.evaluation.num_samples)),
         checkpoint=checkpoint,
+    )
+
+
+def make_run_loss(config: GRPOConfig, *, on_gpu: bool) -> Loss:
+    """Return the loss that a run minimises."""
+    from forge.losses import make_loss
+
+    sampling = config.generator.sampling
+    return make_loss(
+        config.algorithm,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        iterations=config.rollout.iterations,
+        exact_entropy=not on_gpu,  # on a GPU it would cost a kernel
     )
 
 
@@ -137,45 +150,22 @@ def refuse_ranks() -> ConfigError:
 
 def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
     """Fill in what depends on other keys: no completion may be longer than a trainer takes."""
-    training, generator = config.training, config.generator
+    generator = config.generator
     if generator.sampling.temperature == 0:
         raise ConfigError(
-            "rollouts without chance cannot differ from each other",
+            "rollouts at temperature 0 cannot differ from each other",
             path="generator.sampling.temperature",
             value=0.0,
             rule="more than 0 in reinforcement learning",
             repair="set 1.0; evaluation.temperature is another key",
         )
-    longest = training.max_seq_len
-    if facts.max_seq_len is not None:
-        longest = min(longest, facts.max_seq_len)
-    if generator.max_seq_len is not None and generator.max_seq_len > longest:
-        raise ConfigError(
-            "generators could make sequences that are too long to learn from",
-            path="generator.max_seq_len",
-            value=generator.max_seq_len,
-            rule=f"at most training.max_seq_len and the model's, which is {longest}",
-            repair="lower it, or raise training.max_seq_len",
-        )
-    chosen = generator.max_seq_len or longest
-    most = generator.sampling.max_tokens
-    if most is None:
-        sampling = generator.sampling.model_copy(update={"max_tokens": max(1, chosen // 2)})
-    elif most >= chosen:
-        raise ConfigError(
-            "there is no room for a prompt before the longest completion",
-            path="generator.sampling.max_tokens",
-            value=most,
-            rule=f"less than the longest sequence, which is {chosen}",
-            repair="lower it, or raise training.max_seq_len",
-        )
-    else:
-        sampling = generator.sampling
+    seq_len, max_tokens = context_lengths(config, facts)
+    sampling = generator.sampling.model_copy(update={"max_tokens": max_tokens})
     if sampling.is_truncated:
         _log.warning(
             "top_p, top_k, min_p or penalties shape what is sampled; the policy that learns is the one without them"
         )
-    filled = generator.model_copy(update={"max_seq_len": chosen, "sampling": sampling})
+    filled = generator.model_copy(update={"max_seq_len": seq_len, "sampling": sampling})
     return config.model_copy(update={"generator": filled})
 
 
@@ -199,7 +189,7 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
     room = _capacity(config) // config.generator.num_replicas // section.group_size
     if room < 1:
         raise ConfigError(
-            "a group has more completions than a generator takes",
+            "a group has more completions than a generator accepts",
             path="rollout.group_size",
             value=section.group_size,
             rule=f"at most generator.max_batch + generator.max_queue, which is {_capacity(config)}",
@@ -212,7 +202,7 @@ def _rollout(config: GRPOConfig) -> RolloutConfig:
 def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int) -> TrainerConfig:
     training = config.training.model_copy(update={"share_prefixes": config.rollout.share_prompts})
     return TrainerConfig(
-        model=model.facts,
+        model=model.architecture,
         training=training,
         distributed=config.distributed,
         checkpoint_dir=checkpoint_dir(config),
@@ -223,4 +213,4 @@ def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int)
 
 
 def _needed(path: str, rule: str, repair: str) -> ConfigError:
-    return ConfigError("the configuration lacks something", path=path, value=None, rule=rule, repair=repair)
+    return ConfigError("a required key is missing", path=path, value=None, rule=rule, repair=repair)

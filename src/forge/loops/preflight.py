@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from forge.config import GRPOConfig, SFTConfig, TrainerConfig
 from forge.data import BatchLoader, Loaders, open_loaders
@@ -23,12 +24,15 @@ from forge.loops.resuming import check_folders, resumed_state
 from forge.loops.run_paths import checkpoint_dir, load_tokenizer
 from forge.loops.worker_checks import check_sft_workers
 from forge.memory import check_at_start
-from forge.memory.run import ACCUMULATION_NOTE
+from forge.memory.resolved import ACCUMULATION_NOTE
 from forge.models.locate import ResolvedModel, resolve
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import is_rank, planned_ranks
 from forge.trainer.layout import check_layout
 from forge.trainer.schedules import rate_factor
+
+if TYPE_CHECKING:
+    from forge.losses import Loss
 
 _log = logging.getLogger("forge.sft")
 
@@ -51,12 +55,14 @@ class PreparedSFT:
     Attributes:
         model: the model that is fine-tuned.
         trainer: what the trainer is made from.
+        loss: what is minimized.
         loaders: the data, open.
         checkpoint: what the run resumes from; None to start anew.
     """
 
     model: ResolvedModel
     trainer: TrainerConfig
+    loss: Loss
     loaders: Loaders
     checkpoint: CheckpointInfo | None
 
@@ -72,9 +78,10 @@ def prepare_sft(config: SFTConfig, *, num_ranks: int | None = None) -> Iterator[
     if num_ranks is None and is_rank():
         num_ranks = int(os.environ["WORLD_SIZE"])
     ranks = planned_ranks(config.distributed) if num_ranks is None else num_ranks
-    check_layout(config.distributed, model.facts, config.training, num_ranks=ranks)
-    check_at_start(for_ranks(config, num_ranks), facts=model.facts, log=_log)
+    check_layout(config.distributed, model.architecture, config.training, num_ranks=ranks)
+    check_at_start(for_ranks(config, num_ranks), facts=model.architecture, log=_log)
     check_sft_workers(config)
+    loss = make_sft_loss(config)
     checkpoint = check_folders(config)
     if config.training.gradient_accumulation_steps > 1:
         _log.info("%s", ACCUMULATION_NOTE)
@@ -92,7 +99,14 @@ def prepare_sft(config: SFTConfig, *, num_ranks: int | None = None) -> Iterator[
         _check_validation(loaders.validation)
         if checkpoint is not None:
             loaders.train.load_state_dict(resumed_state(checkpoint, "fine-tuning")["data"])  # refuses other data
-        yield PreparedSFT(model, trainer, loaders, checkpoint)
+        yield PreparedSFT(model, trainer, loss, loaders, checkpoint)
+
+
+def make_sft_loss(config: SFTConfig) -> Loss:
+    """Return the loss that fine-tuning minimizes."""
+    from forge.losses.build import build_loss
+
+    return build_loss(config.loss.function, config.loss.args, offered={}, path="loss")
 
 
 def for_ranks(config: SFTConfig, num_ranks: int | None) -> SFTConfig:
@@ -139,7 +153,7 @@ def _check_validation(loader: BatchLoader | None) -> None:
 
 def _trainer_config(config: SFTConfig, model: ResolvedModel, *, num_steps: int | None) -> TrainerConfig:
     return TrainerConfig(
-        model=model.facts,
+        model=model.architecture,
         training=config.training,
         distributed=config.distributed,
         checkpoint_dir=checkpoint_dir(config),

@@ -1,26 +1,45 @@
-"""What a run writes down: metrics, rollouts, the ledger, the trace, and at the end the report."""
+"""The files that a run writes: metrics, rollouts, the ledger, the trace, and at the end the report."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forge.errors import ForgeError
 from forge.loops.planning import GRPOPlan
 from forge.loops.run_paths import run_dir
-from forge.observe import make_sinks
+from forge.observe import is_tracing, make_sinks, switch_tracing
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
-from forge.rollout.fruitless import Fruitless
-from forge.rollout.ledger import Ledger, LedgerLine
+from forge.observe.tracing import drain_trace
+from forge.rollout.ledger import Ledger, LedgerLine, recording
 from forge.rollout.record import RolloutRecorder
-from forge.rollout.writing import recording
+from forge.rollout.samples import completion_logprobs
+from forge.rollout.signal import DropReason, NoSignalGroup
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
 from forge.types import Group
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _log = logging.getLogger("forge.grpo")
+
+
+@contextmanager
+def tracing(is_on: bool) -> Iterator[None]:
+    """Switch tracing on or off inside the block, and forget the spans that are left at its end."""
+    was_on = is_tracing()
+    switch_tracing(is_on)
+    try:
+        yield
+    finally:
+        switch_tracing(was_on)
+        if not was_on:
+            drain_trace()
 
 
 class Records:
@@ -58,20 +77,31 @@ class Records:
             total_steps=plan.num_steps,
         )
 
-    def rollouts(
-        self, step: int, groups: Sequence[Group], trainer_logprobs: Mapping[tuple[int, int], Sequence[float]] | None
+    def step(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        *,
+        dropped: Iterable[tuple[int, DropReason]],
+        logprobs: Sequence[Tensor] | None,
     ) -> None:
-        """Write the episodes of a step."""
-        self._rollouts.write(step, groups, trainer_logprobs)
+        """Write what became of a step's groups, and the episodes with the trainer's logprobs."""
+        trained = [LedgerLine(step, group.number, group.epoch, group.prompt.id, "trained") for group in groups]
+        self.ledger.write([*trained, *self._dropped_lines(step, dropped)])
+        self._rollouts.write(step, groups, None if logprobs is None else completion_logprobs(groups, logprobs))
+
+    def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, DropReason]]) -> list[LedgerLine]:
+        places = [(self._plan.prompts.at(number), number, outcome) for number, outcome in dropped]
+        return [LedgerLine(step, number, epoch, prompt.id, outcome) for (epoch, prompt), number, outcome in places]
 
     def evaluation(self, step: int, groups: Sequence[Group]) -> None:
         """Write the answers of an evaluation."""
         self._rollouts.write_evaluation(step, groups)
 
-    def fruitless(self, step: int, fruitless: Fruitless) -> Path | None:
+    def no_signal(self, step: int, no_signal: NoSignalGroup) -> Path | None:
         """Write a group that taught nothing while a step was being prepared; where groups of this kind can be read."""
-        if not fruitless.is_kept:
-            return self._rollouts.write_fruitless(step, fruitless)
+        if not no_signal.is_kept:
+            return self._rollouts.write_no_signal(step, no_signal)
         return self._rollouts.folder if step > 1 and self._plan.config.record.rollouts != "none" else None
 
     async def metrics(self, step: int, values: Mapping[str, Value]) -> None:
@@ -86,15 +116,15 @@ class Records:
         if self._trace is not None:
             self._trace.write((await collect()).spans)
 
-    def end(self, lines: Iterable[LedgerLine]) -> Path | None:
-        """Write the last lines of the ledger and make the page that shows the run, once. A run that has failed already,
-        perhaps for want of space, does not fail a second time here."""
+    def end(self, step: int, *, dropped: Iterable[tuple[int, DropReason]]) -> Path | None:
+        """Write the last lines of the ledger and the report, once. A run that has failed already, perhaps for want of
+        space, does not fail a second time here."""
         if self.is_ended:
             return self._report
         self.is_ended = True
         self._log.close()
         try:
-            self.ledger.write(lines)
+            self.ledger.write(self._dropped_lines(step, dropped))
         except (ForgeError, OSError) as error:
             _log.warning("%s does not have the groups since the last step: %s", self.ledger.path, error)
         if self._plan.config.record.report:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
 
-from forge.config import GRPOConfig
+from forge.config import CheckpointConfig, GRPOConfig
 from forge.config.base import ConfigModel
-from forge.config.renames import move_old_keys
-from forge.config.saving import FILE_NAME, to_plain
+from forge.config.fields import move_old_keys
+from forge.config.loading import FILE_NAME, to_plain
 from forge.config.yaml_text import read_yaml
 from forge.errors import CheckpointError, ConfigError
 from forge.loops.run_paths import HasRunPaths, checkpoint_dir, run_dir
@@ -27,6 +28,7 @@ from forge.trainer.checkpoint_folder import (
     find_checkpoint,
     readable_checkpoints,
 )
+from forge.trainer.schedules import is_due
 
 _log = logging.getLogger("forge.loops")
 LEDGER_NAME, METRICS_NAME = "ledger.jsonl", "metrics.jsonl"
@@ -72,7 +74,7 @@ def resumed_state(info: CheckpointInfo, loop: Literal["reinforcement learning", 
         value=f"a checkpoint of {made_by}" if made_by else "no state of a run",
         rule=f"a checkpoint of {loop}",
         repair="name one of this run's checkpoints; to start from the weights of another run, set model.path to the "
-        "folder `hf` beside its checkpoints, and leave --resume out",
+        "folder `hf` next to its checkpoints, and leave --resume out",
     )
 
 
@@ -120,14 +122,14 @@ def _check_other_run(folder: Path, found: CheckpointInfo | None) -> None:
 
 
 def _earlier_config(folder: Path) -> Mapping[str, Any] | None:
-    """The configuration of the run that last wrote into a folder; None if there was none."""
+    """Return the configuration of the run that last wrote into a folder; None if there was none."""
     path = folder / FILE_NAME
     try:
         document = read_yaml(path.read_text(encoding="utf-8"), source=str(path))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
-        _log.warning("%s cannot be read, so nothing is known of the earlier run: %s", path, error)
+        _log.warning("%s cannot be read, so its configuration cannot be compared: %s", path, error)
         return {}
     return document.data if isinstance(document.data, Mapping) else {}
 
@@ -161,7 +163,7 @@ def _flat(document: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def group_keys(config: GRPOConfig) -> dict[str, int]:
-    """The keys that say what a group is and how often it is learned from. A checkpoint keeps them."""
+    """Return the keys that say what a group is and how often it is learned from. A checkpoint keeps them."""
     return {"rollout.group_size": config.rollout.group_size, "rollout.iterations": config.rollout.iterations}
 
 
@@ -176,12 +178,12 @@ def check_continues(config: GRPOConfig, extra: Mapping[str, Any], *, prompts_dig
             path="prompts.sources",
             value=prompts_digest,
             rule=f"the digest {extra['prompts']}, as when the checkpoint was made",
-            repair="give the same sources and seed, or start anew under another run.name",
+            repair="use the same sources and seed, or start a new run under another run.name",
         )
     most = config.training.max_steps
     if most is not None and most < int(extra["step"]):
         raise CheckpointError(
-            "the run that is resumed has taken more steps than it may",
+            "the run has already taken more steps than training.max_steps allows",
             path="training.max_steps",
             value=most,
             rule=f"at least {extra['step']}, the steps that the checkpoint has taken",
@@ -213,3 +215,54 @@ def check_resumed_ledger(folder: Path, extra: Mapping[str, Any]) -> None:
         path=path,
         before=extra.get("ledger_before"),
     )
+
+
+def ledger_before(config: GRPOConfig, extra: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return which groups the ledger of this run does not hold, because another run's has them or it is gone."""
+    folder = run_dir(config)
+    if (folder / LEDGER_NAME).exists():
+        known: dict[str, Any] | None = extra.get("ledger_before")
+        return known
+    _log.warning("%s has no %s: the new one will not contain what came before this resume", folder, LEDGER_NAME)
+    return {"next_number": extra["buffer"]["next_number"], "pending": extra["buffer"]["pending"]}
+
+
+class SaveRule:
+    """Says when a checkpoint is due: every `save_interval` steps, and when `save_interval_s` seconds have passed since
+    the last one."""
+
+    def __init__(self, config: CheckpointConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock = config, clock
+        self._last = clock()
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after this step is to be saved."""
+        return is_due(step, self._config.save_interval) or (step > 0 and self.is_overdue())
+
+    def is_overdue(self) -> bool:
+        """Whether the last checkpoint is older than `save_interval_s`."""
+        limit = self._config.save_interval_s
+        return limit is not None and self._clock() - self._last >= limit
+
+    def saved(self) -> None:
+        """Count the seconds from now on."""
+        self._last = self._clock()
+
+
+def saved_step(folder: Path) -> int | None:
+    """Return the step that `--resume` continues after: that of the checkpoint completed last; None if there is none.
+
+    A checkpoint that is still being written, or whose write failed, does not count.
+    """
+    infos = readable_checkpoints(folder)
+    if not infos:
+        return None
+    caller = infos[-1].extra.get("caller", {})
+    return int(caller.get("step", infos[-1].step))
+
+
+def where_it_stopped(step: int, folder: Path) -> str:
+    """Say after which step a run ended, and what `--resume` continues after."""
+    saved = saved_step(folder)
+    kept = "there is no checkpoint yet" if saved is None else f"--resume continues after step {saved}"
+    return f"stopped after step {step}; {kept}"

@@ -25,23 +25,24 @@ class HasRunPaths(Protocol):
 
 
 def run_dir(config: HasRunPaths) -> Path:
-    """Where a run writes everything but its checkpoints."""
+    """Return where a run writes everything but its checkpoints."""
     return config.run.output_dir / config.run.name
 
 
 def checkpoint_dir(config: HasRunPaths) -> Path:
-    """Where a run's checkpoints are, and in `hf` beside them the model that it made."""
+    """Return where a run's checkpoints are, and in `hf` beside them the model that it made."""
     return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
 
 
 def load_tokenizer(model: ResolvedModel, *, chat_template: str | None, purpose: str) -> ChatTokenizer:
-    """The tokenizer beside a model's weights. `purpose` begins the sentence that refuses a model without one."""
+    """Return the tokenizer beside a model's weights. `purpose` begins the sentence that refuses a model without one."""
     if model.folder is None:
         raise ConfigError(
             f"{purpose} needs a model with its tokenizer",
             path="model.path",
             value=None,
             rule="a folder with Hugging Face files, or the preset `tiny`",
-            repair=f"run `forge download {model.facts.hf_repo or 'OWNER/NAME'} --output-dir DIR`, set model.path=DIR",
+            repair=f"run `forge download {model.architecture.hf_repo or 'OWNER/NAME'} --output-dir DIR`, "
+            "set model.path=DIR",
         )
     return ChatTokenizer.load(model.folder, chat_template=Path(chat_template) if chat_template else None)

@@ -15,30 +15,26 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.config import SFTConfig, save
+from forge.config import SFTConfig, WorkerConfig, save
 from forge.errors import NonFiniteError, StepAbandoned
 from forge.loops.preflight import PreparedSFT, prepare_sft
-from forge.loops.resuming import report_changes
+from forge.loops.resuming import SaveRule, report_changes, where_it_stopped
 from forge.loops.run_paths import checkpoint_dir, run_dir
-from forge.loops.saving import SaveRule, where_it_stopped
 from forge.loops.stopping import Stop, stopped_by_signals
+from forge.models.sizes import flops_per_token, mean_context, model_flops_utilization
 from forge.observe import (
     MetricsLog,
     Throughput,
     device_peak_flops,
-    flops_per_token,
     make_sinks,
-    mean_context,
-    model_flops_utilization,
     step_values,
 )
 from forge.observe.sink import VALIDATION_BEST, VALIDATION_LOSS, Value
-from forge.rollout.writing import recording
+from forge.rollout.ledger import recording
 from forge.runtime.lifetime import run
 from forge.trainer import schedules
 from forge.trainer.checkpoint_folder import WriterLock
@@ -74,7 +70,7 @@ async def run_sft(config: SFTConfig, *, clock: Callable[[], float] = time.monoto
     """Fine-tune as a configuration says. In every rank of `forge run --nproc_per_node`, or once as the controller.
 
     SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit. `clock`
-    tells the seconds between two checkpoints.
+    gives the seconds between two checkpoints.
     """
     with prepare_sft(config) as prepared:
         hint, grace_s = "this step is finished and saved", config.checkpointing.grace_s
@@ -82,10 +78,10 @@ async def run_sft(config: SFTConfig, *, clock: Callable[[], float] = time.monoto
             loop = _Loop(config, prepared, stop=stop, clock=clock)
             try:
                 if is_rank():
-                    result = await _drive(loop, prepared, is_late=is_late)
+                    result = await _drive(loop, prepared, is_late=is_late, worker=config.workers.trainer)
                 else:
                     async with run(config.launcher):
-                        result = await _drive(loop, prepared, is_late=is_late)
+                        result = await _drive(loop, prepared, is_late=is_late, worker=config.workers.trainer)
             except BaseException:
                 loop.log_where_it_stopped()
                 raise
@@ -94,8 +90,10 @@ async def run_sft(config: SFTConfig, *, clock: Callable[[], float] = time.monoto
             return result
 
 
-async def _drive(loop: _Loop, prepared: PreparedSFT, *, is_late: Callable[[], bool]) -> SFTResult:
-    trainer = await loop.stop.unless(open_trainer(prepared.trainer, should_abandon=is_late))
+async def _drive(loop: _Loop, prepared: PreparedSFT, *, is_late: Callable[[], bool], worker: WorkerConfig) -> SFTResult:
+    trainer = await loop.stop.unless(
+        open_trainer(prepared.trainer, prepared.loss, should_abandon=is_late, worker=worker)
+    )
     if trainer is None:
         return SFTResult(loop.step, math.nan, None, None, None, True, loop.stop.exit_code)
     try:
@@ -158,7 +156,7 @@ class _Loop:
         return await self._finish()
 
     def _batches(self) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        """Batches, each with the loader's position before it."""
+        """Yield batches, each with the loader's position before it."""
         limit = self._config.training.max_steps
         loader = self._loaders.train
         while limit is None or self._step < limit:
@@ -193,7 +191,7 @@ class _Loop:
         loader = self._loaders.validation
         if loader is None or self._validated_step == self._step:
             return
-        with self._paused():
+        with self._throughput.paused():
             loader.rewind()
             loss = weight = 0.0
             for batch in loader:
@@ -212,7 +210,7 @@ class _Loop:
     async def _save(self, *, metric: float | None = None, position: dict[str, Any] | None = None) -> None:
         if self._last_save == self._step:
             return
-        with self._paused():
+        with self._throughput.paused():
             extra = {
                 "data": position or self._loaders.train.state_dict(),
                 "best_validation_loss": self._best,
@@ -260,7 +258,7 @@ class _Loop:
         code = self.stop.exit_code
         return SFTResult(self._step, self._loss, self._validation_loss, self._best, None, True, code)
 
-    # ---- Figures --------------------------------------------------------------------------------------------------
+    # ---- Metrics --------------------------------------------------------------------------------------------------
 
     def _open_log(self, *, resume_step: int | None) -> None:
         if not self._trainer.is_leader:
@@ -294,7 +292,7 @@ class _Loop:
         self._write(values)
 
     def _utilization(self, batch: Batch, rate: float | None) -> float | None:
-        """Which part of the devices' peak goes into the model, where the peak is known."""
+        """Return which part of the devices' peak goes into the model, where the peak is known."""
         if self._peak_flops is None:
             return None
         return model_flops_utilization(
@@ -307,11 +305,6 @@ class _Loop:
     def _write(self, values: Mapping[str, Value]) -> None:
         if self._log is not None:
             self._log.write(self._step, values)
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        with self._throughput.paused():
-            yield
 
     def log_where_it_stopped(self) -> None:
         """Log what a resume continues after. Called when no process can complete a checkpoint any more."""

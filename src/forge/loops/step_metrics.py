@@ -7,30 +7,33 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from forge.generator.engine import UpdateReport
 from forge.observe.sink import Value
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
-from forge.rollout.rollouter import Rollouter
 from forge.types import Episode, StepResult
+
+if TYPE_CHECKING:
+    from forge.loops.rollouts import RolloutSource
 
 PARTS = ("waiting", "generating", "training", "syncing", "other")
 
 
 class StepClock:
-    """Where a step's time goes. Parts do not overlap; what nobody claims is `other`."""
+    """Where a step's time goes. Parts do not overlap; the rest is `other`."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """A step begins."""
+        """Start the clock of a step."""
         self._began = time.perf_counter()
         self._parts = dict.fromkeys(PARTS, 0.0)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The block's time belongs to a part."""
+        """Count the block's time for a part."""
         began = time.perf_counter()
         try:
             yield
@@ -38,13 +41,13 @@ class StepClock:
             self._parts[name] += time.perf_counter() - began
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Some of a part's time belongs to another; at most all of it."""
+        """Move seconds from one part to another; at most all of it."""
         seconds = min(seconds, self._parts[source])
         self._parts[source] -= seconds
         self._parts[target] += seconds
 
     def values(self) -> dict[str, float]:
-        """Seconds by part and in all."""
+        """Return seconds by part and in total."""
         total = time.perf_counter() - self._began
         claimed = sum(seconds for name, seconds in self._parts.items() if name != "other")
         parts = {**self._parts, "other": max(0.0, total - claimed)}
@@ -52,27 +55,27 @@ class StepClock:
 
 
 class StepMetrics:
-    """Puts the metrics of steps together."""
+    """Collects the metrics of steps."""
 
     def __init__(
-        self, rollouter: Rollouter, buffer: ReplayBuffer, *, clock: Callable[[], float] = time.monotonic
+        self, source: RolloutSource, buffer: ReplayBuffer, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._rollouter, self._buffer, self._clock = rollouter, buffer, clock
+        self._source, self._buffer, self._clock = source, buffer, clock
         self._last_at = clock()
         self._num_failed = 0
         self._num_samples = self._num_tokens = 0
         self._sync: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Rollouts begin: the throughput of the first step counts from now on."""
+        """Start counting the throughput of the first step."""
         self._last_at = self._clock()
 
     def count_failures(self, failed: Sequence[Episode]) -> None:
-        """Completions of which a reward failed."""
+        """Count completions of which a reward failed."""
         self._num_failed += len(failed)
 
     def note_sync(self, reports: Sequence[UpdateReport]) -> None:
-        """What the generators said about their new weights."""
+        """Note what the generators report about their new weights."""
         if reports:
             canaries = [report.canary for report in reports if report.canary is not None]
             self._sync = {
@@ -82,13 +85,13 @@ class StepMetrics:
             }
 
     def of_step(self, taken: TakenBatch, result: StepResult, *, clock: StepClock) -> dict[str, Value]:
-        """Everything that is known of one step."""
+        """Return all metrics of one step."""
         times = clock.values()
         values: dict[str, Value] = {**_of_rollouts(taken), **_of_training(result), **times, **self._sync}
         values["rollout/num_failed"], self._num_failed = self._num_failed, 0
-        num_samples, num_tokens = self._rollouter.num_samples, self._rollouter.num_tokens
+        num_samples, num_tokens = self._source.num_samples, self._source.num_tokens
         now = self._clock()
-        seconds = max(now - self._last_at, 1e-9)  # rollouts go on while the loop evaluates and saves, between two steps
+        seconds = max(now - self._last_at, 1e-9)  # rollouts continue between two steps
         values["rollout/samples_per_s"] = (num_samples - self._num_samples) / seconds
         values["rollout/tokens_per_s"] = (num_tokens - self._num_tokens) / seconds
         self._num_samples, self._num_tokens, self._last_at = num_samples, num_tokens, now
@@ -97,7 +100,7 @@ class StepMetrics:
 
 
 def _of_rollouts(taken: TakenBatch) -> dict[str, Value]:
-    """Of completions: all that were scored. Of groups: those that are trained on, unless the name says otherwise."""
+    """Return metrics of rollouts: of all completions that were scored, and of the groups that are trained on."""
     scored, staleness = taken.scored, taken.staleness
     rewards, lengths = taken.rewards, [each.num_tokens for each in scored]
     values: dict[str, Value] = {
@@ -108,7 +111,7 @@ def _of_rollouts(taken: TakenBatch) -> dict[str, Value]:
         "rollout/truncated": sum(each.is_truncated for each in scored) / len(scored),
         "rollout/num_groups": len(taken.groups),
         "rollout/num_no_signal": taken.num_no_signal,
-        "rollout/num_given_up": len(taken.given_up),
+        "rollout/num_given_up": len(taken.drops),
         "rollout/num_stale": taken.num_stale,
         "rollout/staleness_mean": sum(staleness) / len(staleness),
         "rollout/staleness_max": max(staleness),

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -29,7 +30,7 @@ within this time of the first are not a second request."""
 
 
 class Stop:
-    """Whether the run was asked to end, and by what. Awaitable parts of a run are raced against it with `unless`."""
+    """Whether the run was asked to end, and by which signal. Await what can be cut short with `unless`."""
 
     def __init__(self) -> None:
         self._asked, self._late = asyncio.Event(), asyncio.Event()
@@ -51,34 +52,71 @@ class Stop:
         self._asked.set()
 
     def expire(self) -> None:
-        """Say that there is no time left for a long step: what runs under `in_time` is abandoned."""
+        """Note that there is no time left for a long step: what runs under `in_time` is abandoned."""
         self._late.set()
 
-    async def unless(self, work: Coroutine[Any, Any, T]) -> T | None:
+    async def unless(self, work: Coroutine[Any, Any, T], *, reminder: Reminder | None = None) -> T | None:
         """Await work, or cancel it when the run is asked to end; then the result is None."""
         task = asyncio.ensure_future(work)
-        asked = asyncio.ensure_future(self._asked.wait())
         try:
-            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await _done_or_set(task, self._asked, reminder)
             return task.result() if task.done() else None
         finally:
-            for each in (task, asked):
-                each.cancel()
-            await asyncio.wait({task, asked})
+            await _cancel(task)
 
-    async def in_time(self, work: Coroutine[Any, Any, T], abandon: Callable[[], Awaitable[None]]) -> T:
+    async def in_time(
+        self,
+        work: Coroutine[Any, Any, T],
+        abandon: Callable[[], Awaitable[None]],
+        *,
+        reminder: Reminder | None = None,
+    ) -> T:
         """Await work. If time runs out first, call `abandon`, after which work raises or still finishes."""
         task = asyncio.ensure_future(work)
-        late = asyncio.ensure_future(self._late.wait())
         try:
-            await asyncio.wait({task, late}, return_when=asyncio.FIRST_COMPLETED)
+            await _done_or_set(task, self._late, reminder)
             if not task.done():
                 await abandon()
-            return await task
+                await _done_or_set(task, asyncio.Event(), reminder)
+            return task.result()
         finally:
-            for each in (task, late):
-                each.cancel()
-            await asyncio.wait({task, late})
+            await _cancel(task)
+
+
+@dataclass(frozen=True, slots=True)
+class Reminder:
+    """Calls `report` whenever another `every_s` seconds have passed in a wait."""
+
+    every_s: float
+    report: Callable[[], None]
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work that nothing interrupts."""
+        task = asyncio.ensure_future(work)
+        try:
+            await _done_or_set(task, asyncio.Event(), self)
+            return task.result()
+        finally:
+            task.cancel()
+
+
+async def _done_or_set(task: asyncio.Future[Any], event: asyncio.Event, reminder: Reminder | None) -> None:
+    """Wait until a task is done or an event is set."""
+    waiter = asyncio.ensure_future(event.wait())
+    try:
+        while not (task.done() or event.is_set()):
+            timeout = None if reminder is None else reminder.every_s
+            done, _ = await asyncio.wait({task, waiter}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not done and reminder is not None:
+                reminder.report()
+    finally:
+        await _cancel(waiter)
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, and wait until it has ended."""
+    task.cancel()
+    await asyncio.wait({task})
 
 
 class _Listener:
@@ -152,7 +190,7 @@ class _Listener:
             self._loop.call_soon_threadsafe(self._stop.expire)
 
     def _leave_terminal(self) -> None:
-        """Send output to nowhere if the terminal is gone: whoever prints would fail, and nothing would be saved."""
+        """Send output to nowhere if the terminal is gone: printing would fail, and nothing would be saved."""
         lost = [number for number in self._terminals if not os.isatty(number)]
         if lost:
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -165,7 +203,7 @@ class _Listener:
 async def stopped_by_signals(
     *, save_hint: str, grace_s: float | None = None, is_rank: bool = False
 ) -> AsyncIterator[tuple[Stop, Callable[[], bool]]]:
-    """Inside the block, SIGINT, SIGTERM and SIGHUP ask the run to end; a second one ends it, with SystemExit.
+    """Let SIGINT, SIGTERM and SIGHUP ask the run to end, inside the block; a second one ends it, with SystemExit.
 
     Yields the `Stop`, and a function that says whether half of `grace_s` has passed since SIGTERM or SIGHUP. Signals
     are heard in the main thread only. SIGHUP stays ignored where it is, as under nohup.
@@ -184,16 +222,3 @@ async def stopped_by_signals(
         raise
     finally:
         listener.close()
-
-
-async def wait_reporting(work: Coroutine[Any, Any, T], *, every_s: float, say: Callable[[], None]) -> T:
-    """Await work; whenever another `every_s` seconds have gone by without it, call `say`."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=every_s)
-            if not task.done():
-                say()
-        return task.result()
-    finally:
-        task.cancel()

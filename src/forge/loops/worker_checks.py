@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +15,11 @@ from forge.config import (
     SFTConfig,
 )
 from forge.errors import ConfigError, ForgeError, ModelError
-from forge.generator.engine import engine_class
-from forge.loops.workers import gpus_beside, wants_gpus
+from forge.generator.engine import check_split, engine_class
+from forge.loops.workers import gpus_beside
 from forge.models.locate import resolve
-from forge.runtime.placement import count_gpus, visible_gpus
+from forge.observe.log import sink_errors
+from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.trainer.handles import planned_ranks
 
 
@@ -49,14 +49,14 @@ def grpo_worker_errors(config: GRPOConfig) -> Iterator[ForgeError]:
         "reference.with_gpus": config.reference.with_gpus if has_reference else None,
     }
     yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
-    yield from _metrics_errors(config)
+    yield from sink_errors(config.metrics)
 
 
 def sft_worker_errors(config: SFTConfig) -> Iterator[ForgeError]:
     """Yield an error for everything that a rank of this run would refuse as it starts."""
     asked = {"distributed.with_gpus": config.distributed.with_gpus}
     yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
-    yield from _metrics_errors(config)
+    yield from sink_errors(config.metrics)
 
 
 def policy_worker_errors(config: PolicyConfig) -> Iterator[ForgeError]:
@@ -87,14 +87,10 @@ def _placement_errors(config: GRPOConfig) -> Iterator[ForgeError]:
 
 
 def _tensor_parallel_errors(section: GeneratorServiceConfig, *, path: str = "generator") -> Iterator[ForgeError]:
-    if section.tensor_parallel > 1 and not engine_class(section.engine).capabilities.tensor_parallel:
-        yield ConfigError(
-            f"the engine `{section.engine}` runs in one process",
-            path=f"{path}.tensor_parallel",
-            value=section.tensor_parallel,
-            rule="1, unless `engine: vllm`",
-            repair=f"set {path}.engine=vllm, or {path}.num_replicas instead",
-        )
+    try:
+        check_split(section, section.tensor_parallel, path=f"{path}.tensor_parallel")
+    except ConfigError as error:
+        yield error
 
 
 def _engine_errors(section: GenerationConfig, *, path: str = "generator") -> Iterator[ForgeError]:
@@ -133,24 +129,13 @@ def _model_errors(path: str, folder: str) -> Iterator[ForgeError]:
 
 def _gpu_errors(asked: dict[str, bool | None], *, is_local: bool) -> Iterator[ForgeError]:
     wanted = [path for path, with_gpus in asked.items() if with_gpus]
-    if not wanted or not is_local or visible_gpus(os.environ, count_gpus()):
+    if not wanted or not is_local or num_usable_gpus():
         return
     yield ConfigError(
-        "the run asks for GPUs, and this machine has none that can be used",
+        "the run needs GPUs, and this machine has no usable ones",
         path=" and ".join(wanted),
         value=True,
         rule="a machine with an NVIDIA GPU and its driver, and CUDA_VISIBLE_DEVICES unset or naming one",
         repair="run it on such a machine (`forge doctor` shows what is found), or add "
         + " ".join(f"{path}=false" for path in wanted),
     )
-
-
-def _metrics_errors(config: GRPOConfig | SFTConfig) -> Iterator[ForgeError]:
-    if not config.metrics.wandb:
-        return
-    from forge.observe.wandb import check_installed
-
-    try:
-        check_installed()
-    except ConfigError as error:
-        yield error

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
+from forge import store
 from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
 from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
-from forge.generator.native.guest import GuestConfig
+from forge.generator.native.cache_size import ColocatedGeneratorConfig
 from forge.loops.colocated import SharedPolicy
-from forge.memory.constants import PUBLISHED_VERSIONS
-from forge.memory.model_size import Sizes
-from forge.memory.trainer import MASTER_BYTES
+from forge.memory import ResolvedRun
 from forge.rollout.reward_actor import RewardActor
-from forge.runtime.placement import GPU_VARIABLE, count_gpus, visible_gpus
+from forge.runtime.placement import GPU_VARIABLE
 from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
-from forge.trainer.handles import MeshTrainer, PolicyTrainer, trainer_options
-from forge.types import Batch, Completion, Prompt, Score
+from forge.trainer.handles import NEVER_REPLACED, PolicyTrainer, ServiceTrainer, trainer_options
+from forge.types import Completion, Prompt
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from forge.losses import Loss
-    from forge.runtime.typed_endpoints import Endpoint
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _log = logging.getLogger("forge.grpo")
-
-NEVER_REPLACED: Mapping[str, Any] = {"max_restarts": 0, "heartbeat_timeout_s": 120.0}
-"""Options of what holds the state of training: another process in its place would not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +35,14 @@ class Workers:
 
     trainer: PolicyTrainer
     policy: PolicyHandle
-    rewards: RewardsHandle
-    reference: ReferenceHandle | None
+    rewards: Service[RewardActor]
+    reference: Service[ReferenceModel] | None
 
     async def close(self) -> None:
         """Shut all workers down in order. `forge.run` ends the ones that are left, however a run ends."""
-        others = (self.policy, self.rewards, *(() if self.reference is None else (self.reference,)))
-        ends = await asyncio.gather(self.trainer.close(), *(other.close() for other in others), return_exceptions=True)
+        services = [self.rewards] if self.reference is None else [self.rewards, self.reference]
+        closing = [self.trainer.close(), self.policy.close(), *(_shut_down(service) for service in services)]
+        ends = await asyncio.gather(*closing, return_exceptions=True)
         for end in ends[1:]:
             if isinstance(end, Exception):  # all that counted is done: this does not make the run a failed one
                 _log.warning("a service did not shut down cleanly: %s", end)
@@ -60,13 +50,18 @@ class Workers:
             raise ends[0]
 
 
-async def start_workers(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss) -> Workers:
-    """Start all workers concurrently. Call it inside `async with forge.run(...)`, which ends them."""
+async def start_workers(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, run: ResolvedRun) -> Workers:
+    """Start all workers concurrently. Call it inside `async with forge.run(...)`, which ends them.
+
+    `run` is the configuration, resolved: it says which workers use GPUs, and what weights are published in.
+    """
+    if config.store.volumes:
+        await store.setup(volumes=config.store.volumes, copies=config.store.copies)
     try:
         async with asyncio.TaskGroup() as tasks:
-            rewards = tasks.create_task(_start_rewards(config))
-            reference = tasks.create_task(_start_reference(config, trainer_config))
-            policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss))
+            rewards = tasks.create_task(_start_rewards(config, run))
+            reference = tasks.create_task(_start_reference(config, trainer_config, run))
+            policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss, run=run))
     except BaseExceptionGroup as errors:
         raise _first_of(errors) from None
     return Workers(*policy.result(), rewards.result(), reference.result())
@@ -81,37 +76,31 @@ def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 async def _start_policy(
-    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss
+    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, run: ResolvedRun
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     """The trainer and the generators, as the placement says."""
-    generator = generator_config(config, trainer_config.model)
+    generator = generator_config(config, trainer_config.model, run)
     if config.placement == "shared":
-        return await _start_shared(trainer_config, loss=loss, generator=generator)
+        return await _start_shared(config, trainer_config, loss=loss, generator=generator, run=run)
     if config.placement in ("beside", "turns"):  # generators go to the trainer's GPU, and take what they find there
-        trainer = await _start_trainer(trainer_config, loss, dtype=published_dtype(generator))
+        trainer = await _start_trainer(config, trainer_config, loss, run=run)
         gpus = (await trainer.state())["visible_gpus"]
-        return trainer, await _start_generators(config, generator, on_gpus=gpus)
+        return trainer, await _start_generators(config, generator, run=run, on_gpus=gpus)
     async with asyncio.TaskGroup() as tasks:
-        training = tasks.create_task(_start_trainer(trainer_config, loss, dtype=published_dtype(generator)))
-        generating = tasks.create_task(_start_generators(config, generator))
+        training = tasks.create_task(_start_trainer(config, trainer_config, loss, run=run))
+        generating = tasks.create_task(_start_generators(config, generator, run=run))
     return training.result(), generating.result()
 
 
-def generator_config(config: GRPOConfig, model: ModelConfig) -> GeneratorConfig:
+def generator_config(config: GRPOConfig, model: ModelConfig, run: ResolvedRun) -> GeneratorConfig:
     """What a generator is made from, with the part of a GPU that the placement leaves to it."""
     section = config.generator.model_copy(update={"gpu_memory_share": config.gpu_memory_share})
     made = GeneratorConfig.of(model, section)
     if not config.gives_way:
         return made
-    expected = 0 if config.placement == "shared" else _published_bytes(config, made)
+    expected = run.num_versions * run.published_item * run.sizes.total
     fields = {name: getattr(made, name) for name in GeneratorConfig.model_fields}
-    return GuestConfig(**fields, expected_bytes=expected, num_guests=config.generator.num_replicas)
-
-
-def _published_bytes(config: GRPOConfig, generator: GeneratorConfig) -> int:
-    """What published weights take of the trainer's GPU, in the two versions that are there at most."""
-    item = 2 if published_dtype(generator) == "bfloat16" else MASTER_BYTES[config.distributed.precision]
-    return PUBLISHED_VERSIONS * item * Sizes.of(generator.model).total
+    return ColocatedGeneratorConfig(**fields, expected_bytes=expected, num_colocated=config.generator.num_replicas)
 
 
 def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
@@ -119,7 +108,7 @@ def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
     gpus = trainer.split(",")
     if tensor_parallel > len(gpus):
         raise ConfigError(
-            "generators are to be split over more GPUs than the trainer has, whose GPUs they use",
+            "generators share the trainer's GPUs, and need more of them than the trainer has",
             path="generator.tensor_parallel",
             value=tensor_parallel,
             rule=f"at most {len(gpus)} with placement `beside` or `turns`, where the trainer has GPU {trainer}",
@@ -128,43 +117,29 @@ def gpus_beside(trainer: str, *, tensor_parallel: int) -> str:
     return ",".join(gpus[:tensor_parallel])
 
 
-def published_dtype(generator: GeneratorConfig) -> str | None:
-    """What weights are published in: bfloat16 where that is what generators make of them, which halves the bytes that
-    are kept and sent; else None, for what the trainer keeps them in."""
-    asked = generator.engine_args.get("dtype") or generator.precision
-    if asked is None:
-        asked = "bfloat16" if wants_gpus(generator.with_gpus) else "float32"
-    return "bfloat16" if asked == "bfloat16" else None
-
-
-async def _start_trainer(trainer_config: TrainerConfig, loss: Loss, *, dtype: str | None) -> PolicyTrainer:
-    """A service of one replica: it is watched, so that a trainer that hangs ends the run instead of holding it up."""
-    chosen = Trainer.options(**trainer_options(trainer_config.distributed), **NEVER_REPLACED, mesh_name="trainer")
-    return RoutedTrainer(await chosen.as_service(trainer_config, loss), dtype=dtype)
+async def _start_trainer(
+    config: GRPOConfig, trainer_config: TrainerConfig, loss: Loss, *, run: ResolvedRun
+) -> PolicyTrainer:
+    options = trainer_options(trainer_config.distributed) | config.workers.trainer.options()
+    service = await Trainer.options(**options).as_service(trainer_config, loss)
+    return ServiceTrainer(service, dtype=run.published_dtype, keep=config.store.keep)
 
 
 # ---- The policy -----------------------------------------------------------------------------------------------------
 
 
-class _Handle:
-    """A service that ends with the run."""
-
-    def __init__(self, service: Any) -> None:
-        self.service = service
-
-    async def close(self) -> None:
-        """Let its replicas end in order."""
-        await self.service.close.options(partial=True).fanout()
-        await self.service.shutdown()
+async def _shut_down(service: Any) -> None:
+    """Close the replicas of a service, then end it."""
+    await service.close.options(partial=True).fanout()
+    await service.shutdown()
 
 
-class PolicyHandle(_Handle):
-    """The generators of a run, as one policy."""
-
-    service: Service[Generator]
+class PolicyHandle:
+    """The generators of a run, as one policy: requests wait while all queues are full, and generators that die during
+    an update are left out."""
 
     def __init__(self, service: Service[Generator] | Service[SharedPolicy], *, takes_turns: bool = False) -> None:
-        super().__init__(service)
+        self.service = cast("Service[Generator]", service)
         self._takes_turns = takes_turns
         self._num_open = 0
         self._one_less = asyncio.Event()
@@ -218,6 +193,10 @@ class PolicyHandle(_Handle):
         if self._takes_turns:
             await _of_the_living(self.service.wake.fanout(), "wake")
 
+    async def close(self) -> None:
+        """Shut the generators down."""
+        await _shut_down(self.service)
+
     async def stats(self) -> list[Any]:
         """What each engine does and has done."""
         outcomes = await self.service.stats.options(partial=True).fanout()
@@ -247,87 +226,42 @@ class SharedHandle(PolicyHandle):
         """The trainer's end is its own."""
 
 
-class RoutedTrainer(MeshTrainer):
-    """A trainer behind a service of one replica that is never replaced: its state would be lost.
-
-    It publishes weights in `dtype`; None for what it keeps them in.
-    """
-
-    def __init__(self, service: Service[Trainer], *, dtype: str | None = None) -> None:
-        super().__init__(service)
-        self._dtype = dtype
-
-    async def publish_weights(self, version: int, *, name: str) -> None:
-        await self._first(self._actor.publish_weights, version, name=name, dtype=self._dtype)
-
-    async def _first(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        return await endpoint.route(*args, **kwargs)
-
-    async def close(self) -> None:
-        await self._first(self._actor.close)
-        await self._actor.shutdown()
-
-
 async def _start_generators(
-    config: GRPOConfig, generator: GeneratorConfig, *, on_gpus: str | None = None
+    config: GRPOConfig, generator: GeneratorConfig, *, run: ResolvedRun, on_gpus: str | None = None
 ) -> PolicyHandle:
-    section = config.generator
+    section, options = config.generator, config.workers.generator.options()
+    if on_gpus:
+        options["env"][GPU_VARIABLE] = gpus_beside(on_gpus, tensor_parallel=section.tensor_parallel)
     service = await Generator.options(
         procs=section.tensor_parallel,
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
-        with_gpus=wants_gpus(generator.with_gpus) and not on_gpus,
-        env={} if not on_gpus else {GPU_VARIABLE: gpus_beside(on_gpus, tensor_parallel=section.tensor_parallel)},
+        with_gpus=run.generator_on_gpu and not on_gpus,
         routing="least_loaded",
         mesh_name="generator",
+        **options,
     ).as_service(generator)
     return PolicyHandle(service, takes_turns=config.placement == "turns")
 
 
 async def _start_shared(
-    trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig
+    config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, generator: GeneratorConfig, run: ResolvedRun
 ) -> tuple[PolicyTrainer, PolicyHandle]:
     distributed = trainer_config.distributed
     service = await SharedPolicy.options(
-        with_gpus=wants_gpus(distributed.with_gpus),
+        with_gpus=run.trainer_on_gpu,
         num_threads=distributed.num_threads,
         **NEVER_REPLACED,
         mesh_name="policy",
+        **config.workers.trainer.options(),
     ).as_service(trainer_config, loss, generator)
-    return RoutedTrainer(service), SharedHandle(service)
-
-
-def wants_gpus(chosen: bool | None) -> bool:
-    """Whether GPUs are to be used: as said, or where there are any."""
-    return bool(visible_gpus(os.environ, count_gpus())) if chosen is None else chosen
+    return ServiceTrainer(service), SharedHandle(service)
 
 
 # ---- Rewards and reference ------------------------------------------------------------------------------------------
 
 
-class RewardsHandle(_Handle):
-    """The service that scores completions."""
-
-    service: Service[RewardActor]
-
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        """One score for each completion. A reward that fails is told in it, not raised."""
-        return await self.service.score.route(prompt, list(completions))
-
-
-class ReferenceHandle(_Handle):
-    """The service of reference models."""
-
-    service: Service[ReferenceModel]
-
-    async def logprobs(self, batch: Batch, *, temperature: float) -> list[Tensor]:
-        """One tensor [L] for each sample."""
-        found = await self.service.forward_logprobs.route(batch, temperature=temperature)
-        assert found is not None  # rank 0 answers
-        return found
-
-
-async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
+async def _start_rewards(config: GRPOConfig, run: ResolvedRun) -> Service[RewardActor]:
     section = config.rewards
     kinds = {function.kind for function in section.functions}
     judge = reward_model = None
@@ -337,8 +271,9 @@ async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
             procs=section.judge.generator.tensor_parallel,
             num_replicas=section.judge.generator.num_replicas,
             num_threads=section.judge.generator.num_threads,
-            with_gpus=wants_gpus(section.judge.generator.with_gpus),
+            with_gpus=run.judge_on_gpu,
             mesh_name="judge",
+            **config.workers.judge.options(),
         ).as_service(_judge_config(section.judge))
     if "reward_model" in kinds:
         assert section.reward_model is not None
@@ -349,11 +284,14 @@ async def _start_rewards(config: GRPOConfig) -> RewardsHandle:
             num_threads=section.reward_model.num_threads,
             with_gpus=section.reward_model.with_gpus,
             mesh_name="reward_model",
+            **config.workers.reward_model.options(),
         ).as_service(section.reward_model)
-    service = await RewardActor.options(
-        num_replicas=section.num_replicas, routing="least_loaded", mesh_name="rewards"
+    return await RewardActor.options(
+        num_replicas=section.num_replicas,
+        routing="least_loaded",
+        mesh_name="rewards",
+        **config.workers.rewards.options(),
     ).as_service(section, judge, reward_model)
-    return RewardsHandle(service)
 
 
 def _judge_config(judge: Any) -> GeneratorConfig:
@@ -362,7 +300,9 @@ def _judge_config(judge: Any) -> GeneratorConfig:
     return GeneratorConfig.of(ModelConfig(path=judge.path), section)
 
 
-async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) -> ReferenceHandle | None:
+async def _start_reference(
+    config: GRPOConfig, trainer_config: TrainerConfig, run: ResolvedRun
+) -> Service[ReferenceModel] | None:
     if config.algorithm.kl.coefficient == 0:
         return None
     section = config.reference
@@ -370,11 +310,11 @@ async def _start_reference(config: GRPOConfig, trainer_config: TrainerConfig) ->
     if section.path is not None:  # another model, whose logits are rounded as the policy's are
         model = ModelConfig(path=section.path, head_precision=model.head_precision)
     updates: Mapping[str, Any] = {"model": model, "frozen": True, "checkpoint_dir": None}
-    service = await ReferenceModel.options(
+    return await ReferenceModel.options(
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,
-        with_gpus=wants_gpus(section.with_gpus),
+        with_gpus=run.reference_on_gpu,
         routing="least_loaded",
         mesh_name="reference",
+        **config.workers.reference.options(),
     ).as_service(trainer_config.model_copy(update=dict(updates)))
-    return ReferenceHandle(service)

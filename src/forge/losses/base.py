@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -120,6 +120,7 @@ class LossTerms:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Loss(Protocol):
     """Turns logprobs into something to minimise. Stateless: called for every micro-batch, on every rank."""
 
@@ -140,3 +141,27 @@ class Loss(Protocol):
 
     def __call__(self, tokens: TokenView) -> LossTerms:
         """The sums over one micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy:
+    """The mean negative logprob of the tokens that count, weighted. Metrics: `nll`."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def needs_entropy(self) -> bool:
+        return False
+
+    @property
+    def is_nll(self) -> bool:
+        return True
+
+    def normalizer(self, batch: Batch) -> float:
+        return batch.total_weight
+
+    def __call__(self, tokens: TokenView) -> LossTerms:
+        total = -tokens.sum(tokens.logprobs_T)
+        return LossTerms(total, {"nll": total.detach()})

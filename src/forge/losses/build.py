@@ -1,12 +1,15 @@
-"""From the section `algorithm` of a configuration to a loss."""
+"""From the name of a loss in a configuration to the loss."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from forge.config.algorithm import AlgorithmConfig
+from forge.config.problems import InvalidConfig, argument_problems
 from forge.errors import ConfigError
-from forge.losses.correction import Correction
-from forge.losses.kl import KLPenalty
-from forge.losses.policy import PolicyLoss
+from forge.losses.base import Loss
+from forge.registry import LOSSES, call
 
 
 def make_loss(
@@ -16,44 +19,59 @@ def make_loss(
     temperature: float = 1.0,
     iterations: int = 1,
     exact_entropy: bool = False,
-) -> PolicyLoss:
-    """The policy loss that a configuration describes.
+) -> Loss:
+    """Return the loss that the section `algorithm` describes.
 
-    `max_tokens`, the longest completion, is the length of `average: constant` where the configuration names none.
-    `temperature` is the sampler's; at 0 the sampler reports logprobs of temperature 1, and so these are learned from.
-    `iterations` is the number of optimizer steps on each batch. `exact_entropy` asks for the exact entropy as a metric
-    where there is no bonus for it: cheap on a CPU, not on a GPU.
+    The class or function that makes it is called with the section's `args`, and with those that its signature names of
+    `algorithm` (the section), `max_tokens` (of the longest completion), `temperature` (the sampler's), `iterations`
+    (optimizer steps on each batch) and `exact_entropy` (whether the metric `entropy` is to be exact).
     """
-    kl, loss = config.kl, config.loss
-    penalty = KLPenalty(
-        kl.coefficient, kl.estimator, weighted=kl.weighted, clamp=kl.clamp, score_gradient=kl.score_gradient
-    )
-    return PolicyLoss(
-        kind=loss.kind,
-        clip_low=loss.clip_low,
-        clip_high=loss.clip_high,
-        dual_clip=loss.dual_clip,
-        average=loss.average,
-        length=_length(config, max_tokens) if loss.average == "constant" else None,
-        count_masked=loss.count_masked,
-        proximal=loss.proximal,
-        iterations=iterations,
-        correction=Correction(**loss.correction.model_dump()),
-        kl=penalty if kl.coefficient > 0 and kl.place == "loss" else None,
-        entropy_coefficient=loss.entropy_coefficient,
-        exact_entropy=exact_entropy,
-        temperature=1.0 if temperature == 0 else temperature,
-    )
+    offered = {
+        "algorithm": config,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "iterations": iterations,
+        "exact_entropy": exact_entropy,
+    }
+    loss = build_loss(config.loss.function, config.loss.args, offered=offered, path="algorithm.loss")
+    check_loss(loss, temperature=temperature)
+    return loss
 
 
-def _length(config: AlgorithmConfig, max_tokens: int | None) -> int:
-    length = config.loss.length if config.loss.length is not None else max_tokens
-    if length is None:
+def build_loss(name: str, args: Mapping[str, Any], *, offered: Mapping[str, Any], path: str) -> Loss:
+    """Return a loss by its name. `path` is the section that names it, for errors."""
+    factory = LOSSES.find(name, path=f"{path}.function")
+    problems = argument_problems(factory, args, path=f"{path}.args", what="the loss", offered=tuple(offered))
+    if problems:
+        raise InvalidConfig(problems)
+    try:
+        loss: object = call(factory, args=args, offered=offered)
+    except ConfigError as error:
+        if error.path is not None and not error.path.startswith(path):
+            error.path = f"{path}.{error.path}"
+        raise
+    if not isinstance(loss, Loss):
+        missing = [member for member in _MEMBERS if not hasattr(loss, member)]
         raise ConfigError(
-            "`average: constant` does not know the length to divide by",
-            path="algorithm.loss.length",
-            value=None,
-            rule="a number, where generator.sampling.max_tokens is null",
-            repair="set algorithm.loss.length or generator.sampling.max_tokens to the longest completion, in tokens",
+            f"{name} does not make a loss: {type(loss).__name__} has no {', '.join(missing)}",
+            path=f"{path}.function",
+            value=name,
+            rule="must be a class or function that returns a forge.losses.Loss",
+            repair="add the members that are missing",
         )
-    return length
+    return loss
+
+
+_MEMBERS = ("fields", "needs_entropy", "is_nll", "normalizer", "__call__")
+
+
+def check_loss(loss: Loss, *, temperature: float) -> None:
+    """Refuse a loss that does not know the sampler's temperature: its logprobs would be of another distribution."""
+    if temperature not in (0, 1) and not hasattr(loss, "temperature"):
+        raise ConfigError(
+            "the loss does not know the temperature that tokens are sampled with",
+            path="generator.sampling.temperature",
+            value=temperature,
+            rule="1 with a loss that has no attribute `temperature`",
+            repair="give the loss an argument and an attribute `temperature`, or set 1.0",
+        )

@@ -5,8 +5,10 @@ Shapes: V the vocabulary (of this rank, where it is split), D the model's width,
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +16,6 @@ from torch import Tensor
 
 from forge.kernels import cpu_linear
 from forge.kernels.cpu_linear import is_rowwise
-from forge.losses import head_kernel
 
 _BLOCK_ROWS = 1024  # of the weight's gradient on a CPU: one block of it stays in the cache
 
@@ -70,13 +71,13 @@ class Workspace:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one kernel does what `read` and `differentiate` do; it knows neither groups nor entropies."""
-        return self._plan.group is None and not self._plan.entropy and head_kernel.takes(self._logits)
+        """Whether one kernel does what `read` and `differentiate` do; it supports neither groups nor entropies."""
+        return self._plan.group is None and not self._plan.entropy and _fits_kernel(self._logits)
 
-    def judge(self, rows: slice, targets: Tensor, *, with_gradient: bool) -> tuple[Found, Tensor]:
+    def fused(self, rows: slice, targets: Tensor, *, with_gradient: bool) -> tuple[Found, Tensor]:
         """Logprobs by one kernel; and p - 1[target] in the weight's dtype, if the gradient is asked for."""
         logits = self._product(rows)
-        logprobs, lse = head_kernel.judge(logits, targets, with_gradient=with_gradient)
+        logprobs, lse = _target_logprobs(logits, targets, with_gradient=with_gradient)
         return Found(logprobs, lse, None), logits.to(self._weight.dtype)
 
     def _product(self, rows: slice) -> Tensor:
@@ -231,3 +232,38 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """
     is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
     return (gradient.mul_(factor) if is_last else gradient * factor).to(dtype)
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _fits_kernel(logits: Tensor) -> bool:
+    """Return whether the Triton kernel can take these logits: on a GPU, in a precision that float32 holds."""
+    return bool(logits.is_cuda) and logits.dtype != torch.float64 and logits.shape[1] > 0 and _has_triton()
+
+
+def _target_logprobs(logits_CV: Tensor, targets_C: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Return the logprobs of targets and the logsumexp of each row, float32 [C], in one pass on a GPU.
+
+    With the gradient, `logits_CV` then holds p - 1[target], rounded to its dtype once. A target outside the vocabulary
+    has a NaN logprob.
+    """
+    from forge.losses.head_program import target_logprobs
+
+    logprobs, lse = (torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device) for _ in range(2))
+    if len(logits_CV):
+        with torch.cuda.device(logits_CV.device):
+            target_logprobs[(len(logits_CV),)](
+                logits_CV,
+                logits_CV.stride(0),
+                targets_C,
+                logprobs,
+                lse,
+                logits_CV.shape[1],
+                GRADIENT=with_gradient,
+                BLOCK=4096,
+                num_warps=16,
+            )
+    return logprobs, lse

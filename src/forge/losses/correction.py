@@ -1,7 +1,7 @@
 """What is done about the difference between the probabilities of the sampler and those of the trainer.
 
 Both compute with the same weights, or with weights that are a few steps apart, but not with the same program: the
-tokens were drawn with p_sampler, and what is learned from is p_trainer. With w = p_trainer / p_sampler:
+tokens were sampled with p_sampler, and what is learned from is p_trainer. With w = p_trainer / p_sampler:
 
 | kind | what the loss of a token is multiplied by | known as |
 |---|---|---|
@@ -115,10 +115,10 @@ def mismatch_metrics(tokens: TokenView, log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def effective_samples(metrics: Mapping[str, float]) -> float:
-    """Which part of a batch's tokens would say as much if they had been drawn by the trainer itself.
+    """Return the part of a batch's tokens that would carry as much information if the trainer had sampled them.
 
     (mean w)^2 / mean w^2, from the metrics of a whole batch: 1 where sampler and trainer agree, close to 0 where a few
-    tokens weigh more than all others. It is no metric of the loss itself, since it does not add up over micro-batches.
+    tokens weigh more than all others. It is not a metric of the loss: it does not add up over micro-batches.
     """
     square = metrics["sampler_ratio_square"]
     mean = metrics["sampler_ratio"]

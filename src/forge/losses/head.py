@@ -98,7 +98,7 @@ def chunked_nll(
 
 
 def _found(space: Workspace, rows: slice, targets: Tensor) -> Found:
-    return space.judge(rows, targets, with_gradient=False)[0] if space.is_fused else space.read(rows, targets)
+    return space.fused(rows, targets, with_gradient=False)[0] if space.is_fused else space.read(rows, targets)
 
 
 class _Logprobs(torch.autograd.Function):  # type: ignore[misc]
@@ -124,7 +124,7 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]
             grad_logprobs = torch.zeros_like(lse)
         for rows in space.chunks():
             if space.is_fused:
-                _, gradient = space.judge(rows, targets[rows], with_gradient=True)
+                _, gradient = space.fused(rows, targets[rows], with_gradient=True)
                 gradients.add(rows, gradient, -ctx.plan.scale * grad_logprobs[rows])
                 continue
             space.fill(rows)
@@ -155,7 +155,7 @@ class _Nll(torch.autograd.Function):  # type: ignore[misc]
         parts = []
         for rows in space.chunks():
             if space.is_fused and any(wants):
-                found, gradient = space.judge(rows, targets[rows], with_gradient=True)
+                found, gradient = space.fused(rows, targets[rows], with_gradient=True)
                 parts.append(found.logprobs)
                 gradients.add(rows, gradient, plan.scale * weights[rows])
                 continue

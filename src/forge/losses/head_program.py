@@ -1,4 +1,4 @@
-"""The program that a GPU runs for `head_kernel`. Imported only where there is one: it needs Triton."""
+"""The program that a GPU runs for the output layer (`chunks`). It needs Triton."""
 
 # mypy: ignore-errors
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 
 
 @triton.jit
-def judge(logits, stride, targets, logprobs, lses, num_columns, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def target_logprobs(logits, stride, targets, logprobs, lses, num_columns, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     """One row of logits: its logsumexp, the logprob of its target, and with GRADIENT p - 1[target] in its place.
 
     The row is read twice, the second time mostly from cache, and written once; nothing else is as long as a row.
@@ -20,7 +20,7 @@ def judge(logits, stride, targets, logprobs, lses, num_columns, GRADIENT: tl.con
         columns = start + lanes
         x = tl.load(base + columns, mask=columns < num_columns, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, x)
-        # Lanes that saw nothing yet hold -inf, and -inf - -inf is no number.
+        # Lanes that saw nothing yet hold -inf, and -inf - -inf is NaN.
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * tl.exp(top - safe) + tl.exp(x - safe)
         top = higher

@@ -1,30 +1,44 @@
 """The policy gradients: one loss for the whole family, made of parts that stand alone.
 
-A loss per token (`surrogates`), how tokens become one number (`averaging`), what is done about the difference between
+A loss per token (`surrogates`), how tokens become one number (`average`), what is done about the difference between
 sampler and trainer (`correction`), and what holds the policy to its reference (`kl`). Another member of the family is
 another loss per token with the same rest. `forge.losses.make_loss` puts one together from a configuration.
+
+How a loss per token becomes one number for a batch (`average`), by a weight for every token and a divisor:
+
+| name | the loss of a batch | long samples |
+|---|---|---|
+| `token_mean` | the mean over all tokens | count more, by their tokens |
+| `sequence_mean` | the mean over samples of each one's mean over its tokens | count as much as short ones |
+| `constant` | the sum over all tokens / (samples x a fixed length) | count more, whatever else is in the batch |
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
+from forge.config.algorithm import AlgorithmConfig
+from forge.config.base import FrozenDict
+from forge.config.problems import InvalidConfig, argument_problems
 from forge.errors import ConfigError, DataError
-from forge.losses.averaging import Average, check_average, divisor, token_weights
 from forge.losses.base import LossTerms, TokenView
 from forge.losses.correction import Correction, mismatch_metrics, ratio_metrics
 from forge.losses.kl import KLPenalty, check_coefficient, estimate_kl
-from forge.losses.surrogates import clipped_surrogate, plain_logprobs, sequence_log_ratio, weighted_logprobs
+from forge.losses.surrogates import Surrogate, find_surrogate, sequence_log_ratio
+from forge.registry import call
 from forge.types import Batch
 
+Average = Literal["token_mean", "sequence_mean", "constant"]
 ADVANTAGES, OLD_LOGPROBS, REF_LOGPROBS = "advantages", "old_logprobs", "ref_logprobs"
 PROXIMAL_LOGPROBS = "proximal_logprobs"
-Kind = Literal["clip", "gspo", "cispo", "reinforce"]
 Proximal = Literal["sampler", "trainer"]
+_OFFERED = ("logprobs", "log_ratio", "advantages", "clip_low", "clip_high", "dual_clip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +58,12 @@ class PolicyLoss:
     which estimates the same for tokens that the policy sampled, and costs nothing.
 
     Attributes:
-        kind: which loss per token; see `forge.losses.surrogates`.
+        kind: which surrogate: a name, `module:attribute`, a `Surrogate`, or a function; see `forge.losses.surrogates`.
+        args: arguments of a surrogate of your own.
         clip_low: how far below 1 a ratio may count; 1 for no limit.
         clip_high: how far above 1 a ratio may count; infinity for no limit.
         dual_clip: for `clip` and `gspo`, the loss of a negative advantage is at most so many times its size.
-        average: how tokens become one number; see `forge.losses.averaging`.
+        average: how tokens become one number; see the table at the top of this module.
         length: the fixed length of `average="constant"`.
         count_masked: whether `average="sequence_mean"` divides by all samples, also those of which no token counts.
         proximal: whose logprobs the ratio is taken against. For `trainer` with one iteration these are the policy's
@@ -64,7 +79,8 @@ class PolicyLoss:
         temperature: what the trainer divides logits by before it computes logprobs: that of the sampler.
     """
 
-    kind: Kind = "clip"
+    kind: str | Callable[..., Tensor] = "clip"
+    args: Mapping[str, Any] = field(default_factory=FrozenDict)
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -80,8 +96,13 @@ class PolicyLoss:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_word("kind", self.kind, get_args(Kind))
-        _check_word("proximal", self.proximal, get_args(Proximal))
+        problems = argument_problems(
+            self.surrogate.loss, self.args, path="algorithm.loss.args", what="the surrogate", offered=_OFFERED
+        )
+        if problems:
+            raise InvalidConfig(problems)
+        if self.proximal not in get_args(Proximal):
+            raise _out_of_range("proximal", self.proximal, f"one of {', '.join(get_args(Proximal))}")
         if not 0 <= self.clip_low <= 1:
             raise _out_of_range("clip_low", self.clip_low, "at least 0 and at most 1")
         if not self.clip_high >= 0:
@@ -99,8 +120,8 @@ class PolicyLoss:
                 "the ratio of trainer to sampler would count twice",
                 path="correction.kind",
                 value="truncate",
-                rule="`none` or `mask` where the loss takes its ratio against the sampler",
-                repair="set proximal to `trainer`, or leave the correction out: the clipped ratio is one",
+                rule="`none` or `mask` with proximal `sampler`: the surrogate has the ratio trainer / sampler already",
+                repair="set algorithm.loss.proximal: trainer, or leave the correction out",
             )
 
     @property
@@ -119,13 +140,18 @@ class PolicyLoss:
         return False
 
     @property
+    def surrogate(self) -> Surrogate:
+        """The loss per token."""
+        return find_surrogate(self.kind)
+
+    @property
     def _has_sampler_ratio(self) -> bool:
         """Whether the loss per token holds the ratio of trainer to sampler by itself."""
-        return self.proximal == "sampler" and self.kind != "reinforce"
+        return self.proximal == "sampler" and self.surrogate.uses_ratio
 
     @property
     def _reads_proximal(self) -> bool:
-        return self.proximal == "trainer" and self.iterations > 1 and self.kind != "reinforce"
+        return self.proximal == "trainer" and self.iterations > 1 and self.surrogate.uses_ratio
 
     def normalizer(self, batch: Batch) -> float:
         return divisor(batch, self.average, length=self.length, count_masked=self.count_masked)
@@ -135,9 +161,9 @@ class PolicyLoss:
         advantages, sampler = tokens.value(ADVANTAGES), tokens.value(OLD_LOGPROBS)
         trainer = tokens.value(PROXIMAL_LOGPROBS) if self._reads_proximal else logprobs.detach()
         log_ratio = logprobs - (sampler if self.proximal == "sampler" else trainer)
-        if self.kind == "gspo":
+        if self.surrogate.per_sequence:
             log_ratio = sequence_log_ratio(tokens, log_ratio)
-        loss = self._surrogate(logprobs, log_ratio, advantages)
+        loss = self._token_losses(logprobs, log_ratio, advantages)
         metrics = self._ratio_metrics(tokens, log_ratio.detach(), advantages)
         drift = logprobs.detach() - sampler
         metrics["approx_kl"] = tokens.sum(estimate_kl(drift.new_zeros(()), drift, "k3"))
@@ -156,25 +182,30 @@ class PolicyLoss:
             loss = loss - self.entropy_coefficient * _entropy(tokens)
         return LossTerms((token_weights(tokens, self.average) * loss).sum(), metrics)
 
-    def _surrogate(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        if self.kind == "reinforce":
-            return plain_logprobs(logprobs, advantages)
-        if self.kind == "cispo":
-            return weighted_logprobs(logprobs, log_ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
-        return clipped_surrogate(
-            log_ratio, advantages, clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip
-        )
+    def _token_losses(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        values = (logprobs, log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        losses: Tensor = call(self.surrogate.loss, args=self.args, offered=dict(zip(_OFFERED, values, strict=True)))
+        if losses.shape != logprobs.shape:
+            raise DataError(
+                "the surrogate does not return one loss for each token",
+                path="algorithm.loss.kind",
+                value=tuple(losses.shape),
+                rule=f"{tuple(logprobs.shape)}, as its inputs",
+                repair="return the loss of each token; the loss averages them",
+            )
+        return losses
 
     def _ratio_metrics(self, tokens: TokenView, log_ratio: Tensor, advantages: Tensor) -> dict[str, Tensor]:
         ratio = log_ratio.exp()
         metrics = ratio_metrics(tokens, ratio, name="ratio")
-        if self.kind == "reinforce":
+        bounds = self.surrogate.bounds
+        if bounds == "none":
             return metrics
         is_low, is_high = ratio < 1.0 - self.clip_low, ratio > 1.0 + self.clip_high
-        if self.kind != "cispo":  # there the bounds cut whatever the advantage is
+        if bounds == "by_sign":
             is_low, is_high = is_low & (advantages < 0), is_high & (advantages > 0)
         cut = {"clip_low": is_low, "clip_high": is_high}
-        if self.dual_clip is not None and self.kind != "cispo":
+        if bounds == "by_sign" and self.dual_clip is not None:
             cut["clip_dual"] = (ratio > self.dual_clip) & (advantages < 0)
         return metrics | {name: tokens.sum(where.to(ratio.dtype)) for name, where in cut.items()}
 
@@ -186,8 +217,99 @@ class PolicyLoss:
         return metrics
 
 
-ClippedPolicy = PolicyLoss
-"""The clipped surrogate of PPO and GRPO is what a `PolicyLoss` is by default."""
+def token_weights(tokens: TokenView, average: Average) -> Tensor:
+    """What each token's loss is multiplied by before it is added up: [T], 0 where a token does not count."""
+    if average != "sequence_mean":
+        return tokens.weights_T
+    sums = tokens.sample_sums(tokens.weights_T)[tokens.sample_index()]
+    return torch.where(tokens.counted_T, tokens.weights_T / sums, 0.0)
+
+
+def divisor(batch: Batch, average: Average, *, length: int | None = None, count_masked: bool = False) -> float:
+    """Return what the sum over the whole batch is divided by.
+
+    `sequence_mean` divides by the samples of which a token counts; with `count_masked` by all samples, as long as
+    anything counts at all. `constant` always divides by all samples.
+    """
+    if average == "token_mean":
+        return batch.total_weight
+    if average == "sequence_mean":
+        num_counted = sum(bool((sample.loss_weights != 0).any()) for sample in batch.samples())
+        return float(len(batch) if count_masked and num_counted else num_counted)
+    assert length is not None
+    return float(len(batch) * length)
+
+
+def check_average(average: str, length: int | None) -> None:
+    """Refuse a way of averaging that is not known, or that lacks its length."""
+    if average not in get_args(Average):
+        raise ConfigError(
+            "this way to average a loss is not known",
+            path="average",
+            value=average,
+            rule=f"one of {', '.join(get_args(Average))}",
+            repair="use token_mean if in doubt",
+        )
+    if (average == "constant") != (length is not None) or (length is not None and length < 1):
+        raise ConfigError(
+            "only `constant` averages over a fixed length, and it needs one",
+            path="length",
+            value=length,
+            rule="at least 1 for `constant`, None otherwise",
+            repair="give the longest completion, in tokens, or choose another average",
+        )
+
+
+def policy_loss(
+    algorithm: AlgorithmConfig,
+    *,
+    max_tokens: int | None = None,
+    temperature: float = 1.0,
+    iterations: int = 1,
+    exact_entropy: bool = False,
+    **args: Any,
+) -> PolicyLoss:
+    """Return the policy loss that a configuration describes; `args` are those of its surrogate.
+
+    `max_tokens`, the longest completion, is the length of `average: constant` where the configuration names none.
+    `temperature` is the sampler's; at 0 the sampler reports logprobs of temperature 1, and so these are learned from.
+    `iterations` is the number of optimizer steps on each batch. `exact_entropy` asks for the exact entropy as a metric
+    where there is no bonus for it: cheap on a CPU, not on a GPU.
+    """
+    kl, loss = algorithm.kl, algorithm.loss
+    penalty = KLPenalty(
+        kl.coefficient, kl.estimator, weighted=kl.weighted, clamp=kl.clamp, score_gradient=kl.score_gradient
+    )
+    return PolicyLoss(
+        kind=loss.kind,
+        args=FrozenDict(args),
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        average=loss.average,
+        length=_length(algorithm, max_tokens) if loss.average == "constant" else None,
+        count_masked=loss.count_masked,
+        proximal=loss.proximal,
+        iterations=iterations,
+        correction=Correction(**loss.correction.model_dump()),
+        kl=penalty if kl.coefficient > 0 and kl.place == "loss" else None,
+        entropy_coefficient=loss.entropy_coefficient,
+        exact_entropy=exact_entropy,
+        temperature=1.0 if temperature == 0 else temperature,
+    )
+
+
+def _length(algorithm: AlgorithmConfig, max_tokens: int | None) -> int:
+    length = algorithm.loss.length if algorithm.loss.length is not None else max_tokens
+    if length is None:
+        raise ConfigError(
+            "`average: constant` does not know the length to divide by",
+            path="algorithm.loss.length",
+            value=None,
+            rule="a number, where generator.sampling.max_tokens is null",
+            repair="set algorithm.loss.length or generator.sampling.max_tokens to the longest completion, in tokens",
+        )
+    return length
 
 
 def _entropy(tokens: TokenView) -> Tensor:
@@ -202,19 +324,9 @@ def _entropy(tokens: TokenView) -> Tensor:
     return tokens.counted(tokens.entropy_T)
 
 
-def _check_word(path: str, word: str, known: tuple[str, ...]) -> None:
-    if word not in known:
-        raise ConfigError(
-            "this policy loss is not known",
-            path=path,
-            value=word,
-            rule=f"one of {', '.join(known)}",
-            repair=f"use {known[0]} if in doubt",
-        )
-
-
-def _out_of_range(path: str, value: float, rule: str) -> ConfigError:
+def _out_of_range(path: str, value: float | str, rule: str) -> ConfigError:
     repairs = {
+        "proximal": "use sampler if in doubt",
         "dual_clip": "3 is usual; None turns it off",
         "iterations": "give the number of optimizer steps on each batch",
         "temperature": "give the temperature that the tokens were sampled with; 1 for the model's own distribution",

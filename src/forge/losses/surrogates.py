@@ -1,25 +1,60 @@
-"""What a token of weight 1 adds to a policy loss: the members of the family, each a pure function.
+"""Surrogates: the loss of a token of weight 1, before averaging, corrections and penalties.
 
 In all of them r is the ratio p_policy / p_proximal, given as its logarithm, and A the advantage.
 
-| function | loss of a token | gradient where r leaves the bounds |
+| name | loss of a token | gradient where r leaves the bounds |
 |---|---|---|
-| `clipped_surrogate` | -min(r A, clip(r) A) | none, where the bound cuts |
-| the same with `sequence_log_ratio` | the same, with one r for a whole sample (GSPO) | none for the whole sample |
-| `weighted_logprobs` | -sg(clip(r)) A logprob (CISPO) | of a bounded size |
-| `plain_logprobs` | -A logprob (REINFORCE) | r is not looked at |
+| `clip` | -min(r A, clip(r) A) (PPO) | none, where the bound cuts |
+| `gspo` | the same, with one r for a whole sample | none for the whole sample |
+| `cispo` | -sg(clip(r)) A logprob | of a bounded size |
+| `reinforce` | -A logprob | r is not used |
 
 `sg` stands for "without gradient".
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from forge.errors import ConfigError
 from forge.losses.base import TokenView
+from forge.registry import SURROGATES
 
 LARGEST_LOG_RATIO = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Surrogate:
+    """A loss per token, and what it declares about itself. A plain function counts as one with the defaults.
+
+    Attributes:
+        loss: returns the loss of each token: [T]. It is called with those that its signature names of `logprobs`,
+            `log_ratio`, `advantages` (each [T], 0 where a token does not count), `clip_low`, `clip_high`, `dual_clip`
+            and the arguments of the configuration.
+        uses_ratio: whether the ratio is in the loss, so that a correction must not multiply it in again.
+        per_sequence: whether `log_ratio` is the mean over each sample instead of a token's own.
+        bounds: which tokens the metrics `clip_low` and `clip_high` count: those whose ratio is outside the bounds
+            (`always`), of these only those whose advantage makes the bound cut (`by_sign`), or none.
+    """
+
+    loss: Callable[..., Tensor]
+    uses_ratio: bool = True
+    per_sequence: bool = False
+    bounds: Literal["by_sign", "always", "none"] = "none"
+
+    def __call__(self, *args: Tensor, **kwargs: object) -> Tensor:
+        return self.loss(*args, **kwargs)
+
+
+def find_surrogate(kind: str | Callable[..., Tensor]) -> Surrogate:
+    """Return a surrogate by its name, or as it is given."""
+    found = SURROGATES.find(kind, path="kind") if isinstance(kind, str) else kind
+    return found if isinstance(found, Surrogate) else Surrogate(found)
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
@@ -69,3 +104,32 @@ def weighted_logprobs(
 def plain_logprobs(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """-A logprob for each token."""
     return -advantages * logprobs
+
+
+def clipped_value_loss(values: Tensor, returns: Tensor, old_values: Tensor, *, clip: float | None = None) -> Tensor:
+    """Half the squared error of each value; with `clip`, of the worse one of it and its clipped twin.
+
+    The twin is as far from `old_values`, the critic's before the first update on the batch, as `clip` allows. A value
+    that moved too far *towards* its return gets no gradient; one that moved away from it keeps its own.
+
+    Like every loss per token it is to be weighted, added up and divided as `PolicyLoss` does.
+    """
+    if clip is not None and not clip > 0:
+        raise ConfigError(
+            "the clipping range of the value loss is out of range",
+            path="clip",
+            value=clip,
+            rule="above 0, or None",
+            repair="0.2 and 0.5 are usual; None turns clipping off",
+        )
+    error = (values - returns).square()
+    if clip is not None:
+        twin = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (twin - returns).square())
+    return error / 2
+
+
+clip = Surrogate(clipped_surrogate, bounds="by_sign")
+gspo = Surrogate(clipped_surrogate, per_sequence=True, bounds="by_sign")
+cispo = Surrogate(weighted_logprobs, bounds="always")
+reinforce = Surrogate(plain_logprobs, uses_ratio=False)

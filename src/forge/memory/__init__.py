@@ -10,7 +10,7 @@ from forge.memory.checking import check_at_start, check_memory
 from forge.memory.devices import plan_memory
 from forge.memory.fitting import Change, Limits, find_limits, propose
 from forge.memory.records import DevicePlan, MemoryPlan, Moment, Part
-from forge.memory.run import PlannedRun, read_run
+from forge.memory.resolved import ResolvedRun, resolve_run
 from forge.memory.text import as_json, as_table
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "MemoryPlan",
     "Moment",
     "Part",
-    "PlannedRun",
+    "ResolvedRun",
     "as_json",
     "as_table",
     "check_at_start",
@@ -31,5 +31,5 @@ __all__ = [
     "parse_size",
     "plan_memory",
     "propose",
-    "read_run",
+    "resolve_run",
 ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from forge.memory.model_size import Sizes
+from forge.models.sizes import Sizes
 
 AttentionPath = Literal["kernel", "documents", "rows"]
 """How attention is computed: by one kernel (a GPU in half precision), document by document (a GPU in float32, a CPU in

@@ -11,7 +11,7 @@ from forge.memory.constants import START_TOLERANCE
 from forge.memory.devices import plan_memory
 from forge.memory.fitting import Change, propose
 from forge.memory.records import DevicePlan, MemoryPlan
-from forge.memory.run import read_run
+from forge.memory.resolved import ResolvedRun, resolve_run
 from forge.memory.text import change_text, gib, largest_parts, summary_lines
 
 
@@ -22,29 +22,41 @@ def check_memory(
 
     The plan is an estimate of a peak: what it refuses would run out of memory, or come within a hand's breadth of it.
     """
-    plan = plan_memory(read_run(config, card=card, facts=facts), card=card, host_bytes=host_bytes)
+    plan = plan_memory(resolve_run(config, card=card, facts=facts), card=card, host_bytes=host_bytes)
     if not plan.fits:
         raise refusal(plan, propose(config, card=card, facts=facts, host_bytes=host_bytes))
     return plan
 
 
-def check_at_start(config: ForgeConfig, *, facts: ModelConfig, log: logging.Logger) -> MemoryPlan | None:
-    """The same check for the GPUs of this machine, before a run starts on it; None where it uses none of them.
+def check_at_start(
+    config: ForgeConfig, *, log: logging.Logger, facts: ModelConfig | None = None, run: ResolvedRun | None = None
+) -> MemoryPlan | None:
+    """Check the same for the GPUs of this machine, before a run starts on it; None where it uses none of them.
 
-    It says one line for each kind of GPU. Raises `ConfigError` for what cannot fit. A run on other hosts is planned for
-    GPUs like this machine's, as many as it needs; where this machine has none, nothing is known and nothing is said.
+    Log one line for each kind of GPU. Raises `ConfigError` for what cannot fit. A run on other hosts is planned for
+    GPUs like this machine's, as many as it needs; where this machine has none, nothing is known and nothing is logged.
+    `run` is the same configuration, resolved for this machine.
     """
     card = find_card()
-    return None if card is None else check_on_card(config, card=card, facts=facts, log=log)
+    return None if card is None else check_on_card(config, card=card, facts=facts, run=run, log=log)
 
 
-def check_on_card(config: ForgeConfig, *, card: Card, facts: ModelConfig, log: logging.Logger) -> MemoryPlan | None:
+def check_on_card(
+    config: ForgeConfig,
+    *,
+    card: Card,
+    log: logging.Logger,
+    facts: ModelConfig | None = None,
+    run: ResolvedRun | None = None,
+) -> MemoryPlan | None:
     """As `check_at_start`, for GPUs that are known."""
     is_local = config.launcher.kind == "local"
+    facts = facts if run is None else run.facts
     if not is_local:
-        card = Card(card.num_bytes, None, card.name)
+        card, run = Card(card.num_bytes, None, card.name), None
     host_bytes = host_memory() if is_local else None
-    plan = plan_memory(read_run(config, card=card, facts=facts), card=card, host_bytes=host_bytes)
+    run = resolve_run(config, card=card, facts=facts) if run is None else run
+    plan = plan_memory(run, card=card, host_bytes=host_bytes)
     if plan.card is None:
         return None
     if not plan.fits:

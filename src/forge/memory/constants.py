@@ -54,6 +54,3 @@ HEAD_CHUNK_CPU: Final = 256
 
 PAGE_TOKENS: Final = 16
 """Tokens of one page of keys and values, as in `forge.kernels.paged`."""
-
-PUBLISHED_VERSIONS: Final = 2
-"""Versions of the weights that the store has memory for: one is fetched while the next is published."""

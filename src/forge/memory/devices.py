@@ -7,11 +7,9 @@ from dataclasses import replace
 from forge.memory.card import Card, host_memory
 from forge.memory.constants import HOST_GPU_PROCESS, HOST_PROCESS
 from forge.memory.generator import GeneratorJob, asleep_host_bytes, asleep_parts, awake_parts
-from forge.memory.model_size import Holding, holdings
-from forge.memory.records import DevicePlan, MemoryPlan, Moment, Part, owned
-from forge.memory.run import PlannedRun
+from forge.memory.records import MASTER_BYTES, DevicePlan, Holding, MemoryPlan, Moment, Part, holdings, owned
+from forge.memory.resolved import ResolvedRun
 from forge.memory.trainer import (
-    MASTER_BYTES,
     TrainerJob,
     lasting_parts,
     make_moment,
@@ -23,7 +21,7 @@ from forge.memory.trainer import (
 _NO_LIMIT = 1 << 62
 
 
-def plan_memory(run: PlannedRun, *, card: Card | None = None, host_bytes: int | None = None) -> MemoryPlan:
+def plan_memory(run: ResolvedRun, *, card: Card | None = None, host_bytes: int | None = None) -> MemoryPlan:
     """The memory of a run on GPUs like `card`, or on CPUs.
 
     `host_bytes` is the memory of a host; None for what this one has where the run is on CPUs, and for no limit where it
@@ -43,14 +41,14 @@ def plan_memory(run: PlannedRun, *, card: Card | None = None, host_bytes: int | 
     )
 
 
-def trainer_jobs(run: PlannedRun) -> tuple[tuple[str, TrainerJob], ...]:
+def trainer_jobs(run: ResolvedRun) -> tuple[tuple[str, TrainerJob], ...]:
     """What each kind of rank of the trainer is asked to do."""
     if run.training is None or run.distributed is None or run.layout is None:
         return ()
     return tuple((name, _trainer_job(run, holding)) for name, holding in holdings(run.sizes, run.layout))
 
 
-def _trainer_job(run: PlannedRun, holding: Holding) -> TrainerJob:
+def _trainer_job(run: ResolvedRun, holding: Holding) -> TrainerJob:
     assert run.training is not None and run.distributed is not None and run.layout is not None  # noqa: PT018
     versions = run.num_versions if run.trainer_on_gpu else 0
     job = TrainerJob(
@@ -65,10 +63,10 @@ def _trainer_job(run: PlannedRun, holding: Holding) -> TrainerJob:
         entropy=run.entropy,
         num_versions=min(1, versions) if run.is_spread else versions,  # staging on the way to the host
     )
-    return replace(job, published_item=2 if run.publishes_half else job.master)
+    return replace(job, published_item=run.published_item)
 
 
-def generator_job(run: PlannedRun, card: Card | None, *, occupied: int = 0) -> GeneratorJob | None:
+def generator_job(run: ResolvedRun, card: Card | None, *, occupied: int = 0) -> GeneratorJob | None:
     """What each generator is asked to do; None for a run without."""
     if run.generator is None:
         return None
@@ -94,7 +92,7 @@ def _device(name: str, count: int, card: Card | None, moments: tuple[Moment, ...
     return DevicePlan(name, count, card.usable if card is not None else None, moments)
 
 
-def _trainer_gpus(run: PlannedRun, card: Card | None) -> tuple[DevicePlan, ...]:
+def _trainer_gpus(run: ResolvedRun, card: Card | None) -> tuple[DevicePlan, ...]:
     if not run.trainer_on_gpu or run.layout is None:
         return ()
     kinds = trainer_jobs(run)
@@ -111,14 +109,14 @@ def _trainer_gpus(run: PlannedRun, card: Card | None) -> tuple[DevicePlan, ...]:
     return tuple(devices)
 
 
-def _alone(run: PlannedRun, job: TrainerJob) -> tuple[Moment, ...]:
+def _alone(run: ResolvedRun, job: TrainerJob) -> tuple[Moment, ...]:
     moments = training_moments(job)
     if not run.num_versions:
         return moments
     return (*moments, make_moment("syncing", "publishing", lasting_parts(job)))
 
 
-def _together(run: PlannedRun, job: TrainerJob, card: Card | None) -> tuple[Moment, ...]:
+def _together(run: ResolvedRun, job: TrainerJob, card: Card | None) -> tuple[Moment, ...]:
     """A trainer and generators on one GPU. Which of them are awake at once is what the placement says."""
     resting = owned(lasting_parts(job), "trainer")
     guest = generator_job(run, card, occupied=sum(part.num_bytes for part in resting))
@@ -134,13 +132,13 @@ def _together(run: PlannedRun, job: TrainerJob, card: Card | None) -> tuple[Mome
     return tuple(moments)
 
 
-def _repeated(run: PlannedRun, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+def _repeated(run: ResolvedRun, parts: tuple[Part, ...]) -> tuple[Part, ...]:
     if run.num_generators == 1:
         return owned(parts, "generator")
     return tuple(part for number in range(run.num_generators) for part in owned(parts, f"generator {number}"))
 
 
-def _generator_gpus(run: PlannedRun, card: Card | None) -> tuple[DevicePlan, ...]:
+def _generator_gpus(run: ResolvedRun, card: Card | None) -> tuple[DevicePlan, ...]:
     if run.generator is None or not run.generator_on_gpu:
         return ()
     if run.training is not None and run.placement != "apart":
@@ -151,13 +149,13 @@ def _generator_gpus(run: PlannedRun, card: Card | None) -> tuple[DevicePlan, ...
     return (_device("generator", run.num_generators * run.tensor_parallel, card, (moment,)),)
 
 
-def _reference_gpus(run: PlannedRun, card: Card | None) -> tuple[DevicePlan, ...]:
+def _reference_gpus(run: ResolvedRun, card: Card | None) -> tuple[DevicePlan, ...]:
     if not run.reference_on_gpu or not run.num_references:
         return ()
     return (_device("reference", run.num_references, card, (_reference_moment(run, on_gpu=True),)),)
 
 
-def _reference_moment(run: PlannedRun, *, on_gpu: bool) -> Moment:
+def _reference_moment(run: ResolvedRun, *, on_gpu: bool) -> Moment:
     from forge.trainer.layout import Layout
 
     assert run.training is not None and run.distributed is not None  # noqa: PT018
@@ -170,7 +168,7 @@ def _reference_moment(run: PlannedRun, *, on_gpu: bool) -> Moment:
 # ---- The host ------------------------------------------------------------------------------------------------------
 
 
-def _host(run: PlannedRun, card: Card | None, host_bytes: int | None) -> DevicePlan:
+def _host(run: ResolvedRun, card: Card | None, host_bytes: int | None) -> DevicePlan:
     """All processes of a run, as if they were on one host; what is on several is said in the name."""
     parts = [Part("controller", HOST_PROCESS, "this program", owner="controller")]
     moments: list[Moment] = []
@@ -187,7 +185,7 @@ def _host(run: PlannedRun, card: Card | None, host_bytes: int | None) -> DeviceP
     return DevicePlan("host memory" if not run.is_spread else "host memory (of all hosts)", 1, host_bytes, joined)
 
 
-def _trainer_host(run: PlannedRun, job: TrainerJob) -> list[Part]:
+def _trainer_host(run: ResolvedRun, job: TrainerJob) -> list[Part]:
     num_ranks = job.layout.num_ranks
     each = HOST_GPU_PROCESS if run.trainer_on_gpu else HOST_PROCESS
     state = 2 if job.training.optimizer_dtype == "bfloat16" else job.master
@@ -203,7 +201,7 @@ def _trainer_host(run: PlannedRun, job: TrainerJob) -> list[Part]:
     return parts
 
 
-def _generator_host(run: PlannedRun, card: Card | None) -> list[Part]:
+def _generator_host(run: ResolvedRun, card: Card | None) -> list[Part]:
     job = generator_job(run, card)
     if job is None:
         return []
@@ -220,7 +218,7 @@ def _generator_host(run: PlannedRun, card: Card | None) -> list[Part]:
     return [*own, *(part for number in range(num) for part in owned(awake_parts(job), f"generator {number}"))]
 
 
-def _reference_host(run: PlannedRun) -> list[Part]:
+def _reference_host(run: ResolvedRun) -> list[Part]:
     if not run.num_references:
         return []
     if run.reference_on_gpu:

@@ -15,8 +15,8 @@ from forge.generator.native.cache_size import (
     step_work,
 )
 from forge.memory.constants import CUDA_CONTEXT, GIB, PAGE_TOKENS, VLLM_ASLEEP, VLLM_OVERHEAD, VLLM_SHARE
-from forge.memory.model_size import ITEM_BYTES, Sizes
-from forge.memory.records import Part
+from forge.memory.records import ITEM_BYTES, Part
+from forge.models.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class GeneratorJob:
 
     @property
     def item(self) -> int:
-        return ITEM_BYTES[self.config.precision or ("bfloat16" if self.on_gpu else "float32")]
+        return ITEM_BYTES[self.config.precision_on(gpu=self.on_gpu)]
 
     @property
     def weights(self) -> int:
@@ -66,16 +66,16 @@ class GeneratorJob:
 
 def awake_parts(job: GeneratorJob) -> tuple[Part, ...]:
     """What it holds while it generates."""
-    return _vllm_parts(job) if job.config.engine == "vllm" else _native_parts(job)
+    return _vllm_parts(job) if job.config.capabilities.reserves_gpu_share else _native_parts(job)
 
 
 def asleep_parts(job: GeneratorJob) -> tuple[Part, ...]:
     """What it still holds on the GPU while the trainer works.
 
-    The embedded engine keeps its recorded steps. In a trainer's process it also keeps its copy of the weights; in one
+    The native engine keeps its recorded steps. In a trainer's process it also keeps its copy of the weights; in one
     of its own these go to the host.
     """
-    if job.config.engine == "vllm":
+    if job.config.capabilities.reserves_gpu_share:
         return (Part("vLLM asleep", VLLM_ASLEEP, "context and recorded steps"),)
     kept = {"weights", "rotary tables", "CUDA graphs"} if job.is_guest else {"CUDA context", "CUDA graphs"}
     return tuple(part for part in _native_parts(job) if part.name in kept)

@@ -14,12 +14,9 @@ from forge.memory.constants import (
     HEAD_CHUNK_GPU,
     NCCL_BUFFERS,
 )
-from forge.memory.model_size import Holding, Sizes
-from forge.memory.records import Moment, Part, Phase
+from forge.memory.records import MASTER_BYTES, Holding, Moment, Part, Phase
+from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout
-
-MASTER_BYTES = {"float32": 4, "bfloat16": 4, "bfloat16_pure": 2, "float64": 8}
-"""Of a weight as a trainer keeps it, by precision."""
 
 _COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "bfloat16_pure": "bfloat16", "float64": "float64"}
 

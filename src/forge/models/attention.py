@@ -18,9 +18,9 @@ from torchtitan.protocols.module import Module
 from forge.kernels import cpu_attention, cpu_attention_backward
 from forge.kernels.cpu_attention_backward import SharedLayout
 from forge.kernels.cpu_linear import is_rowwise
-from forge.models.copies import copied
 from forge.models.flash_attention import Kernel, torch_kernel
-from forge.models.rows import Documents, RowBook, Sharing
+from forge.models.gpu_attention import device_of, power_of_two
+from forge.models.rows import Documents, RowRegistry, Sharing
 
 
 class DocumentAttention(Module):  # type: ignore[misc]
@@ -38,7 +38,7 @@ class DocumentAttention(Module):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.book = RowBook()
+        self.row_registry = RowRegistry()
         self.kernel: Kernel = torch_kernel
 
     @torch.compiler.disable
@@ -52,8 +52,8 @@ class DocumentAttention(Module):  # type: ignore[misc]
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
-        """`attention_masks` is TorchTitan's word for what is handed to the layers: here the key of the row."""
-        row = self.book.find(attention_masks)
+        """Attend within documents. `attention_masks`, TorchTitan's name, holds the key of the row."""
+        row = self.row_registry.find(attention_masks)
         if _goes_by_row(q_BLNH):
             factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
             layout = _layout(row.documents.lengths, _prefixes(row.sharing))
@@ -64,10 +64,10 @@ class DocumentAttention(Module):  # type: ignore[misc]
             if _has_kernel(q_BLNH):
                 return self.kernel(q_BLNH[0], k_BLNH[0], v_BLNH[0], documents, documents, scale).unsqueeze(0)
             return _by_document(q_BLNH, k_BLNH, v_BLNH, documents, scale)
-        k_BENH, v_BENH = (copied(each[0], row.sharing).unsqueeze(0) for each in (k_BLNH, v_BLNH))
+        k_BENH, v_BENH = (expand_shared(each[0], row.sharing).unsqueeze(0) for each in (k_BLNH, v_BLNH))
         if _has_kernel(q_BLNH):
             return self.kernel(q_BLNH[0], k_BENH[0], v_BENH[0], row.sharing.queries, documents, scale).unsqueeze(0)
-        q_BENH = copied(q_BLNH[0], row.sharing).unsqueeze(0)
+        q_BENH = expand_shared(q_BLNH[0], row.sharing).unsqueeze(0)
         return _by_document(q_BENH, k_BENH, v_BENH, documents, scale).index_select(1, row.sharing.own)
 
 
@@ -105,7 +105,7 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: f
 
 
 def _each_alone(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """Padding: each token sees itself alone.
+    """Attend to padding: each token sees itself alone.
 
     The result is `v`, but queries and keys must get a gradient too, of 0: in a row without samples nothing else would
     give them one, and FSDP sums over ranks only what has a gradient, so that ranks would disagree about what they sum.
@@ -113,6 +113,46 @@ def _each_alone(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     query, key, value = (tensor.transpose(0, 1).transpose(1, 2) for tensor in (q, k, v))
     out = F.scaled_dot_product_attention(query, key, value, scale=scale)
     return out.transpose(1, 2).transpose(0, 1)
+
+
+def expand_shared(values_LKD: Tensor, sharing: Sharing) -> Tensor:
+    """Return the values of whole documents [E, K, D] from those of a row [L, K, D].
+
+    The gradient of a place is the sum over its copies, added up in float32 in a fixed order: the same bits every time,
+    which the gradient of `index_select` on a GPU has not.
+    """
+    found: Tensor = _Copied.apply(values_LKD, sharing)
+    return found
+
+
+class _Copied(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, values_LKD: Tensor, sharing: Sharing) -> Tensor:
+        ctx.sharing = sharing
+        return values_LKD.index_select(0, sharing.places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_EKD: Tensor) -> tuple[Tensor, None]:
+        return sum_shared(grad_EKD, ctx.sharing), None
+
+
+def sum_shared(values_EKD: Tensor, sharing: Sharing) -> Tensor:
+    """Return the sum of the values of each place's copies [L, K, D]."""
+    values_EKD = values_EKD.contiguous()
+    num_places, shape = sharing.own.shape[0], values_EKD.shape[1:]
+    if values_EKD.is_cuda and values_EKD.dtype != torch.float64:
+        from forge.models.gpu_layer_program import sum_shared as program
+
+        tokens, starts = sharing.copies
+        sums = values_EKD.new_empty(num_places, *shape)
+        width = shape.numel()
+        with device_of(values_EKD):
+            program[(num_places,)](values_EKD, tokens, starts, sums, width, WIDTH=power_of_two(width), num_warps=4)
+        return sums
+    wide = torch.promote_types(values_EKD.dtype, torch.float32)
+    total = torch.zeros(num_places, *shape, dtype=wide, device=values_EKD.device)
+    return total.index_add_(0, sharing.places, values_EKD.to(wide)).to(values_EKD.dtype)
 
 
 _layout = lru_cache(maxsize=32)(SharedLayout.of)  # every layer of a model asks for the same

@@ -1,4 +1,4 @@
-"""Chat templates on text: what a conversation looks like, and which characters of it the assistant says.
+"""Chat templates on text: what a conversation looks like, and which characters of it the assistant generates.
 
 A template may mark what the assistant says with `{% generation %}` blocks; then they decide. Most published templates
 have none. For those the spans are found by rendering the conversation a second time, with a mark at the end of each
@@ -55,11 +55,11 @@ class ChatTemplate:
             return  # it can be read, and wants other conversations than this
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """The text of a conversation. `options` go to the template, such as add_generation_prompt or tools."""
+        """Return the text of a conversation. `options` go to the template, such as add_generation_prompt or tools."""
         return self._render(messages, options, find_blocks=False)[0]
 
     def render_spans(self, messages: Sequence[Message], **options: Any) -> tuple[str, list[Span]]:
-        """The text, and in order the spans that the assistant says, the end of each turn included."""
+        """Return the text, and in order the spans that the assistant says, the end of each turn included."""
         if self.has_blocks:
             return self._render(messages, options, find_blocks=True)
         text = self.render(messages, **options)
@@ -72,7 +72,7 @@ class ChatTemplate:
         raise self._inexact("it changes with what is appended to a message, so message boundaries cannot be found")
 
     def end_of_turn(self) -> str | None:
-        """The token that ends an assistant's turn; None where the template uses none."""
+        """Return the token that ends an assistant's turn; None where the template uses none."""
         try:
             return self._turn({}).end
         except (ModelError, DataError):
@@ -121,7 +121,7 @@ class ChatTemplate:
     def _message_ends(
         self, messages: Sequence[Message], text: str, options: Mapping[str, Any], *, marks_all: bool
     ) -> list[int | None] | None:
-        """For each message the position in `text` where its content ends; None where it cannot be seen.
+        """Return for each message the position in `text` where its content ends; None where it cannot be seen.
 
         None as a whole if the marks changed the rest of the text, or came out in another order.
         """
@@ -187,7 +187,7 @@ class ChatTemplate:
         return start, stop
 
     def _turn(self, options: Mapping[str, Any]) -> _Turn:
-        """How a turn of the assistant begins and ends, seen in a conversation made for it."""
+        """Return how a turn of the assistant begins and ends, seen in a conversation made for it."""
         plain = {key: value for key, value in options.items() if key not in ("tools", "documents")}
         key = repr(sorted(plain.items()))
         if key not in self._turns:

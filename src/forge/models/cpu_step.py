@@ -10,9 +10,9 @@ Nothing is derived from weights, and none is copied: the kernels read them where
 between two steps. The kernels are those that compute layer by layer too (`cpu_linear`, `cpu_attention`,
 `cpu_layers`); what torch did between them is in `cpu_step.c`, and is tried against torch before it is used.
 
-What is not of such a shape goes layer by layer as before: experts, biases, other precisions than float32, kernels that
-could not be compiled, weights too large for every thread to read all of them, and steps in which one long text would
-keep one thread busy while the others wait.
+What is not of such a shape goes layer by layer as before: experts, biases other than those of queries, keys and values,
+other precisions than float32, kernels that could not be compiled, weights too large for every thread to read all of
+them, and steps in which one long text would keep one thread busy while the others wait.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ from torchtitan.models.common.attention import GQAttention, QKVLinear
 from forge.kernels import cpu_attention, cpu_layers, cpu_linear
 from forge.kernels.cpu_linear import is_rowwise
 from forge.kernels.cpu_step import Calls, LayerTensors, Part, Step, Tensors, library, norms_as_torch
-from forge.models.gate import RowFeedForward
-from forge.models.gpu_norm import GpuNorm
+from forge.models.gpu_layers import GpuNorm
+from forge.models.inference import PagedAttention, PagedRow
 from forge.models.language_model import LanguageModel
-from forge.models.linear import RowLinear
-from forge.models.paged_attention import PagedAttention, PagedRow
-from forge.models.rotary import Rotary
+from forge.models.layers import Rotary, RowFeedForward, RowLinear
 
 _LANES: Final = 8  # rows that a product computes at least
 _MOST_WEIGHTS: Final = 1 << 22
@@ -58,7 +56,7 @@ class _Cut:
 
 
 def cut(starts: NDArray[np.int32], costs: NDArray[np.int64], num_parts: int) -> tuple[list[_Cut], int]:
-    """Sequences one after the other in at most so many parts of about equal cost, and what the dearest of them costs.
+    """Cut sequences into at most so many parts of about equal cost; return them and the highest cost of a part.
 
     `starts` [S + 1] are the rows at which sequences begin, `costs` [S] what each takes. No part is empty.
     """
@@ -90,7 +88,7 @@ class CpuSteps:
         self._logits = torch.empty(0)
 
     def hidden(self, token_ids_T: Tensor, row: PagedRow) -> Tensor | None:
-        """The hidden states [R, D] that `row` asks for, its keys and values being in the cache afterwards.
+        """Return the hidden states [R, D] that `row` asks for, its keys and values being in the cache afterwards.
 
         None where the model has to be called instead, which then computes the same: also where the row asks for what
         does not exist, and the model says what.
@@ -101,7 +99,7 @@ class CpuSteps:
         return hidden.index_select(0, row.index) if self._run(token_ids_T, row, hidden=hidden) else None
 
     def logits(self, token_ids_T: Tensor, row: PagedRow) -> Tensor | None:
-        """The same for a row that asks for all its tokens, in order: the logits [T, V], which the next call overwrites.
+        """Return the logits [T, V] of a row that asks for all its tokens, in order; the next call overwrites them.
 
         None also if it is only the head that has to be computed by itself.
         """
@@ -169,7 +167,7 @@ class CpuSteps:
         return bool(native.forge_run(ctypes.addressof(step)) == 0)
 
     def _calls(self, place: int, *, num_rows: int) -> Calls:
-        """The calls of the part at a place among the others, with room for so many rows."""
+        """Return the calls of the part at a place among the others, with room for so many rows."""
         tensors, native = self._tensors, library()
         assert tensors is not None
         assert native is not None
@@ -181,7 +179,7 @@ class CpuSteps:
 
 
 def _row(tensor: Tensor | None, place: int) -> int:
-    """The address of a row of a tensor; 0 for none."""
+    """Return the address of a row of a tensor; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr() + place * tensor.stride(0) * tensor.itemsize
 
 
@@ -194,14 +192,14 @@ def _takes_head(weight: Tensor) -> bool:
 
 
 def _has_norms_of_torch(tensors: Tensors) -> bool:
-    """Whether the kernel's norms have the bits of torch's for every width of this model."""
+    """Return whether the kernel's norms have the bits of torch's for every width of this model."""
     norms = [norm for layer in tensors.layers for norm in layer.norms]
     num_threads = torch.get_num_threads()
     return all(norms_as_torch(len(norm.weight), num_threads) for norm in (*norms, tensors.norm))
 
 
 def tensors_of(model: LanguageModel) -> Tensors | None:
-    """What a model computes with; None if it is not of the shape that is computed here."""
+    """Return what a model computes with; None if it is not of the shape that is computed here."""
     if any(module.library() is None for module in (cpu_attention, cpu_linear, cpu_layers)):
         return None
     layers = [_layer(layer) for layer in model.layers.values()]
@@ -213,22 +211,27 @@ def tensors_of(model: LanguageModel) -> Tensors | None:
     norms = [norm, *(norm for layer in found for norm in layer.norms)]
     if not all(type(norm) is GpuNorm and norm.eps is not None for norm in norms):
         return None
-    every = [embeddings.weight, *(norm.weight for norm in norms), *(each for layer in found for each in layer.products)]
+    every = [embeddings.weight, *(norm.weight for norm in norms)]
+    every += [each for layer in found for each in (*layer.products, *(layer.biases or ()))]
     if not all(is_rowwise(tensor) and tensor.is_contiguous() for tensor in every):
         return None
     return Tensors(embeddings.weight, found, norm, model.lm_head.weight)
 
 
 def _layer(layer: nn.Module) -> LayerTensors | None:
-    """Attention and feed-forward of the kinds that are known, without experts and biases."""
+    """Return attention and feed-forward of the kinds that are known; None for others, such as experts."""
     attention, forward = layer.attention, getattr(layer, "feed_forward", None)
     if type(attention) is not GQAttention or type(forward) is not RowFeedForward:
         return None
     inner, rope, qkv = attention.inner_attention, attention.rope, attention.qkv_linear
     if type(inner) is not PagedAttention or type(rope) is not Rotary or type(qkv) is not QKVLinear:
         return None
-    linears = (qkv.wq, qkv.wk, qkv.wv, attention.wo, forward.w1, forward.w3, forward.w2)
-    if not all(_is_plain(linear) for linear in linears) or inner.k_cache is None or inner.v_cache is None:
+    projections, others = (qkv.wq, qkv.wk, qkv.wv), (attention.wo, forward.w1, forward.w3, forward.w2)
+    has_biases = qkv.wq.bias is not None
+    are_known = all(_is_linear(linear, bias=has_biases) for linear in projections)
+    if not are_known or not all(_is_linear(linear, bias=False) for linear in others):
+        return None
+    if inner.k_cache is None or inner.v_cache is None:
         return None
     width = attention.head_dim
     if not cpu_attention.takes(width) or tuple(rope.cache.shape[1:]) != (2 * width,) or not rope.cache.is_contiguous():
@@ -249,9 +252,10 @@ def _layer(layer: nn.Module) -> LayerTensors | None:
         k_cache=inner.k_cache,
         v_cache=inner.v_cache,
         scale=width**-0.5 if attention.scaling is None else attention.scaling,
+        biases=(qkv.wq.bias, qkv.wk.bias, qkv.wv.bias) if has_biases else None,
     )
 
 
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether it is one product and nothing else."""
-    return bool(type(linear) is RowLinear and linear.bias is None)
+def _is_linear(linear: nn.Module, *, bias: bool) -> bool:
+    """Return whether it is one product, with or without a bias, and nothing else."""
+    return bool(type(linear) is RowLinear and (linear.bias is not None) == bias)

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from forge.errors import ModelError
 from forge.kernels.paged import PAGE_TOKENS, PagedLayout, find_shares
+from forge.models.flash_attention import torch_kernel
+from forge.models.rows import Documents
 
 _LOG2_E: Final = log2(e)
 _HALF: Final = (torch.bfloat16, torch.float16)
@@ -81,15 +83,11 @@ class Extents:
 
     @classmethod
     def of(cls, query_lens: Sequence[int], context_lens: Sequence[int], *, device: torch.device | str) -> Extents:
-        """From the lengths. The copy to the GPU does not wait for it."""
+        """Make it from the lengths. The copy to the GPU does not wait for it."""
         starts = torch.tensor([0, *accumulate(context_lens)], dtype=torch.int32)
         if torch.device(device).type == "cuda":
             starts = starts.pin_memory()
         return cls(tuple(query_lens), tuple(context_lens), starts.to(device, non_blocking=True))
-
-    @cached_property
-    def max_query(self) -> int:
-        return max(self.query_lens, default=0)
 
     @cached_property
     def max_context(self) -> int:
@@ -110,7 +108,7 @@ def write_kv(k_THD: Tensor, v_THD: Tensor, slots_T: Tensor, k_cache: Tensor, v_c
             raise _refusal(name, tensor, f"{num_tokens} rows, as k_THD has", "give each token its key, value and slot")
     if not num_tokens:
         return
-    from forge.models.gpu_program import write_kv as program
+    from forge.models.gpu_attention_program import write_kv as program
 
     with device_of(k_THD):
         program[(num_tokens,)](
@@ -142,7 +140,7 @@ def decode_attend(
     out: Tensor | None = None,
     shares: Tensor | None = None,
 ) -> Tensor:
-    """One query row for each sequence, which sees the first `context_lens_S` (int32) keys of its pages: [S, H, D].
+    """Attend with one query row per sequence to the first `context_lens_S` (int32) keys of its pages: [S, H, D].
 
     The table (int32) has room for every sequence's keys; what it holds beyond them is not read. A sequence without keys
     (padding of a CUDA graph) gets zeros. The bits of a sequence do not depend on what else is in the batch, on the
@@ -168,7 +166,7 @@ def decode_attend(
 
 
 def decode_shares(table_SP: np.ndarray, context_lens_S: np.ndarray, *, num_heads: int, num_kv_heads: int) -> np.ndarray:
-    """`find_shares` with the chunks of `decode_attend`, and as many members of an item as it takes at once: [S + 1, 4].
+    """Call `find_shares` with the chunks of `decode_attend` and the most members that it takes at once: [S + 1, 4].
 
     It is computed on the host, of the same rows and lengths that the step gets, and is the same for all its layers.
     """
@@ -186,8 +184,8 @@ def attend_tuned(
     scale: float,
     tuning: Tuning,
 ) -> None:
-    """`decode_attend` with another tuning, for measuring. `pages` is (context_lens_S, table_SP, shares or nothing)."""
-    from forge.models.gpu_program import attend_decode, attend_shared
+    """Run `decode_attend` with another tuning, to measure. `pages` is (context_lens_S, table_SP, shares or nothing)."""
+    from forge.models.gpu_attention_program import attend_decode, attend_shared
 
     context_lens, table, shares = (*pages, None)[:3]
     num_sequences, num_kv_heads, head_dim = len(q), k_cache.shape[1], q.shape[2]
@@ -216,7 +214,7 @@ def attend_tuned(
 
 
 def share_out(num_pairs: int, num_chunks: int, *, chunk_bytes: int, tuning: Tuning) -> tuple[int, int]:
-    """How many programs compute the chunks of a pair, and of how many of its chunks the parts have room.
+    """Return how many programs compute the chunks of a pair, and of how many of its chunks the parts have room.
 
     There are several programs only if all parts have room: nothing else puts them together.
     """
@@ -226,7 +224,7 @@ def share_out(num_pairs: int, num_chunks: int, *, chunk_bytes: int, tuning: Tuni
 
 
 def _options(q: Tensor, k_cache: Tensor, tuning: Tuning) -> dict[str, Any]:
-    """What both programs are compiled with. If it were not the same for both, a shared chunk might have other bits."""
+    """Return the options of both programs: if they differed, a shared chunk might have other bits."""
     head_dim = q.shape[2]
     group, dims = q.shape[1] // k_cache.shape[1], max(16, power_of_two(head_dim))
     return {
@@ -245,7 +243,7 @@ def _options(q: Tensor, k_cache: Tensor, tuning: Tuning) -> dict[str, Any]:
 
 
 def _rows_of(group: int) -> int:
-    """The rows of a product. Not more where more could be shared: the order of a row's sums hangs on their number."""
+    """Return the rows of a product: always as many, since their number decides the order of a row's sums."""
     return max(_ROWS, power_of_two(group))
 
 
@@ -265,7 +263,7 @@ def _combine(
     chunk: int,
     is_shared: bool,
 ) -> None:
-    from forge.models.gpu_program import combine
+    from forge.models.gpu_attention_program import combine
 
     num_sequences, num_heads, num_chunks, head_dim = scratch[0].shape
     combine[(num_sequences * num_heads,)](
@@ -288,7 +286,7 @@ def _combine(
 def prefill_attend(
     q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, *, layout: PagedLayout, extents: Extents, scale: float
 ) -> Tensor:
-    """Any number of query rows for each sequence, as `PagedLayout` has them: [T, H, D].
+    """Attend with any number of query rows per sequence, as `PagedLayout` has them: [T, H, D].
 
     The keys and values must be in the cache already. They are laid end to end, and one kernel takes the whole line; in
     float32 each sequence is attended to by itself. Rows past those of the last sequence are undefined.
@@ -299,28 +297,16 @@ def prefill_attend(
     k, v = gather_kv(k_cache, v_cache, layout=layout, extents=extents, dtype=q_THD.dtype)
     if not q_THD.is_cuda or q_THD.dtype not in _HALF:
         return _by_sequence(q_THD, k, v, extents, scale)
-    from torch.nn.attention.varlen import varlen_attn
-
-    result: Tensor = varlen_attn(
-        q_THD,
-        k,
-        v,
-        layout.query_starts,
-        extents.context_starts,
-        extents.max_query,
-        extents.max_context,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=q_THD.shape[1] != k.shape[1],
-    )
-    return result
+    queries = Documents(extents.query_lens, 0, layout.query_starts)
+    keys = Documents(extents.context_lens, 0, extents.context_starts)
+    return torch_kernel(q_THD, k, v, queries, keys, scale)
 
 
 def gather_kv(
     k_cache: Tensor, v_cache: Tensor, *, layout: PagedLayout, extents: Extents, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values of all sequences, end to end: two of [sum of context_lens, Hkv, D]."""
-    from forge.models.gpu_program import gather_kv as program
+    """Return the keys and values of all sequences, end to end: two of [sum of context_lens, Hkv, D]."""
+    from forge.models.gpu_attention_program import gather_kv as program
 
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     shape = (extents.num_keys, num_kv_heads, head_dim)
@@ -397,11 +383,11 @@ def _refusal(name: str, tensor: Tensor, rule: str, repair: str) -> ModelError:
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whichever the tensors are on; its interpreter takes tensors of the CPU."""
+    """Make the tensor's device current, where Triton launches; its interpreter takes tensors of the CPU."""
     context: AbstractContextManager[object] = torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
     return context
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is not less."""
+    """Return the smallest that is not less."""
     return 1 << (number - 1).bit_length()

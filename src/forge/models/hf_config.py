@@ -1,8 +1,8 @@
-"""A Hugging Face `config.json` and the facts of an architecture: one read from the other, both ways.
+"""Read and write a Hugging Face `config.json`.
 
-Whatever in a `config.json` changes what the model computes is either a fact of `ModelConfig` or must have the one value
-that our model definitions have. Anything else is refused by name: a model that is built slightly wrong trains, and
-nobody notices.
+Whatever in a `config.json` changes what the model computes is either a key of `ModelConfig` or must have the one value
+that our model definitions have. Anything else is refused by name: a model that is built slightly wrong still
+trains, and the error goes unnoticed.
 """
 
 from __future__ import annotations
@@ -19,31 +19,8 @@ from pydantic import ValidationError
 
 from forge.config import ModelConfig
 from forge.errors import MISSING, ModelError
-from forge.models.facts import FACTS, complete, merge, preset_facts, preset_of
-
-__all__ = [
-    "ARCHITECTURES",
-    "DTYPES",
-    "FACTS",
-    "SUPPORTED",
-    "SpecialIds",
-    "complete",
-    "merge",
-    "preset_facts",
-    "preset_of",
-    "read_hf_config",
-    "write_hf_config",
-    "write_json",
-]
-
-ARCHITECTURES: Final = {
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "LlamaForCausalLM": "llama",
-}
-"""The classes of `transformers` that can be read, and the family that each one is."""
-
-SUPPORTED: Final = "Qwen3 (Qwen3ForCausalLM), Qwen3-MoE (Qwen3MoeForCausalLM) and Llama 3.x (LlamaForCausalLM)"
+from forge.models.architecture import ARCHITECTURE_KEYS, complete
+from forge.models.families import FAMILIES, Family, family_of, find_family, supported_families
 
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 
@@ -74,22 +51,22 @@ class SpecialIds:
     pad: int | None = None
 
 
-def read_hf_config(folder: str | Path) -> ModelConfig:
-    """The facts of the model in a folder, and nothing else: no path, no name.
+def read_hf_config(folder: str | Path, *, family: str | None = None) -> ModelConfig:
+    """Read the architecture of the model in a folder, and nothing else: no path, no name.
+
+    `family` is needed only for one that is not registered: `module:attribute`, as in `model.family`.
 
     Both ways of writing rotary embeddings are read (`rope_theta` with `rope_scaling`, and `rope_parameters`), and where
     a key may be absent it means what it means to `transformers`. Raises `ModelError` for everything that our model
     definitions do not compute.
     """
     file = _ConfigFile.open(Path(folder) / "config.json")
-    family = _family(file)
-    for key, allowed in _FIXED.items():
+    found = _family(file, family if family and ":" in family else None)
+    for key, allowed in (*_FIXED.items(), *found.fixed.items()):
         file.must_be(key, allowed)
-    if family == "qwen3_moe":
-        _check_mixture(file)
-    _check_windows(file, family)
-    facts: dict[str, Any] = {
-        "family": family,
+    _check_windows(file, found)
+    keys: dict[str, Any] = {
+        "family": family if family and ":" in family else found.name,
         "num_layers": file.integer("num_hidden_layers"),
         "hidden_size": file.integer("hidden_size"),
         "intermediate_size": file.integer("intermediate_size"),
@@ -100,23 +77,22 @@ def read_hf_config(folder: str | Path) -> ModelConfig:
         "norm_eps": file.number("rms_norm_eps", default=1e-6),
         **_read_rope(file),
     }
-    absent = _ABSENT[family]
     for key, name, otherwise in (
-        ("num_key_value_heads", "num_kv_heads", facts["num_heads"]),
-        ("head_dim", "head_dim", facts["hidden_size"] // facts["num_heads"]),
+        ("num_key_value_heads", "num_kv_heads", keys["num_heads"]),
+        ("head_dim", "head_dim", keys["hidden_size"] // keys["num_heads"]),
     ):
-        facts[name] = file.integer(key, default=otherwise if key in file.content else absent.get(key, otherwise))
-    if family == "qwen3_moe":
+        keys[name] = file.integer(key, default=otherwise if key in file.content else found.absent.get(key, otherwise))
+    if found.has_experts:
         experts = "num_experts" if file.get("num_experts") is not None else "num_local_experts"
-        facts["num_experts"] = file.integer(experts)
-        facts["num_experts_per_token"] = file.integer("num_experts_per_tok")
-        facts["expert_intermediate_size"] = file.integer("moe_intermediate_size")
+        keys["num_experts"] = file.integer(experts)
+        keys["num_experts_per_token"] = file.integer("num_experts_per_tok")
+        keys["expert_intermediate_size"] = file.integer("moe_intermediate_size")
     try:
-        return ModelConfig(**facts)
+        return ModelConfig(**keys)
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(str(key) for key in first["loc"]) or first.get("ctx", {}).get("key") or "config.json"
-        raise file.refusal(at, facts.get(at, MISSING), first["msg"], "correct the file, or fetch it again") from None
+        raise file.refusal(at, keys.get(at, MISSING), first["msg"], "correct the file, or fetch it again") from None
 
 
 def write_hf_config(
@@ -127,12 +103,12 @@ def write_hf_config(
     dtype: str = "float32",
     special_ids: SpecialIds | None = None,
 ) -> None:
-    """Write a `config.json` that `transformers` and vLLM load with these facts.
+    """Write a `config.json` that `transformers` and vLLM load as this model.
 
     With `source`, the folder that the model came from, its `config.json` is kept as it is but for the dtype, and the
     files that go with a model (tokenizer, chat template, generation settings, licence) are copied along; weights are
-    not. The source must still have the same facts. Without it the file is made from the facts, and `special_ids` says
-    which tokens begin, end and pad.
+    not. The source must still hold the same architecture. Without it the file is made from the configuration, and
+    `special_ids` says which tokens begin, end and pad.
     """
     config = complete(config)
     if dtype not in DTYPES:
@@ -160,16 +136,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     partial.replace(path)
 
 
-# What `transformers` takes for a key that is not there at all, where that does not follow from the other keys.
-_ABSENT: Final[Mapping[str, Mapping[str, int]]] = {
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4},
-    "llama": {},
-}
 _FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
     "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
     "attention_dropout": (0, None),
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
@@ -253,77 +221,70 @@ def _words(allowed: Iterable[Any]) -> str:
     return " or ".join(json.dumps(value) for value in allowed)
 
 
-def _family(file: _ConfigFile) -> str:
+def _family(file: _ConfigFile, given: str | None) -> Family:
+    """Return the family that the file names, or the given one if the file names its architecture."""
+    known = [find_family(given)] if given else list(FAMILIES.values())
     listed = file.get("architectures") or []
     named = listed[0] if isinstance(listed, list) and listed else None
-    family = ARCHITECTURES.get(named) if isinstance(named, str) else None
-    if named is None:
-        family = next((known for known in ARCHITECTURES.values() if known == file.get("model_type")), None)
-    if family is None:
-        raise ModelError(
-            "This family of models is not supported.",
-            path=f"{file.path}: {'architectures' if named is not None else 'model_type'}",
-            value=named if named is not None else file.get("model_type"),
-            rule=f"supported are {SUPPORTED}",
-            repair="choose a model of one of these families; docs/guides/models.md has the table",
-        )
-    return family
+    key, asked = ("architectures", named) if named is not None else ("model_type", file.get("model_type"))
+    for family in known:
+        if asked == (family.architecture if named is not None else family.name):
+            return family
+    raise ModelError(
+        "This family of models is not supported.",
+        path=f"{file.path}: {key}",
+        value=asked,
+        rule=f"{given} is for {known[0].architecture}" if given else f"supported are {supported_families()}",
+        repair="choose a model of one of these families; docs/guides/models.md says how to add one",
+    )
 
 
-def _check_mixture(file: _ConfigFile) -> None:
-    file.must_be("decoder_sparse_step", (1, None))
-    file.must_be("mlp_only_layers", ([], None))
-    if file.get("norm_topk_prob") is not True:
-        value = bool(file.get("norm_topk_prob"))
-        raise file.refusal("norm_topk_prob", value, "only true is supported: the chosen experts' weights add up to 1")
-
-
-def _check_windows(file: _ConfigFile, family: str) -> None:
+def _check_windows(file: _ConfigFile, family: Family) -> None:
     """Refuse sliding windows that are in use. A window that is switched off is the common case, and harmless."""
     kinds = file.get("layer_types") or []
     others = [kind for kind in kinds if kind != "full_attention"]
     if others:
         raise file.refusal("layer_types", others[0], "only full_attention is supported")
-    if family == "llama" or not file.get("use_sliding_window") or file.get("sliding_window") is None:
+    if family.window == "none" or not file.get("use_sliding_window") or file.get("sliding_window") is None:
         return
-    first = file.get("max_window_layers") if family == "qwen3" and not kinds else None
+    first = file.get("max_window_layers") if family.window == "upper" and not kinds else None
     if kinds or (isinstance(first, int) and first >= file.integer("num_hidden_layers")):
         return
     raise file.refusal("use_sliding_window", True, "only attention to the whole sequence is supported")
 
 
 def _read_rope(file: _ConfigFile) -> dict[str, Any]:
-    """Rotary embeddings, with the precedence of `transformers`: the dictionary first, then the top level."""
+    """Read rotary embeddings, with the precedence of `transformers`: the dictionary first, then the top level."""
     key = "rope_scaling" if file.get("rope_scaling") else "rope_parameters"
     content = file.get(key) or {}
     if not isinstance(content, dict) or any(isinstance(value, dict) for value in content.values()):
         raise file.refusal(key, content, "must be one object for all layers")
     rope = _ConfigFile(file.path, {f"{key}.{name}": value for name, value in content.items()})
     theta = f"{key}.rope_theta"
-    facts: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "rope_theta": rope.number(theta) if theta in rope.content else file.number("rope_theta", default=10_000.0)
     }
     rope.must_be(f"{key}.partial_rotary_factor", (1, None))
     kind = content.get("rope_type") or content.get("type") or "default"
     if kind == "default":
-        return facts
+        return keys
     if kind != "llama3":
         raise file.refusal(f"{key}.rope_type", kind, "only default and llama3 are supported")
     before = file.get("original_max_position_embeddings") or file.integer("max_position_embeddings")
     if file.get("original_max_position_embeddings") is None:
         before = rope.integer(f"{key}.original_max_position_embeddings", default=before)
     factors = {name: rope.number(f"{key}.{name}") for name in ("factor", "low_freq_factor", "high_freq_factor")}
-    facts["rope_scaling"] = {**factors, "original_max_seq_len": before}
-    return facts
+    keys["rope_scaling"] = {**factors, "original_max_seq_len": before}
+    return keys
 
 
 def _make_content(config: ModelConfig, dtype: str, special_ids: SpecialIds) -> dict[str, Any]:
-    """In the older way of writing rotary embeddings and dtype, which older and newer readers understand."""
+    """Make the content, in the older form of rotary embeddings and dtype, which old and new readers understand."""
+    family = family_of(config)
     eos = list(special_ids.eos) if isinstance(special_ids.eos, tuple) else special_ids.eos
     scaling = config.rope_scaling
     content: dict[str, Any] = {
-        "architectures": [name for name, family in ARCHITECTURES.items() if family == config.family],
-        "attention_bias": False,
+        "architectures": [family.architecture],
         "attention_dropout": 0.0,
         "bos_token_id": special_ids.bos,
         "eos_token_id": eos,
@@ -333,7 +294,7 @@ def _make_content(config: ModelConfig, dtype: str, special_ids: SpecialIds) -> d
         "initializer_range": 0.02,
         "intermediate_size": config.intermediate_size,
         "max_position_embeddings": config.max_seq_len,
-        "model_type": config.family,
+        "model_type": family.name,
         "num_attention_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
         "num_key_value_heads": config.num_kv_heads,
@@ -354,14 +315,10 @@ def _make_content(config: ModelConfig, dtype: str, special_ids: SpecialIds) -> d
         "use_cache": True,
         "vocab_size": config.vocab_size,
     }
-    if config.family == "llama":
-        content["mlp_bias"] = False
-    if config.family == "qwen3_moe":
+    content |= {key: allowed[0] for key, allowed in family.fixed.items()}
+    if family.has_experts:
         content |= {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
             "moe_intermediate_size": config.expert_intermediate_size,
-            "norm_topk_prob": True,
             "num_experts": config.num_experts,
             "num_experts_per_tok": config.num_experts_per_token,
         }
@@ -369,8 +326,8 @@ def _make_content(config: ModelConfig, dtype: str, special_ids: SpecialIds) -> d
 
 
 def _content_of(source: Path, config: ModelConfig, dtype: str) -> dict[str, Any]:
-    found = read_hf_config(source)
-    for key in FACTS:
+    found = read_hf_config(source, family=config.family)
+    for key in ARCHITECTURE_KEYS:
         if getattr(found, key) != getattr(config, key):
             raise ModelError(
                 "The folder that the model came from now holds another model.",

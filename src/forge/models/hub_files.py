@@ -120,7 +120,7 @@ class Folder:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise DownloadError(
-                    "Another download is at work in the output directory.",
+                    "Another download is using the output directory.",
                     path="--output-dir",
                     value=str(self.root),
                     rule="one download at a time per directory",
@@ -166,7 +166,7 @@ class Folder:
         if (file.size is not None and size != file.size) or (found is not None and found != file.digest):
             partial.unlink()
             raise DownloadError(
-                "A file did not arrive as the hub describes it; it was thrown away.",
+                "A file did not match the hub's description; it was discarded.",
                 path=file.path,
                 value=f"{size} bytes, {found or 'no digest'}",
                 rule=f"{'any number of' if file.size is None else file.size} bytes, {file.digest}",
@@ -219,7 +219,7 @@ class Folder:
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise DownloadError(
-                    "No space is left for the download; what was fetched is kept.",
+                    "No space is left for the download; fetched files are kept.",
                     path=str(self.root / name),
                     value=f"{error.strerror}; {self.free_bytes()} bytes free",
                     rule=f"{num_bytes_missing} more bytes are needed for this file",

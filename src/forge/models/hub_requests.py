@@ -192,7 +192,7 @@ class Hub:
                 "The hub cannot be reached, or does not deliver.",
                 path=at,
                 value=_reason(error),
-                rule=f"given up after {num_failures} failure(s) in a row{asked}",
+                rule=f"stopped after {num_failures} consecutive failure(s){asked}",
                 repair="check the network, the proxy settings and HF_ENDPOINT, then run the command again: it resumes",
             )
         if _is_untrusted(error):
@@ -256,7 +256,7 @@ def select(snapshot: Snapshot, *, note: Callable[[str], None]) -> Snapshot:
             f"Nothing to fetch. The files of {source.repo} are: {shown}{more}",
             path="--allow-patterns / --ignore-patterns",
             value={"allow": list(source.allow_patterns), "ignore": list(source.ignore_patterns)},
-            rule="at least one file of the repository must be left",
+            rule="at least one file of the repository must match",
             repair="correct the patterns (quote them, or the shell expands them), or leave them out",
         )
     return replace(snapshot, files=tuple(file for file in snapshot.files if file.path in chosen))
@@ -265,7 +265,7 @@ def select(snapshot: Snapshot, *, note: Callable[[str], None]) -> Snapshot:
 def _read_endpoint() -> str:
     if constants.is_offline_mode():
         raise DownloadError(
-            "The hub is switched off in this environment.",
+            "The hub is disabled in this environment.",
             path="HF_HUB_OFFLINE",
             value=os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"),
             rule="a download needs the network",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Any
 
 import forge.models.titan_setup  # noqa: F401
 
@@ -12,16 +13,97 @@ import forge.models.titan_setup  # noqa: F401
 import torch
 from torch import Tensor, nn
 from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.protocols.module import Module
 
 from forge.config import ModelConfig
 from forge.errors import ModelError
-from forge.kernels.paged import PAGE_TOKENS
-from forge.models.gpu_norm import GpuNorm
-from forge.models.language_model import LanguageModel
-from forge.models.paged_attention import PagedAttention
-from forge.models.rows import RowTask
-from forge.models.titan import titan_config
+from forge.kernels import cpu_attention
+from forge.kernels.paged import PAGE_TOKENS, PagedLayout
+from forge.models import gpu_attention
+from forge.models.gpu_attention import Extents
+from forge.models.gpu_layers import GpuNorm
+from forge.models.language_model import LanguageModel, titan_config
+from forge.models.rows import RowRegistry, RowTask
 from forge.models.weights import named_parameters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedRow:
+    """One step of a generator, as the layers of the model see it. T tokens of S sequences lie in one row.
+
+    Attributes:
+        positions: int64 [1, T]: the place of each token in its sequence.
+        index: int64 [R]: the tokens whose hidden states are asked for.
+        layout: whose tokens they are, and where keys and values lie.
+        is_decode: whether every sequence has exactly one token.
+        extents: the lengths on the host, for steps on a GPU that are not decodes.
+    """
+
+    positions: Tensor
+    index: Tensor
+    layout: PagedLayout
+    is_decode: bool = False
+    extents: Extents | None = None
+
+
+class PagedAttention(Module):  # type: ignore[misc]
+    """Writes the keys and values of new tokens into the layer's pages and attends to all that its sequences have.
+
+    `k_cache` and `v_cache` are set by the owner of the memory; on a CPU in the layout of `cpu_attention`, on a GPU in
+    that of `gpu_attention`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):  # type: ignore[misc]
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.row_registry = RowRegistry()
+        self.k_cache: Tensor | None = None
+        self.v_cache: Tensor | None = None
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Tensor,
+        scale: float | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Attend to the cache. `attention_masks`, TorchTitan's name, holds the key of the row."""
+        row: PagedRow = self.row_registry.find(attention_masks)
+        k_cache, v_cache = self.k_cache, self.v_cache
+        assert k_cache is not None, "the cache has not been allocated"
+        assert v_cache is not None
+        q, k, v = q_BLNH[0], k_BLNH[0], v_BLNH[0]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        attend = _on_gpu if q.is_cuda else _on_cpu
+        return attend(q, k, v, (k_cache, v_cache), row, scale).unsqueeze(0)
+
+
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], row: PagedRow, scale: float) -> Tensor:
+    wide = torch.float32
+    cpu_attention.write_kv(k.to(wide), v.to(wide), row.layout.slots, *caches)
+    return cpu_attention.attend(q.to(wide), *caches, layout=row.layout, scale=scale).to(q.dtype)
+
+
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], row: PagedRow, scale: float) -> Tensor:
+    layout = row.layout
+    gpu_attention.write_kv(k, v, layout.slots, *caches)
+    if row.is_decode:
+        return gpu_attention.decode_attend(
+            q,
+            *caches,
+            context_lens_S=layout.context_lens,
+            table_SP=layout.table,
+            scale=scale,
+            shares=layout.shares,
+        )
+    assert row.extents is not None
+    return gpu_attention.prefill_attend(q, *caches, layout=layout, extents=row.extents, scale=scale)
 
 
 def build_for_inference(
@@ -32,10 +114,10 @@ def build_for_inference(
     device: torch.device,
     shared: Mapping[str, Tensor] | None = None,
 ) -> LanguageModel:
-    """The model with paged attention, without gradients. Its weights are empty, to be loaded next.
+    """Return the model with paged attention, without gradients. Its weights are empty, to be loaded next.
 
-    With `shared`, parameters by name, it computes with those very tensors and has no weights of its own: whoever
-    changes them changes what it computes. They must be whole, and of the dtype and on the device that are asked for.
+    With `shared`, parameters by name, it computes with those very tensors and has no weights of its own: changing
+    them changes what it computes. They must be whole, and of the dtype and on the device that are asked for.
     """
     config = titan_config(model, max_seq_len=max_seq_len)
     for layer in config.layers:
@@ -60,7 +142,7 @@ def build_for_inference(
     _share_rotary(built)
     built.eval()
     built.requires_grad_(False)
-    built.use(built.book, _hidden_states)
+    built.use(built.row_registry, _hidden_states)
     return built
 
 
@@ -69,19 +151,19 @@ def _norm(config: RMSNorm.Config) -> GpuNorm.Config:
 
 
 def _share_rotary(model: LanguageModel) -> None:
-    """One table of rotations for all layers: at 32,000 positions each of its own would take gigabytes."""
+    """Share one table of rotations among all layers: at 32,000 positions a table each would take gigabytes."""
     tables = [layer.attention.rope for layer in model.layers.values()]
     for table in tables[1:]:
         table.cache = tables[0].cache
 
 
 def _hidden_states(hidden: Tensor, weight: Tensor, row: RowTask, group: object) -> Tensor:
-    """What the head returns for a generator, which has more than one use for the rows that were asked for."""
+    """Return what the head returns for a generator, which has more than one use for the rows that were asked for."""
     return hidden
 
 
 def parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters, each under the first of its names (tied weights have two): as a trainer publishes them."""
+    """Return the parameters, each under the first of its names (tied weights have two): as a trainer publishes them."""
     names: dict[int, str] = {}
     for name, parameter in (named := named_parameters([model])):
         names.setdefault(id(parameter), name)
@@ -89,12 +171,12 @@ def parameters_once(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def paged_layers(model: LanguageModel) -> list[PagedAttention]:
-    """The attention of every layer, in order: whoever owns the cache hands each its part."""
+    """Return the attention of every layer, in order; the owner of the cache gives each its part."""
     return [layer.attention.inner_attention for layer in model.layers.values()]
 
 
 def cache_shapes(model: ModelConfig, *, num_pages: int, on_gpu: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of one layer's cached keys and values."""
+    """Return the shapes of one layer's cached keys and values."""
     heads = model.num_kv_heads or 1
     width = model.head_dim or (model.hidden_size or 1) // (model.num_heads or 1)
     rows = (num_pages, heads, PAGE_TOKENS, width)
@@ -102,7 +184,7 @@ def cache_shapes(model: ModelConfig, *, num_pages: int, on_gpu: bool) -> tuple[t
 
 
 def page_bytes(model: ModelConfig, *, item_bytes: int) -> int:
-    """The memory of one page, over all layers."""
+    """Return the memory of one page, over all layers."""
     keys, values = cache_shapes(model, num_pages=1, on_gpu=False)
     per_layer = sum(math.prod(shape) for shape in (keys, values))
     return per_layer * item_bytes * (model.num_layers or 1)

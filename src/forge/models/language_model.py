@@ -11,12 +11,20 @@ import forge.models.titan_setup  # noqa: F401
 # isort: split
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torchtitan.models.common.attention import GQAttention, QKVLinear
+from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.models.common.moe import MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.sharding import ShardingConfig
 
-from forge.models.linear import rows_linear
-from forge.models.rows import RowBook, RowTask
+from forge.config import ModelConfig
+from forge.models.attention import DocumentAttention
+from forge.models.layers import Experts, Rotary, RowFeedForward, RowLinear, RowNorm, rows_linear
+from forge.models.rows import RowRegistry, RowTask
+from forge.models.sizes import Sizes
 
 HeadFunction = Callable[[Tensor, Tensor, RowTask, Any], Any]
 """(hidden [N, D], weight [V, D], row, tensor parallel group or None) -> what the model returns for a row.
@@ -51,9 +59,9 @@ class Head(Linear):  # type: ignore[misc]
 
 
 class LanguageModel(Qwen3Model):  # type: ignore[misc]
-    """A decoder for Qwen3, Qwen3-MoE and Llama 3: they differ in what their layers' configurations hold.
+    """A decoder for every family: they differ in what their layers' configurations hold.
 
-    `forward` takes tokens [1, L] (or, in a later stage of a pipeline, hidden states) and the key of a row in `book`.
+    `forward` takes tokens [1, L] (in a later stage of a pipeline, hidden states) and the key of a row in its registry.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -65,21 +73,115 @@ class LanguageModel(Qwen3Model):  # type: ignore[misc]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.book = RowBook()
+        self.row_registry = RowRegistry()
 
-    def use(self, book: RowBook, function: HeadFunction | None) -> None:
-        """Share one book of rows with the attention of every layer, and say what the head computes."""
+    def use(self, registry: RowRegistry, function: HeadFunction | None) -> None:
+        """Share one registry of rows with the attention of every layer, and say what the head computes."""
         for module in self.modules():
-            if hasattr(module, "book"):
-                module.book = book
+            if hasattr(module, "row_registry"):
+                module.row_registry = registry
         if self.lm_head is not None:
             self.lm_head.function = function
 
     def forward(self, tokens: Tensor, key: Tensor) -> Any:
-        row = self.book.find(key)
+        row = self.row_registry.find(key)
         hidden = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             hidden = layer(hidden, key, row.positions)
         if self.norm is not None:
             hidden = self.norm(hidden)
         return self.lm_head(hidden, row) if self.lm_head is not None else hidden
+
+
+_LATER = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
+"""Weights are loaded or drawn by us, in a way that does not depend on the layout; TorchTitan is to leave them alone."""
+
+
+def titan_config(model: ModelConfig, *, max_seq_len: int) -> LanguageModel.Config:
+    """Return TorchTitan's configuration of a model. Positions go up to `max_seq_len`."""
+    sizes = Sizes.of(model)
+    dim, vocab = sizes.hidden, sizes.vocab
+    return LanguageModel.Config(
+        dim=dim,
+        vocab_size=vocab,
+        enable_weight_tying=sizes.is_tied,
+        tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=_LATER),
+        norm=_norm(model, dim),
+        lm_head=Head.Config(in_features=dim, out_features=vocab, param_init=_LATER),
+        layers=[_layer(model, sizes, max_seq_len) for _ in range(sizes.num_layers)],
+    )
+
+
+def _norm(model: ModelConfig, size: int) -> RowNorm.Config:
+    return RowNorm.Config(normalized_shape=size, eps=model.norm_eps or 1e-6, param_init=_LATER)
+
+
+def _linear(num_in: int, num_out: int, *, bias: bool = False) -> RowLinear.Config:
+    return RowLinear.Config(in_features=num_in, out_features=num_out, bias=bias, param_init=_LATER)
+
+
+def _layer(model: ModelConfig, sizes: Sizes, max_seq_len: int) -> Qwen3TransformerBlock.Config:
+    return Qwen3TransformerBlock.Config(
+        attention_norm=_norm(model, sizes.hidden),
+        ffn_norm=_norm(model, sizes.hidden),
+        attention=_attention(model, sizes, max_seq_len),
+        moe=_mixture(sizes) if sizes.num_experts else None,
+        feed_forward=None if sizes.num_experts else _feed_forward(sizes),
+    )
+
+
+def _attention(model: ModelConfig, sizes: Sizes, max_seq_len: int) -> GQAttention.Config:
+    dim, width = sizes.hidden, sizes.head_dim
+    return GQAttention.Config(
+        dim=dim,
+        n_heads=sizes.num_heads,
+        n_kv_heads=sizes.num_kv_heads,
+        head_dim=width,
+        qkv_linear=QKVLinear.Config(
+            head_dim=width,
+            wq=_linear(dim, sizes.queries, bias=sizes.has_qkv_bias),
+            wkv=_linear(dim, sizes.keys, bias=sizes.has_qkv_bias),
+        ),
+        wo=_linear(sizes.queries, dim),
+        qk_norm=_norm(model, width) if sizes.has_head_norms else None,
+        inner_attention=DocumentAttention.Config(),
+        rope=_rotary(model, width, max_seq_len),
+    )
+
+
+def _rotary(model: ModelConfig, width: int, max_seq_len: int) -> Rotary.Config:
+    stretch: dict[str, Any] = {}
+    if model.rope_scaling is not None:
+        stretch = {
+            "scaling": "llama",
+            "scaling_factor": model.rope_scaling.factor,
+            "low_freq_factor": model.rope_scaling.low_freq_factor,
+            "high_freq_factor": model.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": model.rope_scaling.original_max_seq_len,
+        }
+    return Rotary.Config(dim=width, max_seq_len=max_seq_len, theta=model.rope_theta or 10_000.0, **stretch)
+
+
+def _feed_forward(sizes: Sizes) -> RowFeedForward.Config:
+    dim, inner = sizes.hidden, sizes.inner
+    return RowFeedForward.Config(w1=_linear(dim, inner), w2=_linear(inner, dim), w3=_linear(dim, inner))
+
+
+def _mixture(sizes: Sizes) -> MoE.Config:
+    dim, num_experts, top_k = sizes.hidden, sizes.num_experts, sizes.num_chosen
+    experts = Experts.Config(dim=dim, hidden_dim=sizes.inner, num_experts=num_experts, param_init=_LATER)
+    return MoE.Config(
+        num_experts=num_experts,
+        load_balance_coeff=None,  # it would add a bias that Hugging Face's model does not have
+        router=TokenChoiceTopKRouter.Config(
+            num_experts=num_experts,
+            gate=_linear(dim, num_experts),
+            top_k=top_k,
+            score_func="softmax",
+            route_norm=True,
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=experts,
+            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=num_experts, top_k=top_k),
+        ),
+    )

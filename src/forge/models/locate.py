@@ -1,4 +1,4 @@
-"""From the `model` section of a configuration to the model that it means: its facts, and the folder with its files."""
+"""From the `model` section of a configuration to the model that it means: its config, and the folder with its files."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from pathlib import Path
 from typing import Final
 
 from forge.config import ModelConfig
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
-from forge.models.facts import FACTS, complete, merge, preset_of
+from forge.kernels.native_build import cache_directory
+from forge.models.architecture import ARCHITECTURE_KEYS, complete, merge, preset_of
 from forge.models.hf_config import read_hf_config
 from forge.models.tiny import TINY_FILES, write_tiny
+from forge.models.weights import INDEX_FILE, indexed_files
 
 _log = logging.getLogger("forge.models")
 
-_INDEX: Final = "model.safetensors.index.json"
 # Part of the cached folder's name: raise it when the tiny model's files change.
 _TINY_EDITION: Final = 1
 
@@ -34,12 +35,12 @@ class ResolvedModel:
     """A model that can be built.
 
     Attributes:
-        facts: the user's section with every fact of the architecture in it.
+        architecture: the user's section with every key of the architecture set.
         folder: the folder with config.json, weights and tokenizer; None for random weights and no tokenizer.
         name: what to call it in logs.
     """
 
-    facts: ModelConfig
+    architecture: ModelConfig
     folder: Path | None
     name: str
 
@@ -55,21 +56,21 @@ def resolve(model: ModelConfig, *, environ: Mapping[str, str] | None = None) -> 
     if model.path is not None:
         folder = Path(model.path)
         check_folder(folder, repo=model.hf_repo or _repo(preset))
-        facts = complete(merge(model, read_hf_config(folder)))
-        return ResolvedModel(facts, folder, model.name or model.hf_repo or folder.resolve().name)
-    facts = complete(model)
-    name = model.name or preset or model.hf_repo or f"{facts.family} with random weights"
+        config = complete(merge(model, read_hf_config(folder, family=model.family)))
+        return ResolvedModel(config, folder, model.name or model.hf_repo or folder.resolve().name)
+    config = complete(model)
+    name = model.name or preset or model.hf_repo or f"{config.family} with random weights"
     if preset == "tiny":
-        return ResolvedModel(facts, _cached_tiny(facts, os.environ if environ is None else environ), name)
+        return ResolvedModel(config, _cached_tiny(config, os.environ if environ is None else environ), name)
     repo = model.hf_repo or _repo(preset)
     _log.warning(
         "%s gets random weights and has no tokenizer, because model.path is not set. %s",
         name,
         f"For the real weights run `{_command(repo)}` and set model.path to that folder."
         if repo
-        else "Set model.path to a folder with weights if there are any.",
+        else "If there are weights, set model.path to their folder.",
     )
-    return ResolvedModel(facts, None, name)
+    return ResolvedModel(config, None, name)
 
 
 def check_folder(folder: Path, *, repo: str | None = None) -> None:
@@ -78,28 +79,17 @@ def check_folder(folder: Path, *, repo: str | None = None) -> None:
         raise _incomplete(folder, "a folder with the model's files; there is none here", repo)
     if not (folder / "config.json").is_file():
         raise _incomplete(folder, "must hold a config.json", repo)
-    index = folder / _INDEX
+    index = folder / INDEX_FILE
     if index.is_file():
-        missing = [name for name in _shards(index) if not (folder / name).is_file()]
+        missing = [name for name in indexed_files(index) if not (folder / name).is_file()]
         if missing:
-            raise _incomplete(folder, f"must hold every file that {_INDEX} names; missing: {', '.join(missing)}", repo)
+            raise _incomplete(
+                folder, f"must hold every file that {INDEX_FILE} names; missing: {', '.join(missing)}", repo
+            )
     elif not any(folder.glob("*.safetensors")):
         others = any(folder.glob("*.bin")) or any(folder.glob("*.pth"))
         rule = "must hold weights as .safetensors files" + ("; .bin and .pth files are not read" if others else "")
         raise _incomplete(folder, rule, repo)
-
-
-def _shards(index: Path) -> list[str]:
-    try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted(set(named.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(
-            "The index of the weights cannot be read.",
-            path=str(index),
-            rule=f"a JSON object with weight_map, from tensors to files: {error!r}",
-            repair="fetch the file again with `forge download`",
-        ) from None
 
 
 def _incomplete(folder: Path, rule: str, repo: str | None) -> ModelError:
@@ -121,11 +111,12 @@ def _repo(preset: str | None) -> str | None:
     return None if preset is None else read_preset(preset).data["model"].get("hf_repo")
 
 
-def _cached_tiny(facts: ModelConfig, environ: Mapping[str, str]) -> Path:
-    """The folder of a tiny model, made unless it is there. It appears under its name only when it is whole."""
-    described = json.dumps([_TINY_EDITION, facts.model_dump(include=set(FACTS), mode="json")], sort_keys=True)
-    home = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
-    parent = Path(home) / "torchforge" / "models"
+def _cached_tiny(config: ModelConfig, environ: Mapping[str, str]) -> Path:
+    """Return the folder of a tiny model, made unless it is there. It appears under its name only when it is whole."""
+    described = json.dumps(
+        [_TINY_EDITION, config.model_dump(include=set(ARCHITECTURE_KEYS), mode="json")], sort_keys=True
+    )
+    parent = cache_directory(environ) / "models"
     folder = parent / f"tiny-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
     if folder.is_dir():
         _check_cached(folder)
@@ -133,7 +124,7 @@ def _cached_tiny(facts: ModelConfig, environ: Mapping[str, str]) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tiny-", dir=parent, ignore_cleanup_errors=True) as draft:
-            write_tiny(facts, draft)
+            write_tiny(config, draft)
             _flush(Path(draft))
             _publish(Path(draft), folder)
     except OSError as error:

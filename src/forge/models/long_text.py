@@ -65,7 +65,7 @@ def characters_per_token(tokenizer: Any) -> int | None:
 
 
 def _parts(described: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences unfolded."""
+    """Return the steps of a normalizer or pre-tokenizer, sequences unfolded."""
     if described is None:
         return []
     if described["type"] == "Sequence":
@@ -74,7 +74,7 @@ def _parts(described: Mapping[str, Any] | None, name: str) -> list[Mapping[str, 
 
 
 def _shrink(normalizer: Mapping[str, Any] | None) -> int | None:
-    """How many characters of a text become one at most; None where they may vanish."""
+    """Return how many characters of a text become one at most; None where they may vanish."""
     shrink = 1
     for step in _parts(normalizer, "normalizers"):
         if step["type"] == "NFC":
@@ -93,18 +93,18 @@ def _drops_nothing(step: Mapping[str, Any]) -> bool:
 
 
 def _knows_all(model: Mapping[str, Any], *, is_byte_level: bool) -> bool:
-    """Whether every character has tokens of its own: those of its bytes, if no others."""
+    """Return whether every character has tokens of its own: those of its bytes, if no others."""
     if model["type"] != "BPE" or not (is_byte_level or model.get("byte_fallback")):
         return False
     return all((_LETTERS[byte] if is_byte_level else f"<0x{byte:02X}>") in model["vocab"] for byte in _UTF8_BYTES)
 
 
-def _byte_letters() -> dict[int, str]:
-    """The letters that byte-level tokenizers write bytes with: themselves where they can be seen, else from U+0100."""
+def byte_letters() -> dict[int, str]:
+    """Return the letters that byte-level tokenizers write bytes with: themselves if visible, else from U+0100 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in seen]
     return {byte: chr(byte) for byte in seen} | {byte: chr(0x100 + place) for place, byte in enumerate(others)}
 
 
-_LETTERS: Final = _byte_letters()
+_LETTERS: Final = byte_letters()
 _UTF8_BYTES: Final = [byte for byte in range(0xF5) if byte not in (0xC0, 0xC1)]

@@ -1,7 +1,7 @@
 """Which documents lie in a row of tokens, and how the layers of a model find out.
 
 A row is a line of tokens [1, L] that holds several documents, one after the other. The layers are handed a *key*, a
-tensor with one whole number, and look the row up in the model's `RowBook`. A tensor passes through pipelines, through
+tensor with one whole number, and look the row up in the model's `RowRegistry`. A tensor passes through pipelines,
 activation checkpointing and torch.compile as any input does; an object would be split, forgotten or guarded on.
 """
 
@@ -22,7 +22,7 @@ class Documents:
 
     Attributes:
         lengths: the real documents, in order.
-        num_padding: tokens after them, each a document of its own that nobody else sees.
+        num_padding: tokens after them, each a document of its own that no other token sees.
         offsets: int32 [D + 1] on the compute device, padding included, as kernels for packed attention want them.
     """
 
@@ -42,7 +42,7 @@ class Documents:
 
 @dataclass(frozen=True, eq=False)
 class Sharing:
-    """How a row that holds beginnings once, which several documents have in common, becomes whole documents.
+    """How a row that holds shared prefixes once becomes whole documents.
 
     Attributes:
         places: int64 [E]: which place of the row each token of the documents, and of padding, is computed at.
@@ -59,7 +59,7 @@ class Sharing:
 
     @classmethod
     def of(cls, documents: Documents, prefixes: tuple[int, ...], *, places: Tensor, own: Tensor) -> Sharing:
-        """Of documents that take so many tokens each from one before them."""
+        """Make it for documents that take so many tokens each from one before them."""
         fresh = (length - prefix for length, prefix in zip(documents.lengths, prefixes, strict=True))
         queries = Documents.of(tuple(fresh), num_padding=documents.num_padding, device=places.device)
         return cls(places, own, prefixes, queries)
@@ -115,7 +115,7 @@ class PackedRow(Protocol):
 
 
 @dataclass(slots=True)
-class RowBook:
+class RowRegistry:
     """The rows that are under way, by key."""
 
     _rows: dict[int, PackedRow] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class RowBook:
         return torch.tensor([[key]])
 
     def find(self, key: Tensor) -> Any:
-        """The row of a key, of the kind that was entered."""
+        """Return the row of a key, of the kind that was entered."""
         return self._rows[int(key.reshape(-1)[0])]
 
     def clear(self) -> None:

@@ -7,10 +7,11 @@ can be run and tested with this one. Its weights are random, so it knows nothing
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +20,13 @@ from typing import TYPE_CHECKING, Any, Final
 from pydantic import ValidationError
 
 from forge.config import ModelConfig
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
-from forge.models.facts import complete
+from forge.models.architecture import complete
+from forge.models.families import find_family
 from forge.models.hf_config import SpecialIds, write_hf_config, write_json
+from forge.models.long_text import byte_letters
+from forge.models.weight_names import weight_map
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,46 +68,18 @@ _STD: Final = 0.04
 # Words keep the space before them, every digit is alone, and no piece holds both letters and other characters.
 _PIECES: Final = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ASCII_PIECES: Final = re.compile(r" ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
-_SHAPES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "qwen3": {},
-    "qwen3_moe": {
-        "tie_embeddings": False,
-        "num_experts": 4,
-        "num_experts_per_token": 2,
-        "expert_intermediate_size": 64,
-    },
-    "llama": {
-        "tie_embeddings": False,
-        "rope_theta": 500_000.0,
-        "rope_scaling": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_seq_len": 256,
-        },
-        "norm_eps": 1e-5,
-    },
-}
 
 
 def make_tiny(folder: str | Path, *, seed: int = 0, family: str = "qwen3", **shape: Any) -> ModelConfig:
-    """Write a tiny model of a family into a folder, and return its facts.
+    """Write a tiny model of a family into a folder, and return its configuration.
 
-    `shape` overrides facts by their names in `ModelConfig`, such as num_layers=2. With none, the family qwen3 has the
-    facts of the preset `tiny`. A tensor depends on the seed, its name and its shape alone: two models that differ in
-    the number of layers agree in the layers that both have.
+    `shape` overrides keys of `ModelConfig`, such as num_layers=2. With none, the family qwen3 is the preset `tiny`. A
+    tensor depends on the seed, its name and its shape alone: two models that differ in the number of layers agree in
+    the layers that both have.
     """
-    if family not in _SHAPES:
-        raise ModelError(
-            "There is no tiny model of this family.",
-            path="family",
-            value=family,
-            rule=f"one of {', '.join(_SHAPES)}",
-            repair="choose one of them",
-        )
-    asked = {**read_preset("tiny").data["model"], **_SHAPES[family], "family": family, **shape}
+    asked = {**read_preset("tiny").data["model"], **find_family(family).tiny, "family": family, **shape}
     try:
-        facts = ModelConfig.model_validate(asked)
+        config = ModelConfig.model_validate(asked)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or first.get("ctx", {}).get("key")
@@ -112,17 +88,17 @@ def make_tiny(folder: str | Path, *, seed: int = 0, family: str = "qwen3", **sha
             path=key,
             value=asked.get(key),
             rule=first["msg"],
-            repair="give facts of ModelConfig, with values that it allows",
+            repair="give keys of ModelConfig, with values that it allows",
         ) from None
-    return write_tiny(facts, folder, seed=seed)
+    return write_tiny(config, folder, seed=seed)
 
 
-def write_tiny(facts: ModelConfig, folder: str | Path, *, seed: int = 0) -> ModelConfig:
-    """As `make_tiny`, of facts that are all there."""
+def write_tiny(config: ModelConfig, folder: str | Path, *, seed: int = 0) -> ModelConfig:
+    """Write a tiny model as `make_tiny` does, from a configuration that is complete."""
     from safetensors.numpy import save_file
 
-    facts = complete(facts)
-    vocab, max_length = _sizes(facts, "vocab_size", "max_seq_len")
+    config = complete(config)
+    vocab, max_length = config.vocab_size or 0, config.max_seq_len or 0
     if vocab < VOCAB_SIZE:
         raise ModelError(
             "The tiny tokenizer has more tokens than the model would have.",
@@ -133,67 +109,31 @@ def write_tiny(facts: ModelConfig, folder: str | Path, *, seed: int = 0) -> Mode
         )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: _draw(name, shape, seed) for name, shape in tensor_shapes(facts)}
+    weights = {name: _draw(name, shape, seed) for name, shape in tensor_shapes(config)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(folder, max_length=max_length)
     write_json(
         folder / "generation_config.json",
         {"do_sample": True, "eos_token_id": SPECIAL_IDS.eos, "pad_token_id": SPECIAL_IDS.pad, "temperature": 1.0},
     )
-    write_hf_config(facts, folder, dtype="float32", special_ids=SPECIAL_IDS)
-    return facts
+    write_hf_config(config, folder, dtype="float32", special_ids=SPECIAL_IDS)
+    return config
 
 
-def tensor_shapes(facts: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of a Hugging Face checkpoint with these facts, by name."""
-    vocab, hidden, num_layers = _sizes(facts, "vocab_size", "hidden_size", "num_layers")
-    yield "model.embed_tokens.weight", (vocab, hidden)
-    for layer in range(num_layers):
-        for name, shape in _layer_shapes(facts):
-            yield f"model.layers.{layer}.{name}.weight", shape
-    yield "model.norm.weight", (hidden,)
-    if not facts.tie_embeddings:
-        yield "lm_head.weight", (vocab, hidden)
-
-
-def _sizes(facts: ModelConfig, *keys: str) -> tuple[int, ...]:
-    return tuple(int(getattr(facts, key)) for key in keys)
-
-
-def _layer_shapes(facts: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, head_dim, num_heads, num_kv_heads = _sizes(facts, "hidden_size", "head_dim", "num_heads", "num_kv_heads")
-    queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-    yield "input_layernorm", (hidden,)
-    yield "post_attention_layernorm", (hidden,)
-    yield "self_attn.q_proj", (queries, hidden)
-    yield "self_attn.k_proj", (keys, hidden)
-    yield "self_attn.v_proj", (keys, hidden)
-    yield "self_attn.o_proj", (hidden, queries)
-    if facts.family != "llama":
-        yield "self_attn.q_norm", (head_dim,)
-        yield "self_attn.k_norm", (head_dim,)
-    if facts.family != "qwen3_moe":
-        yield from _feed_forward("mlp", hidden, *_sizes(facts, "intermediate_size"))
-        return
-    num_experts, inner = _sizes(facts, "num_experts", "expert_intermediate_size")
-    yield "mlp.gate", (num_experts, hidden)
-    for expert in range(num_experts):
-        yield from _feed_forward(f"mlp.experts.{expert}", hidden, inner)
-
-
-def _feed_forward(prefix: str, hidden: int, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{prefix}.gate_proj", (inner, hidden)
-    yield f"{prefix}.up_proj", (inner, hidden)
-    yield f"{prefix}.down_proj", (hidden, inner)
+def tensor_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors of a Hugging Face checkpoint: name and shape."""
+    for slot in weight_map(config):
+        for name in slot.hf_names:
+            yield name, slot.hf_shape
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> NDArray[np.float32]:
-    """Evenly distributed values from raw bits, whose stream numpy promises never to change; norms are 1."""
+    """Draw evenly distributed values from raw bits, whose stream numpy promises never to change; norms are 1."""
     import numpy as np
 
-    if len(shape) == 1:
+    if len(shape) == 1 and not name.endswith(".bias"):
         return np.ones(shape, np.float32)
-    bits = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(shape[0] * shape[1])
+    bits = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(math.prod(shape))
     unit = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1)
     values: NDArray[np.float32] = (unit * np.float32(_STD * 3**0.5)).reshape(shape)
     return values
@@ -253,12 +193,13 @@ def _write_tokenizer(folder: Path, *, max_length: int) -> None:
 
 @cache
 def _learn_merges() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Byte-pair encoding of a small text: the tokens in the order of their ids, and the merges that make them.
+    """Learn byte-pair encoding of a small text: return the tokens by id, and the merges that make them.
 
     The most frequent pair is merged first, and of equally frequent ones the first in the order of Unicode: the outcome
     does not depend on any library's way of breaking ties.
     """
-    alphabet = _byte_characters()
+    letters = byte_letters()
+    alphabet = tuple(letters[byte] for byte in range(256))
     tokens = list(alphabet)
     counts = Counter(_ASCII_PIECES.findall(_training_text()))
     words = {tuple(alphabet[byte] for byte in piece.encode()): number for piece, number in counts.items()}
@@ -291,16 +232,8 @@ def _join(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
     return tuple(joined)
 
 
-def _byte_characters() -> tuple[str, ...]:
-    """A visible character for each byte, as byte-level tokenizers write them: those of Latin-1 that can be seen stand
-    for themselves, the others for the code points from 256 on, in order."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return tuple(chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256))
-
-
 def _training_text() -> str:
-    """Arithmetic and simple English, in about the proportions of what a tiny model is trained on."""
+    """Make arithmetic and simple English, in about the proportions of what a tiny model is trained on."""
     lines = ["system\nYou are a helpful assistant.", "user\nHello!", "assistant\nHello! How can I help you today?"] * 9
     for left in range(1, 21):
         right = left * 7 % 13 + 1

@@ -44,7 +44,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, *, chat_template: str | Path | None = None) -> ChatTokenizer:
-        """The tokenizer in a model's folder. `chat_template` is a file with a Jinja template to use instead of its own.
+        """Load the tokenizer of a model's folder. `chat_template` is a Jinja file to use instead of its own.
 
         A folder without a chat template loads; only conversations then raise.
         """
@@ -73,7 +73,7 @@ class ChatTokenizer:
         return cls(tokenizer, name=name, stop_ids=_generation_stops(folder))
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> tuple[list[int], list[bool]]:
-        """The tokens of a conversation, and for each whether the assistant says it.
+        """Return the tokens of a conversation, and for each whether the assistant says it.
 
         The mask covers what the assistant generates, the end of its turn included, and not the header before it. A
         token counts only if all its characters do. `options` go to the template: tools=…, enable_thinking=….
@@ -86,17 +86,17 @@ class ChatTokenizer:
     def encode_prompt(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any
     ) -> list[int]:
-        """The tokens after which the assistant's answer is to be generated."""
+        """Return the tokens after which the assistant's answer is to be generated."""
         options = {"add_generation_prompt": add_generation_prompt, **options}
         return self.encode_rendered(self.render_prompt(messages, **options))
 
     def render_prompt(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **options: Any) -> str:
-        """The text of which `encode_prompt` gives the tokens."""
+        """Return the text of which `encode_prompt` gives the tokens."""
         options = {"add_generation_prompt": add_generation_prompt, **options}
         return self._template(options).render(messages, **options)
 
     def encode_rendered(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """The tokens of text that has its own special tokens, as a rendered conversation does: nothing is added.
+        """Return the tokens of text that has its own special tokens, as a rendered conversation does: nothing is added.
 
         With `max_tokens`, a long text of more tokens raises `TextTooLong`: before it is tokenised where its length
         alone says so, and without a list of its tokens otherwise. Other threads run while a long text is tokenised.
@@ -104,13 +104,13 @@ class ChatTokenizer:
         return self._encode(self._plain, text, add_special_tokens=False, max_tokens=max_tokens)
 
     def encode_text(self, text: str) -> list[int]:
-        """The tokens of plain text, with what the tokenizer puts before it, such as BOS, and with EOS at its end."""
+        """Encode plain text, with what the tokenizer puts before it, such as BOS, and with EOS at its end."""
         ids: list[int] = self._whole.encode(_checked(text), add_special_tokens=True).ids
         eos = self.eos_token_id
         return ids if ids and ids[-1] == eos else [*ids, eos]
 
     def encode_beginning(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """The tokens of a text that is to go on: with what the tokenizer puts before it, and no end.
+        """Return the tokens of a text that is to go on: with what the tokenizer puts before it, and no end.
 
         `max_tokens` is as in `encode_rendered`.
         """
@@ -121,7 +121,7 @@ class ChatTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of tokens, unchanged: no spaces are tidied up."""
+        """Return the text of tokens, unchanged: no spaces are tidied up."""
         text: str = self._whole.decode(list(ids), skip_special_tokens=skip_special)
         return text
 
@@ -179,7 +179,7 @@ class ChatTokenizer:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Two tokenizers without padding or truncation: as it came, and one whose character positions are not trimmed.
+        """Keep two tokenizers without padding and truncation: as it came, and with untrimmed character positions.
 
         Post-processors trim positions and add tokens around a text; a rendered conversation has its own.
         """
@@ -234,7 +234,7 @@ class ChatTokenizer:
 
 
 def _checked(text: str) -> str:
-    """The text, if it is one: JSON can name halves of characters, which no tokenizer takes."""
+    """Return the text, if it is one: JSON can name halves of characters, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -249,7 +249,7 @@ def _checked(text: str) -> str:
 
 
 def _check_calls(messages: Sequence[Message], text: str) -> None:
-    """A template that knows no tool calls drops them, and what is left to learn is to say nothing."""
+    """Check that the template keeps tool calls: one that drops them teaches to say nothing."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             name = (call.get("function") or call).get("name") if isinstance(call, Mapping) else None
@@ -273,7 +273,7 @@ def _mask(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[boo
 
 
 def _generation_stops(folder: Path) -> tuple[int, ...]:
-    """The ends of generation that a model's own settings name; Llama 3 has several."""
+    """Return the ends of generation that a model's own settings name; Llama 3 has several."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return ()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from forge.config.schema import ModelConfig
 from forge.errors import ModelError
+from forge.models.sizes import Sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,37 +61,37 @@ class WeightSlot:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the parts that activation checkpointing and torch.compile insert."""
+    """Return a parameter's name without the parts that activation checkpointing and torch.compile insert."""
     for part in _WRAPPERS:
         name = name.replace(part, "")
     return name
 
 
 def weight_map(config: ModelConfig) -> tuple[WeightSlot, ...]:
-    """Every parameter of a model, in the order of the forward pass. It depends on nothing but the architecture.
+    """Return every parameter of a model, in the order of the forward pass. It depends on nothing but the architecture.
 
     A tied output layer has no slot of its own: `lm_head.weight` is then another name of `tok_embeddings.weight`.
     """
-    dim, vocab = _fact(config, "hidden_size"), _fact(config, "vocab_size")
-    slots = [WeightSlot(EMBEDDING, (vocab, dim), ("model.embed_tokens.weight",))]
-    for layer in range(_fact(config, "num_layers")):
-        slots += _attention(config, layer)
-        slots += _feed_forward(config, layer) if config.num_experts is None else _mixture(config, layer)
-    slots.append(WeightSlot("norm.weight", (dim,), ("model.norm.weight",)))
-    if not config.tie_embeddings:
-        slots.append(WeightSlot(HEAD, (vocab, dim), (HEAD,)))
+    sizes = Sizes.of(config)
+    slots = [WeightSlot(EMBEDDING, (sizes.vocab, sizes.hidden), ("model.embed_tokens.weight",))]
+    for layer in range(sizes.num_layers):
+        slots += _attention(sizes, layer)
+        slots += _mixture(sizes, layer) if sizes.num_experts else _feed_forward(sizes, layer)
+    slots.append(WeightSlot("norm.weight", (sizes.hidden,), ("model.norm.weight",)))
+    if not sizes.is_tied:
+        slots.append(WeightSlot(HEAD, (sizes.vocab, sizes.hidden), (HEAD,)))
     return tuple(slots)
 
 
 def slots_by_name(config: ModelConfig) -> dict[str, WeightSlot]:
-    """The slot of every name that a parameter can have; a tied output layer leads to the embedding's slot."""
+    """Return the slot of every name that a parameter can have; a tied output layer leads to the embedding's slot."""
     slots = {slot.name: slot for slot in weight_map(config)}
     slots.setdefault(HEAD, slots[EMBEDDING])
     return slots
 
 
 def hf_views(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors under our names, as Hugging Face names them. All are views: nothing is copied.
+    """Yield whole tensors under our names as Hugging Face names them. All are views: nothing is copied.
 
     `state` may hold a part of the model. A tied output layer is left out, as Hugging Face leaves it out.
     """
@@ -108,7 +109,7 @@ def hf_views(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple
 
 
 def split(slot: WeightSlot, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of Hugging Face that a whole parameter consists of, as views."""
+    """Yield the tensors of Hugging Face that a whole parameter consists of, as views."""
     parts = (tensor,) if slot.fused is None else tensor.unbind(0)
     yield from zip(slot.hf_names, parts, strict=True)
 
@@ -132,32 +133,19 @@ def wrong_parameter(name: str, shape: tuple[int, ...], slot: WeightSlot) -> Mode
     )
 
 
-def _fact(config: ModelConfig, key: str) -> int:
-    value = getattr(config, key)
-    if value is None:
-        raise ModelError(
-            "The description of the model is not complete.",
-            path=f"model.{key}",
-            value=None,
-            rule="the shapes of the weights follow from it",
-            repair="Give it, or a preset, or a folder with a config.json.",
-        )
-    return int(value)
-
-
-def _attention(config: ModelConfig, layer: int) -> list[WeightSlot]:
+def _attention(sizes: Sizes, layer: int) -> list[WeightSlot]:
     ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
-    dim, heads = _fact(config, "hidden_size"), _fact(config, "num_heads")
-    width = config.head_dim or dim // heads
-    queries, keys = heads * width, _fact(config, "num_kv_heads") * width
+    dim, width, queries, keys = sizes.hidden, sizes.head_dim, sizes.queries, sizes.keys
     slots = [
         WeightSlot(f"{ours}.attention_norm.weight", (dim,), (f"{theirs}.input_layernorm.weight",)),
-        WeightSlot(f"{ours}.attention.qkv_linear.wq.weight", (queries, dim), (f"{theirs}.self_attn.q_proj.weight",)),
-        WeightSlot(f"{ours}.attention.qkv_linear.wk.weight", (keys, dim), (f"{theirs}.self_attn.k_proj.weight",)),
-        WeightSlot(f"{ours}.attention.qkv_linear.wv.weight", (keys, dim), (f"{theirs}.self_attn.v_proj.weight",)),
-        WeightSlot(f"{ours}.attention.wo.weight", (dim, queries), (f"{theirs}.self_attn.o_proj.weight",)),
     ]
-    if config.family != "llama":
+    for name, outputs in (("q", queries), ("k", keys), ("v", keys)):
+        linear, hf_linear = f"{ours}.attention.qkv_linear.w{name}", f"{theirs}.self_attn.{name}_proj"
+        slots.append(WeightSlot(f"{linear}.weight", (outputs, dim), (f"{hf_linear}.weight",)))
+        if sizes.has_qkv_bias:
+            slots.append(WeightSlot(f"{linear}.bias", (outputs,), (f"{hf_linear}.bias",)))
+    slots.append(WeightSlot(f"{ours}.attention.wo.weight", (dim, queries), (f"{theirs}.self_attn.o_proj.weight",)))
+    if sizes.has_head_norms:
         slots += [
             WeightSlot(f"{ours}.attention.{norm}.weight", (width,), (f"{theirs}.self_attn.{norm}.weight",))
             for norm in ("q_norm", "k_norm")
@@ -166,8 +154,8 @@ def _attention(config: ModelConfig, layer: int) -> list[WeightSlot]:
     return slots
 
 
-def _feed_forward(config: ModelConfig, layer: int) -> list[WeightSlot]:
-    dim, inner = _fact(config, "hidden_size"), _fact(config, "intermediate_size")
+def _feed_forward(sizes: Sizes, layer: int) -> list[WeightSlot]:
+    dim, inner = sizes.hidden, sizes.inner
     shapes = {"w1": ("gate_proj", (inner, dim)), "w3": ("up_proj", (inner, dim)), "w2": ("down_proj", (dim, inner))}
     return [
         WeightSlot(f"layers.{layer}.feed_forward.{name}.weight", shape, (f"model.layers.{layer}.mlp.{hf}.weight",))
@@ -175,9 +163,8 @@ def _feed_forward(config: ModelConfig, layer: int) -> list[WeightSlot]:
     ]
 
 
-def _mixture(config: ModelConfig, layer: int) -> list[WeightSlot]:
-    dim, inner = _fact(config, "hidden_size"), _fact(config, "expert_intermediate_size")
-    experts = _fact(config, "num_experts")
+def _mixture(sizes: Sizes, layer: int) -> list[WeightSlot]:
+    dim, inner, experts = sizes.hidden, sizes.inner, sizes.num_experts
     ours, theirs = f"layers.{layer}.moe", f"model.layers.{layer}.mlp"
     both = (experts, 2 * inner, dim)
     stacks = (

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder into a model that may be spread over ranks.
+"""Weights into a model that may be spread over ranks: those of a Hugging Face folder, or random ones.
 
 Each rank opens the files itself and reads only the rows and columns that its shards hold, a bounded piece at a time,
 straight into the parameters. Nothing is gathered, no rank waits for another, and no second copy of the model exists.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _WIDEST = 8
 """Bytes of the widest number that a file may hold."""
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _HARMLESS = "rotary_emb.inv_freq"
+_STD = 0.02
+_OUTPUTS = (".wo.weight", ".w2.weight", ".w2_EDF")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ def load_hf(
     there is never more than one piece of about `max_read_bytes` (one row, where that is larger).
 
     The folder is checked whole before anything is written, so every rank of a run refuses the same folder: a tensor
-    that is missing, one too many, one of another shape or of a quantised dtype, or a file that is damaged raises
+    that is missing, one too many, one of another shape or of a quantized dtype, or a file that is damaged raises
     `ModelError`. (One thing is seen only on the way, by ranks that hold it: an output layer that is said to be tied and
     is not.) Ranks do not wait for each other here.
     """
@@ -81,7 +84,7 @@ def load_hf(
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of some parts, each under every name that it has, without what wrappers insert.
+    """Return the parameters of some parts, each under every name that it has, without what wrappers insert.
 
     FSDP shows whole parameters between forward and backward, and what is written to them is lost; so parts are
     resharded first.
@@ -100,7 +103,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter
 
 
 def shard_range(size: int, splits: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """First index and end of what is left of `size` indices after splits, each (number of chunks, which one).
+    """Return the first index and the end of a part of `size` indices after splits, each (number of chunks, which).
 
     Chunks are those of `torch.chunk`: all of one size, but the last ones may be smaller or empty.
     """
@@ -112,7 +115,7 @@ def shard_range(size: int, splits: Sequence[tuple[int, int]]) -> tuple[int, int]
 
 
 def local_box(tensor: Tensor) -> Box:
-    """Which part of the whole tensor this rank holds. DTensors are split as `full_tensor()` puts them together."""
+    """Return which part of the whole tensor this rank holds; DTensors are split as `full_tensor()` joins them."""
     from torch.distributed.tensor import DTensor, Partial
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -135,6 +138,36 @@ def local_box(tensor: Tensor) -> Box:
         for entry in order:
             splits[entry.tensor_dim] = [(mesh.size(dim), coordinate[dim]) for dim in entry.mesh_dims]
     return tuple(slice(*shard_range(size, splits.get(dim, ()))) for dim, size in enumerate(tensor.shape))
+
+
+def draw_weights(parts: Sequence[nn.Module], *, num_layers: int, seed: int) -> None:
+    """Fill the parameters of this rank's parts as a new model's.
+
+    Norms are 1, biases 0, and the rest comes from a normal distribution.
+
+    Each parameter has a generator of its own, made from the seed and its name, and is drawn whole before this rank's
+    part is taken. So every layout on one kind of device begins with the same model.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    with torch.no_grad():
+        for name, parameter in named_parameters(parts):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if parameter.ndim == 1:
+                local.fill_(0.0 if name.endswith(".bias") else 1.0)
+                continue
+            std = _STD / (2 * num_layers) ** 0.5 if name.endswith(_OUTPUTS) else _STD
+            local.copy_(_draw(name, parameter, std=std, seed=seed)[local_box(parameter)])
+
+
+def _draw(name: str, parameter: Tensor, *, std: float, seed: int) -> Tensor:
+    import torch
+
+    name = EMBEDDING if name == HEAD else name  # one parameter where they are tied
+    generator = torch.Generator(parameter.device).manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    shape = tuple(parameter.shape)
+    return torch.empty(shape, device=parameter.device).normal_(0.0, std, generator=generator)
 
 
 def _slot_of(name: str, parameter: Tensor, slots: Mapping[str, WeightSlot]) -> WeightSlot:
@@ -176,7 +209,7 @@ def _fill(name: str, parameter: Tensor, slot: WeightSlot, *, files: _Folder) -> 
 
 
 def _sources(slot: WeightSlot, box: Box, local: Tensor, *, fused: bool) -> Iterator[tuple[str, Box, Tensor]]:
-    """The pieces of a shard: the tensor in the files, the box of it, and the part of the shard that it fills."""
+    """Yield the pieces of a shard: the tensor in the files, the box of it, and the part of the shard that it fills."""
     if slot.fused is None:
         yield slot.hf_names[0], box, local
         return
@@ -240,8 +273,8 @@ class _Folder:
                 path=self._place(extra[0]),
                 value=sorted(extra)[:8],
                 rule="every tensor is taken, so that nothing that was trained is dropped in silence",
-                repair="Check that the configuration is of this checkpoint. Biases, quantised weights and adapters are "
-                "not supported.",
+                repair="Check that the configuration is of this checkpoint. Quantized weights and adapters are not "
+                "supported.",
             )
 
     def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
@@ -268,7 +301,7 @@ class _Folder:
                 path=self._place(name),
                 value=part.get_dtype(),
                 rule=f"one of {', '.join(sorted(_DTYPES))}",
-                repair="Take the checkpoint that is not quantised.",
+                repair="Take the checkpoint that is not quantized.",
             )
 
     def _place(self, name: str) -> str:
@@ -279,7 +312,7 @@ class _Folder:
             into[where].copy_(piece)
 
     def compare_head(self, name: str, box: Box) -> None:
-        """A tied checkpoint may hold its output layer all the same; then it must be the embedding."""
+        """Check that an output layer in a tied checkpoint is the embedding."""
         import torch
 
         if not self.has_needless_head:
@@ -295,7 +328,7 @@ class _Folder:
                 )
 
     def _pieces(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
-        """A box of a tensor in pieces along its first dimension that is not 1: where in the box, and what is there."""
+        """Yield a box of a tensor in pieces along its first dimension that is not 1: its place in the box, and it."""
         from safetensors import SafetensorError
 
         file, handle = self._handles[name]
@@ -340,12 +373,12 @@ def _damaged(file: Path, error: Exception) -> ModelError:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files with the weights of a folder, found as transformers finds them: the single file, then the index."""
+    """Return the files with the weights, found as transformers finds them: the single file, then the index."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.is_file():
         return [single]
     if index.is_file():
-        return [folder / name for name in _indexed(index)]
+        return [folder / name for name in indexed_files(index)]
     pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if pickled:
         repair = "Convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)."
@@ -362,7 +395,8 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _indexed(index: Path) -> list[str]:
+def indexed_files(index: Path) -> list[str]:
+    """Return the names of the files that an index of weights names."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         whole = all(name == Path(name).name for name in names)

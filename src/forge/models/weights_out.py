@@ -56,7 +56,7 @@ class FilePlan:
     tensors: tuple[TensorPlan, ...]
 
     def offsets(self) -> dict[str, tuple[int, int]]:
-        """First byte and end of each tensor. Wider dtypes come first, so that every tensor is aligned."""
+        """Return the first byte and the end of each tensor. Wider dtypes come first, so every tensor is aligned."""
         ends: dict[str, tuple[int, int]] = {}
         at = 0
         for tensor in sorted(self.tensors, key=lambda tensor: -_ITEM_BYTES[tensor.dtype]):
@@ -149,7 +149,7 @@ class _Held:
                 self.tensors[name], self.dtypes[name] = parameter, code
 
     def whole(self, name: str) -> Tensor:
-        """A parameter put together. All ranks of its mesh call this for the same parameters in the same order."""
+        """Gather a whole parameter. All ranks of its mesh call this for the same parameters in the same order."""
         from torch.distributed.tensor import DTensor
 
         tensor = self.tensors[name].detach()
@@ -165,7 +165,7 @@ def _takes_part(parameter: Tensor) -> bool:
 
 
 def _plan(config: ModelConfig, dtypes: Sequence[Mapping[str, str]]) -> list[TensorPlan]:
-    """Who writes what, from what each rank holds. Every rank gets the same answer."""
+    """Decide which rank writes what, from what each rank holds. Every rank gets the same answer."""
     tensors = []
     for slot in weight_map(config):
         writer = next((rank for rank, held in enumerate(dtypes) if slot.name in held), None)
@@ -364,7 +364,7 @@ def _rank() -> int:
 
 
 def _exchange(value: Any) -> list[Any]:
-    """What every rank says, in the order of ranks."""
+    """Gather a value from every rank, in the order of ranks."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

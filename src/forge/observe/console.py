@@ -1,17 +1,16 @@
-"""Figures for whoever watches: a line now and then, and something that moves on a terminal."""
+"""Metrics on the console: lines, and a progress display on a terminal."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from typing import TextIO
 
 from forge.observe.displays import Display, EpisodePanel, StepBar
-from forge.observe.lines import plain_line, train_line, validation_line
-from forge.observe.rl_lines import episode_line, evaluation_line
+from forge.observe.lines import episode_line, evaluation_line, plain_line, train_line, validation_line
 from forge.observe.sink import EVALUATION_REWARD, REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, Value, closed_error
-from forge.observe.streams import discard_output
 
 _log = logging.getLogger("forge.observe")
 
@@ -21,7 +20,7 @@ class ConsoleSink:
     whenever it comes.
 
     Lines go to standard output. The progress display goes to standard error, moves with every step, and knows the time
-    that is left when `total_steps` is given: a bar, which gives way to a panel with the first figures of rollouts. The
+    that is left when `total_steps` is given: a bar, which gives way to a panel with the first metrics of rollouts. The
     bar is there when `progress` is true, or when that is None and both streams are terminals: a line on its way through
     a pipe and a bar on the terminal would run into each other. The panel needs a terminal in any case. `stream` takes
     the place of both streams. Where a stream is closed, or is no longer read (`| head`), nothing more is printed, and
@@ -110,3 +109,25 @@ class ConsoleSink:
             print(line, file=stream, flush=True)
         else:
             self._display.print(line, stream=stream)
+
+
+def open_missing_streams() -> None:
+    """Let /dev/null stand for a standard stream that the caller closed (`>&-`).
+
+    Otherwise `sys.stdout` is None, and the next file or socket that is opened becomes standard output.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        nothing = os.open(os.devnull, os.O_RDWR)
+        if nothing != descriptor:
+            os.dup2(nothing, descriptor)
+            os.close(nothing)
+        setattr(sys, name, open(descriptor, mode, closefd=False, encoding="utf-8"))  # noqa: SIM115 - for good
+
+
+def discard_output(descriptor: int = 1) -> None:
+    """Send what is still to be printed nowhere: nothing reads it, and Python's end would fail on it."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)

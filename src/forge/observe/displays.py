@@ -12,8 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from forge.observe.lines import bar_text
-from forge.observe.rl_lines import format_seconds, panel_figures, time_shares
+from forge.observe.lines import bar_text, format_seconds, panel_metrics, time_shares
 from forge.observe.sink import STEP_TIME, Value
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ class Display(Protocol):
     """Something that shows where a run is."""
 
     def show(self, step: int, values: Mapping[str, Value]) -> None:
-        """A step has ended with these figures."""
+        """Show the metrics of a step that has ended."""
 
     def print(self, line: str, *, stream: TextIO) -> None:
         """Print a line above the display."""
@@ -64,7 +63,7 @@ class StepBar:
 
 
 class EpisodePanel:
-    """Three rows: how far the run is, the figures of the last step, and where its time went.
+    """Three rows: how far the run is, the metrics of the last step, and where its time went.
 
     Rows are cut at the edge of the terminal, whatever its width is at that moment, so that they never wrap. `clock`
     gives seconds that never go back; `refresh_s` is how often the elapsed time moves by itself, 0 for never.
@@ -137,15 +136,15 @@ def panel_rows(
     elapsed_s: float,
     console: Console,
 ) -> list[Text]:
-    """The rows of the panel. `progress` is the step at which the run began, the one that has ended, and the last."""
+    """Return the rows of the panel. `progress` is the step of the start, the one that has ended, and the last."""
     from rich.text import Text
 
     rows = [_progress_row(progress, elapsed_s, is_ascii=console.options.ascii_only)]
-    figures = Text()
-    for name, text in panel_figures(values):
-        figures.append(f"{'  ' if figures else ''}{name} ", style="dim").append(text, style="bold")
-    if figures:
-        rows.append(figures)
+    metrics = Text()
+    for name, text in panel_metrics(values):
+        metrics.append(f"{'  ' if metrics else ''}{name} ", style="dim").append(text, style="bold")
+    if metrics:
+        rows.append(metrics)
     if time_shares(values):
         rows.append(_time_row(values, is_ascii=console.options.ascii_only))
     for row in rows:
@@ -175,10 +174,10 @@ def _clock_text(seconds: float) -> str:
 
 
 def _time_row(values: Mapping[str, Value], *, is_ascii: bool) -> Text:
-    """A bar in which each glyph is a part of the step's time, and what it stands for."""
+    """Return a bar in which each glyph is a part of the step's time, and what it stands for."""
     from rich.text import Text
 
-    shares = [(share.name, share.part) for share in time_shares(values)]
+    shares = list(time_shares(values).items())
     glyphs = _PLAIN_GLYPHS if is_ascii else _GLYPHS
     row = Text("time ", style="dim")
     if STEP_TIME in values:

@@ -1,8 +1,8 @@
-"""Figures as strict JSON, one object to a line.
+"""Metrics as strict JSON, one object to a line.
 
     {"step": 3, "time": 1767225600.0, "values": {"train/loss": 2.45}}
 
-JSON has no NaN and no infinity. Such a figure is null among the values, and `nonfinite` says what it was:
+JSON has no NaN and no infinity. Such a metric is null among the values, and `nonfinite` says what it was:
 
     {"step": 4, "time": 1767225601.0, "values": {"train/loss": null}, "nonfinite": {"train/loss": "nan"}}
 """
@@ -34,7 +34,7 @@ class MetricsLine:
 class JsonlSink:
     """Appends each step to a file, one write to a line, and picks up after an earlier run.
 
-    A file that is already there is first brought into order. What a run that goes on at `resume_step` will write again,
+    A file that is already there is first repaired. What a run that resumes at `resume_step` will write again,
     the lines of later steps, is moved to a file beside it (`metrics.discarded.jsonl` for `metrics.jsonl`). Without
     `resume_step` the run is new, and all lines are moved there. So every step is in the file once. A last line that
     was cut off by a kill is removed.
@@ -49,7 +49,7 @@ class JsonlSink:
         self._clock = clock
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            _bring_into_order(self.path, -1 if resume_step is None else resume_step)
+            _repair(self.path, -1 if resume_step is None else resume_step)
         # Unbuffered: a line is one call of the system, and there is nothing to lose when the process is killed.
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
@@ -71,7 +71,7 @@ class JsonlSink:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[MetricsLine]:
-    """The lines of a metrics file in order. A last line that is still being written is left out."""
+    """Yield the lines of a metrics file in order, without a last line that is still being written."""
     for number, line in _numbered_lines(Path(path)):
         fields = _decode(line)
         if fields is not None:
@@ -98,7 +98,7 @@ def _is_nonfinite(value: Value) -> bool:
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:
-    """The fields of a line, or None where it is not a line of ours."""
+    """Return the fields of a line, or None where it is not a line of ours."""
     try:
         fields = json.loads(line)
     except ValueError:
@@ -122,8 +122,8 @@ def _not_metrics(path: Path, number: int, line: bytes) -> DataError:
     )
 
 
-def _bring_into_order(path: Path, last_step: int) -> None:
-    """Leave the lines up to `last_step`, whole, and put later ones aside. The file is replaced at one stroke."""
+def _repair(path: Path, last_step: int) -> None:
+    """Leave the lines up to `last_step`, whole, and put later ones aside. The file is replaced atomically."""
     part = path.with_name(f"{path.name}.part")
     discarded: list[bytes] = []
     as_it_was = True

@@ -1,4 +1,4 @@
-"""How figures read on a console. Pure functions; nothing here prints."""
+"""How metrics read on a console. Pure functions; nothing here prints."""
 
 from __future__ import annotations
 
@@ -6,12 +6,26 @@ import math
 from collections.abc import Callable, Mapping
 
 from forge.observe.sink import (
+    ENTROPY,
     EPOCH,
+    EVALUATION,
+    EVALUATION_PROMPTS,
+    EVALUATION_REWARD,
+    GENERATION_TOKENS_PER_S,
     GRAD_NORM,
+    KL,
     LEARNING_RATE,
     MEMORY_GIB,
     MFU,
+    NUM_FAILED,
+    REWARD_MEAN,
     SKIPPED,
+    STALENESS,
+    STEP_TIME,
+    TIME_GENERATING,
+    TIME_SYNCING,
+    TIME_TRAINING,
+    TIME_WAITING,
     TOKENS_PER_S,
     TRAIN_LOSS,
     VALIDATION_BEST,
@@ -29,7 +43,7 @@ def format_loss(loss: float) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """A learning rate, as short as it can be: 0.0001, 1e-05."""
+    """Return a learning rate, as short as it can be: 0.0001, 1e-05."""
     return f"{rate:g}"
 
 
@@ -41,7 +55,7 @@ def format_tokens_per_s(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 10 or not math.isfinite(rate) else f"{rate:.2g}"
 
 
-_FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+_TRAIN_FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     (TRAIN_LOSS, "Loss: {}", format_loss),
     (LEARNING_RATE, "LR: {}", format_rate),
     (TOKENS_PER_S, "Tokens/s: {}", format_tokens_per_s),
@@ -57,7 +71,7 @@ def train_line(step: int, values: Mapping[str, Value], *, num_epochs: int | None
     if EPOCH in values:
         parts.append(f"Epoch {values[EPOCH]}" + (f"/{num_epochs}" if num_epochs is not None else ""))
     parts.append(f"Step {step}")
-    parts += [text.format(show(float(values[name]))) for name, text, show in _FIELDS if name in values]
+    parts += [text.format(show(float(values[name]))) for name, text, show in _TRAIN_FIELDS if name in values]
     if values.get(SKIPPED):
         parts.append("skipped")
     return " | ".join(parts)
@@ -72,7 +86,7 @@ def validation_line(step: int, values: Mapping[str, Value]) -> str:
 
 
 def plain_line(step: int, values: Mapping[str, Value]) -> str:
-    """`Step 100 | reward/mean: 0.5`: every figure by its name, for steps that have no loss of training."""
+    """`Step 100 | reward/mean: 0.5`: every metric by its name, for steps that have no loss of training."""
     shown = (
         f"{name}: {value:.4g}" if isinstance(value, float) else f"{name}: {value}" for name, value in values.items()
     )
@@ -80,8 +94,81 @@ def plain_line(step: int, values: Mapping[str, Value]) -> str:
 
 
 def bar_text(values: Mapping[str, Value]) -> str:
-    """What stands at the end of a progress bar: loss, learning rate and tokens per second, where they are known."""
+    """Return the end of a progress bar: loss, learning rate and tokens per second, where they are known."""
     shown = {TRAIN_LOSS: "loss {}", LEARNING_RATE: "lr {}", TOKENS_PER_S: "{} tokens/s"}
-    return ", ".join(
-        shown[name].format(show(float(values[name]))) for name, _, show in _FIELDS if name in shown and name in values
-    )
+    known = [(name, show) for name, _, show in _TRAIN_FIELDS if name in shown and name in values]
+    return ", ".join(shown[name].format(show(float(values[name]))) for name, show in known)
+
+
+# ---- steps of reinforcement learning
+
+
+def format_staleness(steps: float) -> str:
+    return f"{steps:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """0.12 s, 8.1 s, 123 s."""
+    return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+_ROLLOUT_FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    (REWARD_MEAN, "Avg Reward: {}", format_loss),
+    (KL, "KL Divergence: {}", format_loss),
+    (ENTROPY, "Entropy: {}", format_loss),
+    (STALENESS, "Staleness: {}", format_staleness),
+    (GENERATION_TOKENS_PER_S, "Gen: {} tok/s", format_tokens_per_s),
+    (TOKENS_PER_S, "Train: {} tok/s", format_tokens_per_s),
+)
+_SHARES = ((TIME_WAITING, "wait"), (TIME_GENERATING, "gen"), (TIME_TRAINING, "train"), (TIME_SYNCING, "sync"))
+
+
+def time_shares(values: Mapping[str, Value]) -> dict[str, float]:
+    """Return how the time of a step splits, in the order wait, gen, train, sync; empty where it is not known.
+
+    The whole is `time/step`. Where parts overlap and come to more than that, the whole is their sum.
+    """
+    seconds = {name: max(0.0, float(values[key])) for key, name in _SHARES if key in values}
+    whole = max(float(values.get(STEP_TIME, 0.0)), sum(seconds.values()))
+    return {name: spent / whole for name, spent in seconds.items()} if 0 < whole < float("inf") else {}
+
+
+def episode_line(step: int, values: Mapping[str, Value]) -> str:
+    """`Episode 1 | Avg Reward: 0.75 | KL Divergence: 0.12`, then what else is known, in a fixed order."""
+    parts = [f"Episode {step}"]
+    parts += [text.format(show(float(values[name]))) for name, text, show in _ROLLOUT_FIELDS if name in values]
+    shares = time_shares(values)
+    if shares:
+        split = ", ".join(f"{name} {part:.0%}" for name, part in shares.items())
+        whole = f"{format_seconds(float(values[STEP_TIME]))} " if STEP_TIME in values else ""
+        parts.append(f"Time: {whole}({split})")
+    if values.get(NUM_FAILED):
+        parts.append(f"Failed: {float(values[NUM_FAILED]):g}")
+    if values.get(SKIPPED):
+        parts.append("skipped")
+    return " | ".join(parts)
+
+
+def evaluation_line(step: int, values: Mapping[str, Value]) -> str:
+    """`Evaluation at step 10 | reward 0.71 | pass@8 0.93 | 64 prompts`: every metric of the held-out set."""
+    parts = [f"Evaluation at step {step}", f"reward {format_loss(float(values[EVALUATION_REWARD]))}"]
+    for name, value in values.items():
+        if name.startswith(EVALUATION) and name not in (EVALUATION_REWARD, EVALUATION_PROMPTS):
+            text = value if isinstance(value, str) else format_loss(float(value))
+            parts.append(f"{name.removeprefix(EVALUATION)} {text}")
+    if EVALUATION_PROMPTS in values:
+        parts.append(f"{float(values[EVALUATION_PROMPTS]):g} prompts")
+    return " | ".join(parts)
+
+
+def panel_metrics(values: Mapping[str, Value]) -> list[tuple[str, str]]:
+    """Return the metrics of a step for a small display: what each is called, and how it reads."""
+    names = {
+        REWARD_MEAN: "reward",
+        KL: "KL",
+        ENTROPY: "entropy",
+        STALENESS: "staleness",
+        GENERATION_TOKENS_PER_S: "gen tok/s",
+        TOKENS_PER_S: "train tok/s",
+    }
+    return [(names[name], show(float(values[name]))) for name, _, show in _ROLLOUT_FIELDS if name in values]

@@ -1,16 +1,17 @@
-"""One log for a run, which passes every figure on to several sinks."""
+"""One log for a run, which passes every metric on to several sinks."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
 from forge.errors import ConfigError, DataError
 from forge.observe.sink import Sink, Value
+from forge.registry import SINKS, call
 
 if TYPE_CHECKING:
     from forge.config import MetricsConfig
@@ -19,11 +20,11 @@ _log = logging.getLogger("forge.observe")
 
 
 class MetricsLog:
-    """Passes figures on to sinks, by name. It is a sink itself, and closes them when a `with` block ends.
+    """Passes metrics on to sinks, by name. It is a sink itself, and closes them when a `with` block ends.
 
-    Figures are not worth a run: a sink that raises is reported once, by a warning of the logger `forge.observe` that
+    A sink that raises does not end the run: it is reported once, by a warning of the logger `forge.observe` that
     names the sink, the step and the error; it is closed, left out from then on, and kept in `failures`. The other sinks
-    and the caller go on. What the *caller* does wrong is raised: a negative step, or a value that is no number or text.
+    and the caller continue. A mistake of the *caller* is raised: a negative step, a value that is not a number or text.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
@@ -33,7 +34,7 @@ class MetricsLog:
 
     @property
     def sinks(self) -> Mapping[str, Sink]:
-        """The sinks that still take figures."""
+        """The sinks that still take metrics."""
         return MappingProxyType(self._sinks)
 
     @property
@@ -43,10 +44,10 @@ class MetricsLog:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         if self._closed:
-            raise ValueError("the metrics log is closed: figures can no longer be written to it")
+            raise ValueError("the metrics log is closed: metrics can no longer be written to it")
         if not isinstance(step, int) or step < 0:
             raise DataError(
-                "a step is not a number of steps",
+                "the step is not a valid number",
                 path="step",
                 value=step,
                 rule="a whole number, 0 or more",
@@ -89,7 +90,7 @@ class MetricsLog:
 
 
 def _plain(name: str, value: object) -> Value:
-    """The value as Python's own. Scalars of numpy and tensors with one element are taken as well."""
+    """Return the value as Python's own. Scalars of numpy and tensors with one element are taken as well."""
     cause = None
     if not isinstance(value, float | int | str) and hasattr(value, "item"):
         try:
@@ -99,12 +100,37 @@ def _plain(name: str, value: object) -> Value:
     if isinstance(value, float | int | str):
         return value
     raise DataError(
-        "a figure is neither a number nor a text",
+        "a metric is neither a number nor text",
         path=name,
         value=value,
         rule="each value is a float, an int or a str",
         repair="reduce it to one number first, such as by .mean().item()",
     ) from cause
+
+
+def sink_errors(config: MetricsConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with the sinks of a configuration before they are opened."""
+    from forge.config import InvalidConfig
+    from forge.config.problems import argument_problems
+
+    for index, section in enumerate(config.sinks):
+        path = f"metrics.sinks[{index}]"
+        try:
+            factory = SINKS.find(section.kind, path=f"{path}.kind")
+        except ConfigError as error:
+            yield error
+            continue
+        offered = ("folder", "path", "project", "run_name", "resume_step", "total_steps", "num_epochs")
+        problems = argument_problems(factory, section.args, path=f"{path}.args", what="the sink", offered=offered)
+        if problems:
+            yield InvalidConfig(problems)
+    if any(section.kind == "wandb" for section in config.enabled_sinks):
+        from forge.observe.wandb import check_installed
+
+        try:
+            check_installed()
+        except ConfigError as error:
+            yield error
 
 
 def make_sinks(
@@ -116,28 +142,30 @@ def make_sinks(
     total_steps: int | None = None,
     num_epochs: int | None = None,
 ) -> MetricsLog:
-    """The sinks that a configuration asks for, which write into `folder`: metrics.jsonl, tensorboard/ and wandb/.
+    """Open the sinks that a configuration asks for; they write metrics.jsonl, tensorboard/ and wandb/ into `folder`.
 
-    `resume_step` is the step of the checkpoint from which the run goes on, None for a new run. A sink that cannot even
-    be opened is an error here, before any work is done: the user asked for it.
+    `resume_step` is the step of the checkpoint that the run resumes from, None for a new run. A sink is called with its
+    arguments, and with those that its signature names of `folder`, `run_name`, `resume_step`, `total_steps` and
+    `num_epochs`. One that cannot be opened is an error here, before any work is done: the user asked for it.
     """
-    from forge.observe.console import ConsoleSink
-
     place = Path(folder)
+    offered: dict[str, object] = {
+        "folder": place,
+        "run_name": run_name,
+        "resume_step": resume_step,
+        "total_steps": total_steps,
+        "num_epochs": num_epochs,
+    }
+    built_in: dict[str, dict[str, object]] = {
+        "jsonl": {"path": place / "metrics.jsonl"},
+        "tensorboard": {"folder": place / "tensorboard"},
+        "wandb": {"project": config.wandb_project},
+    }
     sinks: dict[str, Sink] = {}
     try:
-        if config.jsonl:
-            from forge.observe.jsonl import JsonlSink
-
-            sinks["jsonl"] = JsonlSink(place / "metrics.jsonl", resume_step=resume_step)
-        if config.tensorboard:
-            from forge.observe.tensorboard import TensorBoardSink
-
-            sinks["tensorboard"] = TensorBoardSink(place / "tensorboard", resume_step=resume_step)
-        if config.wandb:
-            from forge.observe.wandb import WandbSink
-
-            sinks["wandb"] = WandbSink(place, project=config.wandb_project, run_name=run_name, resume_step=resume_step)
+        for section in config.enabled_sinks:
+            factory = SINKS.find(section.kind, path="metrics.sinks")
+            sinks[section.label] = call(factory, args=section.args, offered=offered | built_in.get(section.kind, {}))
     except OSError as error:
         MetricsLog(sinks).close()
         raise ConfigError(
@@ -151,6 +179,8 @@ def make_sinks(
         MetricsLog(sinks).close()
         raise
     # Last, so that a bar is drawn only when everything else is open.
+    from forge.observe.console import ConsoleSink
+
     sinks["console"] = ConsoleSink(
         log_interval=config.log_interval,
         num_epochs=num_epochs,

@@ -1,4 +1,4 @@
-"""`record_metric`: figures from anywhere in a run, kept as states that merge.
+"""`record_metric`: metrics from anywhere in a run, kept as states that merge.
 
 A process keeps one small state for each key, not the values: a sum and a count, an extreme, or the moments of a
 standard deviation. `forge.runtime.collect` takes the states of every process and merges them, so that a mean over
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Self
 
 from forge.errors import DataError
 
@@ -42,72 +43,40 @@ class Reduce(enum.Enum):
 class Partial:
     """The values of one key that one process has recorded. Partials of the same `reduce` merge, in any order."""
 
-    __slots__ = ("num", "num_nonfinite")
-    reduce: ClassVar[Reduce]
+    __slots__ = ("num", "num_nonfinite", "total")
+    reduce: ClassVar[Reduce] = Reduce.SUM
+    start: ClassVar[float] = 0.0
+    combine: ClassVar[Callable[..., Any]] = operator.add
 
     def __init__(self) -> None:
         self.num = self.num_nonfinite = 0
+        self.total = self.start
 
     def add(self, value: float) -> None:
-        """Take one value. One that is not finite is counted apart and changes nothing else."""
+        """Take one value. One that is not finite is counted separately and changes nothing else."""
         if value - value == 0.0:
             self.num += 1
-            self._take(value)
+            self.total = type(self).combine(self.total, value)
         else:
             self.num_nonfinite += 1
 
-    def merge(self, other: Partial) -> None:
+    def merge(self, other: Self) -> None:
         """Take everything that `other`, of the same class, has taken."""
-        if other.num:
-            self._join(other)
-            self.num += other.num
+        self.num += other.num
         self.num_nonfinite += other.num_nonfinite
+        self.total = type(self).combine(self.total, other.total)
 
     def value(self) -> float | None:
-        """What the values come to; None if none of them was finite."""
-        return self._result() if self.num else None
-
-    def _take(self, value: float) -> None:
-        """Called with `num` counted already."""
-        raise NotImplementedError
-
-    def _join(self, other: Partial) -> None:
-        """Called with `num` not yet counted, for an `other` that has values."""
-        raise NotImplementedError
-
-    def _result(self) -> float:
-        raise NotImplementedError
+        """Return the reduced value; None if no value was finite."""
+        return self.total if self.num else None
 
 
-class SumPartial(Partial):
-    __slots__ = ("total",)
-    reduce = Reduce.SUM
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        if value - value == 0.0:
-            self.num += 1
-            self.total += value
-        else:
-            self.num_nonfinite += 1
-
-    def _join(self, other: Partial) -> None:
-        assert isinstance(other, SumPartial)
-        self.total += other.total
-
-    def _result(self) -> float:
-        return self.total
-
-
-class MeanPartial(SumPartial):
+class MeanPartial(Partial):
     __slots__ = ()
     reduce = Reduce.MEAN
 
-    def _result(self) -> float:
-        return self.total / self.num
+    def value(self) -> float | None:
+        return self.total / self.num if self.num else None
 
 
 class CountPartial(Partial):
@@ -117,42 +86,18 @@ class CountPartial(Partial):
     def add(self, value: float) -> None:
         self.num += 1
 
-    def _join(self, other: Partial) -> None:
-        pass
-
-    def _result(self) -> float:
-        return float(self.num)
+    def value(self) -> float | None:
+        return float(self.num) if self.num else None
 
 
 class MaxPartial(Partial):
-    __slots__ = ("extreme",)
-    reduce = Reduce.MAX
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extreme = -math.inf
-
-    def _take(self, value: float) -> None:
-        self.extreme = max(self.extreme, value)
-
-    def _join(self, other: Partial) -> None:
-        assert isinstance(other, MaxPartial)
-        self._take(other.extreme)
-
-    def _result(self) -> float:
-        return self.extreme
-
-
-class MinPartial(MaxPartial):
     __slots__ = ()
-    reduce = Reduce.MIN
+    reduce, start, combine = Reduce.MAX, -math.inf, max
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.extreme = math.inf
 
-    def _take(self, value: float) -> None:
-        self.extreme = min(self.extreme, value)
+class MinPartial(Partial):
+    __slots__ = ()
+    reduce, start, combine = Reduce.MIN, math.inf, min
 
 
 class StdPartial(Partial):
@@ -165,27 +110,32 @@ class StdPartial(Partial):
         super().__init__()
         self.mean = self.squares = 0.0
 
-    def _take(self, value: float) -> None:
-        away = value - self.mean
-        self.mean += away / self.num
-        self.squares += away * (value - self.mean)
+    def add(self, value: float) -> None:
+        if value - value == 0.0:
+            self.num += 1
+            away = value - self.mean
+            self.mean += away / self.num
+            self.squares += away * (value - self.mean)
+        else:
+            self.num_nonfinite += 1
 
-    def _join(self, other: Partial) -> None:
-        assert isinstance(other, StdPartial)
-        num, away = self.num + other.num, other.mean - self.mean
-        self.squares += other.squares + away * away * self.num * other.num / num
-        self.mean += away * other.num / num
+    def merge(self, other: Self) -> None:
+        if other.num:
+            num, away = self.num + other.num, other.mean - self.mean
+            self.squares += other.squares + away * away * self.num * other.num / num
+            self.mean += away * other.num / num
+        super().merge(other)
 
-    def _result(self) -> float:
-        return math.sqrt(self.squares / self.num)
+    def value(self) -> float | None:
+        return math.sqrt(self.squares / self.num) if self.num else None
 
 
-_PARTIALS = {kind.reduce: kind for kind in (MeanPartial, SumPartial, MaxPartial, MinPartial, StdPartial, CountPartial)}
+_PARTIALS = {kind.reduce: kind for kind in (MeanPartial, Partial, MaxPartial, MinPartial, StdPartial, CountPartial)}
 Partials = dict[str, Partial]
 
 
 class Recorder:
-    """The figures of one process. Any thread may record; `drain` gives what there is and begins anew.
+    """The metrics of one process. Any thread may record; `drain` gives what there is and begins anew.
 
     The lock may be taken twice by one thread: a signal handler that records must not wait for what it interrupted.
     """
@@ -205,7 +155,7 @@ class Recorder:
             partial.add(value)
 
     def drain(self) -> Partials:
-        """Every state since the last call. What each key is reduced by is remembered."""
+        """Return every state since the last call. What each key is reduced by is remembered."""
         with self._lock:
             partials, self._partials = self._partials, {}
             return partials
@@ -222,9 +172,9 @@ class Recorder:
 
 
 def reduced(parts: Iterable[Mapping[str, Partial]]) -> dict[str, float]:
-    """The figures of all processes together, by key.
+    """Return the metrics of all processes together, by key.
 
-    A key whose values were all NaN or infinite has no figure. Each key with such values has their number beside it, as
+    A key whose values were all NaN or infinite has no metric. Each key with such values has their number beside it, as
     `nonfinite/<key>`. The partials are changed: give each to one call.
     """
     merged: Partials = {}
@@ -235,13 +185,13 @@ def reduced(parts: Iterable[Mapping[str, Partial]]) -> dict[str, float]:
                 raise two_reduces(key, first.reduce, partial.reduce)
             if first is not partial:
                 first.merge(partial)
-    figures = {key: value for key, partial in merged.items() if (value := partial.value()) is not None}
+    metrics = {key: value for key, partial in merged.items() if (value := partial.value()) is not None}
     odd = {f"{NONFINITE}{key}": float(part.num_nonfinite) for key, part in merged.items() if part.num_nonfinite}
-    return figures | odd
+    return metrics | odd
 
 
 def two_reduces(key: str, known: Reduce, other: Reduce) -> DataError:
-    """Why a key cannot have two meanings."""
+    """Return the error for a key with two ways to reduce it."""
     return DataError(
         f"the metric {key!r} is recorded with Reduce.{other.name}, and elsewhere with Reduce.{known.name}",
         path=key,
@@ -252,7 +202,7 @@ def two_reduces(key: str, known: Reduce, other: Reduce) -> DataError:
 
 
 def _number(key: str, value: object) -> float:
-    """The value as a float. Numbers of Python and numpy and tensors of one element are taken; text is not."""
+    """Return the value as a float. Numbers of Python and numpy and tensors of one element are taken; text is not."""
     cause: Exception | None = None
     if not isinstance(value, str | bytes | bytearray):
         try:
@@ -282,7 +232,7 @@ def _check(key: object, reduce: object, num_keys: int) -> None:
         )
     if not isinstance(reduce, Reduce):
         raise DataError(
-            f"the metric {key!r} cannot be reduced so",
+            f"the metric {key!r} cannot be reduced this way",
             path=key,
             value=reduce,
             rule=f"one of {', '.join(f'Reduce.{each.name}' for each in Reduce)}",
@@ -293,8 +243,8 @@ def _check(key: object, reduce: object, num_keys: int) -> None:
             f"there are already {num_keys} keys of metrics in this process",
             path=key,
             value=num_keys + 1,
-            rule=f"at most {MAX_KEYS} keys: each is a curve that somebody looks at",
-            repair="do not put an identity, such as that of a prompt, into a key",
+            rule=f"at most {MAX_KEYS} keys, because each one is a separate curve",
+            repair="do not put ids, such as a prompt's, into a key",
         )
 
 
@@ -302,7 +252,7 @@ _recorder = Recorder()
 
 
 def _begin_anew() -> None:
-    """A forked child has figures of its own; its parent reports those from before."""
+    """Start without metrics in a forked child; its parent reports those from before."""
     global _recorder
     _recorder = Recorder()
 
@@ -311,9 +261,9 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def record_metric(key: str, value: float, reduce: Reduce = Reduce.MEAN) -> None:
-    """Note one value of a figure, in any process and any thread of a run.
+    """Note one value of a metric, in any process and any thread of a run.
 
-    It costs about a microsecond and waits for nobody. The values of all processes since the last step come together
+    It costs about a microsecond and never blocks. The values of all processes since the last step come together
     as `reduce` says when the loop calls `forge.runtime.collect.collect`. A value that is NaN or infinite is counted as
     `nonfinite/<key>` and does not spoil the rest. A key has one `Reduce` in the whole run: another one is a
     `DataError`, as is a key or value that is none.
@@ -326,5 +276,5 @@ def record_metric(key: str, value: float, reduce: Reduce = Reduce.MEAN) -> None:
 
 
 def drain_metrics() -> Partials:
-    """What this process has recorded since the last call."""
+    """Return what this process has recorded since the last call."""
     return _recorder.drain()

@@ -1,6 +1,6 @@
-"""The seam through which figures leave a run, and the names that the built-in sinks know.
+"""The seam through which metrics leave a run, and the names that the built-in sinks know.
 
-A *sink* takes the figures of one step. Anything with `write` and `close` is one; a list in memory for tests is in
+A *sink* takes the metrics of one step. Anything with `write` and `close` is one; a list in memory for tests is in
 `forge.testing`.
 """
 
@@ -39,7 +39,7 @@ TIME_TRAINING: Final = "time/training"
 TIME_SYNCING: Final = "time/syncing"
 TIME_OTHER: Final = "time/other"
 EVALUATION: Final = "evaluation/"
-"""Comes before every figure of an evaluation on the held-out set."""
+"""Comes before every metric of an evaluation on the held-out set."""
 
 EVALUATION_REWARD: Final = "evaluation/reward"
 EVALUATION_PROMPTS: Final = "evaluation/num_prompts"
@@ -47,7 +47,7 @@ EVALUATION_PROMPTS: Final = "evaluation/num_prompts"
 
 @runtime_checkable
 class Sink(Protocol):
-    """Somewhere that figures go.
+    """Somewhere that metrics go.
 
     A caller may rely on this: `write` takes any finite or non-finite number and any text, in any order of names; what
     it took does not change when the caller's mapping does; what it wrote is with the operating system when it returns,
@@ -56,12 +56,12 @@ class Sink(Protocol):
     """
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        """Take the figures of one step. A step may be written in parts: training first, validation after it."""
+        """Take the metrics of one step. A step may be written in parts: training first, validation after it."""
 
     def close(self) -> None:
         """Bring everything to its place and let go of it."""
 
 
 def closed_error(sink: Sink) -> ValueError:
-    """What `write` raises after `close`."""
-    return ValueError(f"{type(sink).__name__} is closed: figures can no longer be written to it")
+    """Return what `write` raises after `close`."""
+    return ValueError(f"{type(sink).__name__} is closed: metrics can no longer be written to it")

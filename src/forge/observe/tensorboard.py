@@ -1,4 +1,4 @@
-"""Figures as TensorBoard event files, written without torch."""
+"""Metrics as TensorBoard event files, written without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge.observe.sink import Value, closed_error
 class TensorBoardSink:
     """Writes one event file. Numbers become scalars, texts become text.
 
-    A run that goes on at `resume_step` starts a file of its own, which tells TensorBoard to forget the later steps of
+    A run that resumes at `resume_step` starts a file of its own, which tells TensorBoard to forget the later steps of
     the files before it; without `resume_step` the run is new and TensorBoard forgets all of them. Nothing is deleted.
     Each write goes through to the operating system at once and fails at once: there is no thread behind it.
     """

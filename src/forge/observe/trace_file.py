@@ -1,9 +1,7 @@
-"""A trace as a file that Perfetto and chrome://tracing open, at any moment of the run and after any end of it.
+"""A trace as a file that Perfetto and chrome://tracing open, during the run and after any end of it.
 
-The file is a JSON array of events (Chrome's Trace Event Format). Between the last event and the closing bracket there
-is room, filled with spaces; new events are written into it. Each write lies inside one page of memory, which a process
-cannot be killed in the middle of, so that the file is whole JSON at every moment. When the room is used up, a copy with
-more takes the file's place at one stroke. `close` removes the room.
+The file is a JSON array of events (Chrome's Trace Event Format), one event to a line, and is only appended to. `close`
+writes the closing bracket, which the format makes optional: a trace whose run was killed opens just as well.
 """
 
 from __future__ import annotations
@@ -12,28 +10,25 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from forge.observe.tracing import ORIGIN_NS, Process, Span
 
 _log = logging.getLogger("forge.observe")
-_PAGE = 4096
-_LEAST_ROOM = 1 << 18
-_MOST_ROOM = 1 << 24
 _ORIGIN = "origin_ns"
-_MAX_EVENT = 2048
+_END = b"\n]\n"
 
 
 class TraceFile:
     """Appends spans to a trace, one row of the viewer for each process and lane.
 
-    With `resume_step` the run goes on: what is there already is kept, and what happens now follows on the same clock.
+    With `resume_step` the run continues: what is there already is kept, and what happens now follows on the same clock.
     The steps that a resumed run repeats are in the trace twice, as they happened. Without it, a file that is there is
     first moved to `<name>.discarded<suffix>`; so is one that cannot be read.
 
-    A trace is not worth a run: when it cannot be written (a full disk), a warning of the logger `forge.observe` says so
+    When the trace cannot be written (a full disk), the run continues: a warning of the logger `forge.observe` says so
     once, `failure` has the error, and later spans are dropped. A path that cannot be opened at all raises at once.
     """
 
@@ -42,42 +37,40 @@ class TraceFile:
         self._origin_ns = ORIGIN_NS
         self._pids: dict[Process, int] = {}
         self._lanes: dict[tuple[int, str], int] = {}
-        self._file: int | None = None
-        self._closed = False
         self.failure: OSError | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        events = [] if resume_step is None else self._read()
-        if not events and self.path.exists():
+        size = 0 if resume_step is None else self._read()
+        if not size and self.path.exists():
             os.replace(self.path, self.path.with_name(f"{self.path.stem}.discarded{self.path.suffix}"))
-        head = {"name": "trace", "ph": "M", "pid": 0, "tid": 0, "args": {"by": "torchforge", _ORIGIN: self._origin_ns}}
-        self._end = self._rewrite([encode_event(event) for event in events or [head]])
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file.truncate(size)
+        if not size:
+            args = {"by": "torchforge", _ORIGIN: self._origin_ns}
+            self._file.write(b"[\n" + encode_event({"name": "trace", "ph": "M", "pid": 0, "tid": 0, "args": args}))
 
     def write(self, spans: Iterable[Span]) -> None:
         """Add spans. They are with the operating system when it returns."""
-        if self._closed:
+        if self._file.closed:
             raise ValueError("the trace is closed: spans can no longer be written to it")
-        if self.failure is not None:
-            return
-        events = [encode_event(event) for span in spans for event in self._events(span)]
-        try:
-            self._append(events)
-        except OSError as error:
-            self.failure = error
-            _log.warning("writing the trace %s failed; the run continues without it: %s", self.path, error)
+        self._append(b"".join(b",\n" + encode_event(event) for span in spans for event in self._events(span)))
 
     def close(self) -> None:
-        """Remove the room at the end. May be called twice."""
-        if self._closed:
+        """Complete the array. May be called twice."""
+        if not self._file.closed:
+            self._append(_END)
+            self._file.close()
+
+    def _append(self, data: bytes) -> None:
+        if self.failure is not None:
             return
-        self._closed = True
+        start = os.fstat(self._file.fileno()).st_size
         try:
-            if self.failure is None:
-                self._copy(room=0)
+            if self._file.write(data) != len(data):
+                raise OSError("a write was cut short: is the disk full?")
         except OSError as error:
             self.failure = error
-            _log.warning("the room at the end of the trace %s could not be removed: %s", self.path, error)
-        finally:
-            self._let_go()
+            os.ftruncate(self._file.fileno(), start)
+            _log.warning("writing the trace %s failed; the run continues without it: %s", self.path, error)
 
     def __enter__(self) -> Self:
         return self
@@ -110,16 +103,16 @@ class TraceFile:
         }
 
     def _free_pid(self, pid: int) -> int:
-        """The process's own number; another where a process of another host or time has that one."""
+        """Return the process's own number; another where a process of another host or time has that one."""
         taken = set(self._pids.values())
         while pid in taken or pid == 0:
             pid += 1 << 22
         return pid
 
-    def _read(self) -> list[dict[str, Any]]:
-        """The events of an earlier part of the run, and what they say about processes, lanes and the clock."""
+    def _read(self) -> int:
+        """Take over processes, lanes and clock of an earlier part of the run. Return the bytes of its whole events."""
         try:
-            events = json.loads(self.path.read_bytes())
+            events, size = read_events(self.path.read_bytes())
             self._origin_ns = int(events[0]["args"][_ORIGIN])
             for event in events:
                 args = event.get("args", {})
@@ -128,89 +121,36 @@ class TraceFile:
                 elif event["name"] == "thread_name" and event["ph"] == "M":
                     self._lanes[event["pid"], args["name"]] = event["tid"]
         except FileNotFoundError:
-            return []
+            return 0
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             self._pids.clear()
             self._lanes.clear()
             _log.warning("%s is not a trace of ours; moved aside: %s: %s", self.path, type(error).__name__, error)
-            return []
-        found: list[dict[str, Any]] = events
-        return found
+            return 0
+        return size
 
-    # ---- the file
 
-    def _rewrite(self, events: Sequence[bytes]) -> int:
-        body = b"[" + b",\n".join(events)
-        self._replace_by(body, room=_LEAST_ROOM)
-        return len(body)
-
-    def _append(self, events: list[bytes]) -> None:
-        at = 0
-        while at < len(events):
-            num_written = self._fill(events[at : at + _PAGE // 16])
-            at += num_written
-            if num_written == 0:
-                self._grow()
-
-    def _fill(self, events: Sequence[bytes]) -> int:
-        """Write as many events as fit into the rest of this page, or else of the next; returns how many did."""
-        assert self._file is not None
-        for start in (self._end, -(-self._end // _PAGE) * _PAGE):
-            limit = min((start // _PAGE + 1) * _PAGE, self._capacity)
-            num, size = 0, 0
-            while num < len(events) and start + size + len(events[num]) + 2 <= limit:
-                size += len(events[num]) + 2
-                num += 1
-            if num:
-                _write_at(self._file, b"".join(b",\n" + event for event in events[:num]), start)
-                self._end = start + size
-                return num
-        return 0
-
-    def _grow(self) -> None:
-        self._copy(room=min(max(_LEAST_ROOM, self._end), _MOST_ROOM))
-
-    def _copy(self, *, room: int) -> None:
-        assert self._file is not None
-        self._replace_by(os.pread(self._file, self._end, 0), room=room)
-
-    def _replace_by(self, body: bytes, *, room: int) -> None:
-        part = self.path.with_name(f"{self.path.name}.part")
+def read_events(data: bytes) -> tuple[list[dict[str, Any]], int]:
+    """Return the events of a trace, which may end in the middle of one, and the size of the whole ones."""
+    events, size, end = [], 0, 0
+    for line in data.splitlines(keepends=True):
         try:
-            part.write_bytes(body + b" " * room + b"\n]\n")
-            file = os.open(part, os.O_RDWR)
-            os.replace(part, self.path)
-        finally:
-            part.unlink(missing_ok=True)
-        self._let_go()
-        self._file = file
-        self._capacity = len(body) + room
-
-    def _let_go(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-def _write_at(file: int, data: bytes, place: int) -> None:
-    written = os.pwrite(file, data, place)
-    if written != len(data):
-        os.pwrite(file, b" " * written, place)
-        raise OSError(f"only {written} of {len(data)} bytes of a trace could be written: is the disk full?")
+            event = json.loads(line.strip(b"[,] \n") or "null")
+        except ValueError:
+            break  # a kill cut it off
+        size += len(line)
+        if event is not None:
+            events.append(event)
+            end = size - len(line) + len(line.rstrip(b"],\n "))
+    return events, end
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
-    """One event as strict JSON of less than half a page. Arguments that are not finite become texts."""
-    event = {**event, "args": {name: _finite(value) for name, value in event.get("args", {}).items()}}
-    data = _dump(event)
-    if len(data) <= _MAX_EVENT:
-        return data
-    cut = {str(name)[:30]: value[:30] if isinstance(value, str) else value for name, value in event["args"].items()}
-    return _dump({**event, "name": event["name"][:100], "args": cut})
-
-
-def _dump(event: dict[str, Any]) -> bytes:
-    return json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "backslashreplace")
+    """Return one event as strict JSON on one line. Arguments that are not finite become texts."""
+    args = {name: _finite(value) for name, value in event.get("args", {}).items()}
+    return json.dumps({**event, "args": args}, separators=(",", ":"), ensure_ascii=False).encode(
+        "utf-8", "backslashreplace"
+    )
 
 
 def _finite(value: object) -> object:

@@ -86,7 +86,7 @@ class Trace:
     num_dropped: int = 0
 
     def spans(self, *, boot: str, epoch_ns: int) -> list[Span]:
-        """Its spans on the clock of whoever reads them: exact on the same host, else by the hosts' own clocks."""
+        """Return its spans on the reader's clock: exact on the same host, else by the hosts' own clocks."""
         epoch_ns = epoch_ns if boot == self.boot else self.epoch_ns
         return [
             Span(name, start_ns + epoch_ns, end_ns + epoch_ns, self.process, lane, args)
@@ -111,7 +111,7 @@ class Tracer:
             self._ended.append(span)
 
     def drain(self) -> tuple[tuple[Ended, ...], int]:
-        """The spans that have ended, oldest first, and how many were dropped. Begins anew."""
+        """Return the spans that have ended, oldest first, and how many were dropped. Begins anew."""
         with self._lock:
             ended, num_dropped = tuple(self._ended), self._num_dropped
             self._ended.clear()
@@ -119,8 +119,8 @@ class Tracer:
         return ended, num_dropped
 
     def enter_lane(self) -> _Lane:
-        """The lane of the task or thread that calls. Each call needs a `leave_lane`."""
-        owner, name = _whoever_runs()
+        """Return the lane of the task or thread that calls. Each call needs a `leave_lane`."""
+        owner, name = _current_owner()
         with self._lock:
             lane = self._open.get(owner)
             if lane is None:
@@ -155,7 +155,7 @@ class _Lane:
         self.name = family if slot == 1 else f"{family} {slot}"
 
 
-def _whoever_runs() -> tuple[object, str]:
+def _current_owner() -> tuple[object, str]:
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -168,12 +168,12 @@ def _whoever_runs() -> tuple[object, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _family(name: str) -> str:
-    """The name without the number that tells it from its like: `Task-12` is a `Task`."""
+    """Return the name without the number that tells it from its like: `Task-12` is a `Task`."""
     return name.rstrip("0123456789").rstrip("-_ ") or name
 
 
 class OpenSpan:
-    """A span that goes on for as long as its `with` block."""
+    """A span that lasts as long as its `with` block."""
 
     __slots__ = ("_args", "_lane", "_name", "_start_ns", "_tracer")
 
@@ -209,7 +209,7 @@ class _NoSpan:
 
 
 def _plain(args: dict[str, object]) -> dict[str, ArgValue] | None:
-    """Arguments that can travel and be written: numbers and short texts, few of them."""
+    """Return arguments that can be pickled and written: numbers and short texts, few of them."""
     plain: dict[str, ArgValue] = {}
     for name, value in list(args.items())[-_MAX_ARGS:]:
         if type(value) in (int, float, bool) or value is None:
@@ -229,7 +229,7 @@ ORIGIN_NS: Final = time.time_ns()
 
 
 def _begin_anew() -> None:
-    """A forked child has spans of its own."""
+    """Start without spans in a forked child."""
     global _tracer
     is_on, _tracer = _tracer.is_on, Tracer()
     _tracer.is_on = is_on
@@ -271,7 +271,7 @@ def is_tracing() -> bool:
 
 @functools.cache
 def this_process() -> Process:
-    """This process, named after its mesh and rank; one that no mesh has is the controller."""
+    """Return this process, named after its mesh and rank; one that no mesh has is the controller."""
     label, num_ranks = os.environ.get(LABEL), int(os.environ.get("WORLD_SIZE", "1"))
     name = "controller" if label is None else label
     if label is not None and num_ranks > 1:
@@ -289,12 +289,12 @@ def _boot() -> str:
 
 
 def drain_trace() -> Trace:
-    """What this process has traced since the last call."""
+    """Return what this process has traced since the last call."""
     ended, num_dropped = _tracer.drain()
     return Trace(this_process(), _boot(), _EPOCH_NS, ended, num_dropped)
 
 
 def spans_of(traces: list[Trace]) -> list[Span]:
-    """The spans of several processes on this process's clock, in the order in which they began."""
+    """Return the spans of several processes on this process's clock, in the order in which they began."""
     spans = [span for trace in traces for span in trace.spans(boot=_boot(), epoch_ns=_EPOCH_NS)]
     return sorted(spans, key=lambda span: span.start_ns)

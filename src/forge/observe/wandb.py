@@ -1,4 +1,4 @@
-"""Figures to Weights & Biases. Needs the extra `wandb`."""
+"""Metrics to Weights & Biases. Needs the extra `wandb`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class WandbSink:
     """One run of Weights & Biases, whose local files lie in `folder/wandb`.
 
     Whether it goes online is the environment's to say, as for every program that uses wandb: `WANDB_MODE=offline`
-    keeps everything in the folder for `wandb sync`. The run's identity is kept in the folder, so that a run that goes
-    on at `resume_step` continues the same curves. Weights & Biases does not take a step twice: where an earlier process
-    came further than its last checkpoint, the figures that it sent stay. Standard output is left alone.
+    keeps everything in the folder for `wandb sync`. The run's identity is kept in the folder, so that a run that
+    resumes at `resume_step` continues the same curves. Weights & Biases does not take a step twice: where an
+    earlier process came further than its last checkpoint, the metrics that it sent stay. Standard output is left alone.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ def _import_wandb() -> ModuleType:
 
 
 def _identity(path: Path, *, keep: bool) -> str:
-    """The run's identity: the one in the file for a run that goes on, else a new one, which the file then holds."""
+    """Return the run's identity: the one in the file for a resumed run, else a new one, written to the file."""
     if keep and path.exists():
         return path.read_text(encoding="utf-8").strip()
     identity = uuid.uuid4().hex[:12]

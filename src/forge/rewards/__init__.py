@@ -9,29 +9,18 @@ that as a failure. Nothing here loads torch, and each reward loads what it needs
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forge._lazy import lazy_names
 
 if TYPE_CHECKING:
     from forge.rewards.answers import answer_in_tags, math, number
-    from forge.rewards.catalog import find, is_served, names
-    from forge.rewards.checking import arguments, check, check_args
+    from forge.rewards.catalog import arguments, check, check_args, find, is_served, names
     from forge.rewards.composing import Reward, all_of, any_of, bound, gated, product_of, rescaled
     from forge.rewards.form import length, tags
     from forge.rewards.matching import contains, exact, fuzzy, regex
     from forge.rewards.numbers import last_number, read_number
     from forge.rewards.served import judge_messages, judge_score, model_score
-
-_HOMES = {
-    **dict.fromkeys(("answer_in_tags", "math", "number"), "answers"),
-    **dict.fromkeys(("find", "is_served", "names"), "catalog"),
-    **dict.fromkeys(("arguments", "check", "check_args"), "checking"),
-    **dict.fromkeys(("Reward", "all_of", "any_of", "bound", "gated", "product_of", "rescaled"), "composing"),
-    **dict.fromkeys(("length", "tags"), "form"),
-    **dict.fromkeys(("contains", "exact", "fuzzy", "regex"), "matching"),
-    **dict.fromkeys(("last_number", "read_number"), "numbers"),
-    **dict.fromkeys(("judge_messages", "judge_score", "model_score"), "served"),
-}
 
 __all__ = [
     "Reward",
@@ -63,11 +52,15 @@ __all__ = [
     "tags",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'forge.rewards' has no attribute {name!r}")
-    value = getattr(import_module(f"forge.rewards.{home}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "forge.rewards.answers": "answer_in_tags math number",
+        "forge.rewards.catalog": "arguments check check_args find is_served names",
+        "forge.rewards.composing": "Reward all_of any_of bound gated product_of rescaled",
+        "forge.rewards.form": "length tags",
+        "forge.rewards.matching": "contains exact fuzzy regex",
+        "forge.rewards.numbers": "last_number read_number",
+        "forge.rewards.served": "judge_messages judge_score model_score",
+    },
+)

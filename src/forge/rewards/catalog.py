@@ -1,192 +1,186 @@
-"""Rewards by name: the built-in ones, and `package.module:function` of a user."""
+"""Rewards by name: the built-in ones and `module:function` of a user, with their arguments checked.
+
+A reward may declare two things about itself, as attributes: `check_args`, a function that refuses arguments which only
+together are wrong, and `is_served`, that a model behind a service gives the reward.
+"""
 
 from __future__ import annotations
 
 import inspect
-import os
-import sys
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from forge.errors import ConfigError
+from forge.errors import ConfigError, ForgeError
+from forge.registry import REWARDS
 
+if TYPE_CHECKING:
+    from forge.config import Problem, RewardsConfig
 
-@dataclass(frozen=True, slots=True)
-class BuiltIn:
-    """Where a built-in reward lives: its module and function, and the function that checks its arguments together.
-
-    `served` says that a model behind a service gives the reward; its function only tells the arguments.
-    """
-
-    module: str
-    function: str
-    check: str | None = None
-    served: bool = False
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-_BUILT_INS = {
-    "answer_in_tags": BuiltIn("answers", "answer_in_tags"),
-    "code": BuiltIn("code", "code", check="check_code"),
-    "contains": BuiltIn("matching", "contains"),
-    "countdown": BuiltIn("countdown", "countdown"),
-    "exact": BuiltIn("matching", "exact"),
-    "fuzzy": BuiltIn("matching", "fuzzy"),
-    "judge": BuiltIn("served", "judge", check="check_judge", served=True),
-    "length": BuiltIn("form", "length", check="check_length"),
-    "math": BuiltIn("answers", "math"),
-    "number": BuiltIn("answers", "number"),
-    "reasoning_gym": BuiltIn("gym", "reasoning_gym", check="check_installed"),
-    "regex": BuiltIn("matching", "regex", check="check_regex"),
-    "reward_model": BuiltIn("served", "reward_model", served=True),
-    "tags": BuiltIn("form", "tags", check="check_tags"),
-}
+def checks(reward: Callable[..., Any]) -> Callable[[F], F]:
+    """Declare that the decorated function checks the arguments of a reward, given as a mapping."""
+
+    def declare(check: F) -> F:
+        reward.__dict__["check_args"] = check
+        return check
+
+    return declare
+
+
+def served(reward: F) -> F:
+    """Declare that a model behind a service gives a reward: its function only tells the arguments."""
+    reward.__dict__["is_served"] = True
+    return reward
 
 
 def names() -> list[str]:
-    """The built-in rewards, in the order of the alphabet."""
-    return sorted(_BUILT_INS)
-
-
-def built_in(kind: str) -> BuiltIn | None:
-    """The built-in reward of that name, or None."""
-    return _BUILT_INS.get(kind)
+    """Return the names of the built-in rewards, in alphabetical order."""
+    return REWARDS.names
 
 
 def is_served(kind: str) -> bool:
-    """Whether a model behind a service gives this reward, so that there is no function to call."""
-    entry = _BUILT_INS.get(kind)
-    return entry is not None and entry.served
+    """Return whether a model behind a service gives this reward, so that there is no function to call."""
+    return REWARDS.is_built_in(kind) and getattr(REWARDS.find(kind, path="kind"), "is_served", False)
 
 
 def find(kind: str) -> Callable[..., float]:
-    """The function of a reward: a built-in name, or `package.module:function`.
+    """Return the function of a reward: a built-in name, or `package.module:function`.
 
-    Raises ConfigError for an unknown name, a module that cannot be imported, and what is no plain function of a prompt
-    and a completion. Modules are imported now, and only the one that is asked for.
+    Raises ConfigError for an unknown name, a module that cannot be imported, and what is not a plain function of a
+    prompt and a completion. Modules are imported now, and only the one that is asked for.
     """
+    function = REWARDS.find(kind, path="kind")
     if is_served(kind):
         raise _refusal(
-            f"The reward {kind!r} is not a function.",
+            f"the reward {kind!r} is not a function",
             kind=kind,
-            rule="a model behind a service gives it",
-            repair="use it in `rewards.functions` of a run, with the section rewards."
-            + ("judge" if kind == "judge" else "reward_model"),
+            rule="it is computed by a model behind a service",
+            repair=f"use it in `rewards.functions` of a run, with the section rewards.{kind}",
         )
-    function = specification(kind)
     _check_callable(function, kind=kind)
-    found: Callable[..., float] = function
-    return found
+    return function
 
 
-def specification(kind: str) -> Callable[..., Any]:
-    """What tells the arguments of a reward: its function, or for a served one the function that stands for it."""
-    entry = _BUILT_INS.get(kind)
-    if entry is not None:
-        return getattr(import_module(f"forge.rewards.{entry.module}"), entry.function)  # type: ignore[no-any-return]
-    if ":" not in kind:
-        raise _unknown(kind)
-    module_name, _, attribute = kind.partition(":")
-    module = found = _imported(kind, module_name)
-    for step in attribute.split("."):
-        if not hasattr(found, step):
-            raise _refusal(
-                f"The module {module_name} ({getattr(module, '__file__', 'built in')}) has no {attribute!r}.",
-                kind=kind,
-                rule="must be `package.module:function`",
-                repair=_hidden(module_name, module)
-                or _suggestion(step, dir(found))
-                or "check the name of the function",
-            )
-        found = getattr(found, step)
-    return found  # type: ignore[no-any-return]
+def arguments(kind: str) -> dict[str, inspect.Parameter]:
+    """Return the arguments of a reward besides prompt and completion, by name."""
+    from forge.config.problems import named_arguments
+
+    return named_arguments(REWARDS.find(kind, path="kind"), num_given=0 if is_served(kind) else 2)
 
 
-def _imported(kind: str, module_name: str) -> Any:
-    well_formed = all(part.isidentifier() for part in module_name.split("."))
-    if not well_formed:
-        raise _refusal(
-            "This names no module.",
-            kind=kind,
-            rule="must be `package.module:function`",
-            repair="write the module's dotted name, not its file",
+def check(config: RewardsConfig) -> None:
+    """Refuse rewards that cannot run, all faults at once.
+
+    Raises InvalidConfig (a ConfigError) whose problems name `rewards.functions[i].kind`, `.args.NAME` and the like: an
+    unknown kind, a module that does not import, an argument that is unknown, missing or of the wrong type, a served
+    reward without its section. Modules of users are imported here, so their mistakes show before processes start.
+    """
+    _raise(_problems(config))
+
+
+def check_args(kind: str, args: Mapping[str, Any], *, path: str = "args") -> None:
+    """Refuse arguments that this reward does not take. Raises InvalidConfig with paths below `path`."""
+    _raise(_argument_problems(kind, args, path=path))
+
+
+def _raise(problems: Iterator[Problem]) -> None:
+    from forge.config import InvalidConfig
+
+    found = list(problems)
+    if found:
+        raise InvalidConfig(found)
+
+
+def _problems(config: RewardsConfig) -> Iterator[Problem]:
+    from forge.config import Problem
+
+    if not config.functions:
+        yield Problem(
+            path="rewards.functions",
+            value=(),
+            rule="at least one reward is needed",
+            repair="add one, such as {kind: number}; `forge rewards` lists the built-in ones",
         )
-    try:
-        return import_module(module_name)
-    except Exception as error:
-        raise _refusal(
-            f"The module {module_name} cannot be imported: {type(error).__name__}: {error}",
-            kind=kind,
-            rule="the module must be importable in every process that runs rewards",
-            repair=_import_repair(module_name, error),
-        ) from error
-
-
-def _import_repair(module_name: str, error: Exception) -> str:
-    """Say what to do about a module that cannot be imported: it is not found, or something in it fails."""
-    if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        if module_name.endswith(".py"):
-            return f"write {module_name.removesuffix('.py')}, the module's name, not its file"
-        if f"{module_name}.".startswith(f"{error.name}."):
-            return (
-                "put it beside the script, beside the configuration, in the working directory or on PYTHONPATH, "
-                "or install it"
+    for index, reward in enumerate(config.functions):
+        path = f"rewards.functions[{index}]"
+        if config.overlong is not None and reward.label == "overlong":
+            yield Problem(
+                path=f"{path}.name",
+                value=reward.label,
+                rule="with rewards.overlong this is the name of that part of the score",
+                repair="give the reward another `name`",
             )
-        return f"the module was found, but not {error.name}, which it imports: install it, or put it beside the module"
-    if isinstance(error, SyntaxError):
-        return f"correct {error.filename}, line {error.lineno}"
-    raised = traceback.extract_tb(error.__traceback__)[-1]
-    return f"correct the module; the error comes from {raised.filename}, line {raised.lineno}"
+        try:
+            if not is_served(reward.kind):
+                find(reward.kind)
+        except ForgeError as error:
+            yield _problem(error, path=f"{path}.kind")
+            continue
+        if is_served(reward.kind) and getattr(config, reward.kind) is None:
+            yield Problem(
+                path=f"rewards.{reward.kind}",
+                value=None,
+                rule=f"the reward `{reward.kind}` ({path}) asks the model of this section",
+                repair=f"add rewards.{reward.kind}.path, or remove the reward",
+            )
+        yield from _argument_problems(reward.kind, reward.args, path=f"{path}.args")
 
 
-def _hidden(module_name: str, module: object) -> str | None:
-    """Name a file of the user that a module of the same name, found earlier, keeps from being imported."""
-    used = os.path.realpath(getattr(module, "__file__", None) or "")
-    inside = module_name.replace(".", os.sep)
-    for folder in sys.path:
-        for place in (f"{inside}.py", os.path.join(inside, "__init__.py")):
-            file = os.path.join(folder or os.curdir, place)
-            if os.path.isfile(file) and os.path.realpath(file) != used:
-                return f"rename {file}: {module_name} is found elsewhere first"
-    return None
+def _argument_problems(kind: str, args: Mapping[str, Any], *, path: str) -> Iterator[Problem]:
+    """Yield what is wrong with the arguments: names and types first, then what only together makes sense."""
+    from forge.config.problems import argument_problems
+
+    function = REWARDS.find(kind, path="kind")
+    num_given = 0 if is_served(kind) else 2
+    problems = argument_problems(function, args, path=path, what="the reward", num_given=num_given)
+    yield from problems
+    if problems:
+        return
+    try:
+        if REWARDS.is_built_in(kind):
+            _check_tags(args)
+        getattr(function, "check_args", lambda args: None)(args)
+    except ForgeError as error:
+        place = path.rpartition(".")[0] if error.path == "kind" else path
+        yield _problem(error, path=".".join(part for part in (place, error.path) if part))
 
 
-def _check_callable(function: object, *, kind: str) -> None:
+def _check_tags(args: Mapping[str, Any]) -> None:
+    from forge.rewards.form import check_tag_name
+
+    for name in ("within", "tag"):
+        if isinstance(args.get(name), str):
+            check_tag_name(args[name], path=name)
+
+
+def _check_callable(function: Callable[..., Any], *, kind: str) -> None:
     """Refuse what cannot be called with a prompt and a completion."""
     rule, repair = "must be a plain function (prompt, completion, **arguments) -> float", "write it as a function"
-    if not callable(function):
-        raise _refusal("This is not a function.", kind=kind, rule=rule, repair=repair)
     called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
-        raise _refusal("This is a coroutine.", kind=kind, rule=rule, repair="write `def` instead of `async def`")
+        raise _refusal("this is a coroutine", kind=kind, rule=rule, repair="write `def` instead of `async def`")
     if inspect.isgeneratorfunction(function):
-        raise _refusal("This is a generator.", kind=kind, rule=rule, repair="return one number")
+        raise _refusal("this is a generator", kind=kind, rule=rule, repair="return one number")
     try:
         inspect.signature(function).bind_partial(None, None)
     except TypeError as error:
         raise _refusal(
-            f"This cannot be called with a prompt and a completion: {error}.", kind=kind, rule=rule, repair=repair
+            f"this cannot be called with a prompt and a completion: {error}", kind=kind, rule=rule, repair=repair
         ) from error
     except ValueError:
         return  # A function of C without a signature: only a call can tell.
 
 
-def _unknown(kind: str) -> ConfigError:
-    return _refusal(
-        f"There is no reward {kind!r}.",
-        kind=kind,
-        rule=f"must be one of {', '.join(names())}, or `package.module:function`",
-        repair=_suggestion(kind, names()) or "`forge rewards` lists the built-in ones",
-    )
-
-
-def _suggestion(word: str, known: list[str]) -> str | None:
-    from forge.config.suggest import did_you_mean
-
-    return did_you_mean(word, [name for name in known if not name.startswith("_")])
-
-
 def _refusal(message: str, *, kind: str, rule: str, repair: str) -> ConfigError:
     return ConfigError(message, path="kind", value=kind, rule=rule, repair=repair)
+
+
+def _problem(error: ForgeError, *, path: str) -> Problem:
+    from forge.config import Problem
+
+    rule = error.rule or error.message
+    if error.message not in rule:
+        rule = f"{rule} ({error.message.rstrip('.')})"
+    return Problem(path=path, value=error.value, rule=rule, repair=error.repair or "change it")

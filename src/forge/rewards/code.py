@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from forge.errors import DataError, OptionError
+from forge.rewards.catalog import checks
 from forge.runtime.sandbox import Limits, Outcome, Sandbox, open_sandbox
 from forge.types import Completion, Prompt
 
@@ -95,6 +96,7 @@ def code(
     return num_passed / len(chosen)
 
 
+@checks(code)
 def check_code(args: Mapping[str, Any]) -> None:
     """Refuse tests and limits that cannot be read, and an isolation that this machine does not have, before a run."""
     if args.get("tests") is not None:

@@ -26,7 +26,7 @@ _OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 class _Refused(Exception):
-    """The text is no expression of the kind that is asked for."""
+    """The text is not an expression of the required kind."""
 
 
 def countdown(
@@ -74,7 +74,7 @@ def evaluate(text: str, *, operators: str = "+-*/") -> tuple[Fraction, list[int]
     except (SyntaxError, ValueError, MemoryError, RecursionError, ZeroDivisionError) as error:
         raise _Refused(str(error)) from error
     if claim is not None and claim != value:
-        raise _Refused(f"it says {claim}, and is {value}")
+        raise _Refused(f"it claims {claim}, and its value is {value}")
     if not used:
         raise _Refused("it has no numbers")
     return value, used
@@ -91,7 +91,7 @@ def _expression(text: str) -> tuple[str, Fraction | None]:
     expression, equals, claimed = text.partition("=")
     expression = expression.strip()
     if len(expression) > _LONGEST_EXPRESSION or not _ALLOWED.fullmatch(expression):
-        raise _Refused("it has more in it than numbers, + - * / and parentheses")
+        raise _Refused("it contains more than numbers, + - * / and parentheses")
     if not equals:
         return expression, None
     claim = re.fullmatch(r"\s*(-?\s?[0-9]{1,30}(?:\.[0-9]{1,30}|/[1-9][0-9]{0,29})?)\s*", claimed)

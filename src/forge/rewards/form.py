@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, MinLen
 
 from forge.errors import OptionError
+from forge.rewards.catalog import checks
 from forge.types import Completion, Prompt
 
 _TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
@@ -54,8 +55,9 @@ def _parts(text: str, tags: Sequence[str]) -> tuple[str, list[str], bool]:
     return "".join([*outside, text[position:]]), insides, True
 
 
+@checks(tags)
 def check_tags(args: Mapping[str, Any]) -> None:
-    """Refuse what is no name of a tag, and the same tag twice."""
+    """Refuse what is not a tag name, and the same tag twice."""
     names = args.get("tags", ("think", "answer"))
     for name in names:
         check_tag_name(name, path="tags")
@@ -64,7 +66,7 @@ def check_tags(args: Mapping[str, Any]) -> None:
             "A tag is named twice.",
             path="tags",
             value=list(names),
-            rule="each tag may stand there once",
+            rule="each tag may appear once",
             repair="remove one",
         )
 
@@ -93,7 +95,7 @@ def length(
     """1 for a completion of a length between `min_tokens` and `max_tokens`, falling to 0 over `margin` tokens outside.
 
     With `target` instead: 1 at that length, falling to 0 over `margin` tokens on both sides. Length is the number of
-    tokens drawn, the end token included.
+    sampled tokens, the end token included.
     """
     size = len(completion.token_ids)
     if target is not None:
@@ -107,6 +109,7 @@ def length(
     return max(0.0, 1.0 - off / margin) if margin else 0.0
 
 
+@checks(length)
 def check_length(args: Mapping[str, Any]) -> None:
     """Refuse bounds that cross, and bounds beside a target."""
     low, high, target = args.get("min_tokens", 0), args.get("max_tokens"), args.get("target")
@@ -115,8 +118,8 @@ def check_length(args: Mapping[str, Any]) -> None:
             "A target and limits exclude each other.",
             path="target",
             value=target,
-            rule="must stand without min_tokens and max_tokens",
-            repair="remove the limits, and say with margin how far off may count",
+            rule="cannot be combined with min_tokens and max_tokens",
+            repair="remove the limits, and use margin for the allowed difference",
         )
     if target is None and not low and high is None:
         raise OptionError(

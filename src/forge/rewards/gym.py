@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from forge.errors import ConfigError, DataError
+from forge.rewards.catalog import checks
 from forge.rewards.regions import Take, answer_text, needed_metadata
 from forge.types import Completion, Prompt
 
@@ -53,6 +54,7 @@ def _dataset(task: str, args: str) -> Any:
         ) from error
 
 
+@checks(reasoning_gym)
 def check_installed(args: object = None) -> Any:
     """The package, or an error that says how to get it."""
     try:

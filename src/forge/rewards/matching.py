@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le, MinLen
 
 from forge.errors import OptionError
+from forge.rewards.catalog import checks
 from forge.rewards.regions import Take, answer_text, needed_answer, region, tagged
 from forge.types import Completion, Prompt
 
@@ -182,8 +183,9 @@ def regex(
     return float((found[group] or "").strip() == answer)
 
 
+@checks(regex)
 def check_regex(args: Mapping[str, Any]) -> None:
-    """Refuse a pattern that is no regular expression, and a group that it does not have."""
+    """Refuse a pattern that is not a regular expression, and a group that it does not have."""
     try:
         compiled = re.compile(args["pattern"])
     except re.error as error:

@@ -15,7 +15,7 @@ Take = Literal["all", "boxed", "marker", "last_line"]
 """Which part of a text is the answer."""
 
 LONGEST_GROUP = 4000
-"""How many characters \\boxed{…} may hold. More is no answer."""
+"""How many characters \\boxed{…} may hold. A longer one does not count as an answer."""
 
 _BOXED = re.compile(r"\\f?boxed\s{0,9}\{")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)

@@ -1,6 +1,6 @@
 r"""The rewards that a model behind a service gives: what it is asked, and how its answer becomes a number.
 
-All of it is pure. Whoever holds the service sends `judge_messages(...)` to the judge and gives its text to
+All of it is pure. The owner of the service sends `judge_messages(...)` to the judge and gives its text to
 `judge_score`; a reward model's number goes through `model_score`. What configuration may say as `args` of the kinds
 `judge` and `reward_model` is what the functions `judge` and `reward_model` here take.
 """
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from forge.errors import OptionError
+from forge.rewards.catalog import checks, served
 from forge.types import Completion, Prompt
 
 JUDGE_TEMPLATE = """\
@@ -51,21 +52,24 @@ _CLOSING = re.compile(r"</(?=\s*(?:question|reference|response))", re.IGNORECASE
 _TAIL = 20_000
 
 
+@served
 def judge(*, template: str | None = None, scale: Annotated[int, Ge(1)] = 10) -> None:
     """A language model grades the completion from 0 to `scale`; the score is divided by `scale`."""
 
 
+@served
 def reward_model(*, squash: Literal["none", "sigmoid"] = "none") -> None:
     """A classifier with one label gives the completion a number; `squash: sigmoid` brings it between 0 and 1."""
 
 
+@checks(judge)
 def check_judge(args: Mapping[str, Any]) -> None:
     """Refuse a judge's template that does not show the response, or that misspells one of its places."""
     template = args.get("template")
     if template is None:
         return
     for word in re.findall(r"\{([A-Za-z_]+)\}", template):
-        from forge.config.suggest import did_you_mean
+        from forge.errors import did_you_mean
 
         question = did_you_mean(word, PLACES)
         if word not in PLACES and question:
@@ -78,10 +82,10 @@ def check_judge(args: Mapping[str, Any]) -> None:
             )
     if "{response}" not in template:
         raise OptionError(
-            "The judge's template does not show what is to be judged.",
+            "The judge's template does not contain the completion.",
             path="template",
             value=template,
-            rule="must have {response} in it",
+            rule="must contain {response}",
             repair="write {response} where the completion's text belongs",
         )
 

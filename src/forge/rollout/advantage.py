@@ -138,7 +138,7 @@ def gae(
 
     delta_t = r_t + gamma V_(t+1) - V_t, and A_t = delta_t + gamma lam A_(t+1); the return of a token, which a critic
     learns, is A_t + V_t. `last_value` is the critic's value of what follows the last token: 0 where the completion
-    ended by itself, and its value of the cut-off state where it was cut off by length.
+    finished, and its value of the cut-off state where it was cut off by length.
     """
     if len(rewards_T) != len(values_T):
         raise DataError(

@@ -10,11 +10,11 @@ Three rules together guarantee that, and waste nothing:
    served: synchronous training is the same code.
 2. *Those that are due*: a batch holds, and waits for, every group that would be too old for the next one. By rule 1
    there are never more of them than a batch holds.
-3. *The check*: a group that is too old all the same (a generator was behind) goes back to the queue, and is counted.
+3. *The check*: a group that is too old all the same (a generator was behind) is requeued, and counted.
 
 Groups are named by their number, which is their place in the order of prompts. Every number below `next_number` is
-either settled (learned from, or given up for a reason: the ledger says which) or pending. `state` is what a checkpoint
-keeps of it, so that after a kill every pending number is rolled out again and no settled one is.
+either committed (learned from, or dropped for a reason: the ledger says which) or pending. `state` is what a checkpoint
+keeps of it, so that after a kill every pending number is rolled out again and no committed one is.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from typing import Any, Final, Literal
 from forge.config import RolloutConfig
 from forge.config.algorithm import AlgorithmConfig
 from forge.errors import CheckpointError
-from forge.rollout.fruitless import Fruitless, FruitlessTally, GivenUp
-from forge.rollout.signal import SignalTest
+from forge.rollout.credit import AdvantageFunction
+from forge.rollout.signal import DropReason, NoSignalGroup, NoSignalTally, SignalTest
 from forge.types import Episode, Group
 
 _log = logging.getLogger("forge.rollout")
@@ -62,7 +62,7 @@ class TakenBatch:
     Attributes:
         index: the batch's number, which is the version of the weights that learn from it.
         groups: in the order of their numbers.
-        given_up: numbers that were given up since the last batch, and why.
+        drops: numbers that were dropped since the last batch, and why.
         num_stale: groups that had to go back to the queue since the last batch.
         num_no_signal: groups without signal since the last batch, dropped or (with `keep`) in this one.
         dropped: the episodes of groups that were left out since the last batch for lack of signal.
@@ -70,7 +70,7 @@ class TakenBatch:
 
     index: int
     groups: tuple[Group, ...]
-    given_up: tuple[tuple[int, GivenUp], ...] = ()
+    drops: tuple[tuple[int, DropReason], ...] = ()
     num_stale: int = 0
     num_no_signal: int = 0
     dropped: tuple[Scored, ...] = ()
@@ -115,14 +115,15 @@ class ReplayBuffer:
         >>> number = await buffer.admit()          # in the task that starts rollouts
         >>> buffer.put(group)                      # when one is finished
         >>> batch = await buffer.take()            # in the task that trains
-        >>> buffer.settle()                        # when it has been learned from
+        >>> buffer.commit()                        # when it has been learned from
         >>> buffer.serve(version)                  # when generators have the new weights
 
     Args:
         config: the section `rollout`.
         num_groups: how many groups there are in all; None for no end.
         algorithm: how rewards become advantages, which says what a group without signal is.
-        on_fruitless: gets every group that teaches nothing, and returns the file that it was written to, if it was.
+        advantage: computes advantages; None for what the algorithm names.
+        on_no_signal: gets every group that teaches nothing, and returns the file that it was written to, if it was.
     """
 
     def __init__(
@@ -131,15 +132,17 @@ class ReplayBuffer:
         *,
         num_groups: int | None = None,
         algorithm: AlgorithmConfig | None = None,
-        on_fruitless: Callable[[Fruitless], Path | None] = lambda fruitless: None,
+        advantage: AdvantageFunction | None = None,
+        on_no_signal: Callable[[NoSignalGroup], Path | None] = lambda no_signal: None,
     ) -> None:
-        self._config, self._num_groups, self._on_fruitless = config, num_groups, on_fruitless
+        self._config, self._num_groups, self._on_no_signal = config, num_groups, on_no_signal
         self._signal = SignalTest(
             algorithm or AlgorithmConfig(),
             mask_truncated=config.mask_truncated,
             before_shaping=config.no_signal == "replace",
+            advantage=advantage,
         )
-        self.tally = FruitlessTally()
+        self.tally = NoSignalTally()
         self.next_number = 0
         self.num_taken = 0
         self.version = 0
@@ -147,17 +150,17 @@ class ReplayBuffer:
         self._queue: list[int] = []
         self._in_flight: dict[int, int] = {}
         self._ready: dict[int, _Ready] = {}
-        self._given_up: dict[int, GivenUp] = {}
+        self._drops: dict[int, DropReason] = {}
         self._num_stale = 0
         self._dropped: list[Scored] = []
-        self._unsettled: TakenBatch | None = None
+        self._uncommitted: TakenBatch | None = None
         self._news: asyncio.Future[None] | None = None
 
     # ---- Rollouts -----------------------------------------------------------------------------------------------
 
     async def admit(self) -> int | None:
         """Wait until a group may be begun, and return its number; None when there will be no more."""
-        while not (self._is_over() and self._unsettled is None):
+        while not (self._is_over() and self._uncommitted is None):
             if self._has_room() and (number := self._next()) is not None:
                 self._in_flight[number] = self.version
                 self.counts.num_admitted += 1
@@ -166,8 +169,8 @@ class ReplayBuffer:
         return None
 
     def put(self, group: Group) -> None:
-        """Take a finished group. One without signal is dealt with as the configuration says; one that is too old tells
-        nothing about the weights, and goes back to the queue."""
+        """Take a finished group. One without signal is dealt with as the configuration says; one that is too old
+        is requeued."""
         started_at = self._in_flight.pop(group.number)
         if self.is_stale(group):
             self._queue_stale(group.number)
@@ -177,35 +180,35 @@ class ReplayBuffer:
         lacks_signal = not is_open and not self._signal.passes([group])
         is_dropped = lacks_signal and (self._config.no_signal != "keep" or not counts)
         if is_dropped and self._config.no_signal == "replace":
-            self._drop(group)
+            self._drop_no_signal(group)
         else:
             self._ready[group.number] = _Ready(started_at, group, lacks_signal, is_dropped)
         if lacks_signal:
             self._count_no_signal(group, is_kept=not is_dropped)
         elif not is_open:
             self.tally.restart()
-        self._tell()
+        self._notify()
 
-    def _drop(self, group: Group) -> None:
-        self._given_up[group.number] = "no_signal"
+    def _drop_no_signal(self, group: Group) -> None:
+        self._drops[group.number] = "no_signal"
         self._dropped += [Scored.of(episode) for episode in group.episodes]
 
     def is_stale(self, group: Group) -> bool:
         """Whether it is too old for the next batch, and so for all."""
         return group.version < self.num_taken - self._config.staleness
 
-    def give_up(self, number: int, why: Literal["failed", "refused"], *, group: Group | None = None) -> None:
-        """Leave a group out for good; `group` is what was sampled of it."""
+    def drop(self, number: int, why: Literal["failed", "refused"], *, group: Group | None = None) -> None:
+        """Drop a group; `group` is what was sampled of it."""
         del self._in_flight[number]
-        self._given_up[number] = why
-        self._count_fruitless(Fruitless(number, why, why, group))
-        self._tell()
+        self._drops[number] = why
+        self._count_no_signal_group(NoSignalGroup(number, why, why, group))
+        self._notify()
 
-    def put_back(self, number: int) -> None:
+    def requeue(self, number: int) -> None:
         """Return a group that is in flight to the queue, to be rolled out again."""
         del self._in_flight[number]
         heapq.heappush(self._queue, number)
-        self._tell()
+        self._notify()
 
     def _has_room(self) -> bool:
         outstanding = len(self._in_flight) + len(self._ready)
@@ -224,10 +227,10 @@ class ReplayBuffer:
     def _count_no_signal(self, group: Group, *, is_kept: bool) -> None:
         self.counts.num_no_signal += 1
         reason = self._signal.reason(group)
-        self._count_fruitless(Fruitless(group.number, "no_signal", reason, group, is_kept=is_kept))
+        self._count_no_signal_group(NoSignalGroup(group.number, "no_signal", reason, group, is_kept=is_kept))
 
-    def _count_fruitless(self, fruitless: Fruitless) -> None:
-        self.tally.add(fruitless, recorded_in=self._on_fruitless(fruitless))
+    def _count_no_signal_group(self, no_signal: NoSignalGroup) -> None:
+        self.tally.add(no_signal, recorded_in=self._on_no_signal(no_signal))
         count, most = self.tally.num_groups, self._config.max_no_signal_groups
         if count >= most:
             raise self.tally.error(
@@ -241,12 +244,12 @@ class ReplayBuffer:
                 *(count, most, self.tally.summary()),
             )
 
-    def check_fruitful(self) -> None:
+    def check_any_signal(self) -> None:
         """Raise if groups were rolled out, and none of the run's brought anything to learn from, before a resume or
         after it."""
         if self.counts.num_admitted and not self.num_taken:
             raise self.tally.error(
-                "the prompts have come to their end, and none of their groups brought anything to learn from",
+                "the prompts are exhausted, and none of their groups had a signal",
                 path="prompts.sources",
                 rule="at least one group with signal",
             )
@@ -256,10 +259,10 @@ class ReplayBuffer:
     async def take(self) -> TakenBatch | None:
         """Wait for the next batch; None when every group has been dealt with.
 
-        Settle the last batch first.
+        Commit the last batch first.
         """
-        if self._unsettled is not None:
-            raise RuntimeError("the last batch has not been settled")
+        if self._uncommitted is not None:
+            raise RuntimeError("the last batch has not been committed")
         while True:
             self._return_stale()
             chosen = self._choose()
@@ -268,20 +271,20 @@ class ReplayBuffer:
                 if batch.groups:
                     return batch
             elif self._is_over():
-                self._tell()
+                self._notify()
                 return None
             else:
                 await self._change()
 
-    def settle(self) -> None:
-        """The batch that was taken has been learned from: its groups are done with."""
-        self._unsettled = None
-        self._tell()
+    def commit(self) -> None:
+        """Mark the batch that was taken as learned from."""
+        self._uncommitted = None
+        self._notify()
 
     def serve(self, version: int) -> None:
         """Generators make tokens with this version from now on."""
         self.version = version
-        self._tell()
+        self._notify()
 
     def _choose(self) -> list[_Ready] | None:
         """The groups of the next batch, or None if they are not all there yet."""
@@ -301,9 +304,9 @@ class ReplayBuffer:
         for each in chosen:
             del self._ready[each.group.number]
             if each.is_dropped:
-                self._drop(each.group)
+                self._drop_no_signal(each.group)
         taken = self._made_of([each for each in chosen if not each.is_dropped])
-        self._tell()
+        self._notify()
         for each in found_out:
             self._count_no_signal(each.group, is_kept=not each.is_dropped)
         return taken
@@ -321,21 +324,21 @@ class ReplayBuffer:
         return together
 
     def _made_of(self, kept: list[_Ready]) -> TakenBatch:
-        if not kept:  # nothing to learn from: no step, the numbers are settled with the next one
+        if not kept:  # nothing to learn from: no step, the numbers are committed with the next one
             return TakenBatch(self.num_taken, ())
-        given_up, self._given_up = tuple(sorted(self._given_up.items())), {}
+        drops, self._drops = tuple(sorted(self._drops.items())), {}
         num_stale, self._num_stale = self._num_stale, 0
         dropped, self._dropped = tuple(self._dropped), []
-        self._unsettled = TakenBatch(
+        self._uncommitted = TakenBatch(
             self.num_taken,
             tuple(sorted((each.group for each in kept), key=lambda group: group.number)),
-            given_up=given_up,
+            drops=drops,
             num_stale=num_stale,
-            num_no_signal=sum(why == "no_signal" for _, why in given_up) + sum(each.lacks_signal for each in kept),
+            num_no_signal=sum(why == "no_signal" for _, why in drops) + sum(each.lacks_signal for each in kept),
             dropped=dropped,
         )
         self.num_taken += 1
-        return self._unsettled
+        return self._uncommitted
 
     def _return_stale(self) -> None:
         for number in [number for number, each in self._ready.items() if self.is_stale(each.group)]:
@@ -346,7 +349,7 @@ class ReplayBuffer:
         heapq.heappush(self._queue, number)
         self._num_stale += 1
         self.counts.num_stale += 1
-        self._tell()
+        self._notify()
 
     def _is_over(self) -> bool:
         return not self._has_more() and not self._in_flight and not self._ready
@@ -358,7 +361,7 @@ class ReplayBuffer:
             self._news = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._news)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         news, self._news = self._news, None
         if news is not None and not news.done():
             news.set_result(None)
@@ -374,34 +377,34 @@ class ReplayBuffer:
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """Numbers that were begun or given up and are not settled."""
-        taken = () if self._unsettled is None else tuple(group.number for group in self._unsettled.groups)
-        aside = () if self._unsettled is None else tuple(number for number, _ in self._unsettled.given_up)
-        return tuple(sorted((*self._queue, *self._in_flight, *self._ready, *self._given_up, *taken, *aside)))
+        """Numbers that were started or dropped and are not committed."""
+        taken = () if self._uncommitted is None else tuple(group.number for group in self._uncommitted.groups)
+        aside = () if self._uncommitted is None else tuple(number for number, _ in self._uncommitted.drops)
+        return tuple(sorted((*self._queue, *self._in_flight, *self._ready, *self._drops, *taken, *aside)))
 
     @property
-    def unsettled_drops(self) -> tuple[tuple[int, GivenUp], ...]:
+    def uncommitted_drops(self) -> tuple[tuple[int, DropReason], ...]:
         """The groups among those pending that were found to teach nothing, and why: those of no step yet."""
-        found = dict(self._given_up) | dict(() if self._unsettled is None else self._unsettled.given_up)
+        found = dict(self._drops) | dict(() if self._uncommitted is None else self._uncommitted.drops)
         found |= {number: "no_signal" for number, each in self._ready.items() if each.is_dropped}
         return tuple(sorted(found.items()))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps. A batch that was taken and not settled counts as not taken."""
-        num_taken = self.num_taken - (self._unsettled is not None)
+        """What a checkpoint keeps. A batch that was taken and not committed counts as not taken."""
+        num_taken = self.num_taken - (self._uncommitted is not None)
         return {"next_number": self.next_number, "pending": list(self.pending), "num_taken": num_taken}
 
-    def load(self, state: dict[str, Any], *, settled: Iterable[int] = ()) -> None:
-        """Go on from a checkpoint: every pending number is in the queue again. `settled` is checked against it."""
+    def load(self, state: dict[str, Any], *, committed: Iterable[int] = ()) -> None:
+        """Resume from a checkpoint: every pending number is in the queue again. `committed` is checked against it."""
         pending = [int(number) for number in state["pending"]]
-        both = sorted(set(pending) & set(settled))
+        both = sorted(set(pending) & set(committed))
         if both:
             raise CheckpointError(
-                "the checkpoint and the ledger disagree: groups are pending in one and settled in the other",
+                "the checkpoint and the ledger disagree: groups are pending in one and committed in the other",
                 path="ledger.jsonl",
                 value=both[:8],
-                rule="a group is settled once",
-                repair="resume from another checkpoint, or start anew",
+                rule="a group is committed once",
+                repair="resume from another checkpoint, or start a new run",
             )
         self.next_number, self.num_taken = int(state["next_number"]), int(state["num_taken"])
         self.version = self.num_taken

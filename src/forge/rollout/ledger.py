@@ -2,28 +2,61 @@
 
     {"step": 3, "group": 17, "epoch": 0, "prompt": "arithmetic:0:5", "outcome": "trained"}
 
-`step` is the step that learned from the group, or the one that was being prepared when it was given up. A run that goes
-on from step c moves the lines of later steps aside, since what they taught is lost: those groups come again. So do the
-groups that were given up after the last step of a run, whose lines are written when it ends.
+`step` is the step that learned from the group, or the one that was being prepared when it was dropped. A run that
+resumes from step c moves the lines of later steps aside, since what they taught is lost: those groups come again. So do
+groups that were dropped after the last step of a run, whose lines are written when it ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from forge.errors import CheckpointError, DataError
-from forge.rollout.writing import append
+from forge.errors import CheckpointError, DataError, RecordError
+
+
+@contextlib.contextmanager
+def recording(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside the block, an OSError becomes a `RecordError` that names the file and says how to continue."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordError(
+            f"a record of the run could not be written: {error.strerror or error}",
+            path=str(path),
+            rule="a file that can be written, on a disk with room for it",
+            repair="free space or correct the permissions, then continue with --resume",
+        ) from error
+
+
+def append(file: FileIO, data: bytes, *, sync: bool = False) -> None:
+    """Append to an unbuffered file, all of it or nothing. On a full disk a write may take a part without an error.
+
+    With `sync` it is written through to the disk.
+    """
+    start = os.fstat(file.fileno()).st_size
+    with recording(os.fsdecode(file.name)):
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, "only a part of the lines was written")
+            if sync:
+                os.fsync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), start)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerLine:
-    """What became of one group. `outcome` is `trained`, or why it was given up."""
+    """What became of one group. `outcome` is `trained`, or why it was dropped."""
 
     step: int
     group: int
@@ -39,15 +72,15 @@ class Ledger:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = _keep_up_to(self.path, -1 if resume_step is None else resume_step) if self.path.exists() else []
-        self.settled = frozenset(line.group for line in kept)
-        """The groups that were settled before this run began."""
+        self.committed = frozenset(line.group for line in kept)
+        """The groups that were committed before this run began."""
         twice = [group for group, count in Counter(line.group for line in kept).items() if count > 1]
         if twice:
             raise CheckpointError(
                 "the ledger holds groups twice",
                 path=str(self.path),
                 value=twice[:8],
-                rule="a group is settled once",
+                rule="a group is committed once",
                 repair="the file was changed by hand, or two runs wrote to one folder; start in another folder",
             )
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
@@ -75,7 +108,7 @@ def read_ledger(path: str | os.PathLike[str]) -> Iterator[LedgerLine]:
                     path=f"{path}:{number}",
                     value=raw[:200],
                     rule="each line is a JSON object with step, group, epoch, prompt and outcome",
-                    repair="the file was changed by hand: put the line right, or start in another folder",
+                    repair="the file was changed by hand: correct the line, or start in another folder",
                 )
 
 
@@ -99,7 +132,7 @@ def check_ledger(
     path: str | os.PathLike[str] = "ledger.jsonl",
     before: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise unless every group below `next_number` is settled exactly once or pending, none lost, twice or unknown.
+    """Raise unless every group below `next_number` is committed exactly once or pending, none lost, twice or unknown.
 
     The error names the line at which it shows: the second of a group, that of an unknown one, or the first after the
     place of a missing one.
@@ -133,7 +166,7 @@ def check_ledger(
         "the ledger does not add up",
         path=str(path) if at is None else f"{path}:{at}",
         value=f"{given}, unknown: {sorted(unknown)[:8]}" if unknown else given,
-        rule="every group that was given out is settled once or pending, and no other is in it",
+        rule="every group that was given out is committed once or pending, and no other is in it",
         repair="the file was changed, or two runs wrote to it: restore it, resume from a checkpoint of an earlier step "
         "(--resume PATH), or move the file away to continue without a record of what came before",
     )

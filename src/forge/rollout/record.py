@@ -1,11 +1,11 @@
-"""Writes down what the policy said and what came of it, one line for each episode.
+"""Records what the policy sampled and what became of it, one line for each episode.
 
     step_000003.jsonl        the groups that step 3 learned from
     fruitless_000003.jsonl   some of the groups that taught nothing while step 3 was being prepared, with the reason
     evaluation_000003.jsonl  the answers to the held-out prompts after step 3
 
 The files are what `forge report` shows, and what a program reads that wants to know why a reward rose. A line has the
-tokens that were drawn, never tokens made from the text again, with the logprobs of whoever computed some.
+sampled tokens, never tokens made from the text again, with every logprob that was computed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from typing import Any, Final, TypeVar
 
 from forge.config import RecordConfig
 from forge.errors import DataError
-from forge.rollout.fruitless import Fruitless
-from forge.rollout.signal import REASONS
-from forge.rollout.writing import append, recording
+from forge.rollout.ledger import append, recording
+from forge.rollout.signal import REASONS, NoSignalGroup
 from forge.types import Episode, Group
 
 TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
-"""For (group's number, place of the episode in it): the trainer's logprobs of the T tokens that were drawn."""
+"""For (group's number, place of the episode in it): the trainer's logprobs of the T sampled tokens."""
 
 T = TypeVar("T")
 
@@ -59,7 +58,7 @@ class RolloutRecorder:
         self.folder = Path(folder)
         self._config = config
         self._splitter = PieceSplitter(decode)
-        self._fruitless_step, self._num_fruitless = 0, 0
+        self._no_signal_step, self._num_no_signal = 0, 0
         try:
             _set_aside(self.folder, after=-1 if resume_step is None else resume_step)
             if config.rollouts != "none":
@@ -90,22 +89,22 @@ class RolloutRecorder:
         lines = self._lines(step, self._chosen(groups), outcome="evaluation")
         return self._replace(f"evaluation_{step:06d}.jsonl", lines)
 
-    def write_fruitless(self, step: int, fruitless: Fruitless) -> Path | None:
+    def write_no_signal(self, step: int, no_signal: NoSignalGroup) -> Path | None:
         """Write a group that taught nothing while a step was being prepared. The file, or None where it is not written:
         of each step the first few are, and then ever fewer, so that a run that learns nothing does not fill the disk.
         """
-        if self._config.rollouts == "none" or fruitless.group is None:
+        if self._config.rollouts == "none" or no_signal.group is None:
             return None
-        if step != self._fruitless_step:
-            self._fruitless_step, self._num_fruitless = step, 0
-        self._num_fruitless += 1
+        if step != self._no_signal_step:
+            self._no_signal_step, self._num_no_signal = step, 0
+        self._num_no_signal += 1
         first = self._config.num_groups if self._config.rollouts == "some" else _FIRST_FRUITLESS
-        if self._num_fruitless > first and self._num_fruitless & (self._num_fruitless - 1):
+        if self._num_no_signal > first and self._num_no_signal & (self._num_no_signal - 1):
             return None
         target = self.folder / f"fruitless_{step:06d}.jsonl"
         with recording(target), open(target, "ab", buffering=0) as file:
-            reason = REASONS[fruitless.reason]
-            append(file, b"".join(self._lines(step, [fruitless.group], outcome=fruitless.outcome, reason=reason)))
+            reason = REASONS[no_signal.reason]
+            append(file, b"".join(self._lines(step, [no_signal.group], outcome=no_signal.outcome, reason=reason)))
         return target
 
     def _chosen(self, groups: Sequence[Group]) -> list[Group]:
@@ -240,17 +239,17 @@ class PieceSplitter:
             shown = self._decode(window) if shown is None else shown
             window.append(token)
             text = self._decode(window)
-            settled = text[: len(text) - _num_unfinished(text)]
-            is_open = len(settled) < len(text)
-            if is_open and not settled.startswith(shown):
-                settled = shown  # bytes that follow may make whole again what these have spoilt
-            pieces.append(settled[len(shown) :])
-            shown = settled
+            whole = text[: len(text) - _num_unfinished(text)]
+            is_open = len(whole) < len(text)
+            if is_open and not whole.startswith(shown):
+                whole = shown  # bytes that follow may make whole again what these have spoilt
+            pieces.append(whole[len(shown) :])
+            shown = whole
             if not is_open:
                 window, shown = window[begun:], None
                 self._remember(pair, pieces[-1])
             elif len(window) > 2 * _MAX_WINDOW:
-                window, begun, num_held = window[-_MAX_WINDOW:], 0, len(text) - len(settled)
+                window, begun, num_held = window[-_MAX_WINDOW:], 0, len(text) - len(whole)
                 text = self._decode(window)
                 shown = text[: max(0, len(text) - num_held)]
         if is_open and shown is not None:

@@ -37,7 +37,7 @@ class RewardActor(ForgeActor):
         >>> scores = await rewards.score.route(prompt, completions)
 
     A reward that fails, returns no finite number, takes too long or ends its process never raises here: the score says
-    so in `failures`, and that part is 0. What follows from a failure is for whoever asked to decide.
+    so in `failures`, and that part is 0. The caller decides what follows from a failure.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from forge.runtime.endpoints import Batch, endpoint
 from forge.service.actor import ForgeActor
 
 Conversation = str | Sequence[Mapping[str, Any]]
-"""What is judged: text as it is, or messages, the last of which is the completion."""
+"""What is scored: text as it is, or messages, the last of which is the completion."""
 
 
 class RewardModel(ForgeActor):
@@ -31,7 +31,7 @@ class RewardModel(ForgeActor):
 
     @endpoint
     def setup(self) -> None:
-        """Load tokenizer and model. What is no classifier with one label raises `ModelError`."""
+        """Load tokenizer and model. Any model but a classifier with one label raises `ModelError`."""
         import torch
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -100,8 +100,8 @@ class RewardModel(ForgeActor):
                 "the reward model cannot read a conversation of this length",
                 path="rewards.reward_model.max_seq_len",
                 value=len(ids),
-                rule=f"1 to {self.config.max_seq_len} tokens; a part of it would earn a number that means nothing",
-                repair="raise it, as far as the model goes",
+                rule=f"1 to {self.config.max_seq_len} tokens; a score of a part would be meaningless",
+                repair="raise it, up to the model's limit",
             )
         return ids
 

@@ -18,16 +18,16 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
+from forge.runtime import framing
 from forge.runtime.sandbox.confine import PR_SET_PDEATHSIG, prctl
 
-LENGTH = struct.Struct("!I")
-"""Before every message: how many bytes it has. A call's message begins with the number of its function, as such."""
+SETUP, CALL, REPLY = 1, 2, 3
+"""The kinds of frames: which functions to import, a call (its number is that of the function), and a reply."""
 
 _MOST_CHARACTERS = 2000
 
@@ -64,7 +64,10 @@ def _guard(child: int) -> NoReturn:
 
 def _serve(line: socket.socket) -> None:
     """Import the functions, answer with the process id, and answer calls until the other end closes."""
-    asked: list[tuple[str, dict[str, Any]]] = pickle.loads(_receive(line))
+    setup = framing.receive(line)
+    if setup is None:
+        return
+    asked: list[tuple[str, dict[str, Any]]] = pickle.loads(setup[2])
     try:
         from forge.rewards import find
 
@@ -74,23 +77,22 @@ def _serve(line: socket.socket) -> None:
         return
     process = os.getpid()
     _send(line, (True, float(process)))
-    while message := _receive(line):
-        answer = _answer(functions, message)
+    while (call := framing.receive(line)) is not None:
+        answer = _answer(functions[call[1]], call[2])
         if os.getpid() != process:  # a reward forked and came back twice
             os._exit(1)
         _send(line, answer)
 
 
-def _answer(functions: list[partial[float]], message: bytes) -> tuple[bool, float | str]:
+def _answer(function: partial[float], payload: bytes) -> tuple[bool, float | str]:
     try:
-        prompt, completion = pickle.loads(memoryview(message)[LENGTH.size :])
-        return True, as_number(functions[LENGTH.unpack_from(message)[0]](prompt, completion))
-    except BaseException as error:  # noqa: BLE001 - also an exit request: the call fails, and the worker goes on
+        return True, as_number(function(*pickle.loads(payload)))
+    except BaseException as error:  # noqa: BLE001 - also an exit request: the call fails, and the worker continues
         return False, explain(error)
 
 
 def as_number(value: Any) -> float:
-    """The reward as a float. What is no finite number raises."""
+    """Return the reward as a float. Anything but a finite number raises."""
     convert: Callable[[Any], float] | None = getattr(type(value), "__float__", None)
     if convert is None:
         raise TypeError(f"the reward returned {type(value).__name__}, which is not a number")
@@ -108,31 +110,13 @@ def explain(error: BaseException) -> str:
     where = "" if place is None else f" ({os.path.basename(place.tb_frame.f_code.co_filename)}:{place.tb_lineno})"
     try:
         text = " ".join(str(error).split())
-    except Exception as fault:  # noqa: BLE001 - an error that cannot even be said
+    except Exception as fault:  # noqa: BLE001 - an error without a text
         text = f"its text cannot be had: {type(fault).__name__}"
     return f"{type(error).__name__}: {text[:_MOST_CHARACTERS]}{where}" if text else f"{type(error).__name__}{where}"
 
 
-def _receive(line: socket.socket) -> bytes:
-    """The next message; empty when the parent has gone."""
-    length = _exactly(line, LENGTH.size)
-    return _exactly(line, LENGTH.unpack(length)[0]) if length else b""
-
-
-def _exactly(line: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        num_read = line.recv_into(view)
-        if num_read == 0:
-            return b""
-        view = view[num_read:]
-    return bytes(data)
-
-
 def _send(line: socket.socket, answer: tuple[bool, float | str]) -> None:
-    data = pickle.dumps(answer)
-    line.sendall(LENGTH.pack(len(data)) + data)
+    framing.send(line, REPLY, 0, pickle.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 from forge.config.rewards import RewardConfig
 from forge.errors import ForgeError
-from forge.rollout.reward_worker_main import LENGTH
+from forge.rollout.reward_worker_main import CALL, SETUP
+from forge.runtime import framing
 from forge.types import Completion, Prompt
 
 START_TIMEOUT_S = 120.0
@@ -39,7 +40,7 @@ class RewardWorkers:
         num_workers: how many processes.
 
     Use it on one event loop. A worker that cannot be started fails the call that needs it, and is tried again for the
-    next one; nothing here waits for ever.
+    next one; no wait is unbounded.
     """
 
     def __init__(self, functions: Sequence[RewardConfig], *, num_workers: int) -> None:
@@ -80,7 +81,7 @@ class RewardWorkers:
                 if self._is_closed:
                     raise RewardFailed("the workers of this reward are closed")
                 worker = await slot.worker()
-                return await worker.ask(LENGTH.pack(index) + payload, timeout_s=timeout_s)
+                return await worker.ask(framing.pack(CALL, index, payload), timeout_s=timeout_s)
             except _Late:
                 self.num_killed += 1
                 raise RewardFailed(f"it took longer than {timeout_s:g} s, and was killed") from None
@@ -190,7 +191,7 @@ class _Worker:
             )
         try:
             worker._reader, worker._writer = await asyncio.open_unix_connection(sock=ours, limit=2**20)
-            worker.pid = int(await worker.ask(asked, timeout_s=START_TIMEOUT_S))
+            worker.pid = int(await worker.ask(framing.pack(SETUP, 0, asked), timeout_s=START_TIMEOUT_S))
         except _Late:
             raise RewardFailed(f"its process was not ready within {START_TIMEOUT_S:g} s") from None
         except _Died as death:
@@ -200,20 +201,19 @@ class _Worker:
             raise
         return worker
 
-    async def ask(self, message: bytes, *, timeout_s: float) -> float:
-        """Send a message and wait for its answer. Whatever keeps the answer away ends the worker."""
+    async def ask(self, frame: Sequence[bytes | memoryview], *, timeout_s: float) -> float:
+        """Send a frame and wait for the reply. Whatever prevents the reply ends the worker."""
         try:
             async with asyncio.timeout(timeout_s):
-                self._writer.writelines((LENGTH.pack(len(message)), message))
+                self._writer.writelines(frame)
                 await self._writer.drain()
-                head = await self._reader.readexactly(LENGTH.size)
-                data = await self._reader.readexactly(LENGTH.unpack(head)[0])
+                _, _, data = await framing.read(self._reader)
         except TimeoutError:
             await self.end()
             raise _Late from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise _Died(await self.end()) from None
-        except BaseException:  # nobody waits any more: an answer would be taken for that of the next call
+        except BaseException:  # no caller waits any more: an answer would be taken for that of the next call
             await asyncio.shield(self.end())
             raise
         is_number, value = pickle.loads(data)
@@ -234,7 +234,7 @@ class _Worker:
         loop.add_reader(watch, over.set)
         assert self._guard.stdin is not None
         self._guard.stdin.close()
-        # A guard that is still starting is not waited for, and one that a function stopped goes on.
+        # A guard that is still starting is not waited for, and one that a function stopped continues.
         os.kill(guard, signal.SIGKILL if self.pid == guard else signal.SIGCONT)
         try:
             await over.wait()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from forge.config import AlgorithmConfig, Sampling
 from forge.observe import span
 from forge.rollout.advantage import completion_kl
 from forge.rollout.samples import sampler_logprobs, sequence
 from forge.types import Batch, Completion, Episode, Group, Prompt, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Policy(Protocol):
@@ -28,18 +31,11 @@ class Policy(Protocol):
         ...
 
 
-class Rewards(Protocol):
-    """What a rollout needs of the service that scores."""
+ScoreFunction = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Score]]]
+"""Returns one score for each completion; a reward that fails is reported in it, not raised."""
 
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]: ...
-
-
-class Reference(Protocol):
-    """What a rollout needs of the reference model."""
-
-    async def logprobs(self, batch: Batch, *, temperature: float) -> list[Any]:
-        """One float tensor [L] for each sample."""
-        ...
+LogprobsFunction = Callable[[Batch, float], Awaitable["list[Tensor] | None"]]
+"""Returns one float tensor [L] for each sample, at a temperature."""
 
 
 class Prompts(Protocol):
@@ -61,8 +57,10 @@ class Rollouter:
 
     Args:
         prompts: what to ask, by number.
-        policy, rewards, reference: who answers, who scores, and who the policy is held to, if anyone.
-        sampling: how tokens are drawn; `n` is the size of a group.
+        policy: generates completions.
+        score: scores them.
+        ref_logprobs: the logprobs of the reference model; None without one.
+        sampling: how tokens are sampled; `n` is the size of a group.
         algorithm: says whether the divergence from the reference is taken from rewards.
         seed: the run's. A group's tokens depend on it, on the group's number and on the weights, and on nothing else.
     """
@@ -72,13 +70,13 @@ class Rollouter:
         prompts: Prompts,
         *,
         policy: Policy,
-        rewards: Rewards,
-        reference: Reference | None,
+        score: ScoreFunction,
+        ref_logprobs: LogprobsFunction | None,
         sampling: Sampling,
         algorithm: AlgorithmConfig,
         seed: int,
     ) -> None:
-        self._prompts, self._policy, self._rewards, self._reference = prompts, policy, rewards, reference
+        self._prompts, self._policy, self._score, self._ref_logprobs = prompts, policy, score, ref_logprobs
         self._sampling, self._algorithm, self._seed = sampling, algorithm, seed
         self.num_samples = 0
         """Completions that were sampled so far, whatever became of their groups."""
@@ -100,7 +98,7 @@ class Rollouter:
                 self.num_tokens += sum(len(completion) for completion in completions)
                 self._enter(number, "scoring")
                 scores, references = await _both(
-                    self._rewards.score(prompt, completions), self._references(number, prompt, completions)
+                    self._score(prompt, completions), self._references(number, prompt, completions)
                 )
         finally:
             self._stages.pop(number, None)
@@ -117,7 +115,7 @@ class Rollouter:
             return list(await asyncio.gather(*(self._whole(each, sampling) for each in completions)))
 
     async def _whole(self, completion: Completion, sampling: Sampling) -> Completion:
-        """Go on with a completion that an update of the weights cut short, until it ends by itself."""
+        """Continue a completion that an update of the weights cut short, until it finishes."""
         while completion.finish_reason == "abort":
             left = None if sampling.max_tokens is None else sampling.max_tokens - len(completion)
             if left is not None and left <= 0:
@@ -130,11 +128,12 @@ class Rollouter:
     async def _references(
         self, number: int, prompt: Prompt, completions: Sequence[Completion]
     ) -> list[tuple[float, ...] | None]:
-        if self._reference is None:
+        if self._ref_logprobs is None:
             return [None] * len(completions)
         samples = [sequence(Episode(prompt, each, Score(0.0)), number=number) for each in completions]
         temperature = self._sampling.temperature or 1.0
-        logprobs = await self._reference.logprobs(Batch.of(samples), temperature=temperature)
+        logprobs = await self._ref_logprobs(Batch.of(samples), temperature)
+        assert logprobs is not None  # rank 0 answers
         pairs = zip(completions, logprobs, strict=True)
         return [tuple(found[len(completion.prompt_ids) :].tolist()) for completion, found in pairs]
 
@@ -193,7 +192,7 @@ class _Counted:
 
 
 async def _both(
-    scores: Coroutine[Any, Any, list[Score]], references: Coroutine[Any, Any, list[tuple[float, ...] | None]]
+    scores: Awaitable[list[Score]], references: Awaitable[list[tuple[float, ...] | None]]
 ) -> tuple[list[Score], list[tuple[float, ...] | None]]:
     """Await both; if one fails, the other is cancelled."""
     first, second = asyncio.ensure_future(scores), asyncio.ensure_future(references)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def sampler_logprobs(completion: Completion) -> tuple[float, ...]:
-    """What the sampler gave the tokens, before truncation where it can tell: that is what a trainer computes as well.
+    """Return the sampler's logprobs, before truncation where it has them: a trainer computes the same.
 
     With top_p, top_k, min_p or penalties the policy that is learned is the one without them.
     """
@@ -85,7 +85,7 @@ def with_field(batch: Batch, name: str, values: Sequence[Tensor]) -> Batch:
 
 
 def completion_logprobs(groups: Sequence[Group], logprobs: Sequence[Tensor]) -> Mapping[tuple[int, int], list[float]]:
-    """The trainer's logprobs of what was drawn, by group number and index; `logprobs` is one tensor a sample."""
+    """Return the trainer's logprobs of tokens, by group number and index; `logprobs` has a tensor per sample."""
     found: dict[tuple[int, int], list[float]] = {}
     each = iter(logprobs)
     for group in groups:

@@ -8,19 +8,22 @@ An advantage of 0 leaves the policy as it is. When that happens depends on the b
 | nothing | all rewards of the group are 0 |
 | the batch, whose mean is the baseline, or over which advantages are whitened | all rewards of the batch are equal |
 
-In the last case a group alone cannot tell: all groups of a batch have signal, or none. Whitening does not count where
+In the last case one group does not decide: all groups of a batch have signal, or none. Whitening does not count where
 the advantages of each group add up to 0. Where the divergence is taken from single tokens (`algorithm.kl.credit`), it
 is a part of their advantages, and so a signal.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, Literal
 
 from forge.config.algorithm import AlgorithmConfig
-from forge.rollout.credit import assign_advantages
+from forge.errors import RolloutError
+from forge.rollout.credit import AdvantageFunction, assign_advantages, needs_batch
 from forge.rollout.samples import is_masked
 from forge.types import Episode, Group
 
@@ -46,21 +49,18 @@ class SignalTest:
         algorithm: how rewards become advantages.
         mask_truncated: whether completions that were cut off by length count for nothing.
         before_shaping: whether rewards must also differ before shaping, as dynamic sampling wants it.
+        advantage: computes advantages; None for what the algorithm names.
     """
 
     algorithm: AlgorithmConfig
     mask_truncated: bool = False
     before_shaping: bool = False
+    advantage: AdvantageFunction | None = None
 
     @property
     def is_of_batch(self) -> bool:
-        """Whether only a whole batch tells: then `passes` is asked about all its groups at once."""
-        config = self.algorithm.advantage
-        if config.baseline in ("group_mean", "leave_one_out"):
-            # Such advantages add up to 0 in a group, and stay 0 when the batch is whitened, unless they are weighed.
-            is_weighed = config.scale == "others_std" or config.whiten_over == "tokens" or self.algorithm.charges_tokens
-            return config.whiten and is_weighed
-        return config.baseline == "batch_mean" or config.whiten
+        """Whether only a whole batch decides: then `passes` is asked about all its groups at once."""
+        return needs_batch(self.algorithm, self.advantage)
 
     def is_counted(self, episode: Episode) -> bool:
         """Whether a completion is in the loss at all."""
@@ -82,7 +82,9 @@ class SignalTest:
         return self.algorithm.model_copy(update={"kl": kl})
 
     def _moves(self, groups: Sequence[Group], algorithm: AlgorithmConfig) -> bool:
-        found = assign_advantages(_without_noise(groups), algorithm, mask_truncated=self.mask_truncated)
+        found = assign_advantages(
+            _without_noise(groups), algorithm, mask_truncated=self.mask_truncated, function=self.advantage
+        )
         return any(_is_moved(each) and self.is_counted(each) for group in found for each in group.episodes)
 
     def reason(self, group: Group) -> Reason:
@@ -121,3 +123,98 @@ def _rewarded(group: Group, rewards: Sequence[float]) -> Group:
 def _are_equal(values: Sequence[float]) -> bool:
     low, high = min(values), max(values)
     return high - low <= _TOLERANCE * max(1.0, abs(low), abs(high))
+
+
+DropReason = Literal["no_signal", "failed", "refused"]
+"""Why a group is dropped: no signal, a failed reward, a prompt that no generator can answer."""
+
+_TRY: Final = "give a completion to `forge rewards try`"
+_ADVICE: Final[dict[Reason, str]] = {
+    "all_zero": "the task is too hard, completions are cut off before the answer, or the reward never matches what the "
+    f"policy writes: {_TRY}, try easier prompts or a longer generator.sampling.max_tokens",
+    "all_equal": "the task is solved, or the reward does not distinguish completions: try harder prompts, a larger "
+    "rollout.group_size or a higher generator.sampling.temperature",
+    "equal_before_shaping": "only length terms distinguish completions: try other prompts, or "
+    "rollout.no_signal=drop, which learns from length terms, too",
+    "cut_off": "raise generator.sampling.max_tokens, or set rollout.mask_truncated=false",
+    "failed": f"correct the reward, and {_TRY} before the next run",
+    "refused": "shorten the prompts, or raise training.max_seq_len; the warnings before this name each prompt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NoSignalGroup:
+    """A group that teaches nothing.
+
+    Attributes:
+        number: the group's.
+        outcome: what the ledger says if it is dropped.
+        reason: why it teaches nothing.
+        group: what was sampled; None where nothing was.
+        is_kept: whether it is trained on all the same (`rollout.no_signal: keep`).
+    """
+
+    number: int
+    outcome: DropReason
+    reason: Reason
+    group: Group | None = None
+    is_kept: bool = False
+
+
+class NoSignalTally:
+    """Counts the groups in a row that taught nothing, and says why they did not."""
+
+    def __init__(self) -> None:
+        self.recorded_in: Path | None = None
+        """Where some of the groups can be read."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again: a group had signal."""
+        self.num_groups = 0
+        self._reasons: Counter[Reason] = Counter()
+        self._num_completions = self._num_failed = 0
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._messages: dict[tuple[str, str], str] = {}
+
+    def add(self, no_signal: NoSignalGroup, *, recorded_in: Path | None = None) -> None:
+        """Count a group. `recorded_in` is the file that it was written to, if it was."""
+        self.num_groups += 1
+        self._reasons[no_signal.reason] += 1
+        self.recorded_in = recorded_in or self.recorded_in
+        for episode in no_signal.group.episodes if no_signal.group is not None else ():
+            self._num_completions += 1
+            self._num_failed += bool(episode.score.failures)
+            for name, message in episode.score.failures.items():
+                kind = (name, message.partition(":")[0])  # an exception's type: messages may differ in every call
+                self._failures[kind] += 1
+                self._messages.setdefault(kind, message)
+
+    def summary(self) -> str:
+        """How many groups for which reason, and which failure of a reward was most frequent."""
+        text = ", ".join(f"{REASONS[reason]} ({_groups(count)})" for reason, count in self._reasons.most_common())
+        if self._failures:
+            (kind, count), *_ = self._failures.most_common(1)
+            text += (
+                f"; rewards failed on {self._num_failed} of {self._num_completions} completions, "
+                f"most often ({count} times) {kind[0]!r}: {self._messages[kind]}"
+            )
+        return text
+
+    def error(self, message: str, *, path: str, rule: str) -> RolloutError:
+        """An error that says what was counted, and what helps against the most frequent reason."""
+        ((reason, _),) = self._reasons.most_common(1)
+        if self._num_failed * 2 > self._num_completions:
+            reason = "failed"
+        look = "" if self.recorded_in is None else f"look at {self.recorded_in}; "
+        return RolloutError(
+            message,
+            path=path,
+            value=f"{_groups(self.num_groups)}: {self.summary()}",
+            rule=rule,
+            repair=look + _ADVICE[reason],
+        )
+
+
+def _groups(count: int) -> str:
+    return f"{count} group" if count == 1 else f"{count} groups"

@@ -7,8 +7,9 @@ first used: a rank process imports this package before anything heavy may load.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from forge._lazy import lazy_names
 
 if TYPE_CHECKING:
     from forge.runtime.actor import ActorOptions, MeshActor
@@ -18,22 +19,14 @@ if TYPE_CHECKING:
     T = TypeVar("T", bound=MeshActor)
     ActorHandle = Annotated[T, "the handle of a spawned actor"]
 
-_HOMES = {
-    "ActorHandle": "forge.runtime.handle",
-    "ActorOptions": "forge.runtime.actor",
-    "MeshActor": "forge.runtime.actor",
-    "endpoint": "forge.runtime.endpoints",
-    "run": "forge.runtime.lifetime",
-    "shutdown": "forge.runtime.lifetime",
-}
-
 __all__ = ["ActorHandle", "ActorOptions", "MeshActor", "endpoint", "run", "shutdown"]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'forge.runtime' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "forge.runtime.handle": "ActorHandle",
+        "forge.runtime.actor": "ActorOptions MeshActor",
+        "forge.runtime.endpoints": "endpoint",
+        "forge.runtime.lifetime": "run shutdown",
+    },
+)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+import functools
+from collections.abc import Coroutine, Generator
+from dataclasses import dataclass, field, replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from monarch._src.actor.actor_mesh import ActorMesh
 
-from forge.errors import OptionError
 from forge.runtime.backend import Actor, monarch_actor, note_fault
 from forge.runtime.dispatch import Dispatcher
-from forge.runtime.endpoints import EndpointSpec, specs_of
+from forge.runtime.endpoints import EndpointSpec, check_endpoint_names, specs_of
 from forge.runtime.group import GroupSpec
+from forge.runtime.option_checks import bad_option, check_count, check_known, check_seconds
 from forge.runtime.placement import GPU_VARIABLE, RANK_VARIABLES
-from forge.runtime.replies import ReplyTo
-from forge.runtime.starting import Starting
-from forge.runtime.streams import ItemsTo
-from forge.runtime.travelling import portable
-from forge.runtime.wire import decode
+from forge.runtime.replies import ReplyPort
+from forge.runtime.serialization import as_remote, decode
+from forge.runtime.streams import StreamPort
 
 T = TypeVar("T")
 
@@ -30,6 +28,36 @@ if TYPE_CHECKING:
     _Base = object  # and not Any: an endpoint that does not exist is an error
 else:
     _Base = Actor
+
+
+class PendingHandle(Coroutine[Any, Any, T]):
+    """What `as_actor` and `as_service` return: a coroutine that raises a clear error when it is used unawaited."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], *, call: str) -> None:
+        self._coroutine, self._call = coroutine, call
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._coroutine.__await__()
+
+    def send(self, value: Any) -> Any:
+        return self._coroutine.send(value)
+
+    def throw(self, kind: Any, value: Any = None, traceback: TracebackType | None = None) -> Any:
+        return self._coroutine.throw(kind if value is None else value)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    if not TYPE_CHECKING:  # a type checker is to report what is missing
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            call = self.__dict__.get("_call", "as_service")
+            raise AttributeError(f"{call}(...) was not awaited, so there is no {name!r} yet: write `await {call}(...)`")
+
+    def __repr__(self) -> str:
+        return f"<{self._call}(...), not awaited>"
 
 
 class MeshActor(_Base):
@@ -55,12 +83,12 @@ class MeshActor(_Base):
 
     @classmethod
     def options(cls, **keywords: Any) -> Spawner[Self]:
-        """This class with options for spawning (see `ActorOptions`). The class itself never changes."""
+        """Return this class with options for spawning (see `ActorOptions`). The class itself never changes."""
         return Spawner(cls, ActorOptions.from_keywords(**keywords))
 
     @classmethod
-    def as_actor(cls, *args: Any, **kwargs: Any) -> Starting[Self]:
-        """`options().as_actor(...)`."""
+    def as_actor(cls, *args: Any, **kwargs: Any) -> PendingHandle[Self]:
+        """Spawn one mesh with the default options: `options().as_actor(...)`."""
         return cls.options().as_actor(*args, **kwargs)
 
     def _forge_dispatcher(self) -> Dispatcher:
@@ -85,38 +113,36 @@ class MeshActor(_Base):
         self._forge_dispatcher().start(self, port, self._forge_spec("setup"), (), {})
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
-    async def _forge_connect(self, port: Any, caller: int, desk: Any) -> None:
-        """A calling process introduces itself: answers to its calls go to `desk`."""
-        self._forge_dispatcher().outbox(caller).connect(desk)
+    async def _forge_connect(self, port: Any, caller: int, channel: Any) -> None:
+        """Note where the replies to a calling process go."""
+        self._forge_dispatcher().outbox(caller).connect(channel)
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
     async def _forge_invoke(self, port: Any, caller: int, call_id: int, name: str, payload: bytes) -> None:
-        """A call of a service. Whatever goes wrong here is the caller's to hear: it must not end the actor."""
+        """Start a call of a service. Whatever fails here is raised to the caller: it must not end the actor."""
         dispatcher = self._forge_dispatcher()
-        reply = ReplyTo(dispatcher.outbox(caller), call_id)
+        reply = ReplyPort(dispatcher.outbox(caller), call_id)
         try:
             args, kwargs = decode(payload)
             spec = self._forge_spec(name)
         except Exception as error:  # noqa: BLE001 - arguments that cannot be read here, or no such endpoint
-            reply.exception(portable(error))
+            reply.exception(as_remote(error))
             return
         dispatcher.start(self, reply, spec, args, kwargs, call_id)
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
-    async def _forge_stream(
-        self, port: Any, caller: int, call_id: int, speaker: int, name: str, payload: bytes
-    ) -> None:
-        """As `_forge_invoke`, for a streaming endpoint; rank `speaker` sends its items. `port` hears of the end."""
+    async def _forge_stream(self, port: Any, caller: int, call_id: int, sender: int, name: str, payload: bytes) -> None:
+        """Start a streaming endpoint; rank `sender` sends its items. `port` gets a value at the end."""
         dispatcher = self._forge_dispatcher()
-        items = ItemsTo(dispatcher.outbox(caller), call_id, speaker=speaker)
+        items = StreamPort(dispatcher.outbox(caller), call_id, sender=sender)
         try:
             args, kwargs = decode(payload)
             spec = self._forge_spec(name)
         except Exception as error:  # noqa: BLE001 - as above
-            items.exception(portable(error))
+            items.exception(as_remote(error))
             port.send(None)
             return
-        task = dispatcher.start_stream(self, items, spec, args, kwargs, call_id)
+        task = dispatcher.start_stream(items, functools.partial(spec.method, self, *args, **kwargs), call_id)
         if task is None:
             port.send(None)
         else:
@@ -137,7 +163,7 @@ class MeshActor(_Base):
 
     @monarch_actor.endpoint(explicit_response_port=True, instrument=False)
     async def _forge_observations(self, port: Any, caller: int, call_id: int, tracing: bool, timeout_s: float) -> None:
-        """Give the figures and spans of this process, and begin anew; see `forge.runtime.collect`."""
+        """Send the metrics and spans of this process since the last call; see `forge.runtime.collect`."""
         from forge.runtime.collect import answer
 
         answer(self._forge_dispatcher().outbox(caller), call_id, tracing=tracing, timeout_s=timeout_s)
@@ -146,7 +172,7 @@ class MeshActor(_Base):
         return note_fault(failure)
 
     async def _handle_undeliverable_message(self, message: Any) -> bool:
-        # A caller or a replica that has gone: whoever waited for it has heard of that by other means.
+        # A caller or a replica that has gone: what waited for it is notified by other means.
         return True
 
 
@@ -156,7 +182,7 @@ class ActorOptions:
 
     Attributes:
         procs: ranks on each host.
-        hosts: on how many hosts; None means one, wherever there is room.
+        hosts: on how many hosts; None means one, wherever there is window.
         with_gpus: one GPU for each rank, held until the actor stops.
         mesh_name: a name for logs, metrics and error messages; the class's name by default.
         env: extra environment variables of its processes.
@@ -197,12 +223,12 @@ class ActorOptions:
     @classmethod
     def from_keywords(cls, **keywords: Any) -> Self:
         """Build from the keywords of `options(...)`; an unknown one raises with the nearest name."""
-        _check_known(keywords, [entry.name for entry in fields(cls)])
+        check_known(keywords, cls)
         return cls(**keywords)
 
     def replaced(self, **keywords: Any) -> Self:
-        """The same with some options changed."""
-        _check_known(keywords, [entry.name for entry in fields(self)])
+        """Return the same with some options changed."""
+        check_known(keywords, type(self))
         return replace(self, **keywords)
 
     def group_spec(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], *, label: str) -> GroupSpec:
@@ -220,76 +246,23 @@ class ActorOptions:
         )
 
 
-def _check_known(keywords: Mapping[str, object], known: Sequence[str]) -> None:
-    for name, value in keywords.items():
-        if name in known:
-            continue
-        near = difflib.get_close_matches(name, known, n=1)
-        raise OptionError(
-            f"options() has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""),
-            path=f"options({name}=)",
-            value=value,
-            rule=f"one of {', '.join(known)}",
-            repair=f"write options({near[0]}=...)" if near else "remove it",
-        )
-
-
-def bad_option(name: str, value: object, rule: str, repair: str) -> OptionError:
-    return OptionError(f"option {name!r} is not valid", path=f"options({name}=)", value=value, rule=rule, repair=repair)
-
-
-def check_count(name: str, value: object, *, optional: bool = False, least: int = 1) -> None:
-    """Raise unless `value` is a whole number of at least `least` (or None, where that is allowed)."""
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise bad_option(
-            name, value, f"a whole number >= {least}" + (" or None" if optional else ""), f"{name}={least}"
-        )
-
-
-def check_seconds(name: str, value: object, *, optional: bool = False, zero: bool = False) -> None:
-    """Raise unless `value` is a positive (or, where allowed, zero) finite number of seconds."""
-    if value is None and optional:
-        return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not (0 < value < math.inf or (zero and value == 0))
-    ):
-        raise bad_option(
-            name,
-            value,
-            f"a finite number of seconds >{'=' if zero else ''} 0" + (" or None" if optional else ""),
-            f"{name}=60",
-        )
-
-
 _MESH_NAMES = frozenset(name for name in dir(ActorMesh) if not name.startswith("_")) | {"pids", "is_alive"}
 
 
 class Spawner(Generic[T]):
-    """What `options(...)` gives: a class with its options, ready to be spawned any number of times."""
+    """A class with its options, ready to be spawned any number of times: what `options(...)` returns."""
 
     def __init__(self, cls: type[T], options: ActorOptions) -> None:
         self.cls, self.chosen = cls, options
-        for name in specs_of(cls):
-            if name in _MESH_NAMES:
-                raise OptionError(
-                    f"an endpoint cannot be named {name!r}: handles have that name themselves",
-                    path=f"{cls.__name__}.{name}",
-                    value=name,
-                    rule=f"not one of {', '.join(sorted(_MESH_NAMES))}",
-                    repair="rename the endpoint",
-                )
+        check_endpoint_names(cls, _MESH_NAMES)
 
     def options(self, **keywords: Any) -> Self:
-        """The same with some options changed; this one stays as it is."""
+        """Return the same with some options changed; this one stays as it is."""
         return type(self)(self.cls, self.chosen.replaced(**keywords))
 
-    def as_actor(self, *args: Any, **kwargs: Any) -> Starting[T]:
+    def as_actor(self, *args: Any, **kwargs: Any) -> PendingHandle[T]:
         """Spawn one mesh, run its `setup`, and return a handle with Monarch's verbs. To be awaited."""
-        return Starting(self._spawn(args, kwargs), call=f"{self.cls.__name__}.as_actor")
+        return PendingHandle(self._spawn(args, kwargs), call=f"{self.cls.__name__}.as_actor")
 
     async def _spawn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         from forge.runtime.lifetime import runtime

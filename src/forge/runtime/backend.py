@@ -1,7 +1,7 @@
 """The one door to Monarch: its settings, set before it is imported, and what to do when it reports a fault.
 
 By default Monarch notices a death after 10 to 40 seconds and then interrupts the controller's main thread. Here it
-polls often, and a fault of a mesh that this library owns is noted and dropped: whoever owns the mesh has already seen
+polls often, and a fault of a mesh that this library owns is noted and dropped: the owner of the mesh has already seen
 the death through its pidfd or heartbeat, and a controller must outlive its workers. For the same reason it is
 patient with ranks that do not answer: on a crowded machine one that computes may be silent for seconds, and lives.
 """
@@ -80,7 +80,7 @@ def forget_faults(mesh: str) -> None:
 
 
 def note_fault(failure: Any) -> bool:
-    """Pass a fault on to whoever watches that mesh; False for a mesh that is none of ours.
+    """Pass a fault on to what watches that mesh; False for a mesh that is not ours.
 
     Monarch's own log forwarders fault along with a process; that says nothing new. In a notebook there are two kinds.
     """
@@ -98,7 +98,7 @@ def note_fault(failure: Any) -> bool:
 
 
 def _is_late_message(report: str) -> bool:
-    """A message to one of our ranks that had just stopped in order. Its sender has heard of the stop by other means."""
+    """Return whether a report is about a message to a rank that had just stopped: its sender learns that elsewhere."""
     return "undeliverable message" in report and _TO_OURS.search(report) is not None
 
 

@@ -1,7 +1,7 @@
-"""`collect`: the figures and spans of every process of a run, brought together once a step.
+"""`collect`: the metrics and spans of every process of a run, brought together once a step.
 
 Each actor answers the hidden call `_forge_observations` with what it has recorded since it was last asked, and begins
-anew. A question stays open until every rank has answered: one that is late answers into the next `collect`, so that
+anew. A query stays open until every rank has answered: one that is late answers into the next `collect`, so that
 only what a process had not been asked for dies with it. An actor that has actors of its own asks them first.
 """
 
@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from forge.errors import OptionError
 from forge.observe.metrics import Partials, drain_metrics, reduced
 from forge.observe.tracing import Span, Trace, drain_trace, is_tracing, spans_of, switch_tracing
 from forge.runtime.control import control, post
 from forge.runtime.group import RankGroup, live_groups
-from forge.runtime.replies import OK, Outbox, reply_desk
-from forge.runtime.wire import decode
+from forge.runtime.option_checks import check_seconds
+from forge.runtime.replies import OK, Outbox, reply_channel
+from forge.runtime.serialization import decode
 
 _log = logging.getLogger("forge.runtime")
 Report = tuple[Partials, Trace]
@@ -33,9 +32,9 @@ class Observations:
     """What a run has recorded since it was last collected.
 
     Attributes:
-        metrics: the figures, each reduced over all processes by its own rule; see `record_metric`.
+        metrics: the metrics, each reduced over all processes by its own rule; see `record_metric`.
         spans: what was traced, for `TraceFile.write`; empty while tracing is off.
-        unheard: which processes said nothing, by name, and why. A late one's figures come with a later `collect`.
+        unheard: which processes said nothing, by name, and why. A late one's metrics come with a later `collect`.
         num_processes: how many reports these are made of, this process's own included.
         num_dropped_spans: spans that were pushed out by newer ones before they could be collected.
     """
@@ -47,39 +46,39 @@ class Observations:
     num_dropped_spans: int = 0
 
 
-class _Inquiry:
-    """A question to one group, which not every rank has answered yet. Lives on the control loop."""
+class _Query:
+    """A query to one group, which not every rank has answered yet. Lives on the control loop."""
 
     def __init__(self, group: RankGroup, reports: _Reports) -> None:
         self.group, self._reports = group, reports
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[None] = self._loop.create_future()
-        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, also if nobody asks
-        self.heard: set[int] = set()
+        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, also if not awaited
+        self.answered: set[int] = set()
         self.is_overdue = False
-        self.call_id = reply_desk().enter(self)
+        self.call_id = reply_channel().enter(self)
         group.calls.add(self.done, self._loop)
 
     def take(self, rank: int, kind: int, payload: bytes) -> bool:
-        """On the desk's thread."""
+        """Post an answer to the control loop; called on the reply channel's thread."""
         return post(self._loop, self._note, rank, kind, payload)
 
     def _note(self, rank: int, kind: int, payload: bytes) -> None:
-        self.heard.add(rank)
+        self.answered.add(rank)
         if kind == OK:
             self._reports.add(decode(payload))
         else:
-            _log.error("%s could not report its figures", self._name(rank), exc_info=decode(payload))
-        if len(self.heard) == len(self.group.pids) and not self.done.done():
+            _log.error("%s could not report its metrics", self._name(rank), exc_info=decode(payload))
+        if len(self.answered) == len(self.group.pids) and not self.done.done():
             self.done.set_result(None)
 
     def end(self) -> None:
-        """Wait for it no longer. Answers that still come are taken until the desk forgets it."""
+        """Stop waiting. Answers that still come are taken until the channel forgets the query."""
         self.group.calls.discard(self.done)
 
     def missing(self) -> list[str]:
-        """The names of the ranks that have not answered."""
-        return [self._name(rank) for rank in range(len(self.group.pids)) if rank not in self.heard]
+        """Return the names of the ranks that have not answered."""
+        return [self._name(rank) for rank in range(len(self.group.pids)) if rank not in self.answered]
 
     def _name(self, rank: int) -> str:
         label = self.group.spec.label
@@ -87,7 +86,7 @@ class _Inquiry:
 
 
 class _Reports:
-    """What has come in and was not taken yet. Added on the control loop, taken anywhere."""
+    """Reports that have arrived and were not taken yet. Added on the control loop, taken anywhere."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,69 +103,69 @@ class _Reports:
 
 
 class Collector:
-    """Asks the actors that this process has started. Everything but `reports` lives on the control loop."""
+    """Queries the actors that this process has started. Everything but `reports` lives on the control loop."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.reports = _Reports()
-        self._asked: dict[RankGroup, _Inquiry] = {}
+        self._asked: dict[RankGroup, _Query] = {}
         self._connected: weakref.WeakSet[RankGroup] = weakref.WeakSet()
         self._lost: list[int] = []
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is anybody to ask, or to hear from."""
+        """Whether there is an actor to query, or an answer to wait for."""
         return bool(self._asked or live_groups())
 
-    async def hear(self, timeout_s: float) -> dict[str, str]:
-        """Ask everybody and wait for the answers. Returns who has not answered, and why.
+    async def gather(self, timeout_s: float) -> dict[str, str]:
+        """Query every actor and wait for the answers. Return which have not answered, and why.
 
-        Whoever was too late for an earlier call is not waited for again.
+        An actor that was too late for an earlier call is not waited for again.
         """
-        desk = reply_desk()
+        channel = reply_channel()
         while self._lost:
-            desk.close(self._lost.pop())
-        self._settle(timeout_s)
+            channel.close(self._lost.pop())
+        self._close_finished(timeout_s)
         for group in live_groups():
             if group not in self._asked:
                 self._ask(group, timeout_s)
-        waiting = [inquiry.done for inquiry in self._asked.values() if not inquiry.is_overdue]
+        waiting = [query.done for query in self._asked.values() if not query.is_overdue]
         if waiting:
             await asyncio.wait(waiting, timeout=timeout_s)
-        return self._settle(timeout_s)
+        return self._close_finished(timeout_s)
 
     def _ask(self, group: RankGroup, timeout_s: float) -> None:
-        desk, inquiry = reply_desk(), _Inquiry(group, self.reports)
-        self._asked[group] = inquiry
-        if inquiry.done.done():
+        channel, query = reply_channel(), _Query(group, self.reports)
+        self._asked[group] = query
+        if query.done.done():
             return  # it has just died
         if group not in self._connected:
             self._connected.add(group)
-            group.actor._forge_connect.broadcast(desk.caller, desk.port)
-        group.actor._forge_observations.broadcast(desk.caller, inquiry.call_id, is_tracing(), timeout_s)
+            group.actor._forge_connect.broadcast(channel.caller, channel.port)
+        group.actor._forge_observations.broadcast(channel.caller, query.call_id, is_tracing(), timeout_s)
 
-    def _settle(self, timeout_s: float) -> dict[str, str]:
-        """Let go of what was answered or lost; what is left is late."""
+    def _close_finished(self, timeout_s: float) -> dict[str, str]:
+        """Close the queries that were answered or lost; the rest are late."""
         unheard: dict[str, str] = {}
-        for group, inquiry in list(self._asked.items()):
-            if not inquiry.done.done():
-                unheard.update(dict.fromkeys(inquiry.missing(), f"did not answer within {timeout_s:g} s"))
-                if not inquiry.is_overdue:
-                    inquiry.is_overdue = True
+        for group, query in list(self._asked.items()):
+            if not query.done.done():
+                unheard.update(dict.fromkeys(query.missing(), f"did not answer within {timeout_s:g} s"))
+                if not query.is_overdue:
+                    query.is_overdue = True
                     _log.warning(
-                        "%s did not report within %g s; what it has recorded is counted when it answers",
-                        ", ".join(inquiry.missing()),
+                        "%s did not report within %g s; its metrics are counted when it answers",
+                        ", ".join(query.missing()),
                         timeout_s,
                     )
                 continue
             del self._asked[group]
-            inquiry.end()
-            failure = inquiry.done.exception()
+            query.end()
+            failure = query.done.exception()
             if failure is None:
-                reply_desk().close(inquiry.call_id)
-            else:  # its last word may still be on its way
-                self._lost.append(inquiry.call_id)
-                unheard.update(dict.fromkeys(inquiry.missing(), str(getattr(failure, "message", failure))))
+                reply_channel().close(query.call_id)
+            else:  # its last answer may still be on its way
+                self._lost.append(query.call_id)
+                unheard.update(dict.fromkeys(query.missing(), str(getattr(failure, "message", failure))))
         return unheard
 
 
@@ -176,7 +175,7 @@ _answers: set[asyncio.Task[None]] = set()
 
 
 def _collector() -> Collector:
-    """This process's collector."""
+    """Return this process's collector."""
     global _the_collector
     with _guard:
         if _the_collector is None or _the_collector.pid != os.getpid():
@@ -191,17 +190,9 @@ async def collect(*, timeout_s: float = 5.0) -> Observations:
     named in `unheard` and not waited for again; what it has recorded is in the first result after it answers. If one
     died, what it had recorded since the last call is lost, and nothing else is.
     """
-    is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < math.inf:
-        raise OptionError(
-            "figures are waited for a finite time",
-            path="collect(timeout_s=)",
-            value=timeout_s,
-            rule="a finite number of seconds > 0",
-            repair="collect(timeout_s=5.0)",
-        )
+    check_seconds("timeout_s", timeout_s, where="collect")
     collector = _collector()
-    unheard = await control().submit(collector.hear(timeout_s)) if collector.is_needed else {}
+    unheard = await control().submit(collector.gather(timeout_s)) if collector.is_needed else {}
     reports = [_own_report(), *collector.reports.take()]
     traces = [trace for _, trace in reports]
     return Observations(
@@ -218,7 +209,7 @@ def _own_report() -> Report:
 
 
 def answer(outbox: Outbox, call_id: int, *, tracing: bool, timeout_s: float) -> None:
-    """In an actor: answer the controller's question, and trace from now on if it does."""
+    """Answer the controller's query, in an actor, and trace from now on if the controller does."""
     switch_tracing(tracing)
     collector = _collector()
     if not collector.is_needed:
@@ -230,5 +221,5 @@ def answer(outbox: Outbox, call_id: int, *, tracing: bool, timeout_s: float) -> 
 
 
 async def _answer_for_all(collector: Collector, outbox: Outbox, call_id: int, timeout_s: float) -> None:
-    await control().submit(collector.hear(timeout_s * 0.8))  # so that this answer is still in time
+    await control().submit(collector.gather(timeout_s * 0.8))  # so that this answer is still in time
     outbox.send(call_id, OK, [_own_report(), *collector.reports.take()])

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def post(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> bool:
-    """Call `callback` soon on a loop of any thread; False if that loop has ended, where nobody waits any more."""
+    """Call `callback` soon on a loop of any thread; False if that loop has ended."""
     try:
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:
@@ -63,7 +63,7 @@ class ControlLoop:
             if task.cancelled():
                 outcome.cancel()
             elif not outcome.set_running_or_notify_cancel():
-                return  # nobody waits any more
+                return  # the caller has cancelled it
             elif error is not None:
                 outcome.set_exception(error)
             else:
@@ -92,7 +92,7 @@ _guard = threading.Lock()
 
 
 def control() -> ControlLoop:
-    """This process's control loop, started on first use."""
+    """Return this process's control loop, started on first use."""
     global _control, _owner_pid
     with _guard:
         if _control is None or _owner_pid != os.getpid():

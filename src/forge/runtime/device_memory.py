@@ -2,7 +2,7 @@
 
 A recorded CUDA graph has the addresses of its tensors in it, so memory that torch frees and takes again makes it
 worthless. Here a range of addresses is reserved once, and physical memory is put behind it and taken away again: what
-was recorded goes on working, and between the two the memory belongs to whoever asks the driver for it, torch's
+was recorded goes on working, and between the two the memory belongs to what asks the driver for it, torch's
 allocator and other processes included. These are calls of the driver's own library, made through ctypes.
 """
 
@@ -129,13 +129,13 @@ class CudaDriver:
                 code=code,
                 path=f"GPU {self.device}",
                 value=f"{name} = {code} ({error})",
-                rule="the driver maps memory for a GPU that is in order",
+                rule="the driver maps memory for a working GPU",
                 repair="look for an earlier error of the GPU in the log, or in `nvidia-smi -q`",
             )
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """The context on whatever thread this is: one that has not called torch yet has none."""
+        """Enter the context on this thread: one that has not called torch yet has none."""
         self._call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -143,13 +143,13 @@ class CudaDriver:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def granularity(self) -> int:
-        """What sizes are multiples of."""
+        """Return what sizes are multiples of."""
         found = _SIZE()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(self._kind), _MINIMUM)
         return found.value
 
     def memory(self) -> tuple[int, int]:
-        """What is free, and what there is, in bytes."""
+        """Return what is free, and what there is, in bytes."""
         free, total = _SIZE(), _SIZE()
         with self._current():
             self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
@@ -161,7 +161,7 @@ class CudaDriver:
             self._call("cuCtxSynchronize")
 
     def reserve(self, num_bytes: int) -> int:
-        """A range of addresses with nothing behind it."""
+        """Return a range of addresses with nothing behind it."""
         address = _ADDRESS()
         with self._current():
             self._call("cuMemAddressReserve", ctypes.byref(address), num_bytes, 0, 0, 0)
@@ -198,7 +198,7 @@ class CudaDriver:
 
 
 def open_driver(device: int, *, library: str = LIBRARY) -> CudaDriver | None:
-    """The driver's calls for a GPU; None where its library lacks them, or the GPU cannot: do without."""
+    """Return the driver's calls for a GPU; None where its library lacks them, or the GPU cannot: do without."""
     try:
         driver = CudaDriver(ctypes.CDLL(library), device)
     except (OSError, AttributeError):
@@ -245,7 +245,7 @@ _dropped: Final[deque[_Range]] = deque()
 
 
 def release_dropped() -> None:
-    """Let the ranges go that nobody has any more.
+    """Free the ranges that are no longer in use.
 
     Python may find them at any moment, also while a graph is recorded, when the driver must not be asked to wait.
     """
@@ -260,7 +260,7 @@ def release_dropped() -> None:
 class DeviceMemory:
     """A range of addresses on a GPU, with memory behind it between `take` and `give_back`. For one thread at a time.
 
-    A tensor of it keeps it alive. When nobody has either any more, the range is let go as soon as any other is made,
+    A tensor of it keeps it alive. When neither is in use any more, the range is freed as soon as any other is made,
     taken or given back, or by `release_dropped`; `close` does it at once. Nothing may be computed with such a tensor
     while there is no memory: the GPU would report an error from which no process recovers. What memory holds is lost
     with `give_back`, and what `take` brings holds anything.
@@ -334,7 +334,7 @@ class DeviceMemory:
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "version": 3, "strides": None}
 
     def tensor(self) -> Tensor:
-        """All of it as uint8 [num_bytes], always at the same address. Made while there is memory."""
+        """Return all of it as uint8 [num_bytes], always at the same address. Made while there is memory."""
         import torch
 
         if not self.is_held:
@@ -343,7 +343,7 @@ class DeviceMemory:
 
     def _unusable(self, why: str) -> DeviceMemoryError:
         return DeviceMemoryError(
-            f"memory for {self.purpose.what} is not there: {why}",
+            f"memory for {self.purpose.what} is not available: {why}",
             path=self.purpose.path,
             value=f"{self.num_bytes / _GIB:.4g} GiB at {self.address:#x}",
             rule="memory is used between `take` and `give_back`",

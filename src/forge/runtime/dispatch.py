@@ -1,7 +1,7 @@
-"""How an actor runs the calls that reach it: one task a call, in order where order was promised, cancellable each.
+"""How an actor runs its calls: one task for each, in order where order was promised, each of them cancellable.
 
-One `Dispatcher` lives beside each actor object, on that actor's event loop. Answers go back through the call's port; an
-exception travels as itself with the remote traceback attached.
+Every actor object has one `Dispatcher`, on that actor's event loop. Replies go back through the call's port; an
+exception is sent as itself with the remote traceback attached.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from forge.runtime.endpoints import EndpointSpec
 from forge.runtime.replies import Outbox
-from forge.runtime.streams import ItemsTo, Room, serve_items
-from forge.runtime.travelling import portable
+from forge.runtime.serialization import as_remote
+from forge.runtime.streams import SendWindow, StreamPort, serve_items
 
 _log = logging.getLogger("forge.runtime")
 _FORGET_AFTER = 4096
@@ -34,10 +34,10 @@ class Dispatcher:
         self._by_call: dict[int, asyncio.Task[None]] = {}
         self._cancelled_early: dict[int, None] = {}
         self._outboxes: dict[int, Outbox] = {}
-        self._rooms: dict[int, Room] = {}
+        self._windows: dict[int, SendWindow] = {}
 
     def outbox(self, caller: int) -> Outbox:
-        """The way back to a calling process."""
+        """Return where replies to a calling process go."""
         box = self._outboxes.get(caller)
         if box is None:
             box = self._outboxes[caller] = Outbox()
@@ -46,7 +46,7 @@ class Dispatcher:
     def start(
         self, actor: Any, port: Any, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], call_id: int = 0
     ) -> None:
-        """Begin a call and return at once; its answer goes to `port`."""
+        """Start a call and return at once; its reply goes to `port`."""
         if call_id and call_id in self._cancelled_early:
             del self._cancelled_early[call_id]
             return
@@ -56,28 +56,24 @@ class Dispatcher:
             self._by_call[call_id] = task
         task.add_done_callback(functools.partial(self._finished, call_id))
 
-    def start_stream(
-        self, actor: Any, port: ItemsTo, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], call_id: int
-    ) -> asyncio.Task[None] | None:
-        """Begin a stream and return at once; its items go to `port`. None if its reader has left already."""
+    def start_stream(self, port: StreamPort, call: functools.partial[Any], call_id: int) -> asyncio.Task[None] | None:
+        """Start a stream and return at once; its items go to `port`. None if its reader has left already."""
         if call_id in self._cancelled_early:
             del self._cancelled_early[call_id]
             return None
-        room = self._rooms[call_id] = Room(port)
-        task = asyncio.create_task(
-            self._serve_stream(port, room, functools.partial(spec.method, actor, *args, **kwargs))
-        )
+        window = self._windows[call_id] = SendWindow(port)
+        task = asyncio.create_task(self._serve_stream(port, window, call))
         self._tasks.add(task)
         self._by_call[call_id] = task
         task.add_done_callback(functools.partial(self._finished, call_id))
-        task.add_done_callback(lambda _: self._rooms.pop(call_id))
+        task.add_done_callback(lambda _: self._windows.pop(call_id))
         return task
 
     def grant(self, call_id: int, num_items: int) -> None:
-        """The reader of a stream has taken so many items, or gives a sign of life."""
-        room = self._rooms.get(call_id)
-        if room is not None:
-            room.grant(num_items)
+        """Let a stream send so many more items: its reader has taken them, or sends a heartbeat."""
+        window = self._windows.get(call_id)
+        if window is not None:
+            window.grant(num_items)
 
     def _finished(self, call_id: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -101,12 +97,12 @@ class Dispatcher:
         try:
             port.send(await self.invoke(actor, spec, args, kwargs))
             self.num_served += spec.name != SETUP
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must hear of it
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
             _report(port, error)
 
-    async def _serve_stream(self, port: ItemsTo, room: Room, begin: functools.partial[Any]) -> None:
+    async def _serve_stream(self, port: StreamPort, window: SendWindow, call: functools.partial[Any]) -> None:
         try:
-            await serve_items(begin(), port, room)
+            await serve_items(call(), port, window)
             self.num_served += 1
         except BaseException as error:  # noqa: BLE001 - as above
             _report(port, error)
@@ -136,7 +132,7 @@ class Dispatcher:
 
 
 def _report(port: Any, error: BaseException) -> None:
-    port.exception(portable(error))
+    port.exception(as_remote(error))
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         raise error  # by us, and not by the user's own code

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from monarch._src.actor.endpoint import EndpointProperty
 
 from forge.errors import OptionError
+from forge.runtime.option_checks import check_count, check_seconds
 
 if TYPE_CHECKING:
     from forge.runtime.typed_endpoints import AsyncEndpoint, BatchMarking, Marking, PlainEndpoint, StreamEndpoint
@@ -27,22 +28,8 @@ class Batch:
     wait_s: float = 0.005
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise OptionError(
-                "a batch must hold at least one call",
-                path="endpoint(batch=)",
-                value=self.size,
-                rule="size is a whole number >= 1",
-                repair="Batch(size=8, wait_s=0.005)",
-            )
-        if not isinstance(self.wait_s, (int, float)) or not 0 <= self.wait_s < float("inf"):
-            raise OptionError(
-                "a batch waits a finite time",
-                path="endpoint(batch=)",
-                value=self.wait_s,
-                rule="wait_s is a finite number of seconds >= 0",
-                repair="Batch(size=8, wait_s=0.005)",
-            )
+        check_count("size", self.size, where="Batch")
+        check_seconds("wait_s", self.wait_s, zero=True, where="Batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +167,7 @@ def _check_stream(method: Callable[..., Any], where: str, batch: object) -> None
 
 
 def streams_only(where: str, verb: str) -> OptionError:
-    """Why a streaming endpoint cannot be called with another verb than `stream`. `where` names the endpoint."""
+    """Return the error for a streaming endpoint that is called with another verb than `stream`."""
     return OptionError(
         f"{where} is a streaming endpoint: it has no {verb}",
         path=f"{where}.{verb}",
@@ -202,10 +189,23 @@ def unknown_verb(where: str, verb: str, equivalents: Mapping[str, str]) -> Attri
 
 
 def specs_of(cls: type) -> dict[str, EndpointSpec]:
-    """Every endpoint that a class declares or inherits, by name."""
+    """Return every endpoint that a class declares or inherits, by name."""
     found: dict[str, EndpointSpec] = {}
     for name in dir(cls):
         value = inspect.getattr_static(cls, name, None)
         if isinstance(value, ForgeEndpoint):
             found[name] = replace(value.spec, name=name)
     return found
+
+
+def check_endpoint_names(cls: type, reserved: Collection[str]) -> None:
+    """Raise when an endpoint has the name of one of its handle's own attributes."""
+    for name in specs_of(cls):
+        if name in reserved:
+            raise OptionError(
+                f"an endpoint cannot be named {name!r}: handles have that name themselves",
+                path=f"{cls.__name__}.{name}",
+                value=name,
+                rule=f"not one of {', '.join(sorted(reserved))}",
+                repair="rename the endpoint",
+            )

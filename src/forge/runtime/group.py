@@ -19,10 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.config.module_folders import module_folders
+from forge.config.command_line import module_folders
 from forge.errors import ActorFailure, ForgeError, LaunchError
 from forge.observe.tracing import LABEL, TRACE, is_tracing
-from forge.runtime import meeting
+from forge.runtime import rendezvous
 from forge.runtime.backend import (
     OWNED,
     Actor,
@@ -53,7 +53,7 @@ _live: dict[RankGroup, None] = {}
 
 
 def live_groups() -> tuple[RankGroup, ...]:
-    """The groups of this process that have started and not begun to end."""
+    """Return the groups of this process that have started and not begun to end."""
     return tuple(_live)
 
 
@@ -74,7 +74,7 @@ class GroupSpec:
 
 
 def module_path(paths: Sequence[str]) -> str:
-    """The places of the user's own modules, for the ranks: what the interpreter finds by itself is left out."""
+    """Return the places of the user's own modules, for the ranks: what the interpreter finds by itself is left out."""
     own = {os.path.realpath(place) for place in sysconfig.get_paths().values()}
     found = []
     for path in paths:
@@ -98,7 +98,7 @@ class PendingCalls:
     def add(self, reply: asyncio.Future[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._waiting[reply] = loop
         if self.failure is not None:  # after adding: `fail` either saw this future or was seen here
-            _settle(reply, self.failure)
+            _fail_call(reply, self.failure)
 
     def discard(self, reply: asyncio.Future[Any]) -> None:
         self._waiting.pop(reply, None)
@@ -111,10 +111,10 @@ class PendingCalls:
             return
         self.failure = failure
         for reply, loop in list(self._waiting.items()):
-            post(loop, _settle, reply, failure)
+            post(loop, _fail_call, reply, failure)
 
 
-def _settle(reply: asyncio.Future[Any], failure: ActorFailure) -> None:
+def _fail_call(reply: asyncio.Future[Any], failure: ActorFailure) -> None:
     if not reply.done():
         # a fresh exception for each caller: a shared one would grow every caller's traceback
         reply.set_exception(ActorFailure(failure.message, path=failure.path, repair=failure.repair))
@@ -175,7 +175,7 @@ class RankGroup:
             if self.is_alive:
                 _live[self] = None
         except BaseException:
-            self._start_ended.set()  # whoever ends it waits for this to give up
+            self._start_ended.set()  # `_end` waits for this
             await self.stop(kill=True)
             raise
         finally:
@@ -190,7 +190,7 @@ class RankGroup:
             self._placed.append(host)
 
     async def _spawn(self) -> None:
-        await meeting.open_point()
+        await rendezvous.open_server()
         port = await self.hosts[0].watch.free_port()
         devices = {host: ",".join(lease.devices) for host, lease in self._leases}
 
@@ -198,7 +198,7 @@ class RankGroup:
             rank = int(point.rank)
             host = self.hosts[rank // self.spec.num_procs]
             env = self._environment(rank, port) | {GROUP: self.name, RANK: str(rank)}
-            env |= meeting.open_environment(is_remote=not host.is_local)
+            env |= rendezvous.open_environment(is_remote=not host.is_local)
             env |= {LABEL: self.spec.label.replace("\0", ""), TRACE: str(int(is_tracing()))}
             env["CUDA_VISIBLE_DEVICES"] = devices.get(host, "")
             env[OWNER] = str(host.facts.pid)
@@ -230,7 +230,7 @@ class RankGroup:
         boot = asyncio.create_task(self._watch_boot())
         try:
             self._probe = self._procs.spawn(f"{self.name}-probe", RankProbe)
-            told = self._probe.introduce.call(meeting.secret_environment())
+            told = self._probe.introduce.call(rendezvous.secret_environment())
             replies = await self._ask(told, self.spec.spawn_timeout_s, "start")
         finally:
             boot.cancel()
@@ -308,8 +308,8 @@ class RankGroup:
             self.calls.discard(future)
 
     def fail(self, reason: str) -> None:
-        """Believe the group dead: every pending call raises now, the other ranks are killed, and whoever registered
-        hears of it once."""
+        """Declare the group dead: every pending call raises now, the other ranks are killed, and the callbacks of
+        `on_death` are called once."""
         if not self.is_alive:
             return
         self.calls.fail(
@@ -412,7 +412,7 @@ class RankGroup:
 
 
 def _plain(label: str) -> str:
-    """A label as Monarch would write it in a name: it keeps small letters and digits only."""
+    """Return a label as Monarch would write it in a name: it keeps small letters and digits only."""
     return "".join(letter for letter in label.lower() if letter.isascii() and letter.isalnum())
 
 
@@ -424,7 +424,7 @@ def _is_under_way(spawn: Any) -> bool:
 
 
 def translate(error: BaseException, label: str) -> BaseException:
-    """What a Monarch error means to a caller: the loss of a process, or the error itself."""
+    """Return what a Monarch error means to a caller: the loss of a process, or the error itself."""
     if isinstance(error, ForgeError):
         return error
     if isinstance(error, SupervisionError):

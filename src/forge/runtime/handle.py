@@ -18,9 +18,9 @@ from forge.errors import ActorFailure, CallTimeout
 from forge.runtime.control import control
 from forge.runtime.endpoints import specs_of, streams_only, unknown_verb
 from forge.runtime.group import PendingCalls, RankGroup, translate
-from forge.runtime.replies import reply_desk
-from forge.runtime.streams import End, Inflow
-from forge.runtime.wire import encode
+from forge.runtime.replies import reply_channel
+from forge.runtime.serialization import encode
+from forge.runtime.streams import End, StreamReader
 
 _EQUIVALENTS = {"route": "call_one", "fanout": "call", "call_all": "call"}
 """Verbs of services and of other libraries, and what an actor has instead."""
@@ -90,7 +90,9 @@ class EndpointVerbs:
         raise unknown_verb(f"an endpoint of actor {self._label}", name, _EQUIVALENTS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("say how to call it: .call_one(...), .call(...), .choose(...), .stream(...) or .broadcast(...)")
+        raise TypeError(
+            "choose how to call it: .call_one(...), .call(...), .choose(...), .stream(...) or .broadcast(...)"
+        )
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """Send to every rank without waiting. An exception there is logged in that process."""
@@ -109,13 +111,13 @@ class StreamVerbs:
         Leaving the loop, `aclose()` and cancelling the reader cancel the generator. What it raises is raised here after
         the items before it; the death of the actor raises `ActorFailure`.
         """
-        desk, ranks = reply_desk(), self._actor._ndslice
+        channel, ranks = reply_channel(), self._actor._ndslice
         calls = PendingCalls() if self._calls is None else self._calls
         payload = encode((args, kwargs))
-        with Inflow(self._actor, desk, calls=calls, num_ranks=len(ranks), speaker=ranks.offset) as inflow:
-            self._actor._forge_connect.broadcast(desk.caller, desk.port)
-            inflow.start(self._name, payload, is_watched=self._calls is None)
-            while (item := await inflow.next()) is not End:
+        with StreamReader(self._actor, channel, calls=calls, num_ranks=len(ranks), sender=ranks.offset) as reader:
+            self._actor._forge_connect.broadcast(channel.caller, channel.port)
+            reader.start(self._name, payload, is_watched=self._calls is None)
+            while (item := await reader.next()) is not End:
                 yield item
 
     def _refuse(self, verb: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -128,7 +130,7 @@ class StreamVerbs:
     rref = functools.partialmethod(_refuse, "rref")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(f"say how to call it: async for item in {self._name}.stream(...)")
+        raise TypeError(f"choose how to call it: async for item in {self._name}.stream(...)")
 
 
 class ActorHandle:
@@ -159,11 +161,11 @@ class ActorHandle:
         return value
 
     def slice(self, **coordinates: int | slice) -> ActorHandle:
-        """A part of the mesh, such as `slice(procs=0)`."""
+        """Return a part of the mesh, such as `slice(procs=0)`."""
         return ActorHandle(self._actor.slice(**coordinates), self._label, group=self._group)
 
     def flatten(self, name: str) -> ActorHandle:
-        """The same ranks along one dimension."""
+        """Return the same ranks along one dimension."""
         return ActorHandle(self._actor.flatten(name), self._label, group=self._group)
 
     @property
@@ -191,7 +193,7 @@ class ActorHandle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._group is not None and not self._group.is_alive:
-            raise ActorFailure(f"{self._label} has ended; its handle cannot be sent any more", path=self._label)
+            raise ActorFailure(f"{self._label} has ended; its handle can no longer be sent", path=self._label)
         return (ActorHandle, (self._actor, self._label))
 
     def __repr__(self) -> str:

@@ -48,14 +48,14 @@ def local_facts() -> HostFacts:
 
 
 def free_port(address: str = "") -> int:
-    """A TCP port that was free a moment ago."""
+    """Return a TCP port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
 def find_marked(group: str) -> dict[int, int]:
-    """The rank of every process of this machine that belongs to `group`: its ranks, and what those have started."""
+    """Return the rank of every process of this machine that belongs to `group`, descendants of ranks included."""
     mark, rank_mark = f"{GROUP}={group}".encode(), f"{RANK}=".encode()
     found = {}
     for entry in os.scandir("/proc"):
@@ -72,7 +72,7 @@ def find_marked(group: str) -> dict[int, int]:
 
 
 def find_ranks(group: str) -> dict[int, int]:
-    """The process of each rank of `group`. What a rank has started carries its mark too, but has a marked parent."""
+    """Return the process of each rank of `group`. What a rank has started is marked too, but has a marked parent."""
     marked = find_marked(group)
     return {rank: pid for pid, rank in marked.items() if _parent(pid) not in marked}
 
@@ -110,7 +110,7 @@ class ProcessWatch(Protocol):
         """SIGKILL processes that were watched; those that have ended are passed over."""
 
     async def find(self, group: str) -> dict[int, int]:
-        """The process of each rank of a group, as far as they have been started."""
+        """Return the process of each rank of a group, as far as they have been started."""
 
     async def end(self, group: str) -> None:
         """SIGKILL whatever is left of a group, also what its ranks have started."""
@@ -171,8 +171,8 @@ class LocalWatch:
             self._forget(pid, loop)
 
 
-async def is_let_go(name: str, wait_s: float = HANDOVER_S) -> bool:
-    """Whether the process that has claimed a host ends within a moment, as after a run that has just ended."""
+async def is_released(name: str, wait_s: float = HANDOVER_S) -> bool:
+    """Return whether the process that has claimed a host ends within a moment, as after a run that has just ended."""
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX) as waiting:
         waiting.setblocking(False)
@@ -194,17 +194,17 @@ class HostAgent(Actor):  # type: ignore[misc]
         self._watch = LocalWatch()
         self._pids: set[int] = set()
         self._lease_s = lease_s
-        self._last_word = time.monotonic()
+        self._last_heard = time.monotonic()
         self._guard: asyncio.Task[None] | None = None
         self._port: Any = None
         self._claim = socket.socket(socket.AF_UNIX)
 
     @monarch_actor.endpoint
     async def describe(self) -> HostFacts | None:
-        """What this host has; None if another controller uses it."""
-        self._last_word = time.monotonic()
+        """Return what this host has; None if another controller uses it."""
+        self._last_heard = time.monotonic()
         name = f"\0forge-host-{os.getppid()}"
-        if not (self._claims(name) or (await is_let_go(name) and self._claims(name))):
+        if not (self._claims(name) or (await is_released(name) and self._claims(name))):
             return None
         self._guard = asyncio.create_task(self._end_when_abandoned())
         return local_facts()
@@ -219,7 +219,7 @@ class HostAgent(Actor):  # type: ignore[misc]
         return True
 
     async def _end_when_abandoned(self) -> None:
-        while (left := self._last_word + self._lease_s - time.monotonic()) > 0:  # noqa: ASYNC110
+        while (left := self._last_heard + self._lease_s - time.monotonic()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(left)
         # The worker process is the parent of every rank here, and each rank ends with its parent.
         os.kill(os.getppid(), signal.SIGKILL)
@@ -227,13 +227,13 @@ class HostAgent(Actor):  # type: ignore[misc]
 
     @monarch_actor.endpoint
     async def connect(self, port: Port) -> None:
-        """Where word of deaths, and the answers to heartbeats, go."""
+        """Note where reports of deaths, and the answers to heartbeats, go."""
         port.return_undeliverable = False
         self._port = port
 
     @monarch_actor.endpoint(explicit_response_port=True)
     async def ping(self, port: Port) -> None:
-        self._last_word = time.monotonic()
+        self._last_heard = time.monotonic()
         self._port.send(None)
 
     @monarch_actor.endpoint
@@ -274,16 +274,16 @@ class AgentWatch:
         self._exits: dict[int, Callable[[], None]] = {}
         self._lost = asyncio.Event()
         self._is_closed = False
-        self._port, self._words = Channel.open()
+        self._port, self._reports = Channel.open()
         self._heard = asyncio.Event()
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat())]
 
     async def connect(self) -> None:
-        """Tell the agent where to send word. Before anything else."""
+        """Tell the agent where to report, before anything else."""
         await self._ask(self._agent.connect.call_one(self._port))
 
     async def _ask(self, reply: Any) -> Any:
-        """The agent's answer; a host that is lost, or does not answer in time, is a `LaunchError`."""
+        """Return the agent's answer; a host that is lost, or does not answer in time, is a `LaunchError`."""
         answer = reply.as_asyncio()
         lost = asyncio.create_task(self._lost.wait())
         try:
@@ -299,7 +299,7 @@ class AgentWatch:
 
     async def _receive(self) -> None:
         while True:
-            pid = await self._words.recv()
+            pid = await self._reports.recv()
             self._heard.set()
             if pid is not None:
                 self._ended(pid)
@@ -319,7 +319,7 @@ class AgentWatch:
                     await asyncio.wait_for(self._heard.wait(), self._timings.timeout_s / 2)
             if not self._heard.is_set():
                 break
-        _log.warning("host %s does not answer its heartbeat and counts as lost", self._host.name)
+        _log.warning("host %s does not answer its heartbeat and is treated as lost", self._host.name)
         self._lost.set()
         self._host.is_lost = True
         for pid in list(self._exits):
@@ -383,13 +383,13 @@ class Host:
 
 
 def local_host() -> Host:
-    """The controller's own machine."""
+    """Return the controller's own machine."""
     return Host("local", this_host(), address="127.0.0.1", facts=local_facts())
 
 
 async def attach_host(worker: str, timings: HostTimings) -> Host:
     """Join a host on which `forge worker` listens at `worker` (such as `tcp://10.0.0.7:22222`)."""
-    patience = asyncio.get_running_loop().call_later(
+    notice = asyncio.get_running_loop().call_later(
         2.0, _log.warning, "waiting for the worker at %s, for up to %g s", worker, timings.attach_s
     )
     mesh = monarch_actor.attach_to_workers(ca="trust_all_connections", workers=[worker])
@@ -410,7 +410,7 @@ async def attach_host(worker: str, timings: HostTimings) -> Host:
             repair=f"on that host run `forge worker --address {worker}`, and check that the port is open",
         ) from None
     finally:
-        patience.cancel()
+        notice.cancel()
     if facts is None:
         await asyncio.wait_for(procs.stop(), timings.timeout_s)
         raise LaunchError(
@@ -427,7 +427,7 @@ async def attach_host(worker: str, timings: HostTimings) -> Host:
 
 
 def joint_mesh(hosts: Sequence[Host]) -> Any:
-    """One Monarch host mesh over several hosts, for a group of ranks that spans them."""
+    """Return one Monarch host mesh over several hosts, for a group of ranks that spans them."""
     if len(hosts) == 1:
         return hosts[0].mesh
     return monarch_actor.attach_to_workers(ca="trust_all_connections", workers=[host.name for host in hosts])

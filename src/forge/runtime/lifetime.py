@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import LaunchError, PlacementError
-from forge.runtime import meeting
+from forge.runtime import rendezvous
 from forge.runtime.backend import install_fault_hook, this_host
 from forge.runtime.control import control
 from forge.runtime.group import GroupSpec, RankGroup
@@ -63,17 +63,17 @@ class Runtime:
                         repair="call forge.run(launcher=...) first, or forge.shutdown() before changing hosts",
                     )
                 return
-            was_open = meeting.is_point_open()
+            was_open = rendezvous.is_server_open()
             try:
                 await self._find_hosts(launcher)
             except BaseException:
                 if not was_open:
-                    await meeting.close_point()
+                    await rendezvous.close_server()
                 raise
 
     async def _find_hosts(self, launcher: LauncherConfig | None) -> None:
         if launcher is None or launcher.kind == "local":
-            await meeting.open_point()
+            await rendezvous.open_server()
             install_fault_hook()
             this_host()  # starts Monarch in this process
             _close_at_exit()
@@ -81,7 +81,7 @@ class Runtime:
             return
         from forge.runtime.launchers import launch
 
-        await meeting.open_point(launcher.bind)
+        await rendezvous.open_server(launcher.bind)
         install_fault_hook()
         allocation = await launch(launcher)
         _close_at_exit()
@@ -94,7 +94,7 @@ class Runtime:
         return self._hosts
 
     def pick_hosts(self, count: int, *, spec: GroupSpec) -> tuple[Host, ...]:
-        """The `count` hosts that have the GPUs and carry the fewest groups, first ones first."""
+        """Return the `count` hosts that have the GPUs and carry the fewest groups, first ones first."""
         label = spec.label
         usable = [host for host in self.hosts if not host.is_lost]
         if count > len(usable):
@@ -136,7 +136,7 @@ class Runtime:
         try:
             group = await control().submit(start())
         except BaseException:
-            for group in started:  # it came up, but nobody waits for it any more
+            for group in started:  # it came up, but its caller no longer waits
                 await asyncio.shield(control().submit(group.stop(kill=True)))
                 self.forget(group)
             raise
@@ -175,7 +175,7 @@ class Runtime:
                 _log.exception("%r did not stop cleanly", thing)
 
     async def close(self) -> None:
-        """Stop everything that is owned, let the hosts go, and close the meeting point. Called on the control loop."""
+        """Stop what is owned, release the hosts, and close the rendezvous server. Called on the control loop."""
         async with self._guard:
             for block in reversed(self._blocks):
                 await self._stop_all(block)
@@ -190,7 +190,7 @@ class Runtime:
                 if release is not None:
                     await release()
             finally:
-                await meeting.close_point()
+                await rendezvous.close_server()
 
 
 _runtime: Runtime | None = None
@@ -198,7 +198,7 @@ _runtime_guard = threading.Lock()
 
 
 def runtime() -> Runtime:
-    """This process's runtime."""
+    """Return this process's runtime."""
     global _runtime
     with _runtime_guard:
         if _runtime is None or _runtime.pid != os.getpid():
@@ -208,8 +208,8 @@ def runtime() -> Runtime:
 
 @functools.cache
 def _close_at_exit() -> None:
-    """A program that ends without `shutdown` still ends its processes in order. Registered once Monarch runs, so that
-    it comes before Monarch's own end."""
+    """Stop a program's processes in order when it ends without `shutdown`. Registered once Monarch runs, so that it
+    runs before Monarch's own handler."""
 
     def close() -> None:
         if _runtime is not None and _runtime.pid == os.getpid():

@@ -34,7 +34,7 @@ COMPONENTS = (
 
 
 def versions() -> dict[str, str | None]:
-    """The installed version of every component; None where it is absent."""
+    """Return the installed version of every component; None where it is absent."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in COMPONENTS:
         try:
@@ -45,7 +45,7 @@ def versions() -> dict[str, str | None]:
 
 
 def required_versions() -> dict[str, str]:
-    """What this library pins exactly, by component."""
+    """Return what this library pins exactly, by component."""
     pins: dict[str, str] = {}
     try:
         requirements = metadata.requires("torchforge") or []
@@ -59,7 +59,7 @@ def required_versions() -> dict[str, str]:
 
 
 def memory() -> dict[str, int]:
-    """Bytes of memory and of shared memory, in all and free."""
+    """Return bytes of memory and of shared memory, in all and free."""
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
@@ -80,7 +80,7 @@ def cpu_model() -> str:
 
 
 def gpus() -> dict[str, Any]:
-    """GPUs, driver and whether this torch can use them. Torch is asked in a process of its own."""
+    """Return GPUs, driver and whether this torch can use them. Torch is asked in a process of its own."""
     present = count_gpus()
     facts: dict[str, Any] = {
         "present": present,
@@ -111,7 +111,7 @@ def _nvidia_smi(field: str) -> list[str]:
 
 
 def rdma_devices() -> list[str]:
-    """The InfiniBand or RoCE devices that the kernel shows."""
+    """Return the InfiniBand or RoCE devices that the kernel shows."""
     folder = Path("/sys/class/infiniband")
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 

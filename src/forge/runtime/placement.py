@@ -10,30 +10,31 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 
 from forge.errors import PlacementError
 
 _log = logging.getLogger("forge.runtime")
 GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
-MEETING_VARIABLES = ("FORGE_MEETING", "FORGE_SECRET", "FORGE_RUN")
+RENDEZVOUS_VARIABLES = ("FORGE_RENDEZVOUS", "FORGE_SECRET", "FORGE_RUN")
 RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *MEETING_VARIABLES,
+    *RENDEZVOUS_VARIABLES,
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 def visible_gpus(environ: Mapping[str, str], num_present: int) -> tuple[str, ...]:
-    """The devices that this process may use, as `CUDA_VISIBLE_DEVICES` would name them.
+    """Return the devices that this process may use, as `CUDA_VISIBLE_DEVICES` would name them.
 
     As CUDA does: unset means all; empty means none; the list ends at the first entry that is no device. A device that
     is listed twice counts once. UUIDs and MIG names pass through as they are.
     """
-    wish = environ.get("CUDA_VISIBLE_DEVICES")
-    if wish is None:
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
         return tuple(str(index) for index in range(num_present))
     found: list[str] = []
-    for word in (part.strip() for part in wish.split(",")):
+    for word in (part.strip() for part in chosen.split(",")):
         if word.isascii() and word.isdecimal():
             if int(word) >= num_present:
                 break
@@ -46,7 +47,7 @@ def visible_gpus(environ: Mapping[str, str], num_present: int) -> tuple[str, ...
 
 
 def count_gpus() -> int:
-    """How many NVIDIA GPUs this machine shows, without loading CUDA."""
+    """Return how many NVIDIA GPUs this machine shows, without loading CUDA."""
     query = shutil.which("nvidia-smi")
     if query is not None:
         answer = subprocess.run([query, "-L"], capture_output=True, text=True, timeout=60, check=False)
@@ -55,8 +56,18 @@ def count_gpus() -> int:
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
+def num_usable_gpus() -> int:
+    """Return how many GPUs this process may use: none where torch, which is not loaded here, was built without CUDA."""
+    return 0 if "+cpu" in metadata.version("torch") else len(visible_gpus(os.environ, count_gpus()))
+
+
+def wants_gpus(chosen: bool | None) -> bool:
+    """Return whether to use GPUs: as the configuration says, or where there are any."""
+    return num_usable_gpus() > 0 if chosen is None else chosen
+
+
 def count_cpus() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -123,7 +134,7 @@ class ThreadLedger:
         self._warned = False
 
     def claim(self, num_procs: int, num_threads: int | None) -> int:
-        """The number of threads for each of `num_procs` processes: what was asked for, or one."""
+        """Return the number of threads for each of `num_procs` processes: what was asked for, or one."""
         chosen = 1 if num_threads is None else num_threads
         self.num_claimed += num_procs * chosen
         if num_threads is not None and self.num_claimed > self.num_cpus and not self._warned:
@@ -141,7 +152,7 @@ class ThreadLedger:
 
 
 def rank_environment(*, rank: int, local_rank: int, world_size: int, local_world_size: int) -> dict[str, str]:
-    """The variables that `torch.distributed` reads, less the meeting point."""
+    """Return the variables that `torch.distributed` reads, less the rendezvous server."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

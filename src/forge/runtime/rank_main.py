@@ -23,7 +23,7 @@ OWNER = "FORGE_OWNER_PID"
 """Names the process that asked for this rank, where that is another than its parent and on the same machine."""
 
 MODULE_FOLDERS = "FORGE_MODULE_FOLDERS"
-"""Lists the folders that are searched for modules after all others (`forge.config.module_folders`, which is not
+"""Lists the folders that are searched for modules after all others (`forge.config.command_line`, which is not
 imported here: a rank starts with nothing but the standard library)."""
 
 

@@ -1,8 +1,8 @@
-"""The reply desk: one channel for a process, on which the answers to all its calls arrive.
+"""The reply channel of a process, on which the answers to all its calls arrive.
 
 Monarch opens a port for every call and keeps about a kilobyte of it for ever, which is a gigabyte after a million
 calls. One lasting port and a thread that reads it cost nothing in the long run and are faster. A call is a number;
-whoever answers sends that number back with the outcome.
+the answering process sends that number back with the outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 from forge.runtime.backend import Channel
 from forge.runtime.control import post
 from forge.runtime.rank_main import RANK
-from forge.runtime.wire import decode, encode
+from forge.runtime.serialization import decode, encode
 
 _log = logging.getLogger("forge.runtime")
 
@@ -34,10 +34,10 @@ _GATHERED: Final = 0
 
 
 class Awaiting(Protocol):
-    """What a desk keeps of an open call."""
+    """What a channel keeps of an open call."""
 
     def take(self, rank: int, kind: int, payload: Any, /) -> bool:
-        """Note what a rank has sent, on the desk's thread; False when nobody waits for it any more."""
+        """Note what a rank has sent, on the channel's thread; False when the caller no longer waits."""
 
 
 class _Waiting:
@@ -52,7 +52,7 @@ class _Waiting:
 
     def take(self, rank: int, kind: int, payload: bytes) -> bool:
         self.answers[rank] = (kind, payload)
-        return len(self.answers) < self.num_ranks or post(self.loop, _settle, self)
+        return len(self.answers) < self.num_ranks or post(self.loop, _resolve, self)
 
 
 class _Gathered:
@@ -71,7 +71,7 @@ class _Gathered:
         return True
 
 
-class ReplyDesk:
+class ReplyChannel:
     """Where this process's answers arrive. Calls may be opened from any event loop."""
 
     def __init__(self) -> None:
@@ -85,14 +85,14 @@ class ReplyDesk:
         threading.Thread(target=context.run, args=(self._read,), name="forge-replies", daemon=True).start()
 
     def open(self, num_ranks: int = 1) -> tuple[int, asyncio.Future[list[Answer]]]:
-        """A new call: its number, and what will hold the answers of its ranks, in rank order."""
+        """Open a call: its number, and what will hold the answers of its ranks, in rank order."""
         call_id = next(self._ids)
         waiting = _Waiting(asyncio.get_running_loop(), num_ranks)
         self._calls[call_id] = waiting
         return call_id, waiting.future
 
     def enter(self, awaiting: Awaiting) -> int:
-        """A new call whose answers `awaiting` takes: its number."""
+        """Open a call whose answers `awaiting` takes, and return its number."""
         call_id = next(self._ids)
         self._calls[call_id] = awaiting
         return call_id
@@ -106,20 +106,20 @@ class ReplyDesk:
             try:
                 call_id, rank, kind, payload = self._receiver.recv().get()
             except Exception as error:  # noqa: BLE001 - the channel is gone: the process or its client is ending
-                _log.debug("the reply desk closed: %s", error)
+                _log.debug("the reply channel closed: %s", error)
                 return
             awaiting = self._calls.get(call_id)
             if awaiting is not None and not awaiting.take(rank, kind, payload):
                 self.close(call_id)
 
 
-def _settle(waiting: _Waiting) -> None:
+def _resolve(waiting: _Waiting) -> None:
     if not waiting.future.done():
         waiting.future.set_result([answer for _, answer in sorted(waiting.answers.items())])
 
 
 def read_answers(answers: list[Answer]) -> list[Any]:
-    """The values, or the first exception, raised."""
+    """Return the values, or the first exception, raised."""
     values = []
     for kind, payload in answers:
         value = decode(payload)
@@ -129,23 +129,23 @@ def read_answers(answers: list[Answer]) -> list[Any]:
     return values
 
 
-_desk: ReplyDesk | None = None
+_channel: ReplyChannel | None = None
 _guard = threading.Lock()
 
 
-def reply_desk() -> ReplyDesk:
-    """This process's desk, opened on first use."""
-    global _desk
-    desk = _desk
-    if desk is None or desk.pid != os.getpid():
+def reply_channel() -> ReplyChannel:
+    """Return this process's channel, opened on first use."""
+    global _channel
+    channel = _channel
+    if channel is None or channel.pid != os.getpid():
         with _guard:
-            if _desk is None or _desk.pid != os.getpid():
-                _desk = ReplyDesk()
-            desk = _desk
-    return desk
+            if _channel is None or _channel.pid != os.getpid():
+                _channel = ReplyChannel()
+            channel = _channel
+    return channel
 
 
-class ReplyTo:
+class ReplyPort:
     """In the answering process: where the outcome of one call goes. Has the two methods of a Monarch port."""
 
     __slots__ = ("_call_id", "_outbox")
@@ -161,7 +161,7 @@ class ReplyTo:
 
 
 class Outbox:
-    """In the answering process: the way to one caller's desk. What is ready before the way is known waits here."""
+    """In the answering process: the way to one caller's channel. What is ready before the way is known waits here."""
 
     def __init__(self) -> None:
         self.rank = _RANK

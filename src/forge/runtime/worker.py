@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
+from forge.runtime.sockets import check_tls
 
 _log = logging.getLogger("forge.worker")
 _QUICK_S = 2.0
@@ -25,7 +26,7 @@ _MAX_QUICK_DEATHS = 5
 
 
 def check_address(address: str) -> str:
-    """An address such as `tcp://127.0.0.1:22222`; anything else raises with the rule."""
+    """Return an address such as `tcp://127.0.0.1:22222`; anything else raises with the rule."""
     try:
         parts = urlsplit(address)
         # a colon, a port that is one, and nothing before, between or after them
@@ -41,15 +42,7 @@ def check_address(address: str) -> str:
             repair="forge worker --address tcp://127.0.0.1:22222",
         )
     if parts.scheme == "tls":
-        missing = [name for name in TLS_VARIABLES if not os.environ.get(name)]
-        if missing:
-            raise LaunchError(
-                "a tls:// worker needs its certificates",
-                path="environment",
-                value=missing,
-                rule=f"{', '.join(TLS_VARIABLES)} name PEM files",
-                repair=f"export {missing[0]}=/path/to/file.pem (docs/guides/security.md shows how to make them)",
-            )
+        check_tls("a tls:// worker")
     return address
 
 
@@ -69,9 +62,6 @@ def check_free(address: str) -> None:
             rule="an address of this machine, and a free port",
             repair="choose another port, or end the worker that listens there",
         ) from error
-
-
-TLS_VARIABLES = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
 
 
 def serve(address: str, *, once: bool = False) -> int:
@@ -100,14 +90,17 @@ def serve(address: str, *, once: bool = False) -> int:
         failed_at_once = code > 0 and time.monotonic() - began < _QUICK_S
         quick_deaths = quick_deaths + 1 if failed_at_once else 0
         if quick_deaths >= _MAX_QUICK_DEATHS:
-            print(f"forge worker: gave up, the worker at {address} ends at once (exit code {code})", file=sys.stderr)
+            print(
+                f"forge worker: stopped, because the worker at {address} exits at once (exit code {code})",
+                file=sys.stderr,
+            )
             return 1
         print(f"forge worker: the run ended (exit code {code}); a fresh worker takes over", flush=True)
     return 0
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The child: serve one controller. Dies with its parent."""
+    """Serve one controller, in the child process, which dies with its parent."""
     from forge.runtime.rank_main import exit_with
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from forge.runtime.actor import MeshActor, Spawner
-from forge.runtime.starting import Starting
+from forge.runtime.actor import MeshActor, PendingHandle, Spawner
 from forge.service.options import ServiceOptions
 
 if TYPE_CHECKING:
@@ -22,12 +21,12 @@ class ServiceSpawner(Spawner[T]):
 
     chosen: ServiceOptions
 
-    def as_service(self, *args: Any, **kwargs: Any) -> Starting[T]:
+    def as_service(self, *args: Any, **kwargs: Any) -> PendingHandle[T]:
         """Start the replicas, run their `setup`, and return the handle that routes to them. To be awaited."""
         from forge.service.handle import Service
 
         starting = Service.start(self.cls, self.chosen, args, kwargs)
-        return Starting(cast("Coroutine[Any, Any, T]", starting), call=f"{self.cls.__name__}.as_service")
+        return PendingHandle(cast("Coroutine[Any, Any, T]", starting), call=f"{self.cls.__name__}.as_service")
 
 
 class ForgeActor(MeshActor):
@@ -57,10 +56,10 @@ class ForgeActor(MeshActor):
 
     @classmethod
     def options(cls, **keywords: Any) -> ServiceSpawner[Self]:
-        """This class with options (see `ServiceOptions`). The class itself never changes; unknown options raise."""
+        """Return this class with options (see `ServiceOptions`). The class never changes; unknown options raise."""
         return ServiceSpawner(cls, ServiceOptions.from_keywords(**keywords))
 
     @classmethod
-    def as_service(cls, *args: Any, **kwargs: Any) -> Starting[Self]:
+    def as_service(cls, *args: Any, **kwargs: Any) -> PendingHandle[Self]:
         """`options().as_service(...)`: a service of one replica. To be awaited."""
         return cls.options().as_service(*args, **kwargs)

@@ -28,9 +28,9 @@ class _Open:
 class Batcher:
     """Collects the calls of one batched endpoint."""
 
-    def __init__(self, spec: EndpointSpec, path: CallPath, wish: CallOptions) -> None:
+    def __init__(self, spec: EndpointSpec, path: CallPath, options: CallOptions) -> None:
         assert spec.batch is not None
-        self._spec, self._path, self._wish = spec, path, wish
+        self._spec, self._path, self._options = spec, path, options
         self._rule: Batch = spec.batch
         self._open: dict[tuple[asyncio.AbstractEventLoop, str | None], _Open] = {}
         self._sending: set[asyncio.Task[None]] = set()
@@ -50,8 +50,7 @@ class Batcher:
         """Put one item into the open batch and wait for its answer."""
         self.check_item(self._spec, args, kwargs)
         loop = asyncio.get_running_loop()
-        session = self._wish.session or self._path.session.get(None)
-        key = (loop, session)
+        key = (loop, self._path.session_of(self._options))
         batch = self._open.get(key)
         if batch is None:
             batch = self._open[key] = _Open()
@@ -83,7 +82,7 @@ class Batcher:
 
     async def _send(self, items: list[tuple[Any, asyncio.Future[Any]]]) -> None:
         try:
-            values = await self._path.route(self._spec, ([item for item, _ in items],), {}, self._wish)
+            values = await self._path.route(self._spec, ([item for item, _ in items],), {}, self._options)
             check_answers(self._spec, values, len(items))
         except Exception as error:  # noqa: BLE001 - every caller of the batch gets it
             for _, answer in items:

@@ -1,43 +1,44 @@
-"""The way of a call: choose, send, wait, and what to do when it fails, takes too long or is no longer wanted."""
+"""The path of a call: choose a replica, send, wait, and handle failure, time-out and cancellation."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from forge.errors import ActorFailure, CallTimeout, FanoutError, ForgeError, OptionError
-from forge.runtime.actor import check_seconds
 from forge.runtime.endpoints import EndpointSpec, unknown_verb
-from forge.runtime.replies import read_answers, reply_desk
-from forge.runtime.wire import encode
+from forge.runtime.option_checks import check_known, check_seconds
+from forge.runtime.replies import read_answers, reply_channel
+from forge.runtime.serialization import encode
 from forge.service.batching import Batcher, check_answers
 from forge.service.records import Outcome, Request
-from forge.service.table import RoutingTable, Target
+from forge.service.routing_table import RoutingTable, Target
 
 if TYPE_CHECKING:
     from forge.service.handle import Service
 
 
 class Call:
-    """One call on its way: what to send, and until when an answer is wanted."""
+    """One call: what to send, and until when the caller waits."""
 
-    __slots__ = ("args", "deadline", "kwargs", "spec", "timeout_s", "wish")
+    __slots__ = ("args", "deadline", "kwargs", "options", "spec", "timeout_s")
 
     def __init__(
         self,
         spec: EndpointSpec,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        wish: CallOptions,
+        options: CallOptions,
         limit_s: float | None,
     ) -> None:
-        self.spec, self.args, self.kwargs, self.wish, self.timeout_s = spec, args, kwargs, wish, limit_s
+        self.spec, self.args, self.kwargs, self.options, self.timeout_s = spec, args, kwargs, options, limit_s
         self.begin_wait()
 
     def begin_wait(self) -> None:
-        """From now on the caller waits, for as long as its time-out says."""
+        """Start the caller's wait, for as long as its time-out says."""
         self.deadline = None if self.timeout_s is None else asyncio.get_running_loop().time() + self.timeout_s
 
 
@@ -49,16 +50,24 @@ class CallPath:
         self.num_retried = self.num_timeouts = self.num_cancelled = 0
         self.session: contextvars.ContextVar[str | None] = contextvars.ContextVar(f"session of {table.name}")
 
-    def limit_s(self, wish: CallOptions) -> float | None:
-        """How long a call with these options may take."""
-        return self.timeout_s if wish.timeout_s is None else wish.timeout_s
+    def limit_s(self, options: CallOptions) -> float | None:
+        """Return how long a call with these options may take."""
+        return self.timeout_s if options.timeout_s is None else options.timeout_s
 
-    async def route(self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions) -> Any:
+    def session_of(self, options: CallOptions) -> str | None:
+        """Return the session of a call: the one that its options name, or that of the current task."""
+        return options.session if options.session is not None else self.session.get(None)
+
+    def retries_of(self, spec: EndpointSpec, options: CallOptions) -> int:
+        """Return how often a call may be sent again after a loss."""
+        return self.max_retries if (spec.retry if options.retry is None else options.retry) else 0
+
+    async def route(
+        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> Any:
         """Send to one replica and return its answer; after a loss send again, where the endpoint allows it."""
-        call = Call(spec, args, kwargs, wish, self.limit_s(wish))
-        session = wish.session if wish.session is not None else self.session.get(None)
-        retries_left = self.max_retries if (spec.retry if wish.retry is None else wish.retry) else 0
-        attempt = 0
+        call = Call(spec, args, kwargs, options, self.limit_s(options))
+        session, attempt = self.session_of(options), 0
         while True:
             request = Request(spec.name, session, attempt)
             target = self.table.try_acquire(request)
@@ -67,7 +76,7 @@ class CallPath:
             try:
                 return await self._send(target, call)
             except ActorFailure as failure:
-                if is_remote(failure) or attempt >= retries_left:
+                if is_remote(failure) or attempt >= self.retries_of(spec, options):
                     raise
                 attempt += 1
                 self.num_retried += 1
@@ -84,15 +93,15 @@ class CallPath:
             raise self.late(call, "no replica had a free slot") from None
 
     async def _send(self, target: Target, call: Call) -> Any:
-        loop, desk = asyncio.get_running_loop(), reply_desk()
+        loop, channel = asyncio.get_running_loop(), reply_channel()
         payload = encode((call.args, call.kwargs))
-        call_id, reply = desk.open(target.entry.num_ranks)
+        call_id, reply = channel.open(target.entry.num_ranks)
         target.calls.add(reply, loop)
         timer = None if call.deadline is None else loop.call_at(call.deadline, _expire, reply)
         try:
             if not target.is_connected:
-                target.connect(desk)
-            target.invoke(desk.caller, call_id, call.spec.name, payload)
+                target.connect(channel)
+            target.invoke(channel.caller, call_id, call.spec.name, payload)
             values = read_answers(await reply)
         except _Expired:
             self._abandon(target, call_id)
@@ -103,39 +112,36 @@ class CallPath:
             self.num_cancelled += 1
             raise
         except Exception as error:
-            if isinstance(error, ActorFailure) and not is_remote(error):
-                target.num_lost += 1
-            else:
-                target.num_errors += 1
+            count_error(target, error)
             raise
         finally:
-            desk.close(call_id)
+            channel.close(call_id)
             target.calls.discard(reply)
             if timer is not None:
                 timer.cancel()
         target.num_ok += 1
-        return tuple(values) if call.wish.all_ranks else values[0]
+        return tuple(values) if call.options.all_ranks else values[0]
 
     def _abandon(self, target: Target, call_id: int) -> None:
         if target.calls.failure is None:
             target.cancel(call_id)
 
     def late(self, call: Call, why: str) -> CallTimeout:
-        """What is raised when a call's time is up."""
+        """Return the error of a call whose time is up."""
         where = f"{self.table.name}.{call.spec.name}"
         return CallTimeout(
             f"{where}: {why} in time",
             path=where,
             value=f"{call.timeout_s} s",
-            rule="a call ends, and a stream yields its next item, within the time-out, waiting for a slot included",
+            rule="a call ends, and a stream yields its next item, within the timeout, including the wait for a slot",
             repair="raise it: options(call_timeout_s=...) or endpoint.options(timeout_s=...)",
         )
 
     async def fanout(
-        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], wish: CallOptions
+        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> list[Outcome]:
-        """Send to every healthy replica, limits or not, and say what each made of it."""
-        call = Call(spec, args, kwargs, wish, self.limit_s(wish))
+        """Send to every healthy replica, regardless of limits, and return what each returned or raised."""
+        call = Call(spec, args, kwargs, options, self.limit_s(options))
         while not (targets := self.table.live()):
             target = await self.acquire(Request(spec.name, None, 0), call)
             self.table.release(target)
@@ -150,12 +156,19 @@ class CallPath:
 
 
 def is_remote(error: BaseException) -> bool:
-    """Whether an error was raised by the user's code in the replica (and not about the replica)."""
+    """Return whether an error was raised by the user's code in the replica (and not about the replica)."""
     return getattr(error, "remote_traceback", None) is not None
 
 
+def count_error(target: Target, error: Exception) -> None:
+    if isinstance(error, ActorFailure) and not is_remote(error):
+        target.num_lost += 1
+    else:
+        target.num_errors += 1
+
+
 class _Expired(Exception):
-    """A call's time is up. Never seen outside this module."""
+    """A call's time is up. Never leaves this module."""
 
 
 def _expire(reply: asyncio.Future[Any]) -> None:
@@ -163,23 +176,18 @@ def _expire(reply: asyncio.Future[Any]) -> None:
         reply.set_exception(_Expired())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What one caller wants of its calls."""
+    """How one caller's calls are sent; see `ServiceEndpoint.options`."""
 
-    __slots__ = ("all_ranks", "partial", "retry", "session", "timeout_s")
+    timeout_s: float | None = None
+    retry: bool | None = None
+    session: str | None = None
+    partial: bool = False
+    all_ranks: bool = False
 
-    def __init__(
-        self,
-        *,
-        timeout_s: float | None = None,
-        retry: bool | None = None,
-        session: str | None = None,
-        partial: bool = False,
-        all_ranks: bool = False,
-    ) -> None:
-        check_seconds("timeout_s", timeout_s, optional=True)
-        self.timeout_s, self.retry, self.session = timeout_s, retry, session
-        self.partial, self.all_ranks = partial, all_ranks
+    def __post_init__(self) -> None:
+        check_seconds("timeout_s", self.timeout_s, optional=True)
 
 
 _PLAIN = CallOptions()
@@ -191,13 +199,13 @@ _EQUIVALENTS = {"call_one": "route", "choose": "route", "call_all": "fanout", "c
 class ServiceEndpoint:
     """One endpoint of a service: `route` to one replica, `fanout` to all."""
 
-    def __init__(self, service: Service, spec: EndpointSpec, wish: CallOptions = _PLAIN) -> None:
-        self._service, self._spec, self._wish = service, spec, wish
+    def __init__(self, service: Service, spec: EndpointSpec, options: CallOptions = _PLAIN) -> None:
+        self._service, self._spec, self._options = service, spec, options
         self._path = service._path
-        self._batcher = None if spec.batch is None else service._batcher(spec, wish)
+        self._batcher = None if spec.batch is None else service._batcher(spec, options)
 
-    def options(self, **wishes: Any) -> Self:
-        """This endpoint with other call options.
+    def options(self, **overrides: Any) -> Self:
+        """Return this endpoint with other call options.
 
         Args:
             timeout_s: how long a call may take, waiting for a slot included; of a stream, how long each item may take.
@@ -206,48 +214,38 @@ class ServiceEndpoint:
             partial: `fanout` returns an `Outcome` for each replica instead of raising `FanoutError`.
             all_ranks: a replica of several ranks answers with a tuple of all ranks' values instead of rank 0's.
         """
-        known = CallOptions.__slots__
-        for name, value in wishes.items():
-            if name not in known:
-                raise OptionError(
-                    f"endpoint.options() has no {name!r}",
-                    path=f"{self._spec.name}.options({name}=)",
-                    value=value,
-                    rule=f"one of {', '.join(known)}",
-                    repair="remove it",
-                )
-        merged = {name: getattr(self._wish, name) for name in known} | wishes
-        session = merged["session"]
-        if session is not None and not self._path.table.knows_session(session):
+        check_known(overrides, CallOptions, where=f"{self._spec.name}.options")
+        merged = replace(self._options, **overrides)
+        if merged.session is not None and not self._path.table.knows_session(merged.session):
             raise OptionError(
-                f"service {self._path.table.name} has no session {session!r}",
+                f"service {self._path.table.name} has no session {merged.session!r}",
                 path=f"{self._spec.name}.options(session=)",
-                value=session,
+                value=merged.session,
                 rule="a session that was started and not yet terminated",
                 repair="session = await service.start_session()",
             )
-        return type(self)(self._service, self._spec, CallOptions(**merged))
+        return type(self)(self._service, self._spec, merged)
 
     async def route(self, *args: Any, **kwargs: Any) -> Any:
         """Call one healthy replica and return its answer. The user's exception is raised as itself."""
-        if self._service._keeper is None:
-            await self._service._ready(self._path.limit_s(self._wish))
+        if self._service._supervisor is None:
+            await self._service._ready(self._path.limit_s(self._options))
         if self._batcher is not None:
             return await self._batcher.submit(args, kwargs)
-        return await self._path.route(self._spec, args, kwargs, self._wish)
+        return await self._path.route(self._spec, args, kwargs, self._options)
 
     async def fanout(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call every healthy replica. Returns their values, or raises `FanoutError` if any replica failed.
 
         With `options(partial=True)` it returns an `Outcome` for each replica and raises nothing.
         """
-        await self._service._ready(self._path.limit_s(self._wish))
+        await self._service._ready(self._path.limit_s(self._options))
         if self._spec.batch is not None:
             args, kwargs = _one_item_batch(self._spec, args, kwargs)
-        outcomes = await self._path.fanout(self._spec, args, kwargs, self._wish)
+        outcomes = await self._path.fanout(self._spec, args, kwargs, self._options)
         if self._spec.batch is not None:
             outcomes = [_only_item(self._spec, outcome) for outcome in outcomes]
-        if self._wish.partial:
+        if self._options.partial:
             return outcomes
         failed = [outcome for outcome in outcomes if not outcome.ok]
         if not failed:
@@ -277,7 +275,7 @@ class ServiceEndpoint:
         raise unknown_verb(f"{self._path.table.name}.{self._spec.name}", name, _EQUIVALENTS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"say how to call it: {self._spec.name}.route(...) or {self._spec.name}.fanout(...)")
+        raise TypeError(f"choose how to call it: {self._spec.name}.route(...) or {self._spec.name}.fanout(...)")
 
 
 def _one_item_batch(
@@ -288,7 +286,7 @@ def _one_item_batch(
 
 
 def _only_item(spec: EndpointSpec, outcome: Outcome) -> Outcome:
-    """The outcome of a batch of one, as that of its item: an exception in its place is this replica's error."""
+    """Return the outcome of a batch of one as that of its item: an exception in its place is this replica's error."""
     if not outcome.ok:
         return outcome
     try:

@@ -16,16 +16,15 @@ from typing import Any, ClassVar
 from forge.errors import CallTimeout, OptionError, ServiceStopped
 from forge.runtime.backend import Channel
 from forge.runtime.control import control
-from forge.runtime.endpoints import EndpointSpec, specs_of
+from forge.runtime.endpoints import EndpointSpec, check_endpoint_names, specs_of
 from forge.runtime.lifetime import runtime
 from forge.service.batching import Batcher
 from forge.service.calls import CallOptions, CallPath, ServiceEndpoint
-from forge.service.directory import RENEW_AFTER, Gone, Message, Silence, Tick, directory
-from forge.service.keeper import Keeper
 from forge.service.options import ServiceOptions
 from forge.service.records import ReplicaMetrics, ServiceMetrics
+from forge.service.routing_table import Entry, RoutingTable
 from forge.service.streams import StreamEndpoint
-from forge.service.table import Entry, RoutingTable
+from forge.service.supervisor import RENEW_AFTER, Message, Notice, Supervisor, subscriptions
 
 _known: dict[str, Service] = {}
 _known_guard = threading.Lock()
@@ -49,28 +48,21 @@ class Service:
             name, router=options.router(), limit=options.max_concurrency, max_queue=options.max_queue
         )
         self._path = CallPath(self._table, max_retries=options.max_retries, timeout_s=options.call_timeout_s)
-        self._batchers: weakref.WeakValueDictionary[tuple[Any, ...], Batcher] = weakref.WeakValueDictionary()
-        self._keeper: Keeper | None = None
+        self._batchers: weakref.WeakValueDictionary[tuple[str, CallOptions], Batcher] = weakref.WeakValueDictionary()
+        self._supervisor: Supervisor | None = None
         self._owner_port: Any = None
         self._subscriber = random.getrandbits(60)
         self._subscription: concurrent.futures.Future[None] | None = None
+        check_endpoint_names(cls, _RESERVED)
         for endpoint_name, spec in specs_of(cls).items():
-            if endpoint_name in _RESERVED:
-                raise OptionError(
-                    f"an endpoint of a service cannot be named {endpoint_name!r}",
-                    path=f"{cls.__name__}.{endpoint_name}",
-                    value=endpoint_name,
-                    rule=f"not one of {', '.join(sorted(_RESERVED))}",
-                    repair="rename the endpoint",
-                )
             setattr(self, endpoint_name, (StreamEndpoint if spec.is_stream else ServiceEndpoint)(self, spec))
 
-    def _batcher(self, spec: EndpointSpec, wish: CallOptions) -> Batcher:
-        """The one batcher for calls with these options, however often `endpoint.options(...)` is written."""
-        key = (spec.name, *(getattr(wish, name) for name in wish.__slots__))
+    def _batcher(self, spec: EndpointSpec, options: CallOptions) -> Batcher:
+        """Return the one batcher for calls with these options, however often `endpoint.options(...)` is written."""
+        key = (spec.name, options)
         batcher = self._batchers.get(key)
         if batcher is None:
-            batcher = self._batchers[key] = Batcher(spec, self._path, wish)
+            batcher = self._batchers[key] = Batcher(spec, self._path, options)
         return batcher
 
     def __getattr__(self, name: str) -> Any:
@@ -87,21 +79,22 @@ class Service:
         """Start the replicas of `actor` and return their handle. Users write `Actor.options(...).as_service(...)`."""
         name = options.mesh_name or actor.__name__
         service = cls(actor, options, name=name, uid=uuid.uuid4().hex)
-        keeper = service._keeper = Keeper(options.group_spec(actor, args, kwargs, label=name), options, service._table)
+        spec = options.group_spec(actor, args, kwargs, label=name)
+        supervisor = service._supervisor = Supervisor(spec, options, service._table)
         runtime().own(service)
         try:
-            service._owner_port = await control().submit(service._open(keeper))
+            service._owner_port = await control().submit(service._open(supervisor))
         except BaseException:
             await asyncio.shield(control().submit(service.stop()))
             raise
         return service
 
-    async def _open(self, keeper: Keeper) -> Any:
-        await keeper.start()
-        directory().add(self._uid, keeper)
+    async def _open(self, supervisor: Supervisor) -> Any:
+        await supervisor.start()
+        subscriptions().services[self._uid] = supervisor
         with _known_guard:
             _known[self._uid] = self
-        return directory().port
+        return subscriptions().port
 
     # ---- sessions
 
@@ -144,7 +137,7 @@ class Service:
         return self._table.name
 
     async def get_metrics(self) -> ServiceMetrics:
-        """The replicas' health, restarts and processes, and this process's calls."""
+        """Return the replicas' health, restarts and processes, and this process's calls."""
         await self._ready()
         replicas = []
         for index, entry in sorted(self._table.entries.items()):
@@ -193,7 +186,7 @@ class Service:
                     await change
         except TimeoutError:
             raise CallTimeout(
-                f"service {self.name} did not become what was waited for",
+                f"service {self.name} did not reach the expected state in time",
                 value=f"{timeout_s} s",
                 path="wait_until",
                 rule=f"now: {[(replica.index, replica.health) for replica in (await self.get_metrics()).replicas]}",
@@ -202,7 +195,7 @@ class Service:
 
     async def shutdown(self) -> None:
         """Stop every replica and give back what they held. Calls that wait raise `ServiceStopped`."""
-        if self._keeper is None:
+        if self._supervisor is None:
             raise OptionError(
                 f"only the process that started service {self.name} can shut it down",
                 path="shutdown",
@@ -212,11 +205,11 @@ class Service:
 
     async def stop(self) -> None:
         """As `shutdown`, on the control loop; the runtime calls it."""
-        assert self._keeper is not None
-        directory().remove(self._uid)
+        assert self._supervisor is not None
+        subscriptions().services.pop(self._uid, None)
         with _known_guard:
             _known.pop(self._uid, None)
-        await self._keeper.stop()
+        await self._supervisor.stop()
         runtime().forget(self)
 
     def __repr__(self) -> str:
@@ -230,7 +223,7 @@ class Service:
 
     async def _ready(self, timeout_s: float | None = None) -> None:
         """In another process than the owner's: wait for the first copy of the table."""
-        if self._keeper is not None:
+        if self._supervisor is not None:
             return
         with _known_guard:
             if self._subscription is None:
@@ -243,68 +236,64 @@ class Service:
             raise CallTimeout(f"the owner of service {self.name} does not answer", value=f"{timeout_s} s") from None
 
     async def _subscribe(self) -> None:
-        port, words = Channel.open()
+        port, messages = Channel.open()
         self._ask_owner(port)
         for _ in range(self._options.num_replicas):
-            word = await self._hear(words)
-            if isinstance(word, Silence):
+            message = await self._receive(messages)
+            if message is Notice.SILENCE:
                 self._subscription = None  # the next call asks again
                 raise ServiceStopped(f"the owner of service {self.name} does not answer", path=self.name)
-            if not self._note(word):
+            if not self._apply(message):
                 return
-        self._following = asyncio.create_task(self._follow(port, words))
+        self._following = asyncio.create_task(self._follow(port, messages))
 
     def _ask_owner(self, port: Any) -> None:
         self._owner_port.send((self._uid, self._subscriber, port))
 
-    async def _follow(self, port: Any, words: Any) -> None:
+    async def _follow(self, port: Any, messages: Any) -> None:
         """Keep the table up to date until the service is gone."""
         num_ticks = 0
         while True:
-            word = await self._hear(words)
-            if isinstance(word, Silence):
-                word = await self._wait_out(words)
-            if not self._note(word):
+            message = await self._receive(messages)
+            if message is Notice.SILENCE:
+                message = await self._wait_out()
+            if not self._apply(message):
                 return
-            num_ticks += isinstance(word, Tick)
+            num_ticks += message is Notice.TICK
             if num_ticks >= RENEW_AFTER:
                 num_ticks = 0
                 self._ask_owner(port)
 
-    async def _hear(self, words: Any) -> Message:
-        """The owner's next word. It ticks even when nothing changes, so silence means something."""
+    async def _receive(self, messages: Any) -> Message:
+        """Return the owner's next message. It ticks even when nothing changes, so silence is a notice too."""
         limit = self._options.heartbeat_s + self._options.heartbeat_timeout_s
-        word = asyncio.ensure_future(words.recv().as_asyncio())
-        for _ in range(2):  # in halves: after a stall of this very process a word that lies ready still counts
-            await asyncio.wait({word}, timeout=limit / 2)
-        if word.done():
-            heard: Message = word.result()
-            return heard
-        self._unheard = word
-        return Silence()
+        self._next = asyncio.ensure_future(messages.recv().as_asyncio())
+        for _ in range(2):  # in halves: after a stall of this very process a message that lies ready still counts
+            await asyncio.wait({self._next}, timeout=limit / 2)
+        return self._next.result() if self._next.done() else Notice.SILENCE
 
-    async def _wait_out(self, words: Any) -> Message:
-        """The owner is silent: nobody can be called until it speaks again, if it does."""
+    async def _wait_out(self) -> Message:
+        """Let no replica be called until the owner sends something again, if it does."""
         known = dict(self._table.entries)
-        self._note(Silence())
-        word: Message = await self._unheard
-        if not isinstance(word, Gone):
+        self._apply(Notice.SILENCE)
+        message: Message = await self._next
+        if message is not Notice.GONE:
             for entry in known.values():
                 self._table.update(entry)
-        return word
+        return message
 
-    def _note(self, word: Message) -> bool:
+    def _apply(self, message: Message) -> bool:
         """Bring the table up to date; False when there will be no more."""
-        if isinstance(word, Entry):
-            self._table.update(word)
-        elif isinstance(word, (Gone, Silence)):
+        if isinstance(message, Entry):
+            self._table.update(message)
+        elif message is not Notice.TICK:
             for index in range(self._options.num_replicas):
                 self._table.update(Entry(index, -1, "stopped", None, "", 0, failure="the service's owner is gone"))
-        if isinstance(word, Gone):
+        if message is Notice.GONE:
             with _known_guard:
                 if _known.get(self._uid) is self:
                     del _known[self._uid]
-        return not isinstance(word, (Gone, Silence))
+        return message not in (Notice.GONE, Notice.SILENCE)
 
 
 def _arrive(cls: type, options: ServiceOptions, name: str, uid: str, owner_port: Any) -> Service:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from forge.runtime.actor import ActorOptions, bad_option, check_count, check_seconds
+from forge.runtime.actor import ActorOptions
+from forge.runtime.option_checks import bad_option, check_count, check_seconds
 from forge.service.routing import BUILT_IN
 
 
@@ -22,7 +23,7 @@ class ServiceOptions(ActorOptions):
         max_queue: calls that may wait for a slot in this process before `Overloaded` is raised; None is no limit.
         call_timeout_s: how long a call may take, waiting included; None is no limit.
         max_retries: how often a call of an endpoint with `retry=True` is sent again after a loss.
-        heartbeat_s: how often each replica is asked for a sign of life.
+        heartbeat_s: how often each replica is asked for a heartbeat.
         heartbeat_timeout_s: without one for so long, a replica is taken for dead. Longer than any `async` endpoint
             blocks its event loop; plain `def` endpoints do not block it.
         max_restarts: tries in a row, without having served, before a replica is given up.

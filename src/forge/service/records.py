@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Health = Literal["starting", "healthy", "restarting", "given_up", "stopped"]
@@ -78,7 +78,6 @@ class ServiceMetrics:
     num_timeouts: int
     num_cancelled: int
     num_rejected: int
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_healthy(self) -> int:

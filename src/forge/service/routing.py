@@ -6,11 +6,11 @@ Any function of this shape can be given as `options(routing=...)`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from forge.errors import OptionError
-from forge.service.records import ReplicaState, Request
+from forge.service.records import Request
 
 
 class Candidate(Protocol):
@@ -24,11 +24,8 @@ class Candidate(Protocol):
     def last_used(self) -> int: ...
 
 
-Router = Callable[[Sequence[ReplicaState], Request], int]
-
-
 def round_robin(states: Sequence[Candidate], request: Request | None = None) -> int:
-    """The replica that has waited longest for a call. Fair to the call, whichever replicas come and go."""
+    """Return the replica that has waited longest for a call. Fair to the call, whichever replicas come and go."""
     best = states[0]
     for state in states:
         if state.last_used < best.last_used:
@@ -37,7 +34,7 @@ def round_robin(states: Sequence[Candidate], request: Request | None = None) -> 
 
 
 def least_loaded(states: Sequence[Candidate], request: Request | None = None) -> int:
-    """The replica with the fewest calls in flight; among equals, the one that has waited longest."""
+    """Return the replica with the fewest calls in flight; among equals, the one that has waited longest."""
     best = states[0]
     for state in states:
         if (state.in_flight, state.last_used) < (best.in_flight, best.last_used):
@@ -49,7 +46,7 @@ BUILT_IN = {"round_robin": round_robin, "least_loaded": least_loaded}
 
 
 def check_choice(choice: object, states: Sequence[Candidate], router: object) -> int:
-    """A user's router must name one of the replicas that it was shown."""
+    """Return what a router chose; raise unless it is one of the replicas that it was given."""
     allowed = [state.index for state in states]
     if isinstance(choice, bool) or not isinstance(choice, int) or choice not in allowed:
         raise OptionError(

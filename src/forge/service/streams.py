@@ -9,36 +9,36 @@ from typing import Any, Self
 
 from forge.errors import ActorFailure, OptionError
 from forge.runtime.endpoints import streams_only
-from forge.runtime.replies import reply_desk
-from forge.runtime.streams import End, Expired, Inflow
-from forge.runtime.wire import encode
-from forge.service.calls import Call, ServiceEndpoint, is_remote
+from forge.runtime.replies import reply_channel
+from forge.runtime.serialization import encode
+from forge.runtime.streams import End, Expired, StreamReader
+from forge.service.calls import Call, ServiceEndpoint, count_error, is_remote
 from forge.service.records import Request
-from forge.service.table import Target
+from forge.service.routing_table import Target
 
 
 class StreamEndpoint(ServiceEndpoint):
     """An endpoint that yields: `async for item in service.name.stream(...)`."""
 
-    def options(self, **wishes: Any) -> Self:
+    def options(self, **overrides: Any) -> Self:
         """As for other endpoints, except that `partial` and `all_ranks` have no meaning here and raise.
 
         `timeout_s` (and the service's `call_timeout_s`) limits each wait for an item, from the moment it is asked for:
         the first includes the wait for a slot. What the reader does between two items is not counted.
         """
         for name in ("all_ranks", "partial"):
-            if wishes.get(name):
+            if overrides.get(name):
                 raise OptionError(
                     f"{self._spec.name} is a streaming endpoint: it has no {name}",
                     path=f"{self._spec.name}.options({name}=)",
-                    value=wishes[name],
+                    value=overrides[name],
                     rule="a stream comes from one replica and is what its rank 0 yields",
                     repair="remove it",
                 )
-        return super().options(**wishes)
+        return super().options(**overrides)
 
     def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """The items that one healthy replica yields, in order, each as soon as it is yielded.
+        """Yield the items that one healthy replica yields, in order, each as soon as it is yielded.
 
         Nothing is sent before the first item is asked for; the session is that of the task that calls this. The replica
         runs at most 64 items ahead of the reader. Leaving the loop, `aclose()` and cancelling the reader's task cancel
@@ -46,30 +46,28 @@ class StreamEndpoint(ServiceEndpoint):
         before it. When the replica is lost, what has arrived is still read, and then `ActorFailure` is raised at once;
         with `retry=True`, a stream of which nothing has arrived is sent to another replica instead.
         """
-        session = self._wish.session if self._wish.session is not None else self._path.session.get(None)
-        return self._items(session, args, kwargs)
+        return self._items(self._path.session_of(self._options), args, kwargs)
 
     async def _items(
         self, session: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        path, spec, limit_s = self._path, self._spec, self._path.limit_s(self._wish)
-        call = Call(spec, args, kwargs, self._wish, limit_s)
+        path, spec, limit_s = self._path, self._spec, self._path.limit_s(self._options)
+        call = Call(spec, args, kwargs, self._options, limit_s)
         await self._service._ready(limit_s)
         payload = encode((args, kwargs))
-        retries_left = path.max_retries if (spec.retry if self._wish.retry is None else self._wish.retry) else 0
         attempt, has_begun = 0, False
         while True:
             target = await path.acquire(Request(spec.name, session, attempt), call)
             try:
-                with self._counted(target, call), _inflow(target) as inflow:
-                    inflow.start(spec.name, payload)
-                    while (item := await inflow.next(call.deadline)) is not End:
+                with self._counted(target, call), _stream_reader(target) as reader:
+                    reader.start(spec.name, payload)
+                    while (item := await reader.next(call.deadline)) is not End:
                         has_begun = True
                         yield item
                         call.begin_wait()
                 return
             except ActorFailure as failure:
-                if has_begun or is_remote(failure) or attempt >= retries_left:
+                if has_begun or is_remote(failure) or attempt >= path.retries_of(spec, self._options):
                     raise
                 attempt += 1
                 path.num_retried += 1
@@ -88,10 +86,7 @@ class StreamEndpoint(ServiceEndpoint):
             self._path.num_cancelled += 1
             raise
         except Exception as error:
-            if isinstance(error, ActorFailure) and not is_remote(error):
-                target.num_lost += 1
-            else:
-                target.num_errors += 1
+            count_error(target, error)
             raise
         target.num_ok += 1
 
@@ -104,11 +99,11 @@ class StreamEndpoint(ServiceEndpoint):
         raise streams_only(f"{self._path.table.name}.{self._spec.name}", "fanout")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"say how to call it: async for item in {self._spec.name}.stream(...)")
+        raise TypeError(f"choose how to call it: async for item in {self._spec.name}.stream(...)")
 
 
-def _inflow(target: Target) -> Inflow:
-    desk = reply_desk()
+def _stream_reader(target: Target) -> StreamReader:
+    channel = reply_channel()
     if not target.is_connected:
-        target.connect(desk)
-    return Inflow(target.entry.actor, desk, calls=target.calls, num_ranks=target.entry.num_ranks)
+        target.connect(channel)
+    return StreamReader(target.entry.actor, channel, calls=target.calls, num_ranks=target.entry.num_ranks)

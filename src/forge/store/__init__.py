@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge.errors import StoreError, StoreKeyError, WeightMismatch
     from forge.store.objects import delete, exists, get, get_state_dict, keys, put, put_state_dict
-    from forge.store.reading import Fetched
+    from forge.store.reader import Fetched
     from forge.store.records import VersionInfo
     from forge.store.sharding import Region
     from forge.store.targets import At, Chunk, Placed
-    from forge.store.volume import setup
+    from forge.store.volumes import setup
     from forge.store.weights import Publication, Weights
-    from forge.store.writing import Published
+    from forge.store.writer import Published
 
 _HOMES = {
     "At": "targets",
     "Chunk": "targets",
-    "Fetched": "reading",
+    "Fetched": "reader",
     "Placed": "targets",
     "Publication": "weights",
-    "Published": "writing",
+    "Published": "writer",
     "Region": "sharding",
     "VersionInfo": "records",
     "Weights": "weights",
@@ -37,7 +37,7 @@ _HOMES = {
     "keys": "objects",
     "put": "objects",
     "put_state_dict": "objects",
-    "setup": "volume",
+    "setup": "volumes",
 }
 _ERRORS = ("StoreError", "StoreKeyError", "WeightMismatch")
 

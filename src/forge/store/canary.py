@@ -29,7 +29,7 @@ class Canary:
 
 
 def canary_ids(vocab_size: int, *, most: int = NUM_TOKENS) -> tuple[int, ...]:
-    """The tokens that are looked at: spread over the vocabulary, and the same in every process. At most so many."""
+    """Return at most so many token ids: spread over the vocabulary, and the same in every process."""
     count = min(NUM_TOKENS, most)
     return tuple((place * place * 7919 + place * 104_729 + 17) % vocab_size for place in range(count))
 
@@ -41,7 +41,7 @@ async def put_canary(name: str, canary: Canary) -> None:
 
 
 async def get_canary(name: str, version: int) -> Canary | None:
-    """The canary of a version, or None if its trainer kept none."""
+    """Return the canary of a version, or None if its trainer kept none."""
     try:
         token_ids, logprobs = await get(_key(name, version))
     except StoreKeyError:
@@ -50,7 +50,7 @@ async def get_canary(name: str, version: int) -> Canary | None:
 
 
 def largest_difference(canary: Canary, logprobs: Sequence[float]) -> float:
-    """By how much a generator's logprobs differ from the trainer's; infinite where one is not a number.
+    """Return by how much a generator's logprobs differ from the trainer's; infinite where one is not a number.
 
     They may be fewer than the canary's, where the generator's context is short: no token's depends on later ones.
     """

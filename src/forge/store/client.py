@@ -1,4 +1,4 @@
-"""The store as one process sees it: its line to the registry, its own segments, and those of others."""
+"""The store as one process sees it: its connection to the registry, its own segments, and those of others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
 from forge.errors import StoreError
-from forge.runtime.meeting import Line, LineError, host_id, meet, run_id
-from forge.store.carrying import Carrier, on_host
+from forge.runtime.rendezvous import Connection, ConnectionFailure, connect, host_id, run_id
+from forge.store.data_plane import DataPlane, on_host
 from forge.store.records import Acquire, Holder, Layout, Lease, SegmentRecord
 from forge.store.segments import Segment, SegmentPool, open_segment
 from forge.store.transports.cuda import DeviceSegment, OpenedSegments
@@ -26,9 +26,9 @@ from forge.store.transports.cuda import DeviceSegment, OpenedSegments
 P = ParamSpec("P")
 T = TypeVar("T")
 
-WAYS = "FORGE_STORE_WAYS"
-"""Which ways a reader of this process may take, best first, with commas. Unset: all of them."""
-ALL_WAYS = ("cuda", "shm", "rdma", "tcp")
+TRANSPORTS = "FORGE_STORE_WAYS"
+"""Which transports a reader of this process may take, best first, with commas. Unset: all of them."""
+ALL_TRANSPORTS = ("cuda", "shm", "rdma", "tcp")
 
 
 class StoreClient:
@@ -36,7 +36,7 @@ class StoreClient:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.line: Line = meet("store")
+        self.line: Connection = connect("store")
         self.host = host_id()
         self.session = int(self.line.call("hello", None))
         self.segments = SegmentPool(run_id())
@@ -45,9 +45,9 @@ class StoreClient:
         self._opened: dict[str, Segment] = {}
         self._layouts: dict[tuple[str, str], dict[str, Layout]] = {}
         self._guard = threading.RLock()
-        self._let_go_of: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._letting_go: threading.Thread | None = None
-        self.carrier = Carrier(self)
+        self._to_release: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._releaser: threading.Thread | None = None
+        self.data_plane = DataPlane(self)
         self.line.on_push(self._pushed)
         self.line.on_close(self.close)
 
@@ -65,12 +65,12 @@ class StoreClient:
         self.opened_device.drop(segment)
         if device is not None:
             device.close()
-        if not self.carrier.drop(segment):
+        if not self.data_plane.drop(segment):
             self.segments.drop(segment)
 
     def close(self) -> None:
         """Let go of everything; what others have mapped stays with them."""
-        self.carrier.close()
+        self.data_plane.close()
         self.segments.close()
         with self._guard:
             self._opened.clear()
@@ -78,34 +78,30 @@ class StoreClient:
         self.opened_device.close()
         for segment in device_segments.values():
             segment.close()
-        self._let_go_of.put(None)
+        self._to_release.put(None)
 
     # versions
 
-    async def acquire(self, wish: Acquire, *, wait_s: float = 0.0) -> Lease:
+    async def acquire(self, request: Acquire, *, wait_s: float = 0.0) -> Lease:
         """Lease a version; `layouts` of the answer has all that it needs."""
-        asked = self.ask_for(wish, wait_s=wait_s)
+        pending = self.request_lease(request, wait_s=wait_s)
         try:
-            await asyncio.shield(asyncio.wrap_future(asked.answer))
+            await asyncio.shield(asyncio.wrap_future(pending.answer))
         except asyncio.CancelledError:
-            asked.let_go()
+            pending.release()
             raise
-        return asked.lease()
+        return pending.lease()
 
-    def ask_for(self, wish: Acquire, *, wait_s: float = 0.0) -> Asked:
-        """Ask for a lease, to be waited for later."""
-        known = self._known(wish)
-        answer = self.line.request("acquire", (replace(wish, known=frozenset(known)), wait_s))
-        return Asked(self, wish, known, answer)
-
-    def _known(self, wish: Acquire) -> dict[str, Layout]:
-        """The layouts of a key that need not be told again; kept by the caller, for another may forget them."""
+    def request_lease(self, request: Acquire, *, wait_s: float = 0.0) -> PendingLease:
+        """Request a lease, to be waited for later."""
         with self._guard:
-            return self._layouts.get((wish.kind, wish.key), {})
+            known = self._layouts.get((request.kind, request.key), {})
+        answer = self.line.request("acquire", (replace(request, known=frozenset(known)), wait_s))
+        return PendingLease(self, request, known, answer)
 
-    def with_layouts(self, wish: Acquire, lease: Lease, known: dict[str, Layout]) -> Lease:
+    def with_layouts(self, request: Acquire, lease: Lease, known: dict[str, Layout]) -> Lease:
         """Complete a lease with the layouts that were known, and remember those of this key for the next one."""
-        key = (wish.kind, wish.key)
+        key = (request.kind, request.key)
         with self._guard:
             self._layouts.pop(key, None)
             used = {part.layout for part in lease.version.parts}
@@ -118,41 +114,45 @@ class StoreClient:
     def release(self, lease: int) -> None:
         """Let a version go. Waits for nothing, and does nothing when the run has ended."""
         if self.line.is_open:
-            with contextlib.suppress(LineError):  # it has just ended
-                self.line.tell("release", lease)
+            with contextlib.suppress(ConnectionFailure):  # it has just ended
+                self.line.notify("release", lease)
 
     def release_soon(self, lease: int) -> None:
-        """As `release`, from anywhere: also from a finalizer, which may interrupt a thread that holds the line."""
+        """Release a lease from anywhere: also from a finalizer, which may interrupt a thread that holds the line."""
         if self.pid != os.getpid():
             return  # the lease is the parent's, and so may be whoever held the lock at the fork
         with self._guard:
-            if self._letting_go is None:
-                self._letting_go = threading.Thread(target=self._let_go, name="forge-leases", daemon=True)
-                self._letting_go.start()
-        self._let_go_of.put(lease)
+            if self._releaser is None:
+                self._releaser = threading.Thread(target=self._release_queued, name="forge-leases", daemon=True)
+                self._releaser.start()
+        self._to_release.put(lease)
 
-    def _let_go(self) -> None:
-        while self.line.is_open and (lease := self._let_go_of.get()) is not None:
+    def _release_queued(self) -> None:
+        while self.line.is_open and (lease := self._to_release.get()) is not None:
             self.release(lease)
 
-    # segments of others
+    # segments
 
-    def ways(self) -> tuple[str, ...]:
-        """The ways that readers here may take, best first."""
-        chosen = tuple(way for way in os.environ.get(WAYS, "").split(",") if way) or ALL_WAYS
-        unknown = [way for way in chosen if way not in ALL_WAYS]
+    def holder(self, transport: str, segment: str, **how: Any) -> Holder:
+        """Return the record of a segment that this process gives out."""
+        return Holder(transport, self.host, self.pid, self.session, segment=segment, **how)
+
+    def transports(self) -> tuple[str, ...]:
+        """Return the transports that readers here may take, best first."""
+        chosen = tuple(name for name in os.environ.get(TRANSPORTS, "").split(",") if name) or ALL_TRANSPORTS
+        unknown = [name for name in chosen if name not in ALL_TRANSPORTS]
         if unknown:
             raise StoreError(
-                f"{WAYS} names an unknown way",
-                path=WAYS,
+                f"{TRANSPORTS} names an unknown transport",
+                path=TRANSPORTS,
                 value=unknown,
-                rule=f"some of {','.join(ALL_WAYS)}",
-                repair=f"unset {WAYS}",
+                rule=f"some of {','.join(ALL_TRANSPORTS)}",
+                repair=f"unset {TRANSPORTS}",
             )
         return chosen
 
     def open_device(self, holder: Holder, record: SegmentRecord) -> Tensor:
-        """The device memory of a process on this host. StoreError if it cannot be reached."""
+        """Return the device memory of a process on this host. StoreError if it cannot be reached."""
         own = self.device_segments.get(holder.segment)
         return own.memory if own is not None else self.opened_device.open(holder, record)
 
@@ -174,20 +174,21 @@ class StoreClient:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A lease that was asked for."""
+class PendingLease:
+    """A lease that was requested."""
 
     client: StoreClient
-    wish: Acquire
+    request: Acquire
     known: dict[str, Layout]
+    """The layouts that the registry need not send; kept here, for the client may forget them."""
     answer: Future[Lease]
 
     def lease(self) -> Lease:
-        """Wait for it. `layouts` has all that it needs."""
-        return self.client.with_layouts(self.wish, self.answer.result(), self.known)
+        """Wait for the lease. Its `layouts` has all that the version needs."""
+        return self.client.with_layouts(self.request, self.answer.result(), self.known)
 
-    def let_go(self) -> None:
-        """Nobody wants it any more: it is released, when it comes or again."""
+    def release(self) -> None:
+        """Release the lease: at once, or when it comes."""
 
         def came(answer: Future[Lease]) -> None:
             if answer.exception() is None:
@@ -201,7 +202,7 @@ _guard = threading.Lock()
 
 
 def _after_fork() -> None:
-    """A forked child has a client and threads of its own; those of its parent did not come with it."""
+    """Give a forked child threads of its own; those of its parent did not come with it."""
     global _guard
     _guard = threading.Lock()
     _threads.cache_clear()
@@ -211,7 +212,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def client() -> StoreClient:
-    """This process's client; a new one after a fork, and when a new run has begun."""
+    """Return this process's client; a new one after a fork, and when a new run has begun."""
     global _client
     with _guard:
         if _client is None or _client.pid != os.getpid() or not _client.line.is_open:
@@ -221,7 +222,7 @@ def client() -> StoreClient:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Many: a caller must not wait for the fetches of others."""
+    """Return a large pool: a caller must not wait for the fetches of others."""
     return ThreadPoolExecutor(64, thread_name_prefix="forge-store")
 
 

@@ -34,7 +34,7 @@ NDIM, ITEM, CAST, SLOT, SRC_BASE, DST_BASE, SRC, DST, IMAGE, HEAD = range(10)
 
 @lru_cache(maxsize=4096)
 def row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Byte strides of a contiguous tensor."""
+    """Return the byte strides of a contiguous tensor."""
     strides = []
     step = itemsize
     for size in reversed(shape):
@@ -44,7 +44,7 @@ def row_major(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def byte_offset(at: Sequence[int], strides: Sequence[int]) -> int:
-    """Where an element lies, counted from the first one."""
+    """Return where an element lies, counted from the first one."""
     return sum(map(int.__mul__, at, strides))
 
 
@@ -77,17 +77,9 @@ class PieceLocations:
         itemsizes: Sequence[int],
         numbers: Sequence[int] | None = None,
     ) -> PieceLocations:
-        """Pieces of one segment in order, or, with `numbers`, any pieces of any segments."""
+        """Describe the pieces of one segment in order, or, with `numbers`, any pieces of any segments."""
         order = range(len(starts)) if numbers is None else numbers
         columns = [np.array(column, dtype=np.int64) for column in (starts, numels, itemsizes, order)]
-        if len({len(column) for column in columns}) != 1:
-            raise StoreError(
-                "the pieces to sample are described unevenly",
-                path="PieceLocations",
-                value=[len(column) for column in columns],
-                rule="as many starts as element counts, item sizes and numbers",
-                repair="give one of each per piece",
-            )
         return cls(*columns)
 
     def __len__(self) -> int:
@@ -104,7 +96,7 @@ class CopyTable:
     __slots__ = ("_nbytes", "_slices", "_starts", "_table", "num_dst", "num_slots", "num_src", "total_bytes")
 
     def __init__(self, *, num_slots: int = 0) -> None:
-        """`num_slots` counts the slots to report even if no row names the last ones."""
+        """Make an empty table; `num_slots` counts the slots to report even if no row names the last ones."""
         self._table = array("q")
         self._starts = array("q")
         self._nbytes = array("q")
@@ -177,11 +169,11 @@ class CopyTable:
         return self._table[start : start + HEAD + 4 * self._table[start]].tolist()
 
     def each(self) -> Iterator[list[int]]:
-        """All rows, as plain numbers."""
+        """Yield all rows, as plain numbers."""
         return (self.row(index) for index in range(len(self)))
 
     def reversed(self) -> CopyTable:
-        """The same rectangles with their destinations as sources, and no destinations."""
+        """Return the same rectangles with their destinations as sources, and no destinations."""
         turned = CopyTable(num_slots=self.num_slots)
         for row in self.each():
             ndim = row[NDIM]
@@ -191,11 +183,11 @@ class CopyTable:
         return turned
 
     def addresses(self) -> tuple[int, int]:
-        """Of the table and of the index of its rows; valid until a row is added."""
+        """Return the addresses of the table and of the index of its rows; valid until a row is added."""
         return self._table.buffer_info()[0], self._starts.buffer_info()[0]
 
     def slices(self, num_threads: int) -> list[TableSlice]:
-        """The work cut into at most that many parts of about equal bytes."""
+        """Cut the work into at most that many parts of about equal bytes."""
         parts = max(1, min(num_threads, self.total_bytes // MIN_PART_BYTES))
         if parts == 1:
             return [TableSlice(self, 0, len(self))]
@@ -242,7 +234,7 @@ def split_row(row: list[int], limit: int) -> Iterator[list[int]]:
 
 
 def _joined(shape: Sequence[int], walks: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """The same walks with fewer dimensions: those of size one dropped, those without a gap between them joined."""
+    """Drop dimensions of size one, and join those without a gap between them."""
     dims: list[list[int]] = []
     for size, *strides in zip(shape, *walks, strict=True):
         if size == 1:

@@ -48,14 +48,14 @@ class DeviceTable:
 
 
 def are_words(shape: Sequence[int], *, itemsize: int, walks: tuple[Walk, Walk, Walk], is_cast: bool = False) -> bool:
-    """Whether a rectangle consists of whole, aligned words in its source, its destination and its image."""
+    """Return whether a rectangle consists of whole, aligned words in its source, its destination and its image."""
     run, outer = _collapsed(shape, itemsize, [walk[2] for walk in walks], is_cast=is_cast)
     offsets = (*(walk[1] for walk in walks), run)
     return all(value % 4 == 0 for value in offsets) and all(step % 4 == 0 for dim in outer for step in dim[1:])
 
 
 def has_words(rects: CopyTable) -> bool:
-    """Whether all rows of a table consist of words."""
+    """Return whether all rows of a table consist of words."""
     for row in rects.each():
         ndim = row[NDIM]
         shape, src, dst, image = (row[HEAD + ndim * part : HEAD + ndim * (part + 1)] for part in range(4))
@@ -80,7 +80,7 @@ def build(rects: CopyTable, device: torch.device) -> DeviceTable:
 def _collapsed(
     shape: Sequence[int], itemsize: int, walks: Sequence[Sequence[int]], *, is_cast: bool
 ) -> tuple[int, list[tuple[int, ...]]]:
-    """The bytes of the innermost run, and the dimensions around it: extent, and the stride of each walk."""
+    """Return the bytes of the innermost run, and the dimensions around it: extent, and the stride of each walk."""
     dims = [dim for dim in zip(shape, *walks, strict=True) if dim[0] != 1]
     run = itemsize
     while dims and dims[-1][1:] == (run * (1 + is_cast), run, run):
@@ -89,7 +89,7 @@ def _collapsed(
 
 
 def _blocks(row: Sequence[int]) -> Iterator[Numbers]:
-    """The blocks of one row."""
+    """Return the blocks of one row."""
     ndim = row[NDIM]
     shape = row[HEAD : HEAD + ndim]
     if 0 in shape:
@@ -119,7 +119,7 @@ def _blocks(row: Sequence[int]) -> Iterator[Numbers]:
 
 
 def _grouped(table: Numbers) -> Numbers:
-    """Filled up with empty blocks to a whole number of groups."""
+    """Fill up with empty blocks to a whole number of groups."""
     missing = -len(table) % GROUP
     if not missing:
         return table

@@ -6,8 +6,7 @@ import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ from forge.store.records import Holder, Part, Version
 from forge.store.segments import Segment
 from forge.store.sharding import Region
 from forge.store.targets import At
-from forge.store.tensors import Fingerprint, addresses, fingerprint_of, keepalive, local, part_of, piece_view
-from forge.store.transports.base import Range
+from forge.store.tensors import LocalTensors, part_of, piece_view
+from forge.store.transports import Range
 from forge.store.transports.cuda import pin, read_stamp
 from forge.store.verification import (
     Verify,
@@ -66,49 +65,49 @@ class Source:
                 path=version.key,
                 value=version.number,
                 rule="a version that is leased stays as it is",
-                repair="fetch again; if it happens twice, report it: leases do not hold",
+                repair="fetch again; if it happens again, report a bug",
             )
 
 
 def open_source(client: StoreClient, version: Version, part: Part, *, is_private: bool = False) -> Source:
-    """The best way to a part. A holder that has gone is passed over for the next."""
+    """Open a part by the best transport. A holder that has gone is passed over for the next."""
     record = part.segment
     if record.inline is not None:
         return Source(part, None, memory=torch.frombuffer(bytearray(record.inline), dtype=torch.uint8))
     tried: list[str] = []
     for holder in _in_order(client, record.holders):
         try:
-            if holder.way != "ask":
+            if holder.transport != "ask":
                 return _open(client, part, holder, is_private=is_private)
-            part = replace(part, segment=client.carrier.host_copy(holder, record))  # from a GPU that is out of reach
+            part = replace(part, segment=client.data_plane.host_copy(holder, record))  # from a GPU that is out of reach
             return open_source(client, version, part, is_private=is_private)
         except (OSError, StoreError) as error:
-            tried.append(f"{holder.describe()} by {holder.way}: {error}")
+            tried.append(f"{holder.describe()} by {holder.transport}: {error}")
     raise StoreError(
         f"rank {part.rank}'s part of version {version.number} of {version.key!r} cannot be reached from here",
         path=version.key,
-        value=tried or [f"{holder.describe()} by {holder.way}" for holder in record.holders],
+        value=tried or [f"{holder.describe()} by {holder.transport}" for holder in record.holders],
         rule="a process that holds it answers",
         repair="fetch a newer version, or keep copies: `await ts.setup(volumes=2, copies=2)`",
     )
 
 
 def _in_order(client: StoreClient, holders: Sequence[Holder]) -> list[Holder]:
-    """Who can be asked from here, the best way first."""
-    order = (*client.ways(), "ask")
+    """Return the holders that can be reached from here, the best transport first."""
+    order = (*client.transports(), "ask")
     usable = [
         holder
         for holder in holders
-        if holder.way in order and (holder.way not in ("shm", "cuda") or holder.host == client.host)
+        if holder.transport in order and (holder.transport not in ("shm", "cuda") or holder.host == client.host)
     ]
-    return sorted(usable, key=lambda holder: order.index(holder.way))
+    return sorted(usable, key=lambda holder: order.index(holder.transport))
 
 
 def _open(client: StoreClient, part: Part, holder: Holder, *, is_private: bool) -> Source:
-    if holder.way == "shm":
+    if holder.transport == "shm":
         segment = client.open(holder, part.segment, is_private=is_private)
         return Source(part, holder, segment, segment.flat())
-    if holder.way == "cuda":
+    if holder.transport == "cuda":
         return Source(part, holder, memory=client.open_device(holder, part.segment))
     return Source(part, holder)
 
@@ -128,14 +127,7 @@ class Shadows:
         self._kept[part] = memory
 
 
-class HasTensors(Protocol):
-    """Memory to fill, as tensors."""
-
-    @property
-    def tensors(self) -> list[Tensor]: ...
-
-
-def pull(client: StoreClient, source: Source, pulls: Sequence[Pull], *, shadow: Tensor, targets: HasTensors) -> None:
+def pull(client: StoreClient, source: Source, pulls: Sequence[Pull], *, shadow: Tensor, targets: LocalTensors) -> None:
     """Fetch bytes of a part from a process that holds it; if that one is lost, from the next."""
     ranges: list[Range] = []
     base = memory_view(shadow.data_ptr(), shadow.numel())
@@ -147,14 +139,14 @@ def pull(client: StoreClient, source: Source, pulls: Sequence[Pull], *, shadow: 
         ranges.append((wanted.offset, view[at : at + wanted.num_bytes]))
     failures: list[str] = []
     for holder in _in_order(client, source.part.segment.holders):
-        if holder.way not in ("rdma", "tcp"):
+        if holder.transport not in ("rdma", "tcp"):
             continue
         try:
-            client.carrier.read(holder, ranges)
+            client.data_plane.read(holder, ranges)
             source.holder = holder
             return
         except (OSError, StoreError) as error:
-            failures.append(f"{holder.describe()} by {holder.way}: {error}")
+            failures.append(f"{holder.describe()} by {holder.transport}: {error}")
     raise StoreError(
         f"rank {source.part.rank}'s part could not be read: " + "; ".join(failures),
         value=failures,
@@ -164,12 +156,12 @@ def pull(client: StoreClient, source: Source, pulls: Sequence[Pull], *, shadow: 
 
 
 def memory_view(address: int, num_bytes: int) -> memoryview:
-    """Writable bytes at an address; whoever owns the memory must keep it."""
+    """Return writable bytes at an address; the owner of the memory must keep it."""
     return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
 def span(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     if tensor.numel() == 0:
         return 0
     reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -180,39 +172,16 @@ PIN_FROM = 1 << 20
 """Segments from this size on are pinned when they are copied to a GPU."""
 
 
-class Targets:
-    """The memory that a reader gave: where it is, which is often known, and, if it is asked for, as plain tensors. In
-    the order in which it was planned."""
-
-    def __init__(self, into: Mapping[str, Any]) -> None:
-        self._places: list[tuple[str, Tensor]] = []
-        self.fingerprints: list[Fingerprint] = []
-        """By which the same memory is recognised when it comes again."""
-        for label, place in into.items():
-            for entry in place if isinstance(place, list) else (place,):
-                tensor, where = (entry.tensor, (entry.where, entry.of)) if isinstance(entry, At) else (entry, None)
-                fingerprint = fingerprint_of(tensor) if isinstance(tensor, Tensor) else (None, object())
-                self._places.append((label, tensor))
-                self.fingerprints.append((fingerprint[0], label, where, fingerprint[1:]))
-
-    @property
-    def kept(self) -> list[Any]:
-        """What must stay alive for the fingerprints to mean the same."""
-        return [keepalive(tensor) for _, tensor in self._places]
-
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        return [local(tensor, name=label) for label, tensor in self._places]
-
-    @cached_property
-    def addresses(self) -> list[int]:
-        known = addresses(self.fingerprints)
-        return known if known is not None else [tensor.data_ptr() for tensor in self.tensors]
-
-    @property
-    def gpu(self) -> torch.device:
-        """The GPU on which some of it is."""
-        return next(tensor.device for _, tensor in self._places if tensor.is_cuda)
+def target_tensors(into: Mapping[str, Any]) -> LocalTensors:
+    """Return the memory that a reader gave, in the order in which it is planned."""
+    named: list[tuple[str, Tensor]] = []
+    parts: list[object] = []
+    for label, place in into.items():
+        for entry in place if isinstance(place, list) else (place,):
+            tensor, part = (entry.tensor, (entry.where, entry.of)) if isinstance(entry, At) else (entry, None)
+            named.append((label, tensor))
+            parts.append(part)
+    return LocalTensors(named, parts)
 
 
 @dataclass(eq=False)
@@ -224,7 +193,7 @@ class Execution:
     known: Catalog
     plan: FetchPlan
     sources: Sequence[Source]
-    targets: Targets
+    targets: LocalTensors
 
     def run(self, shadows: Shadows, *, verify: Verify) -> None:
         """Copy everything, and check it. Raises `WeightMismatch` if it is not what was published."""
@@ -253,7 +222,7 @@ class Execution:
                 shadows.give_back(index, shadow)
 
     def _copy(self, *, is_digested: bool) -> list[int]:
-        """Copy by all three means; the digests of what the kernels copied."""
+        """Copy by all three means; return the digests of what the kernels copied."""
         bases, targets = [part.data_ptr() for part in self._parts], self.targets.addresses
         threads = torch.get_num_threads()
         found: list[int] = []
@@ -265,7 +234,7 @@ class Execution:
         return found
 
     def _copy_with_torch(self) -> None:
-        """The copies that convert, or that move between devices, all of them under way at once."""
+        """Copy what converts, or moves between devices, all of it at once."""
         sources, targets = [], []
         for entry in self.plan.torch_copies:
             stored, copy = entry.stored, entry.copy
@@ -287,13 +256,13 @@ class Execution:
         """Run one of the plan's tables on the GPU, where it stays for the next version."""
         table = self.plan.device_tables.get(name)
         if table is None:
-            device = self.targets.gpu
-            rects: CopyTable = getattr(self.plan, name)
-            table = self.plan.device_tables[name] = device_kernel.build(rects, device)
+            rects = self.plan.on_device.reversed() if name == "targets" else getattr(self.plan, name)
+            gpu = next(tensor.device for _, tensor in self.targets.named if tensor.is_cuda)
+            table = self.plan.device_tables[name] = device_kernel.build(rects, gpu)
         return device_kernel.run(table, sources, targets, copy=copy, digest=digest)
 
     def _landed(self) -> list[int]:
-        """Digests of what came into the targets by other means than the kernels."""
+        """Return the digests of what came into the targets by other means than the kernels."""
         found: list[int] = []
         if len(self.plan.landed):
             threads = torch.get_num_threads()
@@ -303,7 +272,7 @@ class Execution:
         return found
 
     def _untied(self) -> set[str]:
-        """Tensors that went to the same memory as others, and were published with other values than those."""
+        """Return tensors that went to the same memory as others, and were published with other values than those."""
         if not self.plan.tied:
             return set()
         published, entries = published_digests(self.version.parts), self.known.entries
@@ -329,7 +298,7 @@ class Execution:
         raise_if_any(self.version, differ, why="what is copied has the digest, or the sampled elements, that it had")
 
     def _sampled_sources(self, slots: set[int]) -> set[str]:
-        """What cannot be compared where it went, since it was converted: samples of where it came from."""
+        """Check samples at the source, for what was converted and cannot be compared in the targets."""
         differ: set[str] = set()
         for index in {entry.stored.part for entry in self.plan.torch_copies if entry.slot in slots}:
             memory = self._parts[index]
@@ -369,7 +338,7 @@ class Execution:
         raise_if_any(self.version, differ, why="what is in the reader's memory has the digest that was published")
 
     def _pulled_right(self, index: int, slots: set[int]) -> set[str]:
-        """Of what was pulled and then converted: what lies in the shadow is what its holder has."""
+        """Compare what was pulled into the shadow, and then converted, with what its holder has."""
         differ = self._sampled_sources(slots)
         table = self.plan.partial.get(index)
         if table is not None and slots - set(self.plan.whole):
@@ -378,13 +347,13 @@ class Execution:
         return differ
 
     def _in_targets(self) -> list[int]:
-        """Digests of all that is in the targets, except what was converted."""
+        """Return the digests of all that is in the targets, except what was converted."""
         threads = torch.get_num_threads()
         found = kernel.digest_only(self.plan.rects, self.targets.addresses, side="dst", num_threads=threads)
         landed = self._landed()
         found = added(found, landed) if landed else found
         if len(self.plan.on_device):
-            found = added(found, self._on_device_targets())
+            found = added(found, self._on_gpu("targets", self.targets.addresses, [], copy=False))
         for entry in self.plan.torch_copies:
             if entry.proof == "tensor":
                 rectangle = part_of(self.targets.tensors[entry.copy.target], entry.copy.dst_at, entry.copy.shape)
@@ -394,18 +363,11 @@ class Execution:
                 found[entry.slot] = (found[entry.slot] + digest) % MODULUS
         return found
 
-    def _on_device_targets(self) -> list[int]:
-        table = self.plan.device_tables.get("targets")
-        if table is None:
-            device = self.targets.gpu
-            table = self.plan.device_tables["targets"] = device_kernel.build(self.plan.on_device.reversed(), device)
-        return device_kernel.run(table, self.targets.addresses, [], copy=False)
-
     def _at_source(self, index: int, table: CopyTable) -> list[int]:
-        """Digests of a part's rectangles where the part is held; the part is source 0 of the table."""
+        """Return the digests of a part's rectangles where the part is held; the part is source 0 of the table."""
         source, memory = self.sources[index], self._parts[index]
         if index in self.plan.pulls:
-            return self.client.carrier.digests(source, table)
+            return self.client.data_plane.digests(source, table)
         if memory.is_cpu:
             return kernel.digest_only(table, [memory.data_ptr()], num_threads=torch.get_num_threads())
         if device_kernel.has_words(table):

@@ -171,7 +171,7 @@ def read_catalog(lease: Lease) -> Catalog:
 
 
 def published_digests(parts: tuple[Part, ...]) -> list[int]:
-    """For each slot the digest that its publisher gave it."""
+    """Return for each slot the digest that its publisher gave it."""
     return [digest for part in parts for digest in unpack_digests(part.digests)]
 
 
@@ -261,7 +261,7 @@ def make_plan(key: str, catalog: Catalog, targets: list[Target], where: Sequence
 
 
 def _tied(targets: Sequence[Target]) -> list[tuple[str, str]]:
-    """The pairs of tensors that go to the same memory. Raises where memory would be filled twice with other things."""
+    """Return the pairs of tensors that go to the same memory. Raise where different parts would go there."""
     tied: list[tuple[str, str]] = []
     last: tuple[int, int, Target] | None = None
     dense = [t for t in targets if t.pieces and t.memory.is_contiguous()]
@@ -283,11 +283,11 @@ def _check_same(one: Target, other: Target) -> None:
 
     if place(one) != place(other):
         raise StoreError(
-            f"{one.label!r} and {other.label!r} share memory, and are to hold different things",
+            f"{one.label!r} and {other.label!r} share memory, but hold different parts",
             path=other.label,
             value=f"{list(other.memory.shape)} at the memory of {one.label!r}, {list(one.memory.shape)}",
             rule="two places overlap only where they are the same memory for the same part, as tied weights are",
-            repair="give each memory of its own",
+            repair="give each its own memory",
         )
 
 
@@ -301,7 +301,7 @@ def _note_partial(made: FetchPlan, catalog: Catalog, slot: int, regions: list[Re
 
 
 def _walks(entry: Entry, stored: Stored, slot: int, at: Sequence[int]) -> tuple[Walk, Walk]:
-    """Through the part and through the whole tensor, for a rectangle that begins so far inside its stored region."""
+    """Return the walks through the part and through the whole tensor, for a rectangle `at` in its stored region."""
     size = itemsize(entry.dtype)
     inner, whole = row_major(stored.region.shape, size), row_major(entry.shape, size)
     image_at = [a + b for a, b in zip(stored.region.offset, at, strict=True)]
@@ -337,7 +337,7 @@ def _add(made: FetchPlan, entry: Entry, slot: int, copy: Copy, memory: Tensor, w
 
 
 def _add_on_host(made: FetchPlan, copy: Copy, size: int, walks: tuple[Walk, Walk, Walk]) -> None:
-    """From mapped memory, or over the network straight into the target if it is one run there, to the host."""
+    """Plan a copy to the host: from mapped memory, or over the network, straight into a target that is one run."""
     source, target, image = walks
     pulls = made.pulls.get(source[0])
     table = made.rects
@@ -350,7 +350,7 @@ def _add_on_host(made: FetchPlan, copy: Copy, size: int, walks: tuple[Walk, Walk
 
 
 def _is_run(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
-    """Whether a rectangle is one run of bytes."""
+    """Return whether a rectangle is one run of bytes."""
     step = size
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         if extent != 1:
@@ -361,7 +361,7 @@ def _is_run(shape: Sequence[int], strides: Sequence[int], size: int) -> bool:
 
 
 def _runs(source: Walk, shape: Sequence[int], size: int) -> Iterator[Pull]:
-    """The runs of bytes of which a rectangle consists in its part."""
+    """Return the runs of bytes of which a rectangle consists in its part."""
     _, first, strides = source
     inner, run = len(shape), size
     while inner > 0 and (strides[inner - 1] == run or shape[inner - 1] == 1):  # dimensions without a gap belong to it
@@ -372,7 +372,7 @@ def _runs(source: Walk, shape: Sequence[int], size: int) -> Iterator[Pull]:
 
 
 def _times_whole(regions: list[tuple[int, Region]], numel: int) -> int:
-    """How often the rectangles cover their piece, if each of its elements is covered equally often; else 0."""
+    """Return how often the rectangles cover their piece, if each element is covered equally often; else 0."""
     total = sum(region.numel for _, region in regions)
     if total == numel and _are_disjoint([region for _, region in regions]):
         return 1

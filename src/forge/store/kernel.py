@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
@@ -40,7 +40,7 @@ KERNEL: Final = native_build.Kernel(
 
 
 def build(environ: Mapping[str, str], *, flag_sets: tuple[tuple[str, ...], ...] = FLAG_SETS) -> ctypes.CDLL:
-    """The loaded kernel, from the cache if it is there. Prints nothing."""
+    """Return the loaded kernel, from the cache if it is there. Prints nothing."""
     library = native_build.build(KERNEL, environ, flag_sets=flag_sets)
     address, number, flags = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.forge_set_weights.argtypes = [address]
@@ -110,51 +110,23 @@ def _address(bases: array[int]) -> int | None:
     return bases.buffer_info()[0] if bases else None
 
 
-class _Chosen:
-    """The engine of this process, decided at first use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._engine: Engine | None = None
-        self._reason: str | None = None
-
-    def get(self) -> tuple[Engine, str | None]:
-        with self._lock:
-            if self._engine is None:
-                self._engine, self._reason = choose(os.environ.get(SWITCH, ""))
-            return self._engine, self._reason
-
-    def renew_lock(self) -> None:
-        """A fork may have copied the lock while another thread held it."""
-        self._lock = threading.Lock()
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Return a pool that lasts as long as the process, with no more threads than processors."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="forge-copy")
 
 
-class _Threads:
-    """A pool that lasts as long as the process, with no more threads than processors."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """After a fork: the threads stayed with the parent."""
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-
-    def get(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="forge-copy")
-            return self._pool
+os.register_at_fork(after_in_child=_threads.cache_clear)  # the threads stay with the parent
 
 
-_chosen: Final = _Chosen()
-_threads: Final = _Threads()
-os.register_at_fork(after_in_child=_chosen.renew_lock)
-os.register_at_fork(after_in_child=_threads.forget)
+@cache
+def _chosen() -> tuple[Engine, str | None]:
+    """Return the engine of this process, decided at first use, and why it is not the native one."""
+    return choose(os.environ.get(SWITCH, ""))
 
 
 def choose(switch: str) -> tuple[Engine, str | None]:
-    """The engine that this value of `FORGE_NATIVE` gives here and, unless it is the native one, why."""
+    """Return the engine that this value of `FORGE_NATIVE` gives here and, unless it is the native one, why."""
     if switch not in ("", "0", "1"):
         raise StoreError(
             "unknown setting of the native kernel",
@@ -172,17 +144,17 @@ def choose(switch: str) -> tuple[Engine, str | None]:
 
 
 def engine() -> Engine:
-    return _chosen.get()[0]
+    return _chosen()[0]
 
 
 def native() -> bool:
-    """Whether the C kernel does the work in this process; compiles it if nobody has yet."""
+    """Return whether the C kernel does the work in this process; compile it if it is not compiled yet."""
     return why_not() is None
 
 
 def why_not() -> str | None:
-    """Why the C kernel is not used, with the compiler's output if that was the reason; None if it is used."""
-    return _chosen.get()[1]
+    """Return why the C kernel is not used, with the compiler's output if that was the reason; None if it is used."""
+    return _chosen()[1]
 
 
 def run(
@@ -211,7 +183,7 @@ def digest_only(
     num_threads: int = 1,
     using: Engine | None = None,
 ) -> list[int]:
-    """The same digests as `run`, from the memory of one side alone, without copying.
+    """Return the same digests as `run`, from the memory of one side alone, without copying.
 
     The source side of a row with a cast counts as what the cast would write.
     """
@@ -221,7 +193,7 @@ def digest_only(
 
 
 def sample(base: int, locations: PieceLocations, *, seed: int, using: Engine | None = None) -> bytes:
-    """A few elements of each piece of the segment at `base`: at most eight bytes of each, SAMPLE_BYTES per piece."""
+    """Return a few elements of each piece of the segment at `base`: SAMPLE_BYTES per piece."""
     return (using or engine()).sample(base, locations, seed % (1 << 64))
 
 
@@ -234,7 +206,7 @@ def check_samples(
     seed: int,
     using: Engine | None = None,
 ) -> list[int]:
-    """The pieces whose samples are not what stands in the destination, as far as the rows cover the sampled elements.
+    """Return the pieces whose samples differ from the destination, as far as the rows cover the sampled elements.
 
     A row's slot is the piece that it copies from, as an index into `locations` and, times SAMPLE_BYTES, into `samples`;
     rows without a slot are not checked. The source side of every row must lie in the row-major memory of its piece.
@@ -271,7 +243,7 @@ def _work(rects: CopyTable, bases: Bases, flags: int, num_threads: int, using: E
     if len(slices) == 1:
         chosen.rows(slices[0], bases, sums[0], flags)
     else:
-        pool = _threads.get()
+        pool = _threads()
         jobs = [pool.submit(chosen.rows, part, bases, slots, flags) for part, slots in zip(slices, sums, strict=True)]
         for job in jobs:
             job.result()

@@ -2,26 +2,113 @@
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from forge.errors import StoreError
+from forge.runtime.serialization import encode
 from forge.store.client import client, in_thread, start, until_done
-from forge.store.joining import Contribution
-from forge.store.reading import Reader
-from forge.store.records import Acquire, Lease
+from forge.store.reader import Reader
+from forge.store.records import Acquire, Begin, Lease
 from forge.store.targets import Spec, Target, allocate, is_place
-from forge.store.trees import put_together, read_structure, take_apart, write_structure
 from forge.store.verification import Verify, check_verify
-from forge.store.writing import Published, Writer, check_dtype
+from forge.store.writer import Published, Writer, check_dtype
 
 KIND = "object"
 COPY_BELOW = 1 << 20
 """Values smaller than this are copied rather than mapped: a mapping keeps a page table and a lease."""
+MAX_REST = 16 << 20
+"""Bytes of a value, apart from its tensors, that the store takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Stands in a structure where a tensor was."""
+
+    name: str
+
+
+def take_apart(value: Any, is_leaf: Callable[[Any], bool]) -> tuple[Any, dict[str, Any]]:
+    """Return the structure of `value` with a `Leaf` for everything that `is_leaf`, and those by name.
+
+    Looks into dicts, lists and tuples. A leaf's name is the way to it, with dots: `{"a": [x]}` has `a.0`. The value
+    itself, if it is a leaf, is named with the empty string.
+    """
+    leaves: dict[str, Any] = {}
+
+    def walk(node: Any, path: str) -> Any:
+        if is_leaf(node):
+            if path in leaves:
+                raise StoreError(
+                    f"two tensors of the value have the name {path!r}",
+                    path=path,
+                    value=path,
+                    rule="the dotted path of each tensor is unique",
+                    repair="rename one of the keys",
+                )
+            leaves[path] = node
+            return Leaf(path)
+        if isinstance(node, Mapping):
+            items = {key: walk(child, f"{path}.{key}" if path else str(key)) for key, child in node.items()}
+            return items if type(node) is dict else _same_kind(node, items)
+        if type(node) in (list, tuple):
+            return type(node)(walk(child, f"{path}.{i}" if path else str(i)) for i, child in enumerate(node))
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            fields = zip(node._fields, node, strict=True)
+            return type(node)(*(walk(child, f"{path}.{name}" if path else name) for name, child in fields))
+        return node
+
+    return walk(value, ""), leaves
+
+
+def _same_kind(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Keep an OrderedDict one; other mappings, such as a module's state dict with hooks, come back as dicts."""
+    from collections import OrderedDict
+
+    return OrderedDict(items) if type(node) is OrderedDict else items
+
+
+def put_together(structure: Any, leaf: Callable[[str], Any]) -> Any:
+    """Rebuild the value: `leaf(name)` gives what belongs in each tensor's place."""
+    if isinstance(structure, Leaf):
+        return leaf(structure.name)
+    if isinstance(structure, Mapping):
+        pairs = {key: put_together(child, leaf) for key, child in structure.items()}
+        return _same_kind(structure, pairs)
+    if type(structure) in (list, tuple):
+        return type(structure)(put_together(child, leaf) for child in structure)
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*(put_together(child, leaf) for child in structure))
+    return structure
+
+
+def write_structure(key: str, structure: Any) -> bytes:
+    """Return a structure as bytes, to be kept by the registry."""
+    try:
+        data = encode(structure)
+    except Exception as error:
+        raise StoreError(
+            f"a part of the value of {key!r} that is not a tensor cannot be pickled: {error}",
+            path=key,
+            value=type(error).__name__,
+            rule="values are tensors, nested dicts, lists and tuples of them, and small picklable objects",
+            repair="leave out what cannot be pickled",
+        ) from error
+    if len(data) > MAX_REST:
+        raise StoreError(
+            f"the value of {key!r} is too large without its tensors",
+            path=key,
+            value=f"{len(data)} bytes",
+            rule=f"at most {MAX_REST} bytes of objects that are not tensors",
+            repair="put large data as tensors (bytes as uint8)",
+        )
+    return data
 
 
 async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Published:
@@ -36,7 +123,7 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
     structure, leaves = take_apart(value, lambda node: isinstance(node, Tensor))
     rank, world_size, group = participants(leaves)
     extra = write_structure(key, structure)
-    contribution = Contribution(key, KIND, None, rank, world_size, keep=1, extra=extra, group=group)
+    request = Begin(key, KIND, None, rank, world_size, keep=1, group=group)
 
     writer = Writer(client(), on="host")
     ready = writer.record_stream(leaves)
@@ -44,8 +131,8 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
     def write() -> Published:
         began = time.perf_counter()
         try:
-            staged = writer.stage(contribution, leaves, dtype=dtype, ready=ready)
-            return writer.commit(staged, snapshot_s=time.perf_counter() - began)
+            staged = writer.stage(request, leaves, dtype=dtype, ready=ready)
+            return writer.commit(staged, snapshot_s=time.perf_counter() - began, extra=extra)
         finally:
             writer.close()
 
@@ -56,8 +143,8 @@ async def put(key: str, value: Any, *, dtype: torch.dtype | None = None) -> Publ
 
 
 def participants(leaves: Mapping[str, Tensor]) -> tuple[int, int, str]:
-    """Which of how many ranks put a value, those of the device mesh, or of all meshes together, of its DTensors; and
-    which ranks these are, for those of another mesh may put the same key at the same time."""
+    """Return which of how many ranks this is that put a value: those of the device mesh, or of all meshes together, of
+    its DTensors. And which ranks these are, for those of another mesh may put the same key at the same time."""
     meshes = {tensor.device_mesh for tensor in leaves.values() if hasattr(tensor, "device_mesh")}
     if not meshes:
         return 0, 1, ""
@@ -84,7 +171,7 @@ async def get(
     cast: bool = False,
     wait_s: float = 0.0,
 ) -> Any:
-    """What is stored under a key.
+    """Return what is stored under a key.
 
     With `into` (a tensor, a DTensor, an `At`, or a dict of them) what each wants is copied there, and `into` is
     returned. With `spec` (a `Region`, a `Chunk` or a `Placed`, or a dict of them by name) only that part is fetched,
@@ -95,7 +182,7 @@ async def get(
     check_verify("get(verify=)", verify)
     if into is not None and spec is not None:
         raise StoreError(
-            "memory says itself which part it is for",
+            "`into` already names the part",
             path=f"get({key!r}, into, spec=)",
             value=spec,
             rule="`into` or `spec`, not both",
@@ -111,7 +198,7 @@ async def get(
             reader.fill(lease, places, verify=verify, strict=False, cast=cast)
             return into
         try:
-            structure = read_structure(lease.version.extra)
+            structure = pickle.loads(lease.version.extra)
         except BaseException:
             here.release(lease.id)
             raise
@@ -125,7 +212,7 @@ async def get(
 
 
 def _places(path: str, into: Any) -> dict[str, Any]:
-    """The memory in `into`, by name."""
+    """Return the memory in `into`, by name."""
     _, places = take_apart(into, is_place)
     if not places and not (isinstance(into, Mapping) and not into):
         raise StoreError(
@@ -139,7 +226,7 @@ def _places(path: str, into: Any) -> dict[str, Any]:
 
 
 def _parts(reader: Reader, lease: Lease, spec: Spec | Mapping[str, Spec], *, verify: Verify) -> dict[str, Tensor]:
-    """New tensors for the wanted parts of a value; tensors that the specification does not name come whole."""
+    """Fetch the wanted parts of a value into new tensors; tensors that `spec` does not name come whole."""
     try:
         known = reader.catalog(lease)
         chosen = dict(spec) if isinstance(spec, Mapping) else dict.fromkeys(known.entries, spec)
@@ -163,12 +250,12 @@ def check_spec(key: str, spec: Mapping[str, Any], entries: Mapping[str, Any]) ->
             path=f"get({key!r}, spec=)",
             value=unknown,
             rule=f"one of {sorted(entries)[:8]}",
-            repair="name tensors by the way to them, with dots",
+            repair="name tensors by their dotted paths",
         )
     for name, part in spec.items():
         if not isinstance(part, Spec):
             raise StoreError(
-                f"{name!r} is not to be read by a {type(part).__name__}",
+                f"{name!r} cannot be read with a {type(part).__name__}",
                 path=f"get({key!r}, spec=)",
                 value=part,
                 rule="a Region, a Chunk or a Placed, or a dict of them by name",
@@ -198,7 +285,7 @@ async def get_state_dict(
     cast: bool = False,
     wait_s: float = 0.0,
 ) -> Any:
-    """A state dict, into memory or new; with `strict` its names and those of `into` must be the same."""
+    """Get a state dict, into memory or new; with `strict` its names and those of `into` must be the same."""
     if into is None:
         return await get(key, verify=verify, wait_s=wait_s)
     check_key(key)
@@ -211,19 +298,19 @@ async def get_state_dict(
 
 
 async def keys(prefix: str = "") -> list[str]:
-    """The keys that there are, sorted; with a prefix, those that begin with it."""
+    """Return the keys that there are, sorted; with a prefix, those that begin with it."""
     if not isinstance(prefix, str):
         raise StoreError(
             "a prefix is a string", path="keys(prefix)", value=prefix, rule="a string", repair='keys("batch/")'
         )
-    found: list[str] = await client().line.ask("keys", (KIND, prefix))
+    found: list[str] = await client().line.call_async("keys", (KIND, prefix))
     return found
 
 
 async def exists(key: str) -> bool:
-    """Whether there is a value under this key."""
+    """Return whether there is a value under this key."""
     check_key(key)
-    return bool(await client().line.ask("exists", (KIND, key)))
+    return bool(await client().line.call_async("exists", (KIND, key)))
 
 
 async def delete(key: str | None = None, *, prefix: str | None = None) -> int:
@@ -244,7 +331,7 @@ async def delete(key: str | None = None, *, prefix: str | None = None) -> int:
         names = await keys(prefix)
     else:
         names = [str(key)]
-    count: int = await client().line.ask("delete", (KIND, names))
+    count: int = await client().line.call_async("delete", (KIND, names))
     return count
 
 

@@ -41,14 +41,14 @@ Bases = tuple["array[int]", "array[int]"]
 
 
 def view(address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Elements:
-    """Raw memory as an array of opaque elements."""
+    """Return raw memory as an array of opaque elements."""
     extent = itemsize + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     memory = (ctypes.c_ubyte * extent).from_address(address)
     return np.ndarray(tuple(shape), dtype=f"V{itemsize}", buffer=memoryview(memory), strides=tuple(strides))
 
 
 def narrowed(values: Elements) -> Elements:
-    """fp32 to bf16: nearest even, one quiet NaN for all."""
+    """Convert fp32 to bf16: nearest even, one quiet NaN for all."""
     bits = values.view("<u4")
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -56,7 +56,7 @@ def narrowed(values: Elements) -> Elements:
 
 
 def digest(values: Elements, offset: int, strides: Sequence[int]) -> int:
-    """The part of the digest that contiguous elements contribute; offset and byte strides are those of the image."""
+    """Return what contiguous elements add to the digest; offset and byte strides are those of the image."""
     at = np.full(values.shape, offset, dtype=np.uint64)
     for dim, stride in enumerate(strides):
         steps = np.arange(values.shape[dim], dtype=np.uint64) * np.uint64(stride)
@@ -134,7 +134,7 @@ def _one(row: list[int], bases: Bases, slots: proof.Words, flags: int) -> None:
 
 
 def _positions(locations: PieceLocations, seed: int) -> list[list[int]]:
-    """Which elements of each piece are drawn; none of an empty one."""
+    """Return which elements of each piece are drawn; none of an empty one."""
     return [
         [
             proof.splitmix64((seed + SAMPLES * number + which) & proof.MASK) % numel
@@ -145,7 +145,7 @@ def _positions(locations: PieceLocations, seed: int) -> list[list[int]]:
 
 
 def _place(row: list[int], distance: int) -> int | None:
-    """Where in the destination the byte is that comes `distance` after the row's first in the source; None: outside."""
+    """Return where the byte goes that is `distance` after the row's first in the source; None: outside."""
     ndim, place = row[NDIM], 0
     if distance < 0:
         return None

@@ -42,11 +42,6 @@ def splitmix64_each(x: Words) -> Words:
     return x ^ (x >> np.uint64(31))
 
 
-def block_weight(block: int) -> int:
-    """Odd, so that multiplying by it loses nothing."""
-    return splitmix64((block + BLOCK_SALT) & MASK) | 1
-
-
 def _word_weights() -> Words:
     chosen: dict[int, None] = {}
     state = _WORD_SEED
@@ -61,7 +56,7 @@ WORD_WEIGHTS: Final = _word_weights()
 
 
 def weigh(words: Words, at: Words) -> int:
-    """The sum over 32-bit words that stand at the given places of a tensor's image."""
+    """Return the sum over 32-bit words that stand at the given places of a tensor's image."""
     blocks = splitmix64_each((at // np.uint64(BLOCK_WORDS)) + np.uint64(BLOCK_SALT)) | np.uint64(1)
     weights = WORD_WEIGHTS[(at % np.uint64(BLOCK_WORDS)).astype(np.int64)] * blocks
     return int((words * weights).sum(dtype=np.uint64))
@@ -79,7 +74,7 @@ def unpack_digests(data: bytes) -> tuple[int, ...]:
 
 
 def added(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    """Sums of digests, slot by slot; an empty list counts as zeros."""
+    """Add digests, slot by slot; an empty list counts as zeros."""
     return [(a + b) % MODULUS for a, b in zip(one, other, strict=True)] if one else list(other)
 
 
@@ -122,11 +117,11 @@ def _totals(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> tuple[_Tens
 
 
 def version_digest(parts: Sequence[Part], layouts: Mapping[str, Layout], extra: bytes = b"") -> str:
-    """One digest of everything: names, shapes, dtypes, values, and what is no tensor."""
+    """Return one digest of everything: names, shapes, dtypes, values, and what is not a tensor."""
     tensors, totals = _totals(parts, layouts)
     return hashlib.sha256(tensors.forms + totals.tobytes() + extra).hexdigest()
 
 
 def sample_seed(key: str, version: int) -> int:
-    """Which elements are sampled: others for every version, so that what is missed once is not missed for ever."""
+    """Return the seed that chooses the sampled elements: another for every version."""
     return int.from_bytes(hashlib.sha256(f"{key}\0{version}".encode()).digest()[:8], "little")

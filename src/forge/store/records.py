@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from forge.store.sharding import Piece, TensorShards
@@ -45,7 +45,7 @@ class Layout:
 class Holder:
     """A process that can give out the bytes of a segment, and how it is asked."""
 
-    way: str
+    transport: str
     """`shm`: open `/proc/<pid>/fd/<fd>` on the same host; `tcp`: ask the data server at `address`; `cuda`: open the
     CUDA IPC handle in `token`; `rdma`: read through the descriptor in `token`."""
     host: str
@@ -61,7 +61,7 @@ class Holder:
     """The storage volume that this is; empty for the process that published."""
 
     def describe(self) -> str:
-        """Who it is, in words."""
+        """Describe the process for messages."""
         who = f"volume {self.volume}" if self.volume else "the publisher"
         where = f"pid {self.pid} on host {self.host.split('/')[0]}"
         return f"{who} ({where}, {self.address})" if self.address else f"{who} ({where})"
@@ -76,6 +76,11 @@ class SegmentRecord:
     holders: tuple[Holder, ...] = ()
     inline: bytes | None = None
     """The bytes themselves, where they are so few that a segment would cost more."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody holds the bytes any more."""
+        return self.inline is None and not self.holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,11 @@ class Part:
     samples: bytes
     """A few elements of each written piece."""
 
+    def without(self, sessions: Collection[int]) -> Part:
+        """Return the part without the copies that these sessions hold."""
+        left = tuple(holder for holder in self.segment.holders if holder.session not in sessions)
+        return replace(self, segment=replace(self.segment, holders=left))
+
 
 @dataclass(frozen=True, slots=True)
 class Version:
@@ -103,7 +113,7 @@ class Version:
     digest: str
     """Of all tensors together, independent of how they are laid out."""
     extra: bytes = b""
-    """What belongs to the value but is no tensor."""
+    """What belongs to the value but is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +125,23 @@ class Begin:
     """`weights` or `object`."""
     version: int | None
     """None: the next one of this key."""
-    rank: int
-    world_size: int
-    layout_id: str
-    layout: Layout | None
+    rank: int = 0
+    world_size: int = 1
+    layout_id: str = ""
+    layout: Layout | None = None
     """None where the registry may know it already; it asks again if it does not."""
     keep: int = 2
     """For how many versions there is memory."""
     timeout_s: float | None = None
-    """How long to wait for the other ranks; None: for ever, with a word in the log."""
+    """How long to wait for the other ranks; None: without limit, with a warning in the log."""
     token: str = ""
-    """By which the rank can withdraw, also before it knows its ticket."""
+    """By which the rank can withdraw, also before it knows its assignment."""
     group: str = ""
     """Whose rank this is, where no version says so: ranks of different groups do not make up one value."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class Assignment:
     """The answer to `Begin`: what to write, and where."""
 
     id: int
@@ -144,16 +154,16 @@ class Ticket:
     """The storage volumes that shall hold the part; empty: the publisher itself does."""
 
 
-def label_of(ticket: int) -> str:
-    """What stands for all that a volume took for a ticket, where a segment is named."""
-    return f"ticket/{ticket}"
+def label_of(assignment: int) -> str:
+    """Return the name that stands for all segments that a volume took for an assignment."""
+    return f"assignment/{assignment}"
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
     """A rank's part is written and can be read."""
 
-    ticket: int
+    assignment: int
     part: Part
     extra: bytes = b""
 
@@ -215,7 +225,7 @@ class Packing:
 
 @functools.cache
 def itemsize(dtype: str) -> int:
-    """Bytes of one element, from the dtype's name alone: the registry has no torch."""
+    """Return the bytes of one element, from the dtype's name alone: the registry has no torch."""
     if dtype == "bool":
         return 1
     bits = re.match(r"[a-z]+(\d+)", dtype)
@@ -225,7 +235,7 @@ def itemsize(dtype: str) -> int:
 
 
 def numbered_pieces(layout: Layout) -> Iterator[tuple[int, int, TensorShards, Piece]]:
-    """Number of the piece, number of its tensor, and both, for every piece of a layout."""
+    """Yield the number of each piece of a layout, the number of its tensor, the tensor's shards, and the piece."""
     number = 0
     for tensor, shards in enumerate(layout.shards):
         for piece in shards.pieces:
@@ -235,7 +245,7 @@ def numbered_pieces(layout: Layout) -> Iterator[tuple[int, int, TensorShards, Pi
 
 @functools.lru_cache(maxsize=64)
 def packing(layout: Layout, written: tuple[int, ...] | None) -> Packing:
-    """Where those pieces of `layout` are that are `written` (all, if None)."""
+    """Return where the `written` pieces of `layout` (all, if None) lie in the segment."""
     chosen = None if written is None else frozenset(written)
     packed, at = [], HEADER
     for number, tensor, shards, piece in numbered_pieces(layout):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Protocol
 
 from forge.errors import StoreError, StoreKeyError
 from forge.store.records import Begin, Holder, Layout, Part, Version, itemsize
@@ -12,6 +14,18 @@ from forge.store.sharding import Region, TensorShards
 
 Key = tuple[str, str]
 """Kind and name."""
+SPARES = 1
+"""How many free segments a process keeps for the next version of a key."""
+
+
+class RegistryListener(Protocol):
+    """Carries the registry's decisions to the processes that they concern."""
+
+    def changed(self, key: Key) -> None:
+        """Wake those who wait for something to happen to this key."""
+
+    def drop(self, session: int, segment: str) -> None:
+        """Tell a process that it need not keep the segment any longer."""
 
 
 @dataclass(eq=False)
@@ -23,8 +37,8 @@ class PendingVersion:
     world_size: int
     keep: int
     group: str = ""
-    writers: dict[int, Writer] = field(default_factory=dict)
-    shares: list[tuple[int, ...] | None] | None = None
+    writers: dict[int, RankWriter] = field(default_factory=dict)
+    assigned: list[tuple[int, ...] | None] | None = None
     parts: dict[int, Part] = field(default_factory=dict)
     extra: bytes = b""
     failure: StoreError | None = None
@@ -33,18 +47,18 @@ class PendingVersion:
 
 
 @dataclass(eq=False)
-class Writer:
+class RankWriter:
     """One rank of a version that is being written."""
 
-    ticket: int
+    assignment: int
     session: int
     rank: int
     layout: str
-    building: PendingVersion
+    pending: PendingVersion
     token: str = ""
     reuse: SpareSegment | None = None
     volumes: tuple[Holder, ...] = ()
-    has_share: bool = False
+    has_pieces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,41 +88,41 @@ class StoredVersion:
     """For each rank whose part lost a copy, who shards that."""
 
 
-def no_such_rank(wish: Begin) -> StoreError:
+def no_such_rank(request: Begin) -> StoreError:
     return StoreError(
-        f"a rank that publishes {wish.key!r} is not one of the ranks",
-        path=f"{wish.key}.publish()",
-        value=f"rank {wish.rank} of {wish.world_size}",
+        f"a rank that publishes {request.key!r} is not one of the ranks",
+        path=f"{request.key}.publish()",
+        value=f"rank {request.rank} of {request.world_size}",
         rule="0 <= rank < world_size",
         repair="set RANK and WORLD_SIZE, or say it: Weights(rank=, world_size=)",
     )
 
 
-def too_late(wish: Begin, number: int, newest: int) -> StoreError:
+def too_late(request: Begin, number: int, newest: int) -> StoreError:
     return StoreError(
-        f"version {number} of {wish.key!r} comes too late: version {newest} is published",
-        path=f"{wish.key}.publish(version=)",
+        f"version {number} of {request.key!r} is too old: version {newest} is already published",
+        path=f"{request.key}.publish(version=)",
         value=number,
         rule=f"versions grow: more than {newest}",
         repair=f"publish version {newest + 1}, or go back first: `await weights.rewind(to={number - 1})`",
     )
 
 
-def other_world_size(wish: Begin, building: PendingVersion) -> StoreError:
+def other_world_size(request: Begin, pending: PendingVersion) -> StoreError:
     return StoreError(
-        f"the ranks that publish version {building.number} of {wish.key!r} disagree about how many they are",
-        path=f"{wish.key}.publish()",
-        value=f"rank {wish.rank} says world_size={wish.world_size}",
-        rule=f"as the first that came: world_size={building.world_size}",
+        f"the ranks that publish version {pending.number} of {request.key!r} disagree about how many they are",
+        path=f"{request.key}.publish()",
+        value=f"rank {request.rank} says world_size={request.world_size}",
+        rule=f"the same as the first rank's: world_size={pending.world_size}",
         repair="give all ranks the same world_size",
     )
 
 
-def rank_twice(wish: Begin, building: PendingVersion) -> StoreError:
+def rank_twice(request: Begin, pending: PendingVersion) -> StoreError:
     return StoreError(
-        f"rank {wish.rank} publishes version {building.number} of {wish.key!r} already",
-        path=f"{wish.key}.publish()",
-        value=f"rank {wish.rank} of {wish.world_size}",
+        f"rank {request.rank} publishes version {pending.number} of {request.key!r} already",
+        path=f"{request.key}.publish()",
+        value=f"rank {request.rank} of {request.world_size}",
         rule="each rank publishes a version once",
         repair="await the first publication, use another version, or give each process its own rank=",
     )
@@ -125,16 +139,16 @@ def lost(key: Key, number: int, rank: int, *, held_by: str) -> StoreError:
     )
 
 
-def nothing(
+def not_found(
     key: Key, number: int | None, *, usable: Iterable[int], near: Iterable[str], under_way: Iterable[PendingVersion]
 ) -> StoreKeyError:
-    """There is no such key or version; `usable` versions and `near` keys there are, and some are `under_way`."""
+    """Return the error for a key or version that does not exist; the others say what does."""
     kind, name = key
     versions, names = sorted(usable), sorted(near)[:8]
     coming = [
-        f"version {building.number} has {len(building.parts)} of {building.world_size} rank(s), missing "
-        f"{sorted(set(range(building.world_size)) - set(building.parts))}"
-        for building in under_way
+        f"version {pending.number} has {len(pending.parts)} of {pending.world_size} rank(s), missing "
+        f"{sorted(set(range(pending.world_size)) - set(pending.parts))}"
+        for pending in under_way
     ]
     there = f"published versions: {versions}" if versions else f"{'weights' if kind == 'weights' else 'keys'}: {names}"
     if kind == "weights":
@@ -154,8 +168,9 @@ Copies = dict[Region, list[tuple[int, int]]]
 """For each region, who has it: rank, and the number of the piece in that rank's layout."""
 
 
-def assign_pieces(key: str, layouts: Sequence[Layout]) -> list[tuple[int, ...] | None]:
-    """For each rank the numbers of the pieces that it is to write; None means all that it has.
+@lru_cache(maxsize=64)
+def assign_pieces(key: str, layouts: tuple[Layout, ...]) -> list[tuple[int, ...] | None]:
+    """Return for each rank the numbers of the pieces that it is to write; None means all that it has.
 
     Where several ranks hold the same region, the one with the least to write so far gets it. Raises if the ranks
     disagree about a tensor, or if no rank holds some part of one.

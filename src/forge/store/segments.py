@@ -46,7 +46,7 @@ def pack_stamp(stamp: int) -> bytes:
 
 
 def unpack_stamp(data: bytes) -> int:
-    """The stamp; 0 if there is none."""
+    """Return the stamp; 0 if there is none."""
     magic, stamp = _STAMP.unpack_from(data, 0)
     return int(stamp) if magic == _MAGIC else 0
 
@@ -69,8 +69,14 @@ class Segment:
         self.fd = fd  # last: whoever made it closes it if it could not be mapped
 
     def flat(self) -> Tensor:
-        """The whole segment as bytes. The tensor keeps the mapping alive; a segment of another must not be written."""
-        return flat_tensor(self.map)
+        """Return the whole segment as bytes. The tensor keeps the mapping alive; write only to own segments."""
+        import warnings
+
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(self.map, dtype=torch.uint8)
 
     @property
     def stamp(self) -> int:
@@ -81,7 +87,7 @@ class Segment:
         self.map[:STAMP_SIZE] = pack_stamp(stamp)
 
     def close_fd(self) -> None:
-        """No other process can open it through this one any more; mappings go on."""
+        """Close the descriptor: no other process can open the segment through this one any more; mappings stay."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -101,16 +107,6 @@ def _populate(mapped: mmap.mmap) -> None:
     as they are touched."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     ctypes.CDLL(None, use_errno=True).madvise(ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), _POPULATE_WRITE)
-
-
-def flat_tensor(buffer: mmap.mmap) -> Tensor:
-    import warnings
-
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def open_segment(
@@ -140,21 +136,19 @@ class SegmentPool:
         self._run = run
         self._segments: dict[str, Segment] = {}
         self._guard = threading.Lock()
-        self._has_told = False
+        self._has_warned = False
 
     def create(self, key: str, size: int, *, name: str = "") -> Segment:
-        """A new segment, in memory where that is left, else on disk."""
+        """Return a new segment, in memory where that is left, else on disk."""
         plain = re.sub(r"[^A-Za-z0-9._-]", "_", key)[-60:]
         name = name or f"forge-{self._run}-{plain}-{os.getpid()}-{next(_numbers)}"
         with self._guard:
             used = sum(segment.size for segment in self._segments.values() if not segment.is_on_disk)
         room = _room(used)
         try:
-            if size <= room:
-                segment = _in_memory(name, size)
-            else:
-                self._tell(name, size, room)
-                segment = _on_disk(name, size)
+            if size > room:
+                self._warn(name, size, room)
+            segment = _make(name, size, is_on_disk=size > room)
         except OSError as error:
             raise StoreError(
                 f"no segment of {size / 2**30:.2f} GiB can be made: {error.strerror}",
@@ -169,9 +163,9 @@ class SegmentPool:
             self._segments[name] = segment
         return segment
 
-    def _tell(self, name: str, size: int, room: int) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _warn(self, name: str, size: int, room: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "segment %s needs %.2f GiB of memory and %.2f GiB are left: it goes to %s, which is slower. Keep fewer "
                 "versions, publish in bfloat16, or raise the memory limit (%s, or that of the container).",
@@ -203,31 +197,24 @@ class SegmentPool:
         return len(self._segments)
 
 
-def _in_memory(name: str, size: int) -> Segment:
-    _raise_file_limit()
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+def _make(name: str, size: int, *, is_on_disk: bool) -> Segment:
+    if is_on_disk:
+        fd = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    else:
+        _raise_file_limit()
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, size)  # all pages at once: one by one, as they are touched, costs five times as much
-        return Segment(name, fd, size, is_own=True)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _on_disk(name: str, size: int) -> Segment:
-    fd = os.open(tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, size)
         segment = Segment(name, fd, size, is_own=True)
     except BaseException:
         os.close(fd)
         raise
-    segment.is_on_disk = True
+    segment.is_on_disk = is_on_disk
     return segment
 
 
 def _raise_file_limit() -> None:
-    """Segments are open files, and 1024 of them, a usual limit, are soon used up."""
+    """Raise the limit of open files: segments are files, and 1024 of them, a usual limit, are soon used up."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
     if soft < wanted:
@@ -235,7 +222,7 @@ def _raise_file_limit() -> None:
 
 
 def _room(used: int) -> int:
-    """Bytes of memory that segments may still take."""
+    """Return the bytes of memory that segments may still take."""
     limit = os.environ.get(LIMIT)
     room = _available() - (256 << 20)  # something must be left for everybody else
     if limit:
@@ -249,7 +236,7 @@ def _room(used: int) -> int:
 
 
 def _available() -> int:
-    """Bytes of memory that can be had, on the machine and in the container."""
+    """Return the bytes of memory that are available, on the machine and in the container."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     for limit, usage in (

@@ -40,7 +40,7 @@ class Region:
         return tuple(start + size for start, size in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Region) -> Region | None:
-        """What both cover; None if that is nothing."""
+        """Return what both cover; None if that is nothing."""
         start: list[int] = []
         shape: list[int] = []
         for a, a_size, b, b_size in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
@@ -53,7 +53,7 @@ class Region:
         return Region(tuple(start), tuple(shape))
 
     def relative_to(self, other: Region) -> tuple[int, ...]:
-        """Where this region begins, counted from the beginning of the other."""
+        """Return where this region begins, counted from the beginning of the other."""
         return tuple(a - b for a, b in zip(self.offset, other.offset, strict=True))
 
 
@@ -90,7 +90,7 @@ def pieces_at(
     *,
     order: ShardOrder | None = None,
 ) -> tuple[Piece, ...]:
-    """What the rank at that coordinate of a mesh holds, as regions with their places in its local tensor.
+    """Return what the rank at that coordinate of a mesh holds, as regions with their places in its local tensor.
 
     `order` is a DTensor's own order of splitting, where it has one. Without it, placements are read as torch's
     `full_tensor()` reads them: `_StridedShard`s whose factors are sizes of mesh dimensions further to the right mean
@@ -124,7 +124,7 @@ def _pieces(
 
 
 def _factors(ndim: int, placements: tuple[Placement, ...]) -> dict[int, tuple[int, int]]:
-    """Of each mesh dimension that splits: the tensor dimension and the split factor (1 unless strided)."""
+    """Return for each mesh dimension that splits the tensor dimension and the split factor (1 unless strided)."""
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
     factors: dict[int, tuple[int, int]] = {}
@@ -160,7 +160,7 @@ def _factors(ndim: int, placements: tuple[Placement, ...]) -> dict[int, tuple[in
 def _splits(
     factors: dict[int, tuple[int, int]], mesh_shape: tuple[int, ...], order: ShardOrder | None
 ) -> list[tuple[int, int, int]]:
-    """The splits to replay, in order: mesh dimension, tensor dimension, split factor."""
+    """Return the splits to replay, in order: mesh dimension, tensor dimension, split factor."""
     if order is not None:
         sequence = [mesh_dim for _, mesh_dims in order for mesh_dim in mesh_dims]
         if sorted(sequence) != sorted(factors):
@@ -179,7 +179,7 @@ def _splits(
 
 
 def _decoded(factors: dict[int, tuple[int, int]], mesh_shape: tuple[int, ...]) -> ShardOrder | None:
-    """The order of plain splits that strided ones stand for; None if a factor stands for something else.
+    """Return the order of plain splits that strided ones stand for; None if a factor stands for something else.
 
     A factor is the number of shards that were there before: the product of the sizes of those mesh dimensions that
     split earlier although they come later in the mesh. FSDP2's uneven shards come out right only when read this way.
@@ -209,7 +209,7 @@ def _split(runs: list[Run], factor: int, num_chunks: int, chunk: int) -> list[Ru
 
 
 def _cut(runs: list[Run], start: int, end: int) -> Iterator[Run]:
-    """The part of the runs from position `start` to position `end`, both counted along the runs."""
+    """Yield the part of the runs from position `start` to position `end`, both counted along the runs."""
     position = 0
     for first, length in runs:
         low, high = max(start, position), min(end, position + length)
@@ -229,7 +229,7 @@ def _joined(runs: list[Run]) -> list[Run]:
 
 
 def _product(runs: list[list[Run]]) -> Iterator[Piece]:
-    """Every combination of one run per dimension, with its place in the local tensor."""
+    """Yield every combination of one run per dimension, with its place in the local tensor."""
     placed: list[list[tuple[int, int, int]]] = []
     for along in runs:
         ends = itertools.accumulate((length for _, length in along), initial=0)

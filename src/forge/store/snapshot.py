@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from forge.store.digest import digest_tensor
 from forge.store.proof import MODULUS, added
 from forge.store.records import Layout, Packed, Packing, itemsize
 from forge.store.sharding import TensorShards
-from forge.store.tensors import Fingerprint, addresses, dtype_name, dtype_of, local, part_of, piece_view
+from forge.store.tensors import LocalTensors, dtype_name, dtype_of, part_of, piece_view
 
 
 @dataclass(eq=False)
@@ -31,22 +30,6 @@ class Prepared:
     kept: list[Any]
     """What must stay alive for the fingerprint to mean the same."""
     tables: dict[tuple[torch.device, tuple[int, ...] | None], Table] = field(default_factory=dict)
-
-
-class Memories:
-    """The memory of a state dict: where it is, which is often known, and, if it is asked for, as plain tensors."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], fingerprints: Sequence[Fingerprint]) -> None:
-        self._named, self._fingerprints = tensors, fingerprints
-
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        return [local(tensor, name=name) for name, tensor in self._named.items()]
-
-    @cached_property
-    def addresses(self) -> list[int]:
-        known = addresses(self._fingerprints)
-        return known if known is not None else [tensor.data_ptr() for tensor in self.tensors]
 
 
 @dataclass(eq=False)
@@ -105,8 +88,8 @@ def build(layout: Layout, memories: Sequence[Tensor], packed: Packing, device: t
     return Table(packed, rects, others, digested, locations, blocks)
 
 
-def copy(table: Table, layout: Layout, memories: Memories, memory: Tensor) -> list[int]:
-    """Write all pieces; the digest of each."""
+def copy(table: Table, layout: Layout, memories: LocalTensors, memory: Tensor) -> list[int]:
+    """Write all pieces; return the digest of each."""
     threads = torch.get_num_threads()
     base = [memory.data_ptr()]
     sources = memories.addresses

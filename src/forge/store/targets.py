@@ -30,7 +30,7 @@ class Chunk:
         """Return the chunk of a tensor of this shape."""
         if not -len(shape) <= self.dim < len(shape) or not 0 <= self.index < self.count:
             raise StoreError(
-                "a chunk is not one of its tensor",
+                "the chunk is outside its tensor",
                 value=self,
                 rule=f"0 <= index < count, along one of the dimensions of {list(shape)}",
                 repair="Chunk(dim=0, index=rank, count=world_size)",
@@ -83,7 +83,7 @@ class Target:
 
 
 def is_place(value: Any) -> bool:
-    """Whether a value says where something is to go: a tensor, an `At`, or a list of those."""
+    """Return whether a value says where something is to go: a tensor, an `At`, or a list of those."""
     if isinstance(value, (Tensor, At)):
         return True
     return isinstance(value, list) and bool(value) and all(isinstance(entry, At) for entry in value)
@@ -92,13 +92,13 @@ def is_place(value: Any) -> bool:
 def resolve(
     label: str, place: Any, shapes: Mapping[str, tuple[tuple[int, ...], str]], *, cast: bool = False
 ) -> list[Target]:
-    """The targets of one place. `shapes` has the shape and dtype of every stored tensor; the name must be in it."""
+    """Return the targets of one place. `shapes` has the shape and dtype of every stored tensor."""
     entries = place if isinstance(place, list) else [place]
     return [_one(label, entry, shapes, cast=cast) for entry in entries]
 
 
 def stored_name(label: str, entry: Any) -> str:
-    """The stored tensor that fills a place."""
+    """Return the stored tensor that fills a place."""
     return entry.of if isinstance(entry, At) and entry.of is not None else label
 
 
@@ -124,18 +124,18 @@ def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str
         check_at(label, entry)
         if entry.where == ():  # a part must say which: else every rank would get the first
             offset = (0,) * len(shape)
-            _check_whole(label, tuple(tensor.shape), shape)
+            _check_shape(label, tuple(tensor.shape), shape, "the stored tensor")
         elif isinstance(entry.where, tuple):
             offset = entry.where
         else:
             region = _resolved(label, entry.where, shape)
             offset = region.offset
-            _check_extent(label, tuple(tensor.shape), region.shape)
+            _check_shape(label, tuple(tensor.shape), region.shape, "its part")
         want = wanted_shards(tensor, shape=shape, offset=offset, name=label)
     else:
         tensor = entry
         want = wanted_shards(tensor, name=label)
-        _check_whole(label, want.shape, shape)
+        _check_shape(label, want.shape, shape, "the stored tensor")
     if want.dtype != dtype and not cast:
         raise StoreError(
             f"{label!r} has another dtype than what is stored",
@@ -148,32 +148,21 @@ def _one(label: str, entry: Any, shapes: Mapping[str, tuple[tuple[int, ...], str
     return Target(name, label, memory, want.pieces)
 
 
-def _check_whole(label: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    if found != shape:
+def _check_shape(label: str, found: tuple[int, ...], wanted: tuple[int, ...], what: str) -> None:
+    if found != wanted:
         raise StoreError(
-            f"{label!r} has another shape than what is stored",
+            f"{label!r} does not have the shape of {what}",
             path=label,
             value=list(found),
-            rule=f"the stored shape {list(shape)}",
+            rule=f"the shape of {what}: {list(wanted)}",
             repair="give a tensor of that shape, or say which part it is: At(tensor, offset)",
-        )
-
-
-def _check_extent(label: str, found: tuple[int, ...], extent: tuple[int, ...]) -> None:
-    if found != extent:
-        raise StoreError(
-            f"{label!r} does not have the size of the part that it is to hold",
-            path=label,
-            value=list(found),
-            rule=f"the part is {list(extent)} large",
-            repair="give a tensor of that size",
         )
 
 
 def allocate(
     name: str, spec: Spec | None, shape: tuple[int, ...], dtype: str, *, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Target]:
-    """New memory for a stored tensor or a part of it: what the reader gets, and what to fill."""
+    """Allocate memory for a stored tensor or a part of it: what the reader gets, and what to fill."""
     kind = dtype_of(dtype)
     if isinstance(spec, Placed):
         return _sharded(name, spec, shape, kind)

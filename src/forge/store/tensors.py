@@ -7,7 +7,7 @@ repair, before a byte is moved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -32,7 +32,7 @@ _NAMES: Final[dict[torch.dtype, str]] = {value: name for name, value in _DTYPES.
 
 
 def dtype_name(dtype: torch.dtype, *, path: str | None = None) -> str:
-    """The name under which the store knows an element type, such as "bfloat16".
+    """Return the name under which the store knows an element type, such as "bfloat16".
 
     Every type of which an element is a fixed number of bytes has one; packed types (`float4_e2m1fn_x2`) count what one
     byte holds as one element, as torch does.
@@ -44,7 +44,7 @@ def dtype_name(dtype: torch.dtype, *, path: str | None = None) -> str:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The element type of that name. It is the inverse of `dtype_name`."""
+    """Return the element type of that name. It is the inverse of `dtype_name`."""
     if name in _QUANTIZED:
         raise _quantized(name, None)
     dtype = _DTYPES.get(name)
@@ -69,12 +69,12 @@ def _quantized(value: str, path: str | None) -> StoreError:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no more than that: no DTensor, and no other kind that wraps or computes."""
+    """Return whether a tensor is no more than that: no DTensor, and no other kind that wraps or computes."""
     return type(tensor) in _PLAIN
 
 
 def shards_of(tensor: Tensor | DTensor, *, name: str = "") -> TensorShards:
-    """What this process holds of a tensor; `name` is what errors call it.
+    """Return what this process holds of a tensor; `name` is what errors call it.
 
     A plain tensor is held whole. A DTensor is held as its placements say, in any order and combination; a rank outside
     of its mesh, or one that got an empty shard, holds no pieces. Raises `StoreError` for a tensor without memory of its
@@ -97,7 +97,7 @@ def shards_of(tensor: Tensor | DTensor, *, name: str = "") -> TensorShards:
 
 
 def local(tensor: Tensor | DTensor, *, name: str = "") -> Tensor:
-    """The memory behind a tensor: a plain, detached `torch.Tensor` that shares it, to read from or to write into.
+    """Return the memory behind a tensor: a plain, detached `torch.Tensor` that shares it.
 
     Of a DTensor it is the local tensor, after any collective that still fills it.
     """
@@ -111,7 +111,7 @@ def local(tensor: Tensor | DTensor, *, name: str = "") -> Tensor:
 def wanted_shards(
     target: Tensor | DTensor, *, shape: Sequence[int] | None = None, offset: Sequence[int] | None = None, name: str = ""
 ) -> TensorShards:
-    """What a destination wants of a stored tensor; its pieces say where each region goes in `local(target)`.
+    """Return what a destination wants of a stored tensor; its pieces say where each region goes in `local(target)`.
 
     Without `shape` the target is the whole tensor (of which a DTensor has its shards here). With `shape` and `offset`
     the target, plain or DTensor, stands for the rectangle of the stored tensor, `shape` large, that begins at `offset`.
@@ -135,7 +135,7 @@ def wanted_shards(
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements of a tensor have the same memory."""
+    """Return whether two elements of a tensor have the same memory."""
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -172,7 +172,7 @@ def region_pieces(shape: Sequence[int], region: Region, *, name: str = "") -> tu
 def shards_for(
     shape: Sequence[int], dtype: torch.dtype, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> TensorShards:
-    """What this rank would hold of a DTensor with that mesh and those placements. There need not be one."""
+    """Return what this rank would hold of a DTensor with that mesh and those placements. There need not be one."""
     whole = tuple(shape)
     coordinate = mesh.get_coordinate()
     pieces = () if coordinate is None else pieces_at(whole, placements, tuple(mesh.shape), coordinate)
@@ -209,7 +209,7 @@ def _dtensor_pieces(tensor: DTensor, name: str) -> tuple[Piece, ...]:
 
 
 def _check_extent(tensor: DTensor, pieces: tuple[Piece, ...], mine: Tensor, name: str) -> None:
-    """A DTensor that was put together by hand can claim a shape that its local tensors do not add up to."""
+    """Raise for a hand-made DTensor that claims a shape that its local tensors do not add up to."""
     ends = [tuple(a + b for a, b in zip(piece.at, piece.region.shape, strict=True)) for piece in pieces]
     extent = tuple(map(max, zip(*ends, strict=True))) if ends else ()
     if extent == tuple(mine.shape) if pieces else mine.numel() == 0:
@@ -224,7 +224,7 @@ def _check_extent(tensor: DTensor, pieces: tuple[Piece, ...], mine: Tensor, name
 
 
 def _unwrap(tensor: Tensor, name: str) -> Tensor:
-    """The plain tensor inside of a subclass, if it is nothing but that."""
+    """Return the plain tensor inside of a subclass, if it is nothing but that."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     if isinstance(tensor, AsyncCollectiveTensor):
@@ -287,13 +287,13 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def piece_view(memory: Tensor, start: int, shape: Sequence[int], dtype: str) -> Tensor:
-    """A piece of a segment as a tensor."""
+    """Return a piece of a segment as a tensor."""
     kind = dtype_of(dtype)
     return memory[start : start + math.prod(shape) * kind.itemsize].view(kind).view(tuple(shape))
 
 
 def part_of(tensor: Tensor, at: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """A rectangle of a tensor."""
+    """Return a rectangle of a tensor."""
     for dim, (start, extent) in enumerate(zip(at, shape, strict=True)):
         tensor = tensor.narrow(dim, start, extent)
     return tensor
@@ -304,7 +304,7 @@ Fingerprint = tuple[Any, ...]
 
 
 def fingerprint_of(tensor: Tensor) -> Fingerprint:
-    """Equal as long as a tensor is the same memory, looked at in the same way."""
+    """Return a value that is equal as long as a tensor is the same memory, viewed in the same way."""
     if type(tensor) in _PLAIN:
         if not _is_memory(tensor):
             return None, object()
@@ -316,17 +316,36 @@ def fingerprint_of(tensor: Tensor) -> Fingerprint:
 
 
 def _is_memory(tensor: Tensor) -> bool:
-    """Whether a tensor's elements are what lies at its address. Looking at one of which they are not says so."""
+    """Return whether a tensor's elements are what lies at its address."""
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     return is_strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def keepalive(tensor: Tensor) -> Any:
-    """What must stay alive for a fingerprint to mean the same."""
+    """Return what must stay alive for a fingerprint to mean the same."""
     return getattr(tensor, "_spec", None) if type(tensor) not in _PLAIN else None
 
 
-def addresses(fingerprints: Sequence[Fingerprint]) -> list[int] | None:
-    """Where the tensors are; None if one has to be looked at."""
-    found = [fingerprint[0] for fingerprint in fingerprints]
-    return None if None in found else found
+class LocalTensors:
+    """Named tensors whose memory is read or written: their addresses, which are often known without looking at them
+    again, and, if that is needed, their plain memory."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]], parts: Sequence[object] = ()) -> None:
+        self.named = named
+        self._fingerprints = [fingerprint_of(tensor) for _, tensor in named]
+        self.key = ([name for name, _ in named], parts, self._fingerprints)
+        """Equal as long as the same memory comes again, for the same `parts`."""
+
+    @property
+    def kept(self) -> list[Any]:
+        """What must stay alive for the key to mean the same."""
+        return [keepalive(tensor) for _, tensor in self.named]
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        return [local(tensor, name=name) for name, tensor in self.named]
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        known = [fingerprint[0] for fingerprint in self._fingerprints]
+        return [tensor.data_ptr() for tensor in self.tensors] if None in known else known

@@ -30,7 +30,7 @@ Verify = Literal["cheap", "full", "off"]
 def check_verify(path: str, value: object) -> Verify:
     if value not in get_args(Verify):
         raise StoreError(
-            "there is no such way to verify",
+            "this way to verify does not exist",
             path=path,
             value=value,
             rule=f"one of {', '.join(get_args(Verify))}",
@@ -40,7 +40,7 @@ def check_verify(path: str, value: object) -> Verify:
 
 
 def compare_digests(catalog: Catalog, version: Version, found: Sequence[int], times: dict[int, int]) -> set[str]:
-    """The tensors whose digests differ from what was published, for slots that were read whole so many times."""
+    """Return the tensors whose digests differ from what was published, for slots that were read whole so many times."""
     published = published_digests(version.parts)
     return {catalog.owner[slot] for slot, count in times.items() if found[slot] != published[slot] * count % MODULUS}
 
@@ -48,8 +48,7 @@ def compare_digests(catalog: Catalog, version: Version, found: Sequence[int], ti
 def compare_samples(
     catalog: Catalog, version: Version, tables: Iterable[CopyTable], targets: Sequence[int], slots: Iterable[int]
 ) -> set[str]:
-    """The tensors of which a sampled element is not in the reader's memory as it was published. Parts that are on a GPU
-    have no samples."""
+    """Return the tensors of which a sampled element differs in the reader's memory. Parts on a GPU have no samples."""
     wanted = {slot for slot in slots if version.parts[part_of_slot(catalog, slot)].samples}
     if not wanted:
         return set()
@@ -64,7 +63,7 @@ def compare_samples(
 
 
 def check_part(catalog: Catalog, version: Version, index: int, *, address: int, verify: Verify) -> set[str]:
-    """The tensors of one part that are not in its memory as they were published."""
+    """Return the tensors of one part that are not in its memory as they were published."""
     part = version.parts[index]
     first, count = catalog.first_slot[index], len(part.digests) // 8
     differ: set[str] = set()
@@ -88,7 +87,7 @@ def check_part(catalog: Catalog, version: Version, index: int, *, address: int, 
 
 
 def check_part_on_device(catalog: Catalog, version: Version, index: int, memory: Tensor) -> set[str]:
-    """As `check_part`, for a part in the memory of a GPU, which is digested whole in any case: it is soon done."""
+    """Check a part in the memory of a GPU as `check_part` does. It is always digested whole: that is fast."""
     part = version.parts[index]
     first, count = catalog.first_slot[index], len(part.digests) // 8
     slots = range(first, first + count)
@@ -104,7 +103,7 @@ def check_part_on_device(catalog: Catalog, version: Version, index: int, memory:
 
 
 def part_of_slot(catalog: Catalog, slot: int) -> int:
-    """Which part a slot belongs to."""
+    """Return which part a slot belongs to."""
     return bisect_right(catalog.first_slot, slot) - 1
 
 
@@ -115,7 +114,7 @@ def part_locations(catalog: Catalog, first: int, count: int) -> PieceLocations:
 
 
 def digest_table(catalog: Catalog, index: int, slots: Iterable[int]) -> CopyTable:
-    """A table that digests whole stored pieces of one part, whose memory is base 0."""
+    """Return a table that digests whole stored pieces of one part, whose memory is base 0."""
     wanted = frozenset(slots)
     table = CopyTable(num_slots=catalog.num_slots)
     for entry in catalog.entries.values():
@@ -131,7 +130,7 @@ def digest_table(catalog: Catalog, index: int, slots: Iterable[int]) -> CopyTabl
 
 
 def table_of(rows: Iterable[list[int]], *, num_slots: int) -> CopyTable:
-    """A table from plain numbers, as they come from another process."""
+    """Return a table from plain numbers, as they come from another process."""
     table = CopyTable(num_slots=num_slots)
     for row in rows:
         table.append_row(row, row_bytes(row))

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from forge.errors import StoreError
 from forge.store.client import StoreClient, client, in_thread, start
-from forge.store.execution import Targets
-from forge.store.joining import Contribution, ranks_of
-from forge.store.reading import Fetched, Reader, Verify, check_verify
-from forge.store.records import Acquire, Lease, VersionInfo
-from forge.store.writing import Published, Staged, Writer, check_dtype
+from forge.store.execution import target_tensors
+from forge.store.reader import Fetched, Reader, Verify, check_verify
+from forge.store.records import Acquire, Begin, Lease, VersionInfo
+from forge.store.writer import Published, Staged, Writer, check_dtype, ranks_of
 
 
 def check_whole_number(path: str, value: object, *, least: int) -> None:
@@ -52,12 +51,12 @@ class Publication:
         return await asyncio.shield(asyncio.wrap_future(self._done))
 
     async def snapshot(self) -> float:
-        """Wait until the weights may be changed; how long taking the snapshot took, in seconds."""
+        """Wait until the weights may be changed; return how long taking the snapshot took, in seconds."""
         self._is_seen = True
         return await asyncio.shield(asyncio.wrap_future(self._snapshot))
 
     def snapshot_blocking(self, timeout_s: float | None = None) -> float:
-        """As `snapshot`, where no event loop runs."""
+        """Do what `snapshot` does, where no event loop runs."""
         self._is_seen = True
         return self._snapshot.result(timeout_s)
 
@@ -72,10 +71,10 @@ class Publication:
 
     def __del__(self) -> None:
         if not self._is_seen:  # it may fail later still
-            self._done.add_done_callback(_tell_failure)
+            self._done.add_done_callback(_log_failure)
 
 
-def _tell_failure(done: Future[Published]) -> None:
+def _log_failure(done: Future[Published]) -> None:
     if (error := done.exception()) is not None:
         _log.error("a publication that was not awaited failed: %s", error)
 
@@ -110,23 +109,13 @@ class Weights:
     ) -> None:
         _check_name(name)
         check_whole_number("Weights(keep=)", keep, least=1)
-        if (rank is None) != (world_size is None):
+        is_number = all(type(number) is int for number in (rank, world_size))
+        if (rank, world_size) != (None, None) and not (is_number and 0 <= rank < world_size):  # type: ignore[operator]
             raise StoreError(
-                "rank and world_size belong together",
+                "rank and world_size do not say which of how many ranks this is",
                 path="Weights(rank=, world_size=)",
                 value=(rank, world_size),
-                rule="both or neither",
-                repair="give both, or leave both out",
-            )
-        for name_of, number in (("rank", rank), ("world_size", world_size)):
-            if number is not None:
-                check_whole_number(f"Weights({name_of}=)", number, least=int(name_of == "world_size"))
-        if rank is not None and world_size is not None and rank >= world_size:
-            raise StoreError(
-                "rank is not one of the ranks",
-                path="Weights(rank=, world_size=)",
-                value=(rank, world_size),
-                rule="0 <= rank < world_size",
+                rule="whole numbers, 0 <= rank < world_size, or neither of them",
                 repair="Weights(name, rank=0, world_size=1)",
             )
         check_dtype("Weights(dtype=)", dtype)
@@ -167,15 +156,7 @@ class Weights:
         tensors = _named_tensors(self.name, state_dict)
         rank, world_size = ranks_of(self._rank, self._world_size)
         writer = self._writer_here()
-        contribution = Contribution(
-            key=self.name,
-            kind=KIND,
-            version=version,
-            rank=rank,
-            world_size=world_size,
-            keep=self.keep,
-            timeout_s=timeout_s,
-        )
+        request = Begin(self.name, KIND, version, rank, world_size, keep=self.keep, timeout_s=timeout_s)
         taken: Future[float] = Future()
         done: Future[Published] = Future()
         for outcome in (taken, done):
@@ -185,7 +166,7 @@ class Weights:
         def snapshot() -> None:
             began = time.perf_counter()
             try:
-                staged = writer.stage(contribution, tensors, dtype=self.dtype, ready=ready)
+                staged = writer.stage(request, tensors, dtype=self.dtype, ready=ready)
             except BaseException as error:  # noqa: BLE001 - it is the publication's outcome
                 taken.set_exception(error)
                 done.set_exception(error)
@@ -241,9 +222,9 @@ class Weights:
             wait_s: how long to wait for the version to appear.
         """
         checked = check_verify("fetch(verify=)", self.verify if verify is None else verify)
-        wish = self._wish(version)
+        request = self._request_for(version)
         here = client()
-        lease = await here.acquire(wish, wait_s=wait_s)
+        lease = await here.acquire(request, wait_s=wait_s)
         try:
             return await in_thread(self._read, here, lambda: lease, into, checked, strict, cast)
         except BaseException:
@@ -260,17 +241,17 @@ class Weights:
         cast: bool = False,
         wait_s: float = 0.0,
     ) -> Fetched:
-        """As `fetch`, for programs without an event loop, such as the workers of an inference engine."""
+        """Do what `fetch` does, for programs without an event loop, such as the workers of an inference engine."""
         checked = check_verify("fetch(verify=)", self.verify if verify is None else verify)
         here = client()
-        asked = here.ask_for(self._wish(version), wait_s=wait_s)
+        pending = here.request_lease(self._request_for(version), wait_s=wait_s)
         try:
-            return self._read(here, asked.lease, into, checked, strict, cast)
+            return self._read(here, pending.lease, into, checked, strict, cast)
         except BaseException:
-            asked.let_go()
+            pending.release()
             raise
 
-    def _wish(self, version: int | Literal["latest"]) -> Acquire:
+    def _request_for(self, version: int | Literal["latest"]) -> Acquire:
         if version == "latest":
             return Acquire(self.name, KIND, None)
         if not isinstance(version, int):
@@ -300,13 +281,13 @@ class Weights:
             self._reader = Reader(here)
         if into is None:
             return self._reader.views(lease(), verify=verify)
-        targets = Targets(into) if isinstance(into, Mapping) else None
+        targets = target_tensors(into) if isinstance(into, Mapping) else None
         return self._reader.fill(lease(), into, verify=verify, strict=strict, cast=cast, targets=targets)
 
     async def wait(self, *, at_least: int = 0, timeout_s: float | None = None) -> int:
-        """Wait until a version of at least this number can be fetched; the newest number."""
+        """Wait until a version of at least this number can be fetched; return the newest number."""
         check_whole_number("wait(at_least=)", at_least, least=0)
-        waiting = client().line.ask("wait", ((KIND, self.name), at_least))
+        waiting = client().line.call_async("wait", ((KIND, self.name), at_least))
         try:
             return int(await asyncio.wait_for(waiting, timeout_s))
         except TimeoutError:
@@ -320,22 +301,22 @@ class Weights:
             ) from None
 
     async def versions(self) -> list[VersionInfo]:
-        """The versions that can be fetched now, oldest first."""
-        found: list[VersionInfo] = await client().line.ask("versions", (KIND, self.name))
+        """Return the versions that can be fetched now, oldest first."""
+        found: list[VersionInfo] = await client().line.call_async("versions", (KIND, self.name))
         return found
 
     async def retire(self, *, keep: int = 1) -> list[int]:
-        """Let go of all but the newest `keep` versions; the numbers that went. A version that is being read stays
+        """Retire all but the newest `keep` versions; return their numbers. A version that is being read stays
         until its readers let it go, but nobody new gets it."""
         check_whole_number("retire(keep=)", keep, least=0)
-        retired: list[int] = await client().line.ask("retire", ((KIND, self.name), keep))
+        retired: list[int] = await client().line.call_async("retire", ((KIND, self.name), keep))
         return retired
 
     async def rewind(self, *, to: int) -> list[int]:
         """Take back every version after `to`, so that a trainer that went back to a checkpoint can publish those
         numbers again. The numbers that went."""
         check_whole_number("rewind(to=)", to, least=-1)
-        retired: list[int] = await client().line.ask("rewind", ((KIND, self.name), to))
+        retired: list[int] = await client().line.call_async("rewind", ((KIND, self.name), to))
         return retired
 
 

@@ -5,26 +5,20 @@ Names are imported when first used.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forge._lazy import lazy_names
 
 if TYPE_CHECKING:
     from forge.testing.generators import FakeGenerator, FakeRequest
     from forge.testing.sinks import ListSink
 
-_HOMES = {
-    "FakeGenerator": "forge.testing.generators",
-    "FakeRequest": "forge.testing.generators",
-    "ListSink": "forge.testing.sinks",
-}
-
 __all__ = ["FakeGenerator", "FakeRequest", "ListSink"]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'forge.testing' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "forge.testing.generators": "FakeGenerator FakeRequest",
+        "forge.testing.sinks": "ListSink",
+    },
+)

@@ -63,7 +63,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     async def train_step(self, batch: Batch, keep_logprobs: bool = False) -> StepResult:
-        """One optimizer step on the global batch; with `keep_logprobs`, rank 0 tells what its tokens' were before."""
+        """Take one optimizer step on the global batch. With `keep_logprobs`, rank 0 returns the tokens' before it."""
         with span("train_step", num_samples=len(batch.lengths), num_tokens=len(batch.token_ids)):
             result = await self._do(self.engine.train_step, batch, keep_logprobs=keep_logprobs)
         return result if self.engine.ranks.rank == 0 else replace(result, logprobs=None)
@@ -75,25 +75,25 @@ class Trainer(ForgeActor):
 
     @endpoint(retry=True)
     async def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """The sum of the batch's loss and its normaliser; no gradient."""
+        """Return the sum of the batch's loss and its normaliser; no gradient."""
         return await self._do(self.engine.evaluate, batch)
 
     @endpoint(retry=True)
     async def forward_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor] | None:
-        """The logprobs of every sample's tokens, float32 [L] each. Ranks other than 0 answer None."""
+        """Return the logprobs of every sample's tokens, float32 [L] each; None on ranks other than 0."""
         with span("forward_logprobs", num_samples=len(batch.lengths), num_tokens=len(batch.token_ids)):
             logprobs = await self._do(self.engine.forward_logprobs, batch, temperature=temperature)
         return logprobs if self.engine.ranks.rank == 0 else None
 
     @endpoint
     async def publish_weights(
-        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None
+        self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None, keep: int = 2
     ) -> None:
         """Publish the weights as a version of `name` in the store. Returns when readers can fetch it.
 
         With `canary`, the logprobs that this model gives a few tokens are kept with the version, so that generators
         can prove that they compute with the same weights. `dtype`, such as bfloat16, is what they are published in,
-        from the first version of a name on; None for what they are kept in.
+        from the first version of a name on; None for what they are kept in. The store has memory for `keep` versions.
         """
         import torch
 
@@ -102,7 +102,7 @@ class Trainer(ForgeActor):
         ranks = self.engine.ranks
         if self._weights is None or self._weights.name != name:
             kind = None if dtype is None else getattr(torch, dtype)
-            self._weights = Weights(name, rank=ranks.rank, world_size=ranks.size, dtype=kind)
+            self._weights = Weights(name, rank=ranks.rank, world_size=ranks.size, dtype=kind, keep=keep)
         with span("publish_weights", version=version):
             if canary:
                 with span("keep canary"):
@@ -117,7 +117,7 @@ class Trainer(ForgeActor):
 
         training = self.config.training
         longest = training.microbatch_tokens or training.max_seq_len
-        token_ids = torch.tensor(canary_ids(self.engine.model.facts.vocab_size or 1, most=longest))
+        token_ids = torch.tensor(canary_ids(self.engine.model.architecture.vocab_size or 1, most=longest))
         sample = Sample(token_ids, torch.zeros(len(token_ids)), identity="canary")
         logprobs = await self._do(self.engine.forward_logprobs, Batch.of([sample]))
         if self.engine.ranks.rank == 0:
@@ -130,7 +130,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     async def load(self, resume: str = "must") -> dict[str, Any] | None:
-        """Go on from a checkpoint, and return what its `save` was given as `extra`; None if there is none."""
+        """Resume from a checkpoint, and return what its `save` was given as `extra`; None if there is none."""
         return await self._do(self.checkpointer.load, resume)
 
     @endpoint
@@ -145,7 +145,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     async def release_memory(self) -> None:
-        """Give the device's memory that is kept for later steps, and holds nothing now, back to the device.
+        """Release the device's memory that is kept for later steps and holds nothing now.
 
         PyTorch keeps what a step has used, activations above all, for the next one; no other process can have it.
         """
@@ -154,7 +154,7 @@ class Trainer(ForgeActor):
 
     @endpoint
     async def state(self) -> dict[str, Any]:
-        """Where training is: step, layout, device, parameters, memory."""
+        """Return where training is: step, layout, device, parameters, memory."""
         return await self._do(self.engine.describe)
 
     @endpoint

@@ -1,15 +1,21 @@
-"""Put a model on its ranks: build it, cut it into stages, split it over tensor, expert and data parallel ranks."""
+"""Put a model on its ranks: build it, cut it into stages, split it over tensor, expert and data parallel ranks.
+
+The output layer computes logprobs a chunk at a time, or the whole loss with its gradient (`head_function`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import forge.models.titan_setup  # noqa: F401
 
 # isort: split
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.config import TrainingConfig as TitanTraining
@@ -20,8 +26,9 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from forge.config import DistributedConfig, ModelConfig, TrainingConfig
-from forge.models.language_model import LanguageModel
-from forge.models.titan import titan_config
+from forge.losses.head import chunked_logprobs, chunked_nll
+from forge.models.language_model import HeadFunction, LanguageModel, titan_config
+from forge.models.rows import RowTask
 from forge.trainer.layout import Layout
 
 _BACKEND = "partial_dtensor"  # TorchTitan's newer default needs a newer torch
@@ -65,7 +72,7 @@ class Assembled:
 
         On one data parallel rank gradients of rows are then added up where autograd leaves them, in the precision of
         reductions, and the gathered weights stay. Otherwise FSDP would copy every gradient through a reduction and
-        every weight through a gathering for each row, though there is nobody to reduce with or to gather from. Several
+        every weight through a gathering for each row, though there is no other rank. Several
         ranks do so after each row, because whole gradients would take the memory that sharding saves.
         """
         if self._is_alone:
@@ -74,10 +81,10 @@ class Assembled:
                 module.set_reshard_after_backward(not is_more, recurse=False)
 
     def give_up(self) -> None:
-        """After a pass that failed, be as before it: weights as they are kept, no gradients, and FSDP at rest.
+        """Restore the state before a pass that failed: weights as they are kept, no gradients, and FSDP at rest.
 
-        An error leaves FSDP in the middle of its pass. Layers would keep their gathered weights, which whoever reads or
-        loads weights next would take for the real ones; and after a failed backward pass later ones would end without
+        An error leaves FSDP in the middle of its pass. Layers would keep their gathered weights, which the next
+        reader of weights would take for the real ones; and after a failed backward pass later ones would end without
         the sums of their gradients, so that nothing would be learned any more, without a word.
         """
         self.expect_more(False)
@@ -111,7 +118,7 @@ def assemble(
     device: torch.device,
     loss_fn: Callable[..., Any],
 ) -> Assembled:
-    """Build this rank's part of the model, empty: its weights are to be loaded or drawn next.
+    """Build this rank's part of the model, empty: its weights are to be loaded or initialised next.
 
     `loss_fn(output, key)` is called by a pipeline for each row that leaves its last stage.
     """
@@ -190,7 +197,7 @@ def _is_alone(dims: ParallelDims) -> bool:
 
 
 def _needs_fsdp(dims: ParallelDims, precision: Precision) -> bool:
-    """One data parallel rank that computes in the precision of its weights has nothing to gather."""
+    """Return whether there is anything to gather or to convert."""
     return bool(dims.dp_replicate * dims.dp_shard > 1 or precision.master != precision.compute or dims.ep > 1)
 
 
@@ -210,10 +217,83 @@ def _shard(part: LanguageModel, *, dims: ParallelDims, precision: Precision) -> 
 
 
 def _settle_sums(part: LanguageModel, *, on_gpu: bool, is_alone: bool) -> None:
-    """TorchTitan asks for gradients to be divided by one: a needless pass on one rank, and too much for gloo."""
+    """Undo TorchTitan's division of gradients by one: a needless pass on one rank, and too much for gloo."""
     for module in part.modules():
         if isinstance(module, FSDPModule):
             if is_alone:
                 module.set_gradient_divide_factor(None)
             elif not on_gpu:
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def head_function(*, chunk_tokens: int | None, fp32_logits: bool = False) -> HeadFunction:
+    """Return a head that never holds more than `chunk_tokens` rows of logits; None for what suits the device.
+
+    `fp32_logits` is `model.head_precision: float32`: see `chunked_logprobs`.
+    """
+
+    def compute(hidden_ND: Tensor, weight_VD: Tensor, row: RowTask, group: Any) -> Any:
+        start = 0 if group is None else dist.get_rank(group) * weight_VD.shape[0]
+        if row.weights is not None:
+            return chunked_nll(
+                hidden_ND,
+                weight_VD,
+                row.targets,
+                row.weights,
+                chunk_tokens=chunk_tokens,
+                fp32_logits=fp32_logits,
+                group=group,
+                vocab_start=start,
+            )
+        logprobs, entropy = chunked_logprobs(
+            hidden_ND,
+            weight_VD,
+            row.targets,
+            chunk_tokens=chunk_tokens,
+            temperature=row.temperature,
+            entropy=row.entropy,
+            fp32_logits=fp32_logits,
+            group=group,
+            vocab_start=start,
+        )
+        return _as_row(logprobs, entropy, row) if row.as_row else (logprobs, entropy)
+
+    return compute
+
+
+def _as_row(logprobs: Tensor, entropy: Tensor | None, row: RowTask) -> Tensor:
+    both = torch.stack([logprobs, torch.zeros_like(logprobs) if entropy is None else entropy], dim=-1)
+    return both.new_zeros(row.positions.shape[1], 2).index_copy(0, row.index, both).unsqueeze(0)
+
+
+def from_row(output_1L2: Tensor, row: RowTask) -> tuple[Tensor, Tensor]:
+    """Return what `as_row` put into a row: logprobs and entropies of the places that were asked about."""
+    both = output_1L2[0].index_select(0, row.index)
+    return both[:, 0], both[:, 1]
+
+
+SMALLEST_BYTES = 2**20
+"""Smaller tensors stay where they are: moving them costs more than they take."""
+
+_Kept: TypeAlias = Any
+"""A tensor that stayed, or the device that it came from with its copy."""
+
+
+def keep_activations_on_host() -> AbstractContextManager[Any]:
+    """Keep large tensors that autograd saves in host memory, inside the block; weights stay where they are."""
+    return cast(AbstractContextManager[Any], torch.autograd.graph.saved_tensors_hooks(_to_host, _back))
+
+
+def _to_host(tensor: Tensor) -> _Kept:
+    is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    if is_weight or tensor.nbytes < SMALLEST_BYTES or type(tensor) is not Tensor:
+        return tensor
+    kept = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, kept.copy_(tensor, non_blocking=True)
+
+
+def _back(kept: _Kept) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    device, tensor = kept
+    return tensor.to(device, non_blocking=True) if device.type == "cuda" else tensor

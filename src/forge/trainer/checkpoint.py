@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from forge.errors import CheckpointError, ConfigError, ForgeError
 from forge.trainer import checkpoint_folder as folders
 from forge.trainer.checkpoint_folder import CheckpointInfo, WriterLock
-from forge.trainer.checkpoint_reading import StrictLoadPlanner
-from forge.trainer.checkpoint_writing import CheckpointWriter, SavePurpose, Stage
+from forge.trainer.checkpoint_io import CheckpointWriter, SavePurpose, Stage, StrictLoadPlanner
 
 _Answer = TypeVar("_Answer")
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,7 +38,7 @@ _SLOW_DISK: Final = timedelta(hours=2)
 
 @dataclass(slots=True)
 class _Pending:
-    """A save that goes on in the background."""
+    """A save in the background."""
 
     step: int
     partial: Path
@@ -78,7 +77,7 @@ class Checkpoints:
     ) -> None:
         if keep < 1:
             raise ConfigError(
-                "At least the newest checkpoint is kept.", path="checkpointing.keep", value=keep, rule="at least 1"
+                "checkpointing.keep is too small.", path="checkpointing.keep", value=keep, rule="at least 1"
             )
         self.folder = Path(folder)
         self._keep = keep
@@ -205,20 +204,20 @@ class Checkpoints:
         return dict(info.extra)
 
     def list(self) -> tuple[CheckpointInfo, ...]:
-        """The complete checkpoints, in the order in which they were completed."""
+        """Return the complete checkpoints, in the order in which they were completed."""
         return folders.list_checkpoints(self.folder)
 
     def latest(self) -> CheckpointInfo | None:
-        """The one completed last."""
+        """Return the one completed last."""
         infos = self.list()
         return infos[-1] if infos else None
 
     def best(self) -> CheckpointInfo | None:
-        """The one with the lowest metric."""
+        """Return the one with the lowest metric."""
         return folders.best_checkpoint(self.list())
 
     def find(self, resume: str) -> CheckpointInfo | None:
-        """The one to start from under a rule of `checkpointing.resume`, or None to start anew.
+        """Return the one to start from under a rule of `checkpointing.resume`, or None to start anew.
 
         `never` refuses a folder that holds checkpoints, `auto` takes the latest if there is one, `must` insists on one,
         and anything else is the path of a checkpoint, in this folder or another.
@@ -274,7 +273,7 @@ class Checkpoints:
             raise folders.damage(info, named)
 
     def _failure(self, error: BaseException, *, step: int, partial: Path) -> CheckpointError:
-        """What to raise for a failed save. Rank 0 first removes what was written, which may be what filled the disk."""
+        """Return what to raise for a failed save. Rank 0 first removes what was written, which may fill the disk."""
         if self._rank == 0 and partial.exists():
             folders.delete(partial)
         rank, cause = _first_failure(error) if isinstance(error, CheckpointException) else (self._rank, error)
@@ -282,14 +281,14 @@ class Checkpoints:
         return CheckpointError(
             f"The checkpoint of step {step} could not be written, on rank {rank}: {cause!r}",
             path=str(self.folder),
-            rule="the disk takes a whole checkpoint before an old one is deleted" if is_full else None,
+            rule="the disk must hold the new checkpoint before an old one is deleted" if is_full else None,
             repair="free space, or lower checkpointing.keep; the checkpoints before it are complete"
             if is_full
             else "fix the cause and save again; the checkpoints before it are complete",
         )
 
     def _from_rank_0(self, ask: Callable[[], _Answer]) -> _Answer:
-        """What `ask` returns or raises on rank 0, on every rank."""
+        """Return what `ask` returns or raises on rank 0, on every rank."""
         if self._group is None:
             return ask()
         answer: list[Any] = [None, None]
@@ -305,7 +304,7 @@ class Checkpoints:
         return found
 
     def _stager(self) -> DefaultStager:
-        """Copies a state into host memory: for a GPU a pinned one, which is kept, because pinning is slow."""
+        """Return what copies a state into host memory: for a GPU a pinned one, kept because pinning is slow."""
         if not torch.cuda.is_available():
             return DefaultStager(StagingOptions(False, False, False, False))
         if self._pinned_stager is None:
@@ -343,7 +342,7 @@ def _checked_step(step: int) -> int:
 
 
 def _checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `extra`, if JSON brings it back as it was."""
+    """Return a copy of `extra`, if JSON brings it back as it was."""
     try:
         copy: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -365,7 +364,7 @@ def _unfit_extra(extra: Mapping[str, Any], *, reason: str) -> CheckpointError:
 
 
 def _first_failure(failure: BaseException) -> tuple[int, BaseException]:
-    """The rank that failed first by number, and its exception."""
+    """Return the rank that failed first by number, and its exception."""
     assert isinstance(failure, CheckpointException)
     rank = min(failure.failures)
     return rank, failure.failures[rank][0]

@@ -61,7 +61,7 @@ class CheckpointInfo:
         sequence: counts the checkpoints of a folder in the order in which they were completed. The latest is the one
             completed last, which after going back to an older one need not be the one with the most steps.
         time: when it was completed, in ISO 8601, UTC.
-        metric: what the checkpoint was judged by (lower is better), or None.
+        metric: the checkpoint's score (lower is better), or None.
         world_size: how many ranks saved it.
         torch_version: the PyTorch that saved it.
         extra: what the caller stored with it.
@@ -80,7 +80,7 @@ class CheckpointInfo:
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of a checkpoint's folder."""
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
@@ -96,7 +96,7 @@ def write_record(info: CheckpointInfo, *, folder: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> CheckpointInfo:
-    """What the checkpoint at `path` is. Raises CheckpointError when there is none, or its record cannot be read."""
+    """Return the checkpoint at `path`. Raise CheckpointError when there is none, or its record cannot be read."""
     path = Path(path)
     if _LEFTOVER.fullmatch(path.name):
         raise CheckpointError(
@@ -125,25 +125,25 @@ def read_checkpoint(path: Path) -> CheckpointInfo:
 
 
 def list_checkpoints(folder: Path) -> tuple[CheckpointInfo, ...]:
-    """The complete checkpoints of a folder in the order in which they were completed. Needs no lock."""
+    """Return the complete checkpoints of a folder in the order in which they were completed. Needs no lock."""
     found = [read_checkpoint(folder / name) for name in _complete_names(folder)]
     return tuple(sorted(found, key=lambda info: (info.sequence, info.step)))
 
 
 def best_checkpoint(infos: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
-    """The one with the lowest metric; the earlier of two equal ones; None when none has a metric."""
-    judged = [info for info in infos if info.metric is not None and math.isfinite(info.metric)]
-    return min(judged, key=lambda info: (info.metric, info.sequence), default=None)
+    """Return the one with the lowest metric; the earlier of two equal ones; None when none has a metric."""
+    scored = [info for info in infos if info.metric is not None and math.isfinite(info.metric)]
+    return min(scored, key=lambda info: (info.metric, info.sequence), default=None)
 
 
 def checkpoints_to_delete(infos: Sequence[CheckpointInfo], *, keep: int, keep_best: bool) -> tuple[CheckpointInfo, ...]:
-    """Which of `infos`, in order of completion, the keep rule lets go. The newest always stays."""
+    """Return which of `infos`, in order of completion, the keep rule lets go. The newest always stays."""
     best = best_checkpoint(infos) if keep_best else None
     return tuple(info for info in infos[: -max(1, keep)] if info is not best)
 
 
 def find_checkpoint(folder: Path, *, resume: str) -> CheckpointInfo | None:
-    """The checkpoint to start from under a rule of `checkpointing.resume`; None to start anew."""
+    """Return the checkpoint to start from under a rule of `checkpointing.resume`; None to start anew."""
     if resume not in ("never", "auto", "must"):
         return read_checkpoint(Path(resume).expanduser())
     infos = list_checkpoints(folder)
@@ -153,14 +153,14 @@ def find_checkpoint(folder: Path, *, resume: str) -> CheckpointInfo | None:
             path=str(folder),
             value=infos[-1].path.name,
             rule="with checkpointing.resume=never the folder must hold no checkpoint, so that no two runs are mixed",
-            repair="add --resume to continue that run, or run.name=NAME for a new one in a folder of its own",
+            repair="add --resume to continue that run, or run.name=NAME for a new one in its own folder",
         )
     if resume == "must" and not infos:
         raise CheckpointError(
             "There is no checkpoint to resume from.",
             path=str(folder),
             value="no complete checkpoint" if folder.is_dir() else "no such folder",
-            rule="checkpointing.resume=must insists on one",
+            rule="checkpointing.resume=must requires one",
             repair="check run.name and checkpointing.output_dir, or set checkpointing.resume=auto to start anew where "
             "there is none",
         )
@@ -168,7 +168,7 @@ def find_checkpoint(folder: Path, *, resume: str) -> CheckpointInfo | None:
 
 
 def damaged_files(info: CheckpointInfo, *, names: Iterable[str], digests: bool) -> tuple[str, ...]:
-    """What is wrong with the files called `names`: gone, of another size, or of other content. Empty when nothing is.
+    """Return what is wrong with the files called `names`: gone, of another size, or of other content.
 
     `digests` also reads the files and compares SHA-256; without it only sizes are compared.
     """
@@ -250,13 +250,13 @@ def prune(folder: Path, *, keep: int, keep_best: bool) -> None:
 
 
 def next_sequence(folder: Path) -> int:
-    """The sequence number of the checkpoint that is completed next."""
+    """Return the sequence number of the checkpoint that is completed next."""
     infos = readable_checkpoints(folder)
     return infos[-1].sequence + 1 if infos else 0
 
 
 def clean(folder: Path) -> None:
-    """Remove what dead writers left behind, and put back a checkpoint that was being replaced. Needs the lock."""
+    """Remove what dead writers left behind, and restore a checkpoint that was being replaced. Needs the lock."""
     for entry in sorted(folder.iterdir()):
         leftover = _LEFTOVER.fullmatch(entry.name)
         if leftover is None:
@@ -323,7 +323,7 @@ class WriterLock:
                 file = (folder / LOCK_NAME).open("r+", encoding="utf-8")
             except OSError:
                 return  # no run has locked it; whether it can be written is another question
-            with file, contextlib.suppress(OSError):  # no locks on this file system: nothing can be said
+            with file, contextlib.suppress(OSError):  # no locks on this file system: unknown
                 wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
                 found = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, wanted))
                 if found[0] != fcntl.F_UNLCK:
@@ -372,7 +372,7 @@ def _parse(path: Path) -> CheckpointInfo:
 
 
 def readable_checkpoints(folder: Path) -> list[CheckpointInfo]:
-    """The complete checkpoints in the order in which they were completed, without those whose record is unreadable."""
+    """Return the complete checkpoints whose record is readable, in the order in which they were completed."""
     infos = []
     for name in _complete_names(folder):
         with contextlib.suppress(*_UNREADABLE):

@@ -1,18 +1,20 @@
-"""What an engine keeps: checkpoints to go on from, and Hugging Face folders for others."""
+"""Save and load an engine: checkpoints to resume from, and Hugging Face folders."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from forge.errors import CheckpointError
 from forge.models.hf_config import write_hf_config
 from forge.models.weights_out import export_hf
 from forge.trainer.checkpoint import Checkpoints
-from forge.trainer.random_state import rng_state, set_rng_state
 
 if TYPE_CHECKING:
     from forge.trainer.engine import Engine
@@ -47,7 +49,7 @@ class Checkpointer:
         return self._checkpoints
 
     def save(self, *, extra: Mapping[str, Any] | None = None, metric: float | None = None) -> None:
-        """Save everything that training needs to go on, and `extra`, which belongs to the caller."""
+        """Save everything that a resume needs, and `extra`, which belongs to the caller."""
         engine = self._engine
         self.checkpoints.save(
             engine.step,
@@ -57,9 +59,9 @@ class Checkpointer:
         )
 
     def load(self, resume: str) -> dict[str, Any] | None:
-        """Go on from a checkpoint, chosen as `checkpointing.resume` says. Returns the caller's `extra`.
+        """Resume from a checkpoint, chosen as `checkpointing.resume` says. Returns the caller's `extra`.
 
-        None when there is nothing to go on from and that is allowed.
+        None when there is no checkpoint and that is allowed.
         """
         engine = self._engine
         found = self.checkpoints.find(resume)
@@ -86,12 +88,12 @@ class Checkpointer:
         chosen = dtype or ("bfloat16" if engine.config.distributed.precision.startswith("bfloat16") else "float32")
 
         def finish(partial: Path) -> None:
-            write_hf_config(engine.model.facts, partial, source=engine.model.folder, dtype=chosen)
+            write_hf_config(engine.model.architecture, partial, source=engine.model.folder, dtype=chosen)
 
         export_hf(
             engine.parts,
             folder,
-            engine.model.facts,
+            engine.model.architecture,
             dtype=getattr(torch, chosen),
             overwrite=overwrite,
             finish=finish,
@@ -112,3 +114,45 @@ class Checkpointer:
         if engine.optimizer is not None:
             state["optimizer"] = engine.optimizer.state_dict()
         return state
+
+
+_NEEDED = ("python", "python_gauss", "numpy", "numpy_gauss", "torch")
+
+
+def rng_state() -> dict[str, Tensor]:
+    """Return the state of Python's, numpy's and torch's random generators, and of the current CUDA device's.
+
+    The tensors are copies on the CPU and always have the same shapes, so a fresh `rng_state()` is what a checkpoint is
+    loaded into. Each rank stores its own, under a key such as `rng/rank3`.
+    """
+    version, words, gauss = random.getstate()
+    numpy = np.random.get_state(legacy=False)
+    twister = numpy["state"]
+    state = {
+        "python": torch.tensor([version, *words, int(gauss is not None)], dtype=torch.int64),
+        "python_gauss": torch.tensor([gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*twister["key"].tolist(), twister["pos"], numpy["has_gauss"]], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([numpy["gauss"]], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Tensor]) -> None:
+    """Put the generators into a state that `rng_state` returned. CUDA's is set where there is a device and a state."""
+    if missing := [name for name in _NEEDED if name not in state]:
+        raise CheckpointError(
+            "This is not a state of the random number generators.",
+            path="rng",
+            value=f"lacks {', '.join(missing)}",
+            rule="what rng_state() returns",
+        )
+    version, *words, has_gauss = state["python"].tolist()
+    random.setstate((version, tuple(words), state["python_gauss"].item() if has_gauss else None))
+    *key, position, has_gauss = state["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, state["numpy_gauss"].item()))
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())

@@ -21,21 +21,16 @@ from forge.losses.head import check_temperature
 from forge.models.attention import DocumentAttention
 from forge.models.flash_attention import Situation, choose_kernel, load_kernel
 from forge.models.locate import ResolvedModel, resolve
-from forge.models.random_weights import draw_weights
-from forge.models.rows import RowBook, RowTask
-from forge.models.weights import load_hf, named_parameters
-from forge.observe import num_parameters
-from forge.trainer.assembly import Assembled, Precision, assemble
-from forge.trainer.head import from_row, head_function
+from forge.models.rows import RowRegistry, RowTask
+from forge.models.sizes import num_parameters
+from forge.models.weights import draw_weights, load_hf, named_parameters
+from forge.trainer.assembly import Assembled, Precision, assemble, from_row, head_function, keep_activations_on_host
 from forge.trainer.layout import check_layout
-from forge.trainer.microbatches import RowPlan, check_batch, plan_rows, scatter_back
-from forge.trainer.offload import keep_activations_on_host
+from forge.trainer.microbatches import RowPlan, check_batch, plan_rows, plan_shared_rows, scatter_back
 from forge.trainer.optimizer import Optimizer, gradient_norm, scale_gradients
-from forge.trainer.prefixes import plan_shared_rows
 from forge.trainer.ranks import Ranks
-from forge.trainer.row_building import Row, build_rows
+from forge.trainer.row_building import Row, Sums, build_rows
 from forge.trainer.schedules import rate_factor
-from forge.trainer.sums import Sums
 from forge.types import Batch, Sample, StepResult
 
 
@@ -78,21 +73,23 @@ class Engine:
                 repair="set it, or set training.schedule=constant",
             )
         torch.manual_seed(config.seed)
-        self.layout = check_layout(config.distributed, self.model.facts, config.training, num_ranks=self.ranks.size)
+        self.layout = check_layout(
+            config.distributed, self.model.architecture, config.training, num_ranks=self.ranks.size
+        )
         self.data_rank = self.layout.data_rank(self.ranks.rank)
-        self.book = RowBook()
+        self.row_registry = RowRegistry()
         self.assembled: Assembled = assemble(
-            self.model.facts,
+            self.model.architecture,
             layout=self.layout,
             training=config.training,
             distributed=config.distributed,
             device=device,
             loss_fn=self._pipeline_loss,
         )
-        is_wide = self.model.facts.head_precision == "float32"
+        is_wide = self.model.architecture.head_precision == "float32"
         head = head_function(chunk_tokens=config.training.head_chunk_tokens, fp32_logits=is_wide)
         for part in self.parts:
-            part.use(self.book, head)
+            part.use(self.row_registry, head)
             part.train(not config.frozen)
             part.requires_grad_(not config.frozen)
         self._choose_attention()
@@ -105,7 +102,7 @@ class Engine:
         """Asked between two rows of a training step; if it says yes on some rank, all raise `StepAbandoned`."""
         self._rows: dict[int, tuple[Row, RowTask]] = {}
         self._normalizer = 1.0
-        self._judged: dict[int, tuple[Row, Tensor, Mapping[str, Tensor]]] = {}
+        self._row_losses: dict[int, tuple[Row, Tensor, Mapping[str, Tensor]]] = {}
         self._scores: dict[int, Tensor] | None = None
         self._kept: dict[int, Tensor] | None = None
 
@@ -134,11 +131,11 @@ class Engine:
         return self.assembled.has_last and self.ranks.rank % self.layout.tensor == 0
 
     def load_weights(self, folder: Path | None) -> None:
-        """Weights from a Hugging Face folder, or random ones where there is none."""
+        """Load weights from a Hugging Face folder, or draw random ones where there is none."""
         if folder is not None:
-            load_hf(self.parts, folder, self.model.facts)
+            load_hf(self.parts, folder, self.model.architecture)
         else:
-            draw_weights(self.parts, num_layers=self.model.facts.num_layers or 1, seed=self.config.seed)
+            draw_weights(self.parts, num_layers=self.model.architecture.num_layers or 1, seed=self.config.seed)
 
     def _named_once(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, each under the first of its names: tied weights have two."""
@@ -148,7 +145,7 @@ class Engine:
         return {name: parameter for name, parameter in named if names[id(parameter)] == name}
 
     def own_parameters(self) -> dict[str, Tensor]:
-        """What this rank holds, DTensors where they are split, by name: what the store and checkpoints take."""
+        """Return what this rank holds, DTensors where they are split, by name: what the store and checkpoints take."""
         return {name: parameter.detach() for name, parameter in self._named_once().items()}
 
     # ---- Training -----------------------------------------------------------------------------------------------
@@ -162,7 +159,7 @@ class Engine:
         configuration says `stop`; and `StepAbandoned`, likewise, if `should_abandon` says so.
         """
         if self.optimizer is None:
-            raise RuntimeError("this engine is frozen: it has no optimizer")
+            raise RuntimeError("this engine is frozen and has no optimizer")
         began = time.perf_counter()
         training = self.config.training
         self._kept = {} if keep_logprobs and not self.loss.is_nll else None
@@ -208,9 +205,9 @@ class Engine:
 
         On a GPU it returns before the device has done it; `_sums` waits. Returns which rows there were.
         """
-        check_batch(batch, vocab_size=self.model.facts.vocab_size, fields=self.loss.fields)
+        check_batch(batch, vocab_size=self.model.architecture.vocab_size, fields=self.loss.fields)
         self._normalizer = self._normalizer_of(batch)
-        self._judged = {}
+        self._row_losses = {}
         plan = self._plan(batch)
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         with torch.set_grad_enabled(backward):
@@ -218,7 +215,7 @@ class Engine:
         return plan
 
     def _sums(self) -> Sums:
-        return sum((Sums.of_row(*judged) for judged in self._judged.values()), Sums())
+        return sum((Sums.of_row(*row) for row in self._row_losses.values()), Sums())
 
     def _normalizer_of(self, batch: Batch) -> float:
         normalizer = self.loss.normalizer(batch)
@@ -246,7 +243,7 @@ class Engine:
             self.assembled.give_up()
             raise
         finally:
-            self.book.clear()
+            self.row_registry.clear()
             self._rows.clear()
 
     def _check_abandoned(self, is_training: bool) -> None:
@@ -274,16 +271,16 @@ class Engine:
         return plan.rounded_up(self.layout.pipeline_microbatches)
 
     def _enter(self, row: Row, task: RowTask) -> Tensor:
-        key = self.book.enter(task)
+        key = self.row_registry.enter(task)
         self._rows[int(key)] = (row, task)
         return key
 
     def _asked(self, row: Row) -> Tensor:
-        """The tokens of a row that are asked about: in scoring all, in training those that count."""
+        """Return the tokens of a row that are asked about: in scoring all, in training those that count."""
         return row.counted_N if self._scores is None else row.predicted_P
 
     def _loss_task(self, row: Row) -> RowTask:
-        """Only tokens that count are looked at. A plain sum of -logprobs is left to the head, which is cheaper."""
+        """Return the task of a training row: tokens that count. A plain sum of -logprobs is left to the head."""
         fused = self.loss.is_nll and self.assembled.schedule is None
         weights = row.weights_T.index_select(0, row.counted_N).to(self._wide) / self._normalizer if fused else None
         task = self._task(row, temperature=getattr(self.loss, "temperature", 1.0))
@@ -308,16 +305,16 @@ class Engine:
         key = self._enter(row, task)
         with self._saving():
             output = self.parts[0](row.token_ids_L.unsqueeze(0), key)
-            scaled = self._judge(output, int(key))
+            scaled = self._row_loss(output, int(key))
         if backward:
             scaled.backward()
 
-    def _judge(self, output: Any, key: int) -> Tensor:
-        """A row's part of the normalised loss; what it adds to the step's sums is added."""
+    def _row_loss(self, output: Any, key: int) -> Tensor:
+        """Return a row's part of the normalised loss, and note what it adds to the step's sums."""
         row, task = self._rows[key]
         if task.weights is not None:
             scaled, _ = output
-            self._judged[key] = (row, scaled.detach(), {})
+            self._row_losses[key] = (row, scaled.detach(), {})
             return cast(Tensor, scaled)
         logprobs, entropy = from_row(output, task) if task.as_row else output
         if self._scores is not None:
@@ -337,7 +334,7 @@ class Engine:
             )
         )
         scaled = terms.total / self._normalizer
-        self._judged[key] = (row, scaled.detach(), terms.metrics)
+        self._row_losses[key] = (row, scaled.detach(), terms.metrics)
         return scaled
 
     # ---- Pipelines ----------------------------------------------------------------------------------------------
@@ -358,12 +355,12 @@ class Engine:
                 )
 
     def _pipeline_loss(self, output: Any, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        return self._judge(output, int(target.reshape(-1)[0])), {}
+        return self._row_loss(output, int(target.reshape(-1)[0])), {}
 
     # ---- Over all ranks -----------------------------------------------------------------------------------------
 
     def _reduce(self, sums: Sums) -> Sums:
-        """The same figures on every rank. Ranks that see the same rows count once."""
+        """Return the sums over all ranks, on every rank. Ranks that see the same rows count once."""
         gathered = self.ranks.gather(sums if self.is_leader else None)
         return sum((other for other in gathered if other is not None), Sums())
 
@@ -380,7 +377,7 @@ class Engine:
         return metrics
 
     def _bad_names(self, batch: Batch, totals: Sums) -> list[str]:
-        """The samples whose own numbers are not finite; else those of the rows whose loss is not; else all."""
+        """Return the samples whose own numbers are not finite; else those of the rows whose loss is not; else all."""
         own = [index for index, sample in enumerate(batch.samples()) if not _is_finite(sample, self.loss.fields)]
         chosen = own or sorted(set(totals.bad_samples)) or range(len(batch))
         return [(batch.identities[index] if batch.identities else "") or f"sample {index}" for index in chosen]
@@ -398,15 +395,15 @@ class Engine:
     # ---- Scoring ------------------------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """The sum of a batch's loss, not yet normalised, and its normaliser: they add up over batches."""
+        """Return the sum of a batch's loss, not yet normalised, and its normaliser: they add up over batches."""
         self._pass(batch, backward=False)
         totals = self._reduce(self._sums())
         return totals.loss * self._normalizer, self._normalizer
 
     def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
-        """The logprob of every token of every sample, float32 [L] each, in the batch's order; 0 for the first token."""
+        """Return the logprobs of every sample's tokens, float32 [L] each, in order; 0 for the first token."""
         check_temperature(temperature)  # on every rank: only the last stage of a pipeline would look at it
-        check_batch(batch, vocab_size=self.model.facts.vocab_size)
+        check_batch(batch, vocab_size=self.model.architecture.vocab_size)
         plan = self._plan(batch)
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         self._scores = {}
@@ -419,7 +416,7 @@ class Engine:
         return self._gathered(plan, scores)
 
     def _gathered(self, plan: RowPlan, values: Mapping[int, Tensor]) -> list[Tensor]:
-        """Values per token of this rank's rows, and of the others', in the order of the batch's samples.
+        """Return values per token of all ranks' rows, in the order of the batch's samples.
 
         Only here is the device waited for: between rows it would stand still.
         """
@@ -431,7 +428,7 @@ class Engine:
         return scatter_back(plan, [by_rank[rank] for rank in range(plan.num_ranks)])
 
     def describe(self) -> dict[str, Any]:
-        """Where training is, in plain values."""
+        """Return where training is, in plain values."""
         return {
             "step": self.step,
             "layout": str(self.layout),
@@ -441,12 +438,10 @@ class Engine:
             "device_name": torch.cuda.get_device_name() if self.ranks.device.type == "cuda" else "cpu",
             "compute_dtype": str(Precision.of(self.config.distributed.precision).compute).removeprefix("torch."),
             "attention": self.attention if self.ranks.device.type == "cuda" else "cpu",
-            "num_parameters": num_parameters(self.model.facts),  # of all stages of a pipeline
+            "num_parameters": num_parameters(self.model.architecture),  # of all stages of a pipeline
             "model": self.model.name,
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.ranks.device.type == "cuda" else None,
         }
-
-    # ---- The end ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave the process groups. The engine cannot be used any more."""

@@ -1,4 +1,4 @@
-"""One way to talk to a trainer, wherever its ranks are: in processes of their own, or in this one."""
+"""One interface to a trainer, wherever its ranks are: in processes of their own, or in this one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
-from forge.config import DistributedConfig, TrainerConfig
+from forge.config import DistributedConfig, TrainerConfig, WorkerConfig
+from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.trainer.actor import Trainer
 from forge.types import Batch, StepResult
 
@@ -16,11 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forge.losses import Loss
-    from forge.runtime import ActorHandle
-    from forge.runtime.typed_endpoints import Endpoint
-
-P = ParamSpec("P")
-R = TypeVar("R")
+    from forge.service import Service
 
 
 class TrainerHandle(Protocol):
@@ -70,59 +67,63 @@ class PolicyTrainer(TrainerHandle, Protocol):
         ...
 
 
-class MeshTrainer:
-    """A trainer in processes of its own, driven from the controller."""
+NEVER_REPLACED: Mapping[str, Any] = {"max_restarts": 0, "heartbeat_timeout_s": 120.0}
+"""Options of a service that holds the state of training: a process in its place would not have it. It is watched, so
+that a trainer that hangs ends the run."""
+
+
+class ServiceTrainer:
+    """A trainer in processes of its own, driven from the controller: what `LocalTrainer` is for ranks.
+
+    It publishes weights in `dtype`, None for what it keeps them in, and has memory for `keep` versions.
+    """
 
     is_leader = True
 
-    def __init__(self, actor: ActorHandle[Trainer]) -> None:
-        self._actor = actor
-
-    async def _first(self, endpoint: Endpoint[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        answers = await endpoint.call(*args, **kwargs)
-        return next(iter(answers.values()))
+    def __init__(self, service: Service[Trainer], *, dtype: str | None = None, keep: int = 2) -> None:
+        self.service, self._dtype, self._keep = service, dtype, keep
 
     async def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
-        return await self._first(self._actor.train_step, batch, keep_logprobs=keep_logprobs)
+        return await self.service.train_step.route(batch, keep_logprobs=keep_logprobs)
 
     async def abandon_step(self) -> None:
-        await self._first(self._actor.abandon_step)
+        await self.service.abandon_step.route()
 
     async def agree(self, *flags: bool) -> tuple[bool, ...]:
         return flags  # this process alone runs the loop
 
     async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
-        logprobs = await self._first(self._actor.forward_logprobs, batch, temperature=temperature)
+        logprobs = await self.service.forward_logprobs.route(batch, temperature=temperature)
         assert logprobs is not None  # rank 0 answers
         return logprobs
 
     async def publish_weights(self, version: int, *, name: str) -> None:
-        await self._first(self._actor.publish_weights, version, name=name)
+        await self.service.publish_weights.route(version, name=name, dtype=self._dtype, keep=self._keep)
 
     async def release_memory(self) -> None:
-        await self._first(self._actor.release_memory)
+        await self.service.release_memory.route()
 
     async def evaluate(self, batch: Batch) -> tuple[float, float]:
-        return await self._first(self._actor.evaluate, batch)
+        return await self.service.evaluate.route(batch)
 
     async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
-        await self._first(self._actor.save, dict(extra), metric)
+        await self.service.save.route(dict(extra), metric)
 
     async def wait_saved(self) -> None:
-        await self._first(self._actor.wait_saved)
+        await self.service.wait_saved.route()
 
     async def load(self, resume: str) -> dict[str, Any] | None:
-        return await self._first(self._actor.load, resume)
+        return await self.service.load.route(resume)
 
     async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None:
-        await self._first(self._actor.export_hf, folder, overwrite=overwrite)
+        await self.service.export_hf.route(folder, overwrite=overwrite)
 
     async def state(self) -> dict[str, Any]:
-        return await self._first(self._actor.state)
+        return await self.service.state.route()
 
     async def close(self) -> None:
-        await self._first(self._actor.close)
-        await self._actor.stop()
+        await self.service.close.route()
+        await self.service.shutdown()
 
 
 class LocalTrainer:
@@ -184,37 +185,34 @@ def is_rank() -> bool:
 
 
 async def open_trainer(
-    config: TrainerConfig, loss: Loss | None = None, *, should_abandon: Callable[[], bool] = lambda: False
+    config: TrainerConfig,
+    loss: Loss | None = None,
+    *,
+    should_abandon: Callable[[], bool] = lambda: False,
+    worker: WorkerConfig | None = None,
 ) -> TrainerHandle:
-    """A trainer for this program: in this process if it is a rank itself, else in as many as the degrees ask for."""
+    """A trainer for this program: in this process if it is a rank itself, else in as many as the degrees ask for.
+
+    `worker` says how those processes are started.
+    """
     if is_rank():
         return LocalTrainer(config, loss, should_abandon=should_abandon)
-    return MeshTrainer(await Trainer.options(**trainer_options(config.distributed)).as_actor(config, loss))
+    options = trainer_options(config.distributed) | ({} if worker is None else worker.options())
+    return ServiceTrainer(await Trainer.options(**options).as_service(config, loss))
 
 
 def trainer_options(distributed: DistributedConfig) -> dict[str, Any]:
-    """The options of `Trainer.options` for the ranks that the degrees ask for."""
+    """Return the options of a trainer's service: one replica with the ranks that the degrees ask for."""
     return {
+        **NEVER_REPLACED,
+        "mesh_name": "trainer",
         "procs": planned_ranks(distributed) // (distributed.hosts or 1),
         "hosts": distributed.hosts,
-        "with_gpus": _wants_gpus(distributed.with_gpus),
+        "with_gpus": wants_gpus(distributed.with_gpus),
         "num_threads": distributed.num_threads,
     }
 
 
 def planned_ranks(distributed: DistributedConfig) -> int:
     """How many ranks the controller starts: the product of the degrees, where a shard of -1 takes all GPUs."""
-    if distributed.shard != -1 or not _wants_gpus(distributed.with_gpus):
-        return distributed.num_ranks
-    import torch
-
-    num_gpus = int(torch.cuda.device_count()) * (distributed.hosts or 1)
-    return max(distributed.num_ranks, num_gpus - num_gpus % distributed.num_ranks)
-
-
-def _wants_gpus(chosen: bool | None) -> bool:
-    if chosen is not None:
-        return chosen
-    import torch
-
-    return bool(torch.cuda.is_available())
+    return distributed.ranks_on(num_usable_gpus() if wants_gpus(distributed.with_gpus) else 0)

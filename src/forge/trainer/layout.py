@@ -58,7 +58,7 @@ class Layout:
         return self.data_parallel * self.tensor * self.pipeline
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data_parallel` parts of a batch a rank takes. Tensor and pipeline neighbours take the same."""
+        """Return which part of a batch a rank takes. Tensor and pipeline neighbours take the same."""
         return rank // self.tensor % self.data_parallel
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Layout:
 def check_layout(
     distributed: DistributedConfig, model: ModelConfig, training: TrainingConfig, *, num_ranks: int
 ) -> Layout:
-    """The layout that the degrees ask for, on so many ranks.
+    """Return the layout that the degrees ask for, on so many ranks.
 
     `model` must hold the facts of the architecture, from a preset or from its folder. Raises `LayoutError` with the
     first rule that is broken; its `path` is the key to change.
@@ -89,7 +89,7 @@ def check_layout(
 
 
 def proposals(model: ModelConfig, num_ranks: int) -> tuple[Layout, ...]:
-    """Layouts of so many ranks that the model admits, the simplest first.
+    """Return layouts of so many ranks that the model admits, the simplest first.
 
     Data parallel ranks share one copy in all of them, and there is one stage on each pipeline rank. There is always at
     least one, which only shards.
@@ -152,7 +152,7 @@ def _resolve(distributed: DistributedConfig, model: ModelConfig, *, num_ranks: i
 
 
 def _data_degrees(distributed: DistributedConfig, *, num_ranks: int) -> tuple[int, int]:
-    """Replicate and shard, with -1 resolved. A product that does not come out is left for the caller to refuse."""
+    """Return replicate and shard, with -1 resolved. The caller refuses a product that does not come out."""
     left = num_ranks // (distributed.tensor * distributed.pipeline)
     if distributed.strategy == "none":
         return 1, 1
@@ -217,10 +217,10 @@ def _check_pipeline(distributed: DistributedConfig, layout: Layout, model: Model
     proposed = f"{_counted(layout.num_ranks, 'rank')} can be used as: {_proposed(model, layout.num_ranks)}"
     if model.tie_embeddings:
         _refuse(
-            "this model cannot be cut into a pipeline",
+            "this model cannot be split into a pipeline",
             path="distributed.pipeline",
             value=layout.pipeline,
-            rule="must be 1 where model.tie_embeddings is true: the shared weights would lie on the first and the last "
+            rule="must be 1 where model.tie_embeddings is true: the tied weights would be on the first and the last "
             "rank",
             repair=f"set distributed.pipeline to 1; {proposed}",
         )
@@ -240,7 +240,7 @@ def _check_pipeline(distributed: DistributedConfig, layout: Layout, model: Model
 
 
 def _check_microbatches(distributed: DistributedConfig, layout: Layout) -> None:
-    """The schedules of torch.distributed.pipelining refuse these when they are built, or wait for each other."""
+    """Refuse what the schedules of torch.distributed.pipelining refuse when they are built, or hang on."""
     count = layout.pipeline_microbatches
     if distributed.pipeline_schedule == "1F1B" and count < layout.num_stages:
         rule = f"at least the number of stages, which is {layout.num_stages}, for 1F1B"
@@ -291,7 +291,7 @@ def _check_expert(layout: Layout, model: ModelConfig) -> None:
 def _check_rows(distributed: DistributedConfig, layout: Layout) -> None:
     if layout.tensor > 1 and layout.expert > 1 and not distributed.sequence_parallel:
         _refuse(
-            "experts that are split among tensor parallel ranks take the tokens that each of them has",
+            "experts split among tensor-parallel ranks need sequence parallelism",
             path="distributed.sequence_parallel",
             value=False,
             rule="must be true where distributed.tensor and distributed.expert are over 1",
@@ -313,7 +313,7 @@ def _check_training(
         )
     if training.activation_offload and distributed.with_gpus is False:
         _refuse(
-            "activations cannot be moved to the host's memory: they are there",
+            "activations cannot be offloaded: they are in host memory already",
             path="training.activation_offload",
             value=True,
             rule="only for ranks with GPUs",
@@ -330,7 +330,7 @@ def _check_training(
 
 
 def _tensor_sizes(model: ModelConfig) -> Iterator[tuple[str, int]]:
-    """What tensor parallel ranks divide among them. Experts stay whole: `expert` splits those."""
+    """Yield what tensor parallel ranks divide among them. Experts stay whole: `expert` splits those."""
     for name in ("num_heads", "num_kv_heads", "vocab_size"):
         yield name, _fact(getattr(model, name))
     if model.num_experts is None:

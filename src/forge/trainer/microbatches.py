@@ -13,7 +13,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,9 @@ from forge.types import Batch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from forge.types import Batch
+
 
 EVEN_LENGTH = 24_576
 """Length at which attention costs as much as all else, for a width of 2048: 12 times the width."""
@@ -40,7 +43,7 @@ class RowPlan:
         row_lengths: `row_lengths[rank][row]`: tokens that are computed, padding included.
         empty_length: the length of a row without samples.
         prefixes: for each sample, how many of its first tokens are computed with the last sample before it in its row
-            that has a 0 here; see `forge.trainer.prefixes`. Empty where nothing is shared.
+            that has a 0 here; see `forge.trainer.microbatches`. Empty where nothing is shared.
     """
 
     lengths: tuple[int, ...]
@@ -59,7 +62,7 @@ class RowPlan:
         return len(self.rows[0])
 
     def rounded_up(self, multiple: int) -> RowPlan:
-        """The same plan with rows without samples added, until their number on each rank is a multiple.
+        """Return the same plan with rows without samples added, until their number on each rank is a multiple.
 
         A pipeline takes a fixed number of rows at once.
         """
@@ -136,7 +139,7 @@ def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] =
 
 
 def scatter_back(plan: RowPlan, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Results per token, `values[rank][row]` of at least T elements, as one tensor per sample in the batch's order.
+    """Return results per token, `values[rank][row]` of at least T elements, as one tensor per sample, in order.
 
     What lies behind the T tokens of the samples is padding and is left out.
     """
@@ -167,8 +170,7 @@ def check_lengths(lengths: Sequence[int], *, max_tokens: int, identities: Sequen
             f"{identity} is too long: {length} tokens",
             path=identity,
             value=length,
-            rule=f"at most {max_tokens} tokens, which is what a rank takes through the model at once: a sample is "
-            "never split",
+            rule=f"at most {max_tokens} tokens, what a rank runs through the model at once: a sample is never split",
             repair=f"raise training.microbatch_tokens to {length} or more, or drop or truncate longer samples",
         )
 
@@ -189,11 +191,11 @@ def _check_shapes(batch: Batch) -> None:
 
 
 def _check_signs(batch: Batch) -> None:
-    """The loss is divided by the sum of the weights: all negative they would cancel out, mixed they would blow up."""
+    """Refuse negative weights: the loss is divided by their sum."""
     wrong = torch.nonzero(batch.loss_weights < 0)
     if wrong.numel():
         raise DataError(
-            "a token is to count less than nothing",
+            "a loss weight is negative",
             path=f"loss_weights[{int(wrong[0])}]",
             value=float(batch.loss_weights[int(wrong[0])]),
             rule="at least 0",
@@ -210,7 +212,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _pack_tightly(order: Sequence[int], lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Few rows: each sample, longest first, goes where the least room is left that takes it."""
+    """Pack into few rows: each sample, longest first, goes where the least room is left that takes it."""
     rows: list[list[int]] = []
     rows_by_room: dict[int, list[int]] = {}
     rooms: list[int] = []
@@ -238,7 +240,7 @@ def _pack_tightly(order: Sequence[int], lengths: Sequence[int], *, max_tokens: i
 def _pack_evenly(
     order: Sequence[int], lengths: Sequence[int], *, max_tokens: int, num_rows: int
 ) -> list[list[int]] | None:
-    """So many rows of about the same cost: each sample, longest first, goes to the cheapest. None if one overflows."""
+    """Pack into so many rows of about the same cost, longest sample first. None if a row overflows."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     tokens = [0] * num_rows
     cheapest = [(0.0, row) for row in range(num_rows)]
@@ -255,7 +257,7 @@ def _pack_evenly(
 def _deal(
     rows: Sequence[Sequence[int]], lengths: Sequence[int], *, num_ranks: int
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Rows to ranks, in rounds of one row for each, dearest rows first and the dearest one to the cheapest rank.
+    """Deal rows to ranks, in rounds of one row for each, costliest rows first and the costliest to the cheapest rank.
 
     After each round the ranks differ by at most the dearest row: a rank that has more never gets more than another.
     """
@@ -271,3 +273,82 @@ def _deal(
             dealt[rank].append(() if row is None else tuple(sorted(rows[row])))
             totals[rank] += 0.0 if row is None else costs[row]
     return tuple(tuple(rank_rows) for rank_rows in dealt)
+
+
+LEAST = 4
+"""Tokens that samples must have in common for sharing to be worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Consecutive samples that begin with the same `prefix` tokens; all but the first take them from the first."""
+
+    samples: tuple[int, ...]
+    prefix: int
+    num_computed: int
+
+
+def plan_shared_rows(batch: Batch, *, num_ranks: int, max_tokens: int, row_multiple: int = 1) -> RowPlan:
+    """As `plan_rows`, with each prefix that samples share counted, and computed, once.
+
+    The completions of one prompt are samples with the same first tokens. Attention is causal, so these tokens get the
+    same values in each of them, and the gradient of what is computed once is the sum of theirs. All layers but
+    attention work on the tokens that differ; attention sees whole samples. Loss and gradient are the same.
+
+    Samples are compared with those before them in the batch: those of one prompt must follow each other.
+    """
+    check_lengths(batch.lengths, max_tokens=max_tokens, identities=batch.identities)
+    bundles = find_bundles(batch, max_tokens=max_tokens)
+    plan = plan_rows(
+        [bundle.num_computed for bundle in bundles],
+        num_ranks=num_ranks,
+        max_tokens=max_tokens,
+        row_multiple=row_multiple,
+    )
+    prefixes = [0] * len(batch)
+    for bundle in bundles:
+        for sample in bundle.samples[1:]:
+            prefixes[sample] = bundle.prefix
+    rows = tuple(
+        tuple(tuple(sample for bundle in row for sample in bundles[bundle].samples) for row in rank_rows)
+        for rank_rows in plan.rows
+    )
+    return replace(plan, lengths=batch.lengths, rows=rows, prefixes=tuple(prefixes))
+
+
+def find_bundles(batch: Batch, *, max_tokens: int) -> list[Bundle]:
+    """Return the samples of a batch in bundles, each of at most `max_tokens` tokens that are computed.
+
+    Only tokens before the first that counts are shared: what completions happen to begin with alike is their own.
+    """
+    ends = list(accumulate(batch.lengths, initial=0))
+    tokens = [batch.token_ids[start:end] for start, end in pairwise(ends)]
+    leads = _leads(batch, ends)
+    bundles: list[Bundle] = []
+    for sample, length in enumerate(batch.lengths):
+        last = bundles[-1] if bundles else None
+        if last is not None:
+            first = last.samples[0]
+            most = min(leads[first], leads[sample]) if len(last.samples) == 1 else min(last.prefix, leads[sample])
+            prefix = _num_alike(tokens[first], tokens[sample], most)
+            is_alike = prefix >= LEAST and (len(last.samples) == 1 or prefix == last.prefix)
+            computed = last.num_computed + length - prefix
+            if is_alike and computed <= max_tokens:
+                bundles[-1] = Bundle((*last.samples, sample), prefix, computed)
+                continue
+        bundles.append(Bundle((sample,), 0, length))
+    return bundles
+
+
+def _leads(batch: Batch, ends: Sequence[int]) -> list[int]:
+    """Return how many tokens of each sample come before the first that counts; at least one is always left over."""
+    leads: list[int] = []
+    for start, end in pairwise(ends):
+        counted = batch.loss_weights[start:end].nonzero()
+        leads.append(int(counted[0]) if counted.numel() else end - start - 1)
+    return leads
+
+
+def _num_alike(one: Tensor, other: Tensor, most: int) -> int:
+    differing = (one[:most] != other[:most]).nonzero()
+    return int(differing[0]) if differing.numel() else most

@@ -106,7 +106,7 @@ class Optimizer:
             weight.grad = self._local[name].grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states by parameter, laid out as the parameters are: what a checkpoint holds, for any layout.
+        """Return the states by parameter, laid out as the parameters are: what a checkpoint holds, for any layout.
 
         They are the states themselves, so what is loaded into them is used; `num_steps` is to be handed back.
         """
@@ -118,7 +118,7 @@ class Optimizer:
         return found | {"num_steps": max((int(state["step"]) for state in states.values()), default=0)}
 
     def set_num_steps(self, num_steps: int) -> None:
-        """How many steps the states have seen."""
+        """Set how many steps the states have seen."""
         for state in self._adamw.state.values():
             state["step"].fill_(num_steps)
 
@@ -128,7 +128,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _like(weight: Tensor, local: Tensor) -> Tensor:
-    """A local tensor as a DTensor laid out like a parameter."""
+    """Return a local tensor as a DTensor laid out like a parameter."""
     if not isinstance(weight, DTensor):
         return local
     return DTensor.from_local(
@@ -140,7 +140,7 @@ def _like(weight: Tensor, local: Tensor) -> Tensor:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> Tensor:
-    """The norm of the gradient over all ranks, a scalar that is not waited for. Afterwards all gradients are sums.
+    """Return the norm of the gradient over all ranks, not waited for. Afterwards all gradients are sums.
 
     Each way in which parameters are split over ranks takes one question to the others.
     """
@@ -171,7 +171,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
 
 
 def _summed(gradient: Tensor, weight: Tensor) -> Tensor:
-    """A gradient laid out as its weight.
+    """Return a gradient laid out as its weight.
 
     Tensor parallel ranks each have a part of the sum for weights that all of them hold; and where they do not split the
     rows, autograd may leave them the whole gradient of a weight of which each holds a part.
@@ -182,7 +182,7 @@ def _summed(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 def _splits(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """Over which dimensions of which mesh a gradient is split."""
+    """Return over which dimensions of which mesh a gradient is split."""
     if not isinstance(gradient, DTensor):
         return None, ()
     placements = enumerate(gradient.placements)

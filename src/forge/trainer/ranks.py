@@ -16,10 +16,10 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class Ranks:
-    """This process's place among the ranks, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT tell it.
+    """This process's place among the ranks, from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Two groups are made: the default one for tensors (NCCL on GPUs, gloo on CPUs), and `control`, always gloo, for
-    figures, objects and checkpoints, which must not wait in a GPU's queue.
+    metrics, objects and checkpoints, which must not wait in a GPU's queue.
     """
 
     def __init__(self, *, use_gpu: bool | None = None) -> None:
@@ -33,7 +33,7 @@ class Ranks:
                 path="torch.distributed",
                 value=f"rank {dist.get_rank()} of {dist.get_world_size()}",
                 rule="one engine in a process",
-                repair="close the engine that is there, or run this one in an actor of its own",
+                repair="close the existing engine, or run this one in its own actor",
             )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -43,14 +43,14 @@ class Ranks:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         place: dict[str, Any] = {"rank": self.rank, "world_size": self.size, "timeout": _TIMEOUT}
         if self.size == 1:
-            place["store"] = dist.HashStore()  # nobody else is to find us
+            place["store"] = dist.HashStore()  # no other process connects
         dist.init_process_group(backend, **place)
         self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         if was_collecting:
             gc.enable()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of ranks, on every rank."""
+        """Return every rank's value, in order of ranks, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -82,7 +82,7 @@ def _choose_device(use_gpu: bool | None) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise LayoutError(
-            "a GPU was asked for, and torch sees none",
+            "a GPU is required, and torch sees none",
             path="distributed.with_gpus",
             value=True,
             rule="a machine with a GPU and torch's CUDA build",

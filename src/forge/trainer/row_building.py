@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -74,15 +75,15 @@ class Row:
         return tuple(accumulate(self.document_lengths, initial=0))
 
     def predictors(self, tokens_M: Tensor) -> Tensor:
-        """The places of the row that predict these tokens."""
+        """Return the places of the row that predict these tokens."""
         return self.places_T.index_select(0, tokens_M - 1)
 
     def documents(self) -> Documents:
-        """The samples, and padding after them, as attention takes them."""
+        """Return the samples, and padding after them, as attention takes them."""
         return Documents.of(self.sample_lengths, num_padding=self.num_padding, device=self.token_ids_L.device)
 
     def sharing(self, documents: Documents) -> Sharing | None:
-        """How attention gets at these whole samples; None where the row holds them as they are."""
+        """Return how attention gets at these whole samples; None where the row holds them as they are."""
         if not self.is_shared:
             return None
         num_tokens, num_places = self.tokens_T.shape[0], self.own_U.shape[0]
@@ -91,14 +92,14 @@ class Row:
         return Sharing.of(documents, self.prefixes, places=places, own=own)
 
     def align(self, values_M: Tensor, tokens_M: Tensor) -> Tensor:
-        """Values of some tokens, such as their logprobs, as values of all tokens [T]: 0 for the others.
+        """Return values of some tokens, such as their logprobs, as values of all tokens [T]: 0 for the others.
 
         `tokens_M` says of which: `counted_N` or `predicted_P`. Gradients flow back.
         """
         return values_M.new_zeros(self.weights_T.shape[0]).index_copy(0, tokens_M, values_M)
 
     def to(self, device: torch.device | str) -> Row:
-        """The same row on a device. The copies do not wait where memory is pinned."""
+        """Return the same row on a device. The copies do not wait where memory is pinned."""
         names = ("token_ids_L", "positions_L", "tokens_T", "places_T", "predicted_P", "counted_N", "own_U", "weights_T")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
@@ -106,7 +107,7 @@ class Row:
 
 
 def build_rows(batch: Batch, plan: RowPlan, rank: int) -> list[Row]:
-    """The rows of one data parallel rank, in the order of the plan, on the batch's device."""
+    """Return the rows of one data parallel rank, in the order of the plan, on the batch's device."""
     if batch.lengths != plan.lengths:
         raise DataError(
             "this plan was made for another batch",
@@ -129,7 +130,7 @@ def _check_first_weights(batch: Batch, starts: Sequence[int]) -> None:
         index = int(wrong[0])
         identity = (batch.identities[index] if batch.identities else "") or f"sample {index} of the batch"
         raise DataError(
-            f"the first token of {identity} is to count, but nothing predicts it",
+            f"the first token of {identity} has a loss weight, but nothing predicts it",
             path=f"{identity}: loss_weights[0]",
             value=float(batch.loss_weights[starts[index]]),
             rule="must be 0",
@@ -175,7 +176,7 @@ def _build_row(
 
 
 def _places(lengths: Sequence[int], shared: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Where each token of the samples is computed, and which tokens are computed for themselves."""
+    """Return where each token of the samples is computed, and which tokens are computed for themselves."""
     places: list[Tensor] = []
     own: list[Tensor] = []
     first = num_places = num_tokens = 0
@@ -191,3 +192,33 @@ def _places(lengths: Sequence[int], shared: Sequence[int]) -> tuple[Tensor, Tens
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(slots=True)
+class Sums:
+    """What is added up over rows, and over ranks: loss, metrics, and which samples are not finite."""
+
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    bad_samples: tuple[int, ...] = ()
+
+    @classmethod
+    def of_row(cls, row: Row, scaled: Tensor, metrics: Mapping[str, Tensor]) -> Sums:
+        """Sum up a row. Waits for the device, so it is called when all rows of a step are in progress."""
+        loss = float(scaled)
+        plain = {name: float(tensor) for name, tensor in metrics.items()}
+        return cls(loss, plain, () if math.isfinite(loss) else row.sample_indices)
+
+    def __add__(self, other: Sums) -> Sums:
+        metrics = dict(self.metrics)
+        for name, value in other.metrics.items():
+            metrics[name] = _merged(name, metrics.get(name), value)
+        return Sums(self.loss + other.loss, metrics, self.bad_samples + other.bad_samples)
+
+
+def _merged(name: str, old: float | None, new: float) -> float:
+    if old is None:
+        return new
+    if name.endswith("_max"):
+        return max(old, new)
+    return min(old, new) if name.endswith("_min") else old + new

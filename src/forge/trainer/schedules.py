@@ -9,7 +9,7 @@ from forge.errors import ConfigError
 
 
 def rate_factor(step: int, *, config: TrainingConfig, total_steps: int) -> float:
-    """The part of `config.learning_rate` that the optimizer step number `step` uses, counted from 0.
+    """Return the part of `config.learning_rate` that the optimizer step number `step` uses, counted from 0.
 
     The warm-up rises in equal parts and never uses 0: of W steps, step s uses (s + 1) / W. After it a decay goes from
     1, at its first step, to `min_lr_ratio`, which is reached at `total_steps`: the last step still learns, and whatever
@@ -45,7 +45,7 @@ def _num_warmup_steps(config: TrainingConfig, *, total_steps: int) -> int:
         return math.ceil(total_steps * config.warmup_ratio)
     if config.warmup_steps > total_steps:
         raise ConfigError(
-            "The warm-up is longer than the whole training, so the learning rate would never be reached.",
+            "The warm-up is longer than the whole training, so the learning rate would never reach its maximum.",
             path="training.warmup_steps",
             value=config.warmup_steps,
             rule=f"at most the number of steps, which is {total_steps}",
@@ -55,7 +55,7 @@ def _num_warmup_steps(config: TrainingConfig, *, total_steps: int) -> int:
 
 
 def _progress(step: int, *, start: int, end: int) -> float:
-    """How far `step` is between `start` and `end`, from 0 to 1."""
+    """Return how far `step` is between `start` and `end`, from 0 to 1."""
     if step >= end:
         return 1.0
     return max(0.0, (step - start) / (end - start))

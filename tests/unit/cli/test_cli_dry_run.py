@@ -11,7 +11,7 @@ import pytest
 
 from forge.cli import main
 from forge.cli.dry_run import schema_of_script
-from forge.config.module_folders import MODULE_FOLDERS
+from forge.config.command_line import MODULE_FOLDERS
 from forge.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -97,7 +97,8 @@ def test_fine_tuning_is_described_with_what_decides_its_memory(capsys: pytest.Ca
 
 def test_all_problems_are_named_at_once(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "runs").write_text("not a folder")
-    words = ["rewards.functions=[{kind: nmber}]", "prompts.sources=[{path: absent.jsonl}, {path: gone.jsonl}]"]
+    words = ["rewards.functions=[{kind: 'json:dmps'}]"]
+    words += ["prompts.sources=[{path: absent.jsonl}, {path: gone.jsonl}]"]
     words += ["rollout.group_size=4000", "generator.tensor_parallel=2", "generator.sampling.max_tokens=128"]
     code, out, err = run(capsys, "run", GRPO, "--config", "first.yaml", *words, "model.path=absent", "--dry-run")
     assert (code, out) == (2, "")
@@ -105,7 +106,7 @@ def test_all_problems_are_named_at_once(place: Path, capsys: pytest.CaptureFixtu
     expected = ["model.path", "rewards.functions[0].kind", "generator.tensor_parallel", "run.output_dir"]
     expected += ["absent.jsonl", "gone.jsonl", "rollout.group_size"]
     assert problems(err) == expected
-    assert "did you mean `number`?" in err
+    assert "did you mean `dumps`?" in err
 
     code, _, err = run(capsys, "config", "check", "tune.yaml", "data.sources=[{path: no.jsonl}]", "model.path=absent")
     assert code == 2

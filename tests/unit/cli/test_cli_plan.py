@@ -166,7 +166,7 @@ def test_a_gpu_is_asked_for_where_there_is_none(
     for words in ([str(APPS / "sft" / "qwen3_1_7b.yaml")], ["model.preset=tiny", "--gpus", "2"]):
         code, out, err = run(capsys, *words)
         assert (code, out) == (2, "")
-        assert "for which GPU" in err
+        assert "which GPU" in err
         assert "--gpu-memory 80GB" in err
 
 

@@ -265,7 +265,7 @@ class TestOutputDir:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         code = download(tmp_path)
         os.close(descriptor)
-        refused(capsys, code, "Another download is at work")
+        refused(capsys, code, "Another download is using")
         assert download(tmp_path) == 0
 
     @pytest.mark.parametrize("option", [[], ["--dry-run"]])

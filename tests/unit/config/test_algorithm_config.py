@@ -9,6 +9,8 @@ import pytest
 
 from forge.config import load
 from forge.config.algorithm import (
+    CONVENTIONS,
+    PRESETS,
     AdvantageConfig,
     AlgorithmConfig,
     Convention,
@@ -18,8 +20,7 @@ from forge.config.algorithm import (
     Preset,
 )
 from forge.config.base import ConfigModel
-from forge.config.conventions import CONVENTIONS, PRESETS
-from forge.config.saving import dump
+from forge.config.loading import dump
 from forge.errors import ConfigError
 
 
@@ -216,13 +217,6 @@ def test_an_upper_bound_may_be_infinite(word: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("overrides", "path", "parts"),
     [
-        (["loss.correction.kind=truncate"], "loss.correction.kind", ["proximal `sampler`", "proximal: trainer"]),
-        (["preset=cispo", "loss.correction.kind=truncate"], "loss.correction.kind", ["in `cispo` already"]),
-        (
-            ["convention=trl", "loss.proximal=sampler", "loss.correction.kind=truncate"],
-            "loss.correction.kind",
-            ["mask"],
-        ),
         (["loss.correction.low=3"], "loss.correction.low", ["which is 2", "lower it"]),
         (["loss.correction.high=.nan"], "loss.correction.high", ["greater than 0", "`inf` for no limit"]),
         (["loss.clip_high=.nan"], "loss.clip_high", ["equal to 0", "`inf` for no limit"]),

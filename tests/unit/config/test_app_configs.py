@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge.config import ForgeConfig, GRPOConfig, PolicyConfig, SFTConfig, load
-from forge.models.facts import complete
+from forge.models.architecture import complete
 from forge.trainer.layout import check_layout
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -122,7 +122,7 @@ def test_the_schema_of_an_application(
 def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert forge("config", "presets") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8
+    assert len(lines) == 10
     assert any(line.split()[:2] == ["qwen3_1_7b", "Qwen/Qwen3-1.7B"] for line in lines)
 
 

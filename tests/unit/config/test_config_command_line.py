@@ -1,10 +1,10 @@
-"""A program's command line, and what a configuration says about actors and services."""
+"""A program's command line, and what a configuration says about workers."""
 
 from __future__ import annotations
 
 import pytest
 
-from forge.config import ActorConfig, ForgeConfig, GRPOConfig, ServiceConfig, from_command_line
+from forge.config import ForgeConfig, GRPOConfig, ReplicatedWorkerConfig, WorkerConfig, from_command_line
 from forge.runtime import ActorOptions
 from forge.service import ServiceOptions
 
@@ -47,11 +47,11 @@ def test_an_ordinary_mistake_names_no_other_program(text, tmp_path, capsys):
     assert "right program" not in capsys.readouterr().err
 
 
-def test_configured_actors_and_services_have_the_defaults_of_the_options():
-    assert ActorOptions.from_keywords(**ActorConfig().options()) == ActorOptions()
-    assert ServiceOptions.from_keywords(**ServiceConfig().options()) == ServiceOptions()
-    chosen = ServiceOptions.from_keywords(**ServiceConfig(num_replicas=3, env={"A": "1"}, hosts=2).options())
-    assert (chosen.num_replicas, chosen.env, chosen.hosts) == (3, {"A": "1"}, 2)
+def test_a_worker_has_the_options_defaults_where_its_section_is_silent():
+    assert ActorOptions.from_keywords(**WorkerConfig().options()) == ActorOptions()
+    assert ServiceOptions.from_keywords(**ReplicatedWorkerConfig().options()) == ServiceOptions()
+    chosen = ServiceOptions.from_keywords(**ReplicatedWorkerConfig(max_restarts=0, env={"A": "1"}).options())
+    assert (chosen.max_restarts, chosen.env, chosen.setup_timeout_s) == (0, {"A": "1"}, 600.0)
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "::", "*"])

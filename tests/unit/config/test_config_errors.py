@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field, field_validator
 
-from forge.config import ConfigModel, ForgeConfig, InvalidConfig, Problem, load
+from forge.config import ConfigModel, ForgeConfig, FrozenDict, InvalidConfig, Problem, load
 from forge.errors import MISSING, ConfigError
 
 
@@ -18,7 +18,13 @@ class OptimizerConfig(ConfigModel):
     warmup: int | str = 0
 
 
+class TaskConfig(ConfigModel):
+    weight: int = Field(default=1, ge=1)
+    level: int = 0
+
+
 class TrainConfig(ForgeConfig):
+    tasks: Mapping[str, TaskConfig] = Field(default_factory=FrozenDict)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     dataset: str
 
@@ -64,7 +70,7 @@ def problem_of(*overrides: str, schema: type[ConfigModel] = ForgeConfig) -> Prob
         ("run.name=3", "run.name", "must be text", 'put it in quotes: "3"'),
         ("run.name=true", "run.name", "must be text", 'put it in quotes: "true"'),
         ("run.name=[a]", "run.name", "must be text", "write text"),
-        ("run.name=a b", "run.name", "letters, digits", "choose one that fits"),
+        ("run.name=a b", "run.name", "letters, digits", "choose such a name"),
         ("run.output_dir=~/x", "run.output_dir", "neither ~ nor variables", "write the path out"),
         ("run.output_dir=${oc.env:HOME}", "run.output_dir", "neither ~ nor variables", "write the path out"),
         ("launcher.kind=slrum", "launcher.kind", "local, hosts, slurm, kubernetes", "did you mean `slurm`?"),
@@ -79,12 +85,10 @@ def problem_of(*overrides: str, schema: type[ConfigModel] = ForgeConfig) -> Prob
         ("launcher.kubernetes.namespace=A_b", "launcher.kubernetes.namespace", "Kubernetes name", "kubectl"),
         ("launcher.slurm=", "launcher.slurm", "must be a mapping", "remove the line"),
         ("launcher=3", "launcher", "must be a mapping", "launcher.KEY"),
-        ("actors.a.with_gpus=yes", "actors.a.with_gpus", "true or false", "write true or false"),
-        ("actors.a.env.X=1", "actors.a.env.X", "must be text", 'quotes: "1"'),
-        ("actors.a.env={'1X': a}", "actors.a.env.1X", "the key must be the name of an environment", "correct"),
-        ("services.g.heartbeat_s=40", "services.g.heartbeat_timeout_s", "longer than heartbeat_s", "raise it"),
-        ("services.g.call_timeout_s=.inf", "services.g.call_timeout_s", "finite", "null"),
-        ("services.g.call_timeout_s=x", "services.g.call_timeout_s", "a number", "such as 0.5"),
+        ("launcher.slurm.exclusive=yes", "launcher.slurm.exclusive", "true or false", "write true or false"),
+        ("launcher.kubernetes.labels.X=1", "launcher.kubernetes.labels.X", "must be text", 'quotes: "1"'),
+        ("launcher.slurm.start_timeout_s=.inf", "launcher.slurm.start_timeout_s", "finite", "null"),
+        ("launcher.slurm.start_timeout_s=x", "launcher.slurm.start_timeout_s", "a number", "such as 0.5"),
         ("model={num_heads: 3, num_kv_heads: 2}", "model.num_kv_heads", "must divide num_heads", "config.json"),
         ("model.num_experts_per_token=2", "model.num_experts_per_token", "at most num_experts", "lower it"),
         ("model.preset=qwen3_1.7b", "model.preset", "one of the presets", "did you mean `qwen3_1_7b`?"),
@@ -108,8 +112,8 @@ def test_a_bad_value_is_named_with_rule_and_repair(override: str, path: str, rul
         ("launcher.Bind", "did you mean `launcher.bind`?"),
         ("lr", "did you mean `optimizer.lr`?"),
         ("run.lr", "did you mean `optimizer.lr`?"),
-        ("num_replica", "did you mean `services.<name>.num_replicas`?"),
-        ("services.gen.replicas", "did you mean `services.gen.num_replicas`?"),
+        ("weigth", "did you mean `tasks.<name>.weight`?"),
+        ("tasks.math.weigth", "did you mean `tasks.math.weight`?"),
         (
             "launcher.slurm.gpus_per_host",
             "did you mean `launcher.slurm.gpus_per_node` or `launcher.kubernetes.gpus_per_host`?",
@@ -126,7 +130,7 @@ def test_an_unknown_key_is_met_with_a_suggestion(key: str, repair: str) -> None:
 
 def test_all_problems_are_reported_at_once_with_file_and_line(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text("run:\n  sed: 1\n  name: 3\n\nservices:\n  gen: {procs: 0}\n")
+    file.write_text("run:\n  sed: 1\n  name: 3\n\ntasks:\n  math: {weight: 0}\n")
     found = problems_of(TrainConfig, files=[file], overrides=["~run.seed", "lr=1", "a..b=1"])
     where = {problem.path: problem.origin for problem in found}
     assert where == {
@@ -134,7 +138,7 @@ def test_all_problems_are_reported_at_once_with_file_and_line(tmp_path: Path) ->
         "run.seed": "override ~run.seed",
         "run.sed": f"{file}:2",
         "run.name": f"{file}:3",
-        "services.gen.procs": f"{file}:6",
+        "tasks.math.weight": f"{file}:6",
         "dataset": None,
         "lr": "override lr=1",
     }

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from forge.config import ConfigModel, FrozenDict, InvalidConfig, load, load_with_origins, split_words
-from forge.config.layers import Assignment, Removal
-from forge.config.overrides import parse_override
-from forge.config.paths import format_path, parse_path
+from forge.config.layers import Assignment, Removal, parse_override
+from forge.config.problems import format_path, parse_path
 from forge.config.yaml_text import write_yaml
 
 

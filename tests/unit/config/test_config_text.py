@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ConfigDict, Field, ValidationError
 
-import forge.config.saving as saving
+import forge.config.loading as saving
 from forge._version import __version__
-from forge.config import ConfigModel, ForgeConfig, FrozenDict, dump, load, save
+from forge.config import ConfigModel, ForgeConfig, FrozenDict, PolicyConfig, dump, load, save
 from forge.config.yaml_text import read_yaml, write_yaml
 from forge.errors import ConfigError
 
@@ -98,16 +98,12 @@ def test_text_is_quoted_where_either_version_of_yaml_would_read_something_else(t
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
 seconds = st.floats(min_value=0.001, max_value=1e9)
-services = st.fixed_dictionaries(
+workers = st.fixed_dictionaries(
     {},
     optional={
-        "procs": st.integers(1, 64),
-        "hosts": st.none() | st.integers(1, 9),
-        "with_gpus": st.booleans(),
         "env": st.dictionaries(st.from_regex(r"[A-Z_][A-Z0-9_]{0,5}", fullmatch=True), texts, max_size=3),
-        "call_timeout_s": st.none() | seconds,
-        "heartbeat_timeout_s": st.floats(min_value=1.5, max_value=1e9),
-        "routing": st.sampled_from(["round_robin", "least_loaded"]),
+        "setup_timeout_s": st.none() | seconds,
+        "max_restarts": st.none() | st.integers(0, 64),
     },
 )
 overlays = st.fixed_dictionaries(
@@ -120,7 +116,8 @@ overlays = st.fixed_dictionaries(
         "launcher": st.fixed_dictionaries(
             {"hosts": st.lists(st.integers(1, 65535).map(lambda port: f"tcp://h:{port}"), unique=True, max_size=3)}
         ),
-        "services": st.dictionaries(names, services, max_size=3),
+        "workers": st.fixed_dictionaries({"generator": workers}),
+        "generator": st.fixed_dictionaries({"with_gpus": st.none() | st.booleans()}),
     },
 )
 
@@ -128,10 +125,10 @@ overlays = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(overlays)
 def test_a_dumped_configuration_loads_back_equal(tmp_path_factory: pytest.TempPathFactory, overlay: Any) -> None:
-    config = load(ForgeConfig, defaults=overlay)
+    config = load(PolicyConfig, defaults=overlay)
     file = tmp_path_factory.getbasetemp() / "dumped.yaml"
     file.write_text(dump(config), encoding="utf-8")
-    assert load(ForgeConfig, files=[file]) == config
+    assert load(PolicyConfig, files=[file]) == config
 
 
 def test_a_null_over_a_preset_survives_the_dump(tmp_path: Path) -> None:
@@ -185,13 +182,12 @@ def test_a_save_that_fails_keeps_the_old_file_and_leaves_no_rubbish(tmp_path: Pa
 
 
 def test_nothing_can_be_changed() -> None:
-    config = load(ForgeConfig, overrides=["actors.a.env={X: y}", "launcher.hosts=[tcp://h:1]"])
+    config = load(ForgeConfig, overrides=["launcher.kubernetes.labels={X: y}", "launcher.hosts=[tcp://h:1]"])
     with pytest.raises(ValidationError):
         config.run = config.run
     with pytest.raises(ValidationError):
         config.run.seed = 3
-    env: Any = config.actors["a"].env
-    actors: Any = config.actors
+    env: Any = config.launcher.kubernetes.labels
     for change in (
         lambda: env.update(X="z"),
         lambda: env.__setitem__("X", "z"),
@@ -201,7 +197,6 @@ def test_nothing_can_be_changed() -> None:
         env.popitem,
         lambda: env.pop("X"),
         lambda: env.setdefault("Z", "z"),
-        lambda: actors.pop("a"),
     ):
         with pytest.raises(TypeError, match="cannot be changed"):
             change()
@@ -221,12 +216,14 @@ def test_lists_and_dicts_of_an_application_are_frozen_too_defaults_included(over
 
 
 def test_a_configuration_can_be_copied_pickled_and_hashed() -> None:
-    config = load(ForgeConfig, overrides=["actors.a.env={X: y}", "services.s.procs=2"])
+    config = load(ForgeConfig, overrides=["launcher.kubernetes.labels={X: y}"])
     for twin in (copy.deepcopy(config), copy.copy(config), pickle.loads(pickle.dumps(config))):
         assert twin == config
         assert hash(twin) == hash(config)
-        assert isinstance(twin.actors, FrozenDict)
+        assert isinstance(twin.launcher.kubernetes.labels, FrozenDict)
 
 
 def test_integers_are_taken_for_numbers() -> None:
-    assert repr(load(ForgeConfig, overrides=["services.s.heartbeat_s=2"]).services["s"].heartbeat_s) == "2.0"
+    assert (
+        repr(load(ForgeConfig, overrides=["launcher.slurm.start_timeout_s=2"]).launcher.slurm.start_timeout_s) == "2.0"
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge.config import ForgeConfig, from_command_line
-from forge.config.module_folders import MODULE_FOLDERS, add_module_folders, module_folders
+from forge.config.command_line import MODULE_FOLDERS, add_module_folders, module_folders
 from forge.runtime import rank_main
 
 

@@ -17,7 +17,7 @@ from forge.config import (
     load,
 )
 from forge.errors import ConfigError
-from forge.models.facts import complete
+from forge.models.architecture import complete
 from forge.trainer.layout import check_layout
 
 APP = Path(__file__).parents[3] / "apps" / "sft"

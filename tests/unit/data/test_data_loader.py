@@ -13,7 +13,7 @@ import pytest
 from byte_tokenizer import ByteTokenizer, content, names, open_train, write_lines, write_texts
 from forge.config import DataConfig, SourceConfig, TrainingConfig, ValidationConfig
 from forge.data import Loaders, open_loaders
-from forge.data.counting import count_batches
+from forge.data.loader import count_batches
 from forge.data.opening import open_indexed_corpus
 from forge.data.samples import Encoder
 from forge.errors import ConfigError, DataError

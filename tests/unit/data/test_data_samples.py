@@ -99,12 +99,12 @@ class OneRun(ByteTokenizer):
 
 def test_train_false_needs_a_template_that_tells_messages_apart() -> None:
     turns = [TURNS[0], {**TURNS[1], "train": False}, *TURNS[2:]]
-    with pytest.raises(DataError, match="does not tell its messages apart"):
+    with pytest.raises(DataError, match="does not separate its messages"):
         encode({"messages": turns}, tokenizer=OneRun())
 
 
-def test_nobody_answering_is_a_bad_record_unless_all_counts() -> None:
-    with pytest.raises(DataError, match=r"x\.jsonl:3: nobody answers"):
+def test_a_record_without_an_answer_is_bad_unless_all_counts() -> None:
+    with pytest.raises(DataError, match=r"x\.jsonl:3: there is no assistant message"):
         encode({"messages": TURNS[:1]})
     sample, _ = encode({"messages": TURNS[:1]}, loss_on="all")
     assert sample is not None

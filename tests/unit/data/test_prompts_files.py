@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
-from forge.data.prompts import PromptBook, open_prompts
+from forge.data.prompts import PromptDataset, open_prompts
 from forge.errors import DataError
 from forge.types import Prompt
 
@@ -28,13 +28,13 @@ def written(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def book_of(path: Path, *, source: dict[str, Any] | None = None, **prompts: Any) -> PromptBook:
+def dataset_of(path: Path, *, source: dict[str, Any] | None = None, **prompts: Any) -> PromptDataset:
     config = PromptsConfig(sources=(PromptSourceConfig(path=str(path), **(source or {})),), **prompts)
     return open_prompts(config, evaluation=NOTHING_HELD, seed=0).train
 
 
-def everything(book: PromptBook) -> list[Prompt]:
-    return [book.read(index) for index in range(len(book))]
+def everything(dataset: PromptDataset) -> list[Prompt]:
+    return [dataset.read(index) for index in range(len(dataset))]
 
 
 def write_kind(path: Path) -> None:
@@ -49,7 +49,7 @@ def write_kind(path: Path) -> None:
 @pytest.mark.parametrize("name", ["lines.jsonl", "array.json", "lines.jsonl.gz", "array.json.gz", "rows.parquet"])
 def test_every_kind_of_file_gives_the_same_prompts(name: str, tmp_path: Path) -> None:
     write_kind(tmp_path / name)
-    prompts = everything(book_of(tmp_path / name, chat=False))
+    prompts = everything(dataset_of(tmp_path / name, chat=False))
     assert [(prompt.text, prompt.answer) for prompt in prompts] == [(row["question"], row["answer"]) for row in ROWS]
     assert len({prompt.id for prompt in prompts}) == len(ROWS)
     assert all(prompt.id.startswith(f"{tmp_path / name}:") for prompt in prompts)
@@ -61,11 +61,11 @@ def test_a_saved_dataset_and_one_of_its_splits(tmp_path: Path) -> None:
 
     rows = datasets.Dataset.from_list([{**row, "tests": [1]} for row in ROWS])
     datasets.DatasetDict({"exam": rows}).save_to_disk(str(tmp_path / "saved"))
-    book = book_of(tmp_path / "saved", source={"split": "exam", "num_prompts": 3})
-    assert [prompt.messages[-1]["content"] for prompt in everything(book)] == [row["question"] for row in ROWS[:3]]
-    assert book.read(0).metadata == {"tests": [1]}
+    dataset = dataset_of(tmp_path / "saved", source={"split": "exam", "num_prompts": 3})
+    assert [prompt.messages[-1]["content"] for prompt in everything(dataset)] == [row["question"] for row in ROWS[:3]]
+    assert dataset.read(0).metadata == {"tests": [1]}
     with pytest.raises(DataError, match="no split") as caught:
-        book_of(tmp_path / "saved", source={"split": "train"})
+        dataset_of(tmp_path / "saved", source={"split": "train"})
     assert caught.value.rule == "the split is one of exam"
 
 
@@ -76,10 +76,10 @@ def test_the_format_of_gsm8k_is_recognised_and_its_answer_taken(tmp_path: Path) 
         {"question": "C?", "answer": "#### is not it\n####   -1,000.50 "},
         {"question": "D?", "answer": "#### 1,2"},
     ]
-    book = book_of(written(tmp_path / "train.jsonl", rows))
-    assert [prompt.answer for prompt in everything(book)] == ["18", "1234567", "-1000.50", "1,2"]
-    assert book.read(1).metadata == {"solution": rows[1]["answer"]}
-    plain = book_of(tmp_path / "train.jsonl", source={"format": "plain"})
+    dataset = dataset_of(written(tmp_path / "train.jsonl", rows))
+    assert [prompt.answer for prompt in everything(dataset)] == ["18", "1234567", "-1000.50", "1,2"]
+    assert dataset.read(1).metadata == {"solution": rows[1]["answer"]}
+    plain = dataset_of(tmp_path / "train.jsonl", source={"format": "plain"})
     assert plain.read(0).answer == rows[0]["answer"]
 
 
@@ -87,7 +87,7 @@ def test_the_format_of_gsm8k_is_recognised_and_its_answer_taken(tmp_path: Path) 
 def test_a_record_of_gsm8k_without_an_answer_is_refused(tmp_path: Path, answer: str | None) -> None:
     path = written(tmp_path / "a.jsonl", [{"question": "A?", "answer": "#### 1"}, {"question": "B?", "answer": answer}])
     with pytest.raises(DataError) as caught:
-        book_of(path)
+        dataset_of(path)
     assert caught.value.path == f"{path}:2"
     assert "####" in str(caught.value.rule)
     assert caught.value.repair
@@ -96,7 +96,7 @@ def test_a_record_of_gsm8k_without_an_answer_is_refused(tmp_path: Path, answer: 
 def test_columns_may_have_other_names(tmp_path: Path) -> None:
     row = {"problem": "2 + 2", "solution": 4, "prompt": "not this", "level": 3, "empty": None}
     path = written(tmp_path / "a.jsonl", [row])
-    prompt = book_of(path, source={"columns": {"prompt": "problem", "answer": "solution"}}, chat=False).read(0)
+    prompt = dataset_of(path, source={"columns": {"prompt": "problem", "answer": "solution"}}, chat=False).read(0)
     assert (prompt.text, prompt.answer) == ("2 + 2", "4")
     assert prompt.metadata == {"prompt": "not this", "level": 3}
 
@@ -113,20 +113,22 @@ def test_conversations_keep_their_turns_and_their_own_system_message(tmp_path: P
         {"prompt": "5?", "system": "Be long."},
         {"prompt": "6?"},
     ]
-    book = book_of(written(tmp_path / "a.jsonl", rows), system_prompt="Be good.", template="<{prompt}> {prompt} {x}")
-    said = [[(turn["role"], turn["content"]) for turn in prompt.messages] for prompt in everything(book)]
+    dataset = dataset_of(
+        written(tmp_path / "a.jsonl", rows), system_prompt="Be good.", template="<{prompt}> {prompt} {x}"
+    )
+    said = [[(turn["role"], turn["content"]) for turn in prompt.messages] for prompt in everything(dataset)]
     assert said == [
         [("system", "Be good."), ("user", "Hello"), ("assistant", "Hi"), ("user", "<2 + 2?> 2 + 2? {x}")],
         [("system", "Be brief."), ("user", "<3?> 3? {x}")],
         [("system", "Be long."), ("user", "<5?> 5? {x}")],
         [("system", "Be good."), ("user", "<6?> 6? {x}")],
     ]
-    assert [prompt.answer for prompt in everything(book)] == ["4", None, None, None]
+    assert [prompt.answer for prompt in everything(dataset)] == ["4", None, None, None]
 
 
 def test_text_to_go_on_from_has_the_template_and_no_messages(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [{"prompt": "a {prompt} b"}])
-    prompt = book_of(path, chat=False, template="Q: {prompt}\nA:").read(0)
+    prompt = dataset_of(path, chat=False, template="Q: {prompt}\nA:").read(0)
     assert (prompt.text, prompt.messages) == ("Q: a {prompt} b\nA:", ())
 
 
@@ -137,8 +139,8 @@ BAD = {
     "empty": ({"prompt": " \n", "answer": "1"}, {}, "the prompt is empty"),
     "empty message": ({"messages": [{"role": "user", "content": " "}]}, {}, "the prompt is empty"),
     "no text": ({"prompt": 5}, {}, "neither text nor messages"),
-    "no role": ({"messages": [{"role": "king", "content": "x"}]}, {}, "does not say who speaks"),
-    "answered": ({"messages": [{"role": "assistant", "content": "x"}]}, {}, "nothing is asked"),
+    "no role": ({"messages": [{"role": "king", "content": "x"}]}, {}, "has no valid role"),
+    "answered": ({"messages": [{"role": "assistant", "content": "x"}]}, {}, "no message to answer"),
     "odd answer": ({"prompt": "x", "answer": ["1", "2"]}, {}, "neither text nor a number"),
     "true": ({"prompt": "x", "answer": True}, {}, "neither text nor a number"),
     "array": (["x"], {}, "JSON array"),
@@ -152,19 +154,19 @@ def test_a_record_that_cannot_be_used_is_named_by_file_and_line_or_skipped(name:
     good = {columns.get("prompt", "prompt"): "good", columns.get("answer", "answer"): "1"}
     path = written(tmp_path / "a.jsonl", [good, row, good])
     with pytest.raises(DataError, match=message) as caught:
-        book_of(path, source=source)
+        dataset_of(path, source=source)
     assert caught.value.path == f"{path}:2"
     assert caught.value.rule
     assert caught.value.repair
     assert "data.on_bad_record" not in caught.value.repair
-    book = book_of(path, source=source, on_bad_record="skip")
-    assert [prompt.id for prompt in everything(book)] == [f"{path}:1", f"{path}:3"]
-    assert book.num_skipped == 1
+    dataset = dataset_of(path, source=source, on_bad_record="skip")
+    assert [prompt.id for prompt in everything(dataset)] == [f"{path}:1", f"{path}:3"]
+    assert dataset.num_skipped == 1
 
 
 def test_what_a_record_has_instead_is_listed(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="it has promt, answer") as caught:
-        book_of(written(tmp_path / "a.jsonl", [{"promt": "x", "answer": "1"}]))
+        dataset_of(written(tmp_path / "a.jsonl", [{"promt": "x", "answer": "1"}]))
     assert caught.value.value == ["answer", "promt"]
     assert "`messages`, `prompt` and `question`" in str(caught.value.rule)
     assert "did you mean `prompt`?" in str(caught.value.repair)
@@ -174,17 +176,17 @@ def test_broken_json_is_named_by_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b"\n')
     with pytest.raises(DataError, match="not JSON") as caught:
-        book_of(path)
+        dataset_of(path)
     assert caught.value.path == f"{path}:2"
     assert caught.value.repair == "correct or remove it, or set prompts.on_bad_record to skip"
     path.write_text('{"prompt": \n{"question": "b", "answer": "#### 2"}\n')
-    assert book_of(path, on_bad_record="skip").read(0).answer == "2"
+    assert dataset_of(path, on_bad_record="skip").read(0).answer == "2"
 
 
 def test_a_source_without_one_good_record_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [{"x": 1}])
     with pytest.raises(DataError, match="no usable prompt") as caught:
-        book_of(path, on_bad_record="skip")
+        dataset_of(path, on_bad_record="skip")
     assert (caught.value.path, caught.value.value) == (str(path), 1)
     assert "on_bad_record" in str(caught.value.repair)
 
@@ -192,7 +194,7 @@ def test_a_source_without_one_good_record_is_refused(tmp_path: Path) -> None:
 def test_a_conversation_is_refused_where_prompts_are_text(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])
     with pytest.raises(DataError, match="a conversation") as caught:
-        book_of(path, chat=False)
+        dataset_of(path, chat=False)
     assert "prompts.chat" in str(caught.value.rule)
 
 
@@ -200,25 +202,25 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(b"PAR1 this is none")
     with pytest.raises(DataError, match="Parquet") as caught:
-        book_of(path)
+        dataset_of(path)
     assert caught.value.path == str(path)
 
 
 def test_an_id_names_one_prompt(tmp_path: Path) -> None:
     rows = [{"prompt_id": "one", "prompt": "a"}, {"prompt_id": "one", "prompt": "a"}]
-    assert [prompt.id for prompt in everything(book_of(written(tmp_path / "a.jsonl", rows)))] == ["one", "one"]
+    assert [prompt.id for prompt in everything(dataset_of(written(tmp_path / "a.jsonl", rows)))] == ["one", "one"]
     with pytest.raises(DataError, match="same id 'one'") as caught:
-        book_of(written(tmp_path / "a.jsonl", [*rows, {"prompt_id": "one", "prompt": "b"}]))
+        dataset_of(written(tmp_path / "a.jsonl", [*rows, {"prompt_id": "one", "prompt": "b"}]))
     assert "prompt_id" in str(caught.value.repair)
 
 
 def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
-    book = book_of(path)
+    dataset = dataset_of(path)
     written(path, [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "3"}])
-    assert book.read(0).answer == "1"
+    assert dataset.read(0).answer == "1"
     with pytest.raises(DataError, match="changed after the run started") as caught:
-        book.read(1)
+        dataset.read(1)
     assert caught.value.path == f"{path}:2"
 
 

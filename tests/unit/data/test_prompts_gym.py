@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
-from forge.data.prompts import PromptBook, PromptSets, open_prompts, save_prompts
+from forge.data.prompts import PromptDataset, PromptSplit, open_prompts, save_prompts
 from forge.errors import ConfigError
 
 
-def opened(task: str, *, num_prompts: int | None = 12, fraction: float = 0.0, **args: Any) -> PromptSets:
+def opened(task: str, *, num_prompts: int | None = 12, fraction: float = 0.0, **args: Any) -> PromptSplit:
     source = PromptSourceConfig(task=f"reasoning_gym/{task}", num_prompts=num_prompts, task_args=args, seed=3)
     return open_prompts(PromptsConfig(sources=(source,)), evaluation=EvaluationConfig(fraction=fraction), seed=0)
 
 
-def questions(book: PromptBook | None) -> list[str]:
-    assert book is not None
-    return [book.read(index).messages[-1]["content"] for index in range(len(book))]
+def questions(dataset: PromptDataset | None) -> list[str]:
+    assert dataset is not None
+    return [dataset.read(index).messages[-1]["content"] for index in range(len(dataset))]
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

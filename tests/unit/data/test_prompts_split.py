@@ -1,4 +1,4 @@
-"""Books and orders: what is held out, what a digest tells, saving a book, and going through it epoch by epoch."""
+"""Books and orders: what is held out, what a digest tells, saving a dataset, and going through it epoch by epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
-from forge.data.prompts import PromptBook, PromptOrder, PromptSets, open_prompts, save_prompts
+from forge.data.prompts import PromptDataset, PromptOrder, PromptSplit, open_prompts, save_prompts
 from forge.errors import ConfigError, DataError
 from forge.types import Prompt
 
@@ -25,14 +25,14 @@ def written(path: Path, questions: Sequence[str], **more: Any) -> PromptSourceCo
 
 def opened(
     *sources: PromptSourceConfig, evaluation: dict[str, Any] | None = None, seed: int = 0, **prompts: Any
-) -> PromptSets:
+) -> PromptSplit:
     config = PromptsConfig(sources=sources, chat=prompts.pop("chat", False), **prompts)
     return open_prompts(config, evaluation=EvaluationConfig(**(evaluation or {})), seed=seed)
 
 
-def texts(book: PromptBook | None) -> list[str]:
-    assert book is not None
-    return [str(book.read(index).text) for index in range(len(book))]
+def texts(dataset: PromptDataset | None) -> list[str]:
+    assert dataset is not None
+    return [str(dataset.read(index).text) for index in range(len(dataset))]
 
 
 def test_without_evaluation_nothing_is_held_out(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_equal_questions_are_never_on_both_sides(
             opened(source, evaluation={"fraction": fraction})
         return
     sets = opened(source, evaluation={"fraction": fraction})
-    train, held = ([text.split()[1] for text in texts(book)] for book in (sets.train, sets.heldout))
+    train, held = ([text.split()[1] for text in texts(dataset)] for dataset in (sets.train, sets.heldout))
     assert train
     assert held
     assert not set(train) & set(held)
@@ -110,12 +110,12 @@ def test_what_evaluation_asks_is_left_out_of_training(tmp_path: Path, caplog: py
         sets = opened(train, evaluation={"sources": [held], "fraction": 0.9})
     assert texts(sets.train) == ["b", "c"]
     assert texts(sets.heldout) == ["x", "a "]
-    assert "2 prompts are asked by evaluation" in caplog.text
+    assert "2 prompts are used for evaluation" in caplog.text
 
 
 def test_evaluation_on_all_that_is_trained_on_is_refused(tmp_path: Path) -> None:
     source = written(tmp_path / "a.jsonl", ["a", "b"])
-    with pytest.raises(ConfigError, match="also one to judge by") as caught:
+    with pytest.raises(ConfigError, match="also an evaluation prompt") as caught:
         opened(source, evaluation={"sources": [source]})
     assert caught.value.path == "evaluation.sources"
     assert "something must remain" in str(caught.value.rule)
@@ -139,9 +139,9 @@ def test_no_sources_is_an_error() -> None:
 
 def test_an_error_of_an_evaluation_source_names_it() -> None:
     with pytest.raises(ConfigError) as caught:
-        opened(PromptSourceConfig(task="countdown"), evaluation={"sources": [{"task": "count_down"}]})
+        opened(PromptSourceConfig(task="countdown"), evaluation={"sources": [{"task": "own_parts:Doublings"}]})
     assert caught.value.path == "evaluation.sources[0].task"
-    assert caught.value.repair == "did you mean `countdown`?"
+    assert caught.value.repair == "did you mean `Doubling`?"
 
 
 def test_the_digest_tells_whether_prompts_are_still_the_same(tmp_path: Path) -> None:
@@ -181,18 +181,18 @@ def test_a_saved_book_reads_back_equal(chat: bool, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sources = [PromptSourceConfig(**source) for source in SAVED]
     around = {"chat": chat, "template": "Q: {prompt}"}
-    book = opened(*sources, PromptSourceConfig(path=str(tmp_path / "rows.jsonl")), **around).train
-    assert save_prompts(book, tmp_path / "frozen.jsonl") == len(book) == 40 + len(rows)
+    dataset = opened(*sources, PromptSourceConfig(path=str(tmp_path / "rows.jsonl")), **around).train
+    assert save_prompts(dataset, tmp_path / "frozen.jsonl") == len(dataset) == 40 + len(rows)
     again = opened(PromptSourceConfig(path=str(tmp_path / "frozen.jsonl")), **around).train
-    assert [again.read(index) for index in range(len(again))] == [book.read(index) for index in range(len(book))]
-    assert again.digest == book.digest
+    assert [again.read(index) for index in range(len(again))] == [dataset.read(index) for index in range(len(dataset))]
+    assert again.digest == dataset.digest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["frozen.jsonl", "rows.jsonl"]
 
 
 def test_a_book_is_saved_under_a_name_that_is_read_again(tmp_path: Path) -> None:
-    book = opened(PromptSourceConfig(task="arithmetic")).train
+    dataset = opened(PromptSourceConfig(task="arithmetic")).train
     with pytest.raises(DataError) as caught:
-        save_prompts(book, tmp_path / "frozen.txt")
+        save_prompts(dataset, tmp_path / "frozen.txt")
     assert (caught.value.path, caught.value.value) == (str(tmp_path / "frozen.txt"), ".txt")
     assert ".jsonl" in str(caught.value.rule)
     assert list(tmp_path.iterdir()) == []
@@ -200,17 +200,17 @@ def test_a_book_is_saved_under_a_name_that_is_read_again(tmp_path: Path) -> None
 
 def test_a_failed_save_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     source = written(tmp_path / "a.jsonl", ["a", "b"])
-    book = opened(source).train
+    dataset = opened(source).train
     (tmp_path / "frozen.jsonl").write_text("before")
     written(tmp_path / "a.jsonl", ["a", "c"])
     with pytest.raises(DataError, match="changed after the run started"):
-        save_prompts(book, tmp_path / "frozen.jsonl")
+        save_prompts(dataset, tmp_path / "frozen.jsonl")
     assert (tmp_path / "frozen.jsonl").read_text() == "before"
     assert len(list(tmp_path.iterdir())) == 2
 
 
 class Letters:
-    """A book of one-letter prompts."""
+    """A dataset of one-letter prompts."""
 
     def __init__(self, letters: str) -> None:
         self._letters = letters
@@ -239,9 +239,9 @@ def test_every_epoch_has_every_prompt_once_in_an_order_of_its_own() -> None:
 @settings(max_examples=30, deadline=None)
 @given(count=st.integers(1, 9), numbers=st.lists(st.integers(0, 60), min_size=1, max_size=30), seed=st.integers(0, 99))
 def test_any_number_can_be_asked_for_at_any_time(count: int, numbers: list[int], seed: int) -> None:
-    book = Letters("abcdefghi"[:count])
-    straight = walk(PromptOrder(book, seed=seed), range(61))
-    assert walk(PromptOrder(book, seed=seed), numbers) == [straight[number] for number in numbers]
+    dataset = Letters("abcdefghi"[:count])
+    straight = walk(PromptOrder(dataset, seed=seed), range(61))
+    assert walk(PromptOrder(dataset, seed=seed), numbers) == [straight[number] for number in numbers]
 
 
 def test_without_shuffling_the_order_is_the_books() -> None:
@@ -263,9 +263,9 @@ def test_the_digest_of_an_order_covers_what_decides_it() -> None:
 
 
 def test_numbers_below_0_and_beyond_a_book_are_refused() -> None:
-    book = opened(PromptSourceConfig(task="arithmetic")).train
+    dataset = opened(PromptSourceConfig(task="arithmetic")).train
     with pytest.raises(IndexError):
-        PromptOrder(book, seed=0).at(-1)
+        PromptOrder(dataset, seed=0).at(-1)
     for index in (-1, 100):
         with pytest.raises(IndexError):
-            book.read(index)
+            dataset.read(index)

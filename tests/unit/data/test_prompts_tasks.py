@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
-from forge.data.prompts import PromptBook, open_prompts
-from forge.data.tasks import open_task
+from forge.config import EvaluationConfig, GRPOConfig, InvalidConfig, PromptsConfig, PromptSourceConfig, load
+from forge.data.prompts import PromptDataset, open_prompts
+from forge.data.tasks import open_task, permuted
 from forge.data.tasks.arithmetic import place_in_turns
-from forge.data.tasks.draws import permuted
 from forge.errors import ConfigError
 from forge.types import Prompt
 
@@ -45,7 +44,7 @@ def make(name: str, count: int, *, seed: int = 0, **args: Any) -> list[Prompt]:
     return [task.read(index) for index in range(count)]
 
 
-def book_of(task: str, *, num_prompts: int | None = None, run_seed: int = 0, **source: Any) -> PromptBook:
+def dataset_of(task: str, *, num_prompts: int | None = None, run_seed: int = 0, **source: Any) -> PromptDataset:
     config = PromptsConfig(sources=(PromptSourceConfig(task=task, num_prompts=num_prompts, **source),))
     return open_prompts(config, evaluation=EvaluationConfig(), seed=run_seed).train
 
@@ -140,13 +139,13 @@ def test_ids_tell_tasks_arguments_seeds_and_numbers_apart() -> None:
     assert len(long) < 40
 
 
-def test_a_book_of_a_task_has_as_many_different_problems_as_were_asked_for() -> None:
+def test_a_dataset_of_a_task_has_as_many_different_problems_as_were_asked_for() -> None:
     for task in ("arithmetic", "countdown"):
-        book = book_of(task, num_prompts=300, task_args={"level": 2})
-        assert len({book.read(index).messages[0]["content"] for index in range(len(book))}) == len(book) == 300
-    assert len(book_of("arithmetic")) == 100
-    assert len(book_of("arithmetic", num_prompts=100)) == 100
-    assert len(book_of("countdown", task_args={"level": 2})) == 1000
+        dataset = dataset_of(task, num_prompts=300, task_args={"level": 2})
+        assert len({dataset.read(index).messages[0]["content"] for index in range(len(dataset))}) == len(dataset) == 300
+    assert len(dataset_of("arithmetic")) == 100
+    assert len(dataset_of("arithmetic", num_prompts=100)) == 100
+    assert len(dataset_of("countdown", task_args={"level": 2})) == 1000
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_a_book_of_a_task_has_as_many_different_problems_as_were_asked_for() -> 
 )
 def test_more_prompts_than_there_are_problems_is_refused(task: str, args: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match="fewer different problems") as caught:
-        book_of(task, num_prompts=101, task_args=args)
+        dataset_of(task, num_prompts=101, task_args=args)
     assert (caught.value.path, caught.value.value) == ("prompts.sources[0].num_prompts", 101)
     assert rule in str(caught.value.rule)
     assert "lower it" in str(caught.value.repair)
@@ -163,7 +162,7 @@ def test_more_prompts_than_there_are_problems_is_refused(task: str, args: dict[s
 
 def test_the_seed_of_a_task_is_its_own_or_comes_from_the_run() -> None:
     def digest(**source: Any) -> str:
-        return book_of("countdown", num_prompts=5, **source).digest
+        return dataset_of("countdown", num_prompts=5, **source).digest
 
     assert digest() == digest()
     assert digest() != digest(run_seed=1)
@@ -192,19 +191,20 @@ BAD_ARGS = [
 @pytest.mark.parametrize(("task", "args", "name", "rule"), BAD_ARGS)
 def test_bad_arguments_are_refused_by_their_path(task: str, args: dict[str, Any], name: str, rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        book_of(task, task_args=args)
+        dataset_of(task, task_args=args)
     assert caught.value.path == f"prompts.sources[0].task_args.{name}"
     assert rule in str(caught.value.rule)
     assert caught.value.repair
 
 
 def test_unknown_names_come_with_a_suggestion() -> None:
+    with pytest.raises(InvalidConfig) as refused:
+        load(GRPOConfig, overrides=["prompts.sources=[{task: arithmetics}]"])
+    (problem,) = refused.value.problems
+    assert (problem.path, problem.value) == ("prompts.sources.0.task", "arithmetics")
+    assert problem.repair == "did you mean `arithmetic`?"
     with pytest.raises(ConfigError) as caught:
-        book_of("arithmetics")
-    assert (caught.value.path, caught.value.value) == ("prompts.sources[0].task", "arithmetics")
-    assert caught.value.repair == "did you mean `arithmetic`?"
-    with pytest.raises(ConfigError) as caught:
-        book_of("arithmetic", task_args={"operator": "+"})
+        dataset_of("arithmetic", task_args={"operator": "+"})
     assert caught.value.repair == "did you mean `operators`?"
 
 

@@ -295,8 +295,8 @@ def test_a_tokenizer_that_cannot_be_loaded_is_a_problem_and_no_end() -> None:
 
 
 def test_saved_conversations_are_read_by_the_data_loader(tmp_path: Path) -> None:
+    from forge.data.files import Record
     from forge.data.formats import Layout, convert, detect
-    from forge.data.records import Record
 
     path = tmp_path / "talk.jsonl"
     talk = Talk(FakeGenerator(["Four – 4."]), system="Count.")

@@ -14,7 +14,11 @@ from forge.config import GenerationConfig, GeneratorConfig, InvalidConfig, Model
     ("override", "path", "rule"),
     [
         ("generator.engine=sglang", "generator.engine", "native, vllm"),
-        ("generator.engine_args={enforce_eager: true}", "generator.engine_args", "only for `engine: vllm`"),
+        (
+            "generator.engine_args={enforce_eager: true}",
+            "generator.engine_args",
+            "needs an engine that takes arguments",
+        ),
         ("generator.max_batch=0", "generator.max_batch", "greater than or equal to 1"),
         ("generator.max_queue=-1", "generator.max_queue", "greater than or equal to 0"),
         ("generator.prefill_chunk_tokens=8", "generator.prefill_chunk_tokens", "greater than or equal to 16"),

@@ -11,7 +11,7 @@ import pytest
 
 from forge.config import GeneratorConfig, Sampling
 from forge.generator.actor import Generator
-from forge.generator.long_texts import LongTexts, is_long
+from forge.generator.prompts import LongTexts, is_long
 from forge.models.long_text import LONG_TEXT
 
 LIMIT_S = 600

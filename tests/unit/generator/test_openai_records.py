@@ -14,7 +14,7 @@ import pytest
 
 from forge.errors import ConfigError, DataError
 from forge.generator.openai import Exchange, exchanges_to_samples, read_exchanges
-from forge.generator.openai.recorder import Recorder, RecordError
+from forge.generator.openai.records import Recorder, RecordError
 from forge.testing.generators import FakeGenerator
 from forge.types import Completion, VersionSpan
 from openai_serving import client_of, serving

@@ -9,7 +9,7 @@ import pytest
 import generator_models as models
 from forge.config import InvalidConfig, ModelConfig, Sampling
 from forge.errors import ConfigError, DataError, PromptError
-from forge.generator.limits import MOST_UNLESS_ASKED, context_limit
+from forge.generator.engine import DEFAULT_CONTEXT, context_limit
 from forge.generator.prompts import PromptReader
 from generator_models import FIRST
 
@@ -171,7 +171,7 @@ def test_the_longest_context() -> None:
     def limit(asked: int | None, supported: int | None) -> int:
         return context_limit(models.config(FIRST, max_seq_len=asked), ModelConfig(max_seq_len=supported))
 
-    assert (limit(None, 100), limit(None, 10**6), limit(None, None)) == (100, MOST_UNLESS_ASKED, MOST_UNLESS_ASKED)
+    assert (limit(None, 100), limit(None, 10**6), limit(None, None)) == (100, DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     assert (limit(100, 100), limit(9000, None)) == (100, 9000)
     with pytest.raises(ConfigError) as raised:
         limit(101, 100)

@@ -1,4 +1,4 @@
-"""What can be said of vLLM's engine without vLLM: its arguments, its environment, and the words of both."""
+"""What can be tested of vLLM's engine without vLLM: arguments, environment, and translation of outputs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from forge.config import GeneratorConfig, ModelConfig, Sampling
 from forge.errors import ConfigError, EngineDead
 from forge.generator.engine import Request
 from forge.generator.vllm import environment
-from forge.generator.vllm.arguments import OWNED, check_known, check_owned, make_plan, refused, thawed
-from forge.generator.vllm.counting import Counts
-from forge.generator.vllm.process import check_amx, check_device
+from forge.generator.vllm.arguments import OWNED, as_config_error, check_known, check_owned, make_plan, to_plain
+from forge.generator.vllm.process import Counts, check_amx, check_device
 from forge.generator.vllm.translation import Reader, version_spans
 from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
 from forge.runtime.control import control
-from forge.runtime.meeting import close_point
+from forge.runtime.rendezvous import close_server
 from forge.types import INITIAL_VERSION, VersionSpan
 
 FACTS = ModelConfig(
@@ -77,6 +76,13 @@ def test_beside_a_trainer_vllm_takes_its_share_of_a_gpu():
     theirs = plan("gpu", gpu_memory_share=0.35, engine_args={"gpu_memory_utilization": 0.6})
     assert theirs.arguments["gpu_memory_utilization"] == 0.6
     assert "gpu_memory_utilization" not in plan("cpu", gpu_memory_share=0.35).arguments
+
+
+def test_the_precision_of_the_cache_reaches_vllm():
+    assert "kv_cache_dtype" not in plan("gpu").arguments, "vLLM's own default is the model's precision"
+    assert plan("gpu", kv_cache_dtype="fp8").arguments["kv_cache_dtype"] == "fp8"
+    theirs = plan("gpu", kv_cache_dtype="fp8", engine_args={"kv_cache_dtype": "fp8_e5m2"})
+    assert theirs.arguments["kv_cache_dtype"] == "fp8_e5m2"
 
 
 def test_a_head_in_float32_binds_vllm_too():
@@ -155,12 +161,12 @@ def test_arguments_that_fit_pass():
 
 def test_what_vllm_says_gets_a_path():
     text = "1 validation error for CacheConfig\nblock_size\n  Input should be greater than 0 [type=greater_than, x]\n"
-    error = refused(ValueError(text), {"block_size": -3, "seed": 1})
+    error = as_config_error(ValueError(text), {"block_size": -3, "seed": 1})
     assert (error.path, error.value) == ("generator.engine_args.block_size", -3)
     assert error.rule == "block_size Input should be greater than 0"
-    both = refused(ValueError("these do not go together"), {"block_size": 3, "seed": 1})
+    both = as_config_error(ValueError("these do not go together"), {"block_size": 3, "seed": 1})
     assert both.path == "generator.engine_args"
-    assert refused(ValueError("no"), {"seed": 1}).path == "generator.engine_args.seed"
+    assert as_config_error(ValueError("no"), {"seed": 1}).path == "generator.engine_args.seed"
 
 
 def test_a_missing_vllm_is_an_error_that_says_how_to_get_it():
@@ -216,12 +222,12 @@ def test_the_environment_is_set_for_children_and_taken_back(monkeypatch):
             assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE", "the user's own stays"
             assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
             assert os.environ["FORGE_VLLM_OWNER"] == str(os.getpid())
-            assert os.environ["FORGE_MEETING"]
+            assert os.environ["FORGE_RENDEZVOUS"]
             assert os.environ["FORGE_SECRET"]
             os.environ["LEFT_BY_VLLM"] = "1"
         assert dict(os.environ) == before
     finally:
-        control().start(close_point()).result()
+        control().start(close_server()).result()
 
 
 def test_only_what_cannot_be_imported_is_hidden(tmp_path, monkeypatch):
@@ -368,6 +374,6 @@ def test_counts_add_up():
 
 
 def test_frozen_values_thaw():
-    assert thawed(GeneratorConfig(engine="vllm", engine_args={"a": [1, {"b": (2,)}]}).engine_args) == {
+    assert to_plain(GeneratorConfig(engine="vllm", engine_args={"a": [1, {"b": (2,)}]}).engine_args) == {
         "a": [1, {"b": [2]}]
     }

@@ -19,7 +19,7 @@ from forge.kernels import cpu_attention
 from forge.kernels.cpu_attention import attend, attend_pages, new_cache, write_kv
 from forge.kernels.paged import PAGE_TOKENS, PagedLayout, num_pages_of
 from forge.models.attention import DocumentAttention
-from forge.models.rows import Documents, RowBook, RowTask
+from forge.models.rows import Documents, RowRegistry, RowTask
 
 SHAPES = [(8, 4, 64), (4, 4, 8), (6, 2, 24), (32, 1, 128), (3, 3, 256), (5, 5, 40)]
 """Heads, heads of keys and values, width: groups of 1, 2, 3 and 32, and widths that are no whole vectors."""
@@ -333,11 +333,11 @@ def test_without_the_kernel_it_is_said_once(
 def test_gradients_of_documents(shape: tuple[int, int, int]) -> None:
     """The trainer's layer: documents and padding, against torch in float64."""
     lengths, num_padding = (37, 5, 1, 64), 3
-    book = RowBook()
+    book = RowRegistry()
     nothing = torch.zeros(0, dtype=torch.int64)
     key = book.enter(RowTask(Documents.of(lengths, num_padding=num_padding), nothing[None], nothing, nothing))
     layer = DocumentAttention(DocumentAttention.Config())
-    layer.book = book
+    layer.row_registry = book
     given = tokens(sum(lengths) + num_padding, shape, seed=4)
     gradient = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(5))
     found = []
@@ -352,9 +352,9 @@ def test_gradients_of_documents(shape: tuple[int, int, int]) -> None:
 
 def test_the_trainer_gives_the_generators_bits() -> None:
     query, key, value = tokens(60, (4, 2, 16), seed=0)
-    book, nothing = RowBook(), torch.zeros(0, dtype=torch.int64)
+    book, nothing = RowRegistry(), torch.zeros(0, dtype=torch.int64)
     layer = DocumentAttention(DocumentAttention.Config())
-    layer.book = book
+    layer.row_registry = book
     documents = book.enter(RowTask(Documents.of((20, 40)), nothing[None], nothing, nothing))
     row = layer(query[None], key[None], value[None], attention_masks=documents)[0]
     cache = Cache(8, 2, 16)

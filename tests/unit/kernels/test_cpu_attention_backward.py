@@ -57,7 +57,7 @@ def through(row: RowTask, given: list[Tensor], *, dtype: torch.dtype = torch.flo
     """Output, and the gradients of queries, keys and values."""
     layer = DocumentAttention(DocumentAttention.Config())
     leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in given[:3]]
-    out = layer(*leaves, attention_masks=layer.book.enter(row))
+    out = layer(*leaves, attention_masks=layer.row_registry.enter(row))
     return [out.detach(), *torch.autograd.grad(out, leaves, given[3].to(dtype))]
 
 
@@ -146,7 +146,7 @@ def test_tensors_with_gaps() -> None:
     row = row_of((40, 37))
     layer = DocumentAttention(DocumentAttention.Config())
     leaf = wide.detach().requires_grad_()
-    out = layer(leaf[:, :, :4], leaf[:, :, 5:7], leaf[:, :, 9:11], attention_masks=layer.book.enter(row))
+    out = layer(leaf[:, :, :4], leaf[:, :, 5:7], leaf[:, :, 9:11], attention_masks=layer.row_registry.enter(row))
     [found] = torch.autograd.grad(out, [leaf], gaps[3])
     _, *expected = through(row, given)
     assert all(map(the_same, (found[:, :, :4], found[:, :, 5:7], found[:, :, 9:11]), expected))

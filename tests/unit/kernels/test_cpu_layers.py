@@ -12,9 +12,7 @@ from torch import Tensor
 
 from forge.errors import ModelError
 from forge.kernels import cpu_layers
-from forge.models.gate import gated
-from forge.models.rotary import Rotary
-from forge.models.row_norm import RowNorm
+from forge.models.layers import Rotary, RowNorm, gated
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +171,28 @@ def test_other_processors(flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cpu_layers, "library", lambda: built)
     for ours, known in zip(every_gradient(), expected, strict=True):
         torch.testing.assert_close(ours, known, rtol=1e-5, atol=1e-4)
+
+
+def made_rotary(width: int, max_seq_len: int = 64, **stretch: object) -> Rotary:
+    made = Rotary.Config(dim=width, max_seq_len=max_seq_len, theta=10_000.0, **stretch).build()
+    made.cache = made._precompute_cache()
+    return made
+
+
+@pytest.mark.parametrize("width", [8, 24, 64, 130])
+def test_with_and_without_gradients_the_bits_are_the_same(width: int) -> None:
+    draw = torch.Generator().manual_seed(width)
+    query, key = torch.randn(1, 19, 6, width, generator=draw), torch.randn(1, 19, 2, width, generator=draw)
+    positions = torch.randint(0, 64, (1, 19), generator=draw)
+    made = made_rotary(width)
+    with_gradients = made(query.requires_grad_(), key.requires_grad_(), positions)
+    with torch.no_grad():
+        without = made(query, key, positions)
+    for one, other in zip(with_gradients, without, strict=True):
+        assert one.requires_grad
+        assert torch.equal(one.detach(), other)
+
+
+def test_a_head_that_cannot_be_halved_or_has_gaps_is_left_to_torch() -> None:
+    assert not cpu_layers.rotates(torch.zeros(1, 1, 7))
+    assert not cpu_layers.rotates(torch.zeros(1, 1, 16)[..., ::2])

@@ -39,19 +39,19 @@ def test_one_parameter_of_another_precision_is_enough() -> None:
     assert not can_share(GeneratorConfig(precision="float32"), parameters)
 
 
-class Lending(SharedPolicy):
+class ReleasingPolicy(SharedPolicy):
     """The policy without its engine: what it asks of one is noted."""
 
-    def __init__(self, *, is_on_gpu: bool = True, is_idle: bool = True, reclaim_error: Exception | None = None) -> None:
+    def __init__(self, *, is_on_gpu: bool = True, is_idle: bool = True, restore_error: Exception | None = None) -> None:
         self.asked: list[str] = []
         self.has_begun = asyncio.Event()
-        self._reclaim_error = reclaim_error
+        self._restore_error = restore_error
         self._engine_asked = SimpleNamespace(
             version=0,
             is_on_gpu=is_on_gpu,
-            changing=self._changing,
-            lend_cache=lambda: self.asked.append("lend") or is_idle,
-            reclaim_cache=self._reclaim,
+            paused=self._paused,
+            release_cache=lambda: self.asked.append("release") or is_idle,
+            restore_cache=self._restore,
         )
 
     @property
@@ -59,17 +59,17 @@ class Lending(SharedPolicy):
         return self._engine_asked
 
     @contextlib.asynccontextmanager
-    async def _changing(self, version: int) -> AsyncIterator[None]:
-        self.asked.append("hold")
+    async def _paused(self, version: int) -> AsyncIterator[None]:
+        self.asked.append("pause")
         try:
             yield
         finally:
-            self.asked.append("let go")
+            self.asked.append("resume")
 
-    def _reclaim(self) -> None:
-        self.asked.append("reclaim")
-        if self._reclaim_error is not None:
-            raise self._reclaim_error
+    def _restore(self) -> None:
+        self.asked.append("restore")
+        if self._restore_error is not None:
+            raise self._restore_error
 
     async def _do(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -90,45 +90,45 @@ class Lending(SharedPolicy):
 @pytest.mark.parametrize(
     ("is_on_gpu", "is_idle", "expected"),
     [
-        (True, True, ["lend", "work", "reclaim"]),
-        (True, False, ["lend", "work"]),
+        (True, True, ["release", "work", "restore"]),
+        (True, False, ["release", "work"]),
         (False, True, ["work"]),
     ],
 )
 def test_a_trainer_has_the_memory_of_the_cache(is_on_gpu: bool, is_idle: bool, expected: list[str]) -> None:
-    policy = Lending(is_on_gpu=is_on_gpu, is_idle=is_idle)
+    policy = ReleasingPolicy(is_on_gpu=is_on_gpu, is_idle=is_idle)
     assert asyncio.run(policy.work()) == "done"
-    assert policy.asked == ["hold", *expected, "let go"]
+    assert policy.asked == ["pause", *expected, "resume"]
 
 
 TOO_LITTLE = OutOfDeviceMemory("no room", path="generator.kv_cache_gb", value="1 GiB", rule="less", repair="lower it")
 
 
-@pytest.mark.parametrize("reclaim_error", [None, TOO_LITTLE])
-def test_the_cache_comes_back_after_a_step_that_failed_and_its_error_is_told(reclaim_error: Exception | None) -> None:
-    policy = Lending(reclaim_error=reclaim_error)
+@pytest.mark.parametrize("restore_error", [None, TOO_LITTLE])
+def test_the_cache_comes_back_after_a_step_that_failed_and_its_error_is_told(restore_error: Exception | None) -> None:
+    policy = ReleasingPolicy(restore_error=restore_error)
     with pytest.raises(ArithmeticError, match="no number"):
         asyncio.run(policy.work(ArithmeticError("no number")))
-    assert policy.asked == ["hold", "lend", "work", "reclaim", "let go"]
+    assert policy.asked == ["pause", "release", "work", "restore", "resume"]
 
 
 def test_a_cache_that_does_not_come_back_after_a_step_is_told() -> None:
     with pytest.raises(OutOfDeviceMemory):
-        asyncio.run(Lending(reclaim_error=TOO_LITTLE).work())
+        asyncio.run(ReleasingPolicy(restore_error=TOO_LITTLE).work())
 
 
 def test_whoever_cancels_a_step_waits_until_its_cache_is_back() -> None:
     async def body() -> None:
-        policy, until = Lending(), asyncio.Event()
+        policy, until = ReleasingPolicy(), asyncio.Event()
         step = asyncio.ensure_future(policy.work(until=until))
         await policy.has_begun.wait()
         step.cancel()
         for _ in range(20):
             await asyncio.sleep(0)
-        assert policy.asked == ["hold", "lend", "work"], "generation is still held"
+        assert policy.asked == ["pause", "release", "work"], "generation is still held"
         until.set()
         with pytest.raises(asyncio.CancelledError):
             await step
-        assert policy.asked == ["hold", "lend", "work", "reclaim", "let go"]
+        assert policy.asked == ["pause", "release", "work", "restore", "resume"]
 
     asyncio.run(body())

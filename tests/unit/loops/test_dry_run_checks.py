@@ -121,7 +121,7 @@ def test_the_keys_that_keep_a_run_off_gpus_can_be_pasted(tmp_path: Path, monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     on_gpu = ("distributed.with_gpus=true", "generator.with_gpus=true")
     (problem,) = [
-        problem for problem in dry_run(config(tmp_path / "run", *on_gpu)).problems if "asks for GPUs" in problem.rule
+        problem for problem in dry_run(config(tmp_path / "run", *on_gpu)).problems if "needs GPUs" in problem.rule
     ]
     added = problem.repair.rpartition("or add ")[2].split()
     assert added == ["distributed.with_gpus=false", "generator.with_gpus=false"]

@@ -17,7 +17,7 @@ from forge.types import Completion, Group, Prompt, Score
 
 
 class Book:
-    digest = "book"
+    digest = "dataset"
 
     def __len__(self) -> int:
         return 4
@@ -41,7 +41,7 @@ class Asked:
         self.running -= 1
         return [make_completion((1,) * (index + 1)) for index in range(sampling.n)]
 
-    async def go_on(self, completion: Completion, *, sampling: Sampling) -> Completion:
+    async def extend(self, completion: Completion, *, sampling: Sampling) -> Completion:
         raise AssertionError
 
     async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
@@ -57,7 +57,7 @@ def evaluated(asked: Asked | None = None, **keys: Any) -> tuple[Any, Asked]:
         who = asked or Asked()
         config = EvaluationConfig(fraction=0.5, **keys)
         sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
-        evaluator = Evaluator(config, book=Book(), policy=who, rewards=who, sampling=sampling, at_once=2)
+        evaluator = Evaluator(config, dataset=Book(), policy=who, score=who.score, sampling=sampling, at_once=2)
         return await evaluator.run(), who
 
     return asyncio.run(body())
@@ -82,7 +82,7 @@ def test_answers_can_be_recorded() -> None:
     async def body() -> Evaluation:
         asked, config = Asked(), EvaluationConfig(fraction=0.5, num_samples=3, temperature=0.5)
         sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
-        evaluator = Evaluator(config, book=Book(), policy=asked, rewards=asked, sampling=sampling, at_once=2)
+        evaluator = Evaluator(config, dataset=Book(), policy=asked, score=asked.score, sampling=sampling, at_once=2)
         return await evaluator.run(record=groups.extend)
 
     asyncio.run(body())

@@ -13,15 +13,12 @@ import pytest
 
 from forge.config import GRPOConfig, Sampling
 from forge.errors import CheckpointError, NonFiniteError, RolloutError
-from forge.loops.grpo import GRPOLoop
-from forge.loops.planning import plan_run
 from forge.loops.run_paths import run_dir
 from forge.loops.stopping import Stop
-from forge.loops.workers import Workers
 from forge.rollout.ledger import check_ledger
 from forge.types import Batch, Completion, Prompt, Score, StepResult
 from grpo_runs import config, ledger, metrics
-from grpo_workers import StandInPolicy, StandInRewards, StandInTrainer, number_of, run_loop
+from grpo_workers import StandInPolicy, StandInRewards, StandInTrainer, make_loop, number_of, run_loop
 
 NO_STEP = ("rollout.max_no_signal_groups=20", "record.report=true")
 
@@ -129,7 +126,7 @@ def test_without_records_the_advice_names_no_file(tmp_path: Path) -> None:
 
 def test_the_end_of_the_prompts_without_signal_leaves_the_same(tmp_path: Path) -> None:
     chosen = config(tmp_path / "run", "~training.max_steps", "record.report=true")
-    with pytest.raises(RolloutError, match="come to their end") as caught:
+    with pytest.raises(RolloutError, match="prompts are exhausted") as caught:
         run_loop(chosen, StandInTrainer(), rewards=zero())
     assert caught.value.value == "40 groups: all rewards are 0 (40 groups)"
     assert len(ledger(chosen)) == 40
@@ -227,8 +224,7 @@ def test_a_run_that_is_stopped_before_its_first_step_leaves_a_report(is_cancelle
                     task.cancel() if is_cancelled else stop.ask()
                 return [Score(0.0, {"all": 0.0}) for _ in completions]
 
-        workers: Any = (trainer, StandInPolicy(trainer), Stopping(), None)
-        loop = GRPOLoop(plan_run(chosen), Workers(*workers), stop=stop)
+        loop = make_loop(chosen, trainer, StandInPolicy(trainer), Stopping(), stop=stop)
         try:
             return (await loop.run()).is_stopped
         finally:

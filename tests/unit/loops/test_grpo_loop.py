@@ -28,7 +28,7 @@ def test_a_run_goes_to_its_end(tmp_path: Path) -> None:
 
 def test_a_run_that_learns_from_no_group_says_so(tmp_path: Path) -> None:
     chosen = config(tmp_path / "run", "~training.max_steps")
-    with pytest.raises(RolloutError, match="anything to learn from") as caught:
+    with pytest.raises(RolloutError, match="had a signal") as caught:
         run_loop(chosen, StandInTrainer(), rewards=StandInRewards(lambda completion: 1.0))
     assert caught.value.value == "40 groups: all rewards are equal (40 groups)"
 
@@ -91,7 +91,7 @@ def test_fewer_steps_than_were_taken_are_refused(tmp_path: Path) -> None:
     later = StandInTrainer()
     later.found = trainer.saved[-1]
     assert run_loop(config(tmp_path / "run"), later).step == 6
-    with pytest.raises(CheckpointError, match="more steps than it may") as caught:
+    with pytest.raises(CheckpointError, match="more steps than") as caught:
         run_loop(config(tmp_path / "run", "training.max_steps=5"), later)
     assert (caught.value.path, caught.value.value) == ("training.max_steps", 5)
 

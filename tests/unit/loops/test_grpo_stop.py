@@ -17,9 +17,9 @@ from episodes import make_group
 from forge.config import RecordConfig
 from forge.errors import CheckpointError, RecordError, StepAbandoned
 from forge.loops.stopping import Stop
-from forge.rollout.fruitless import Fruitless
 from forge.rollout.ledger import Ledger, LedgerLine, check_ledger, read_ledger
 from forge.rollout.record import RolloutRecorder
+from forge.rollout.signal import NoSignalGroup
 from forge.types import Batch, StepResult
 from grpo_runs import config, ledger
 from grpo_workers import StandInPolicy, StandInTrainer, run_loop
@@ -139,11 +139,11 @@ def test_a_ledger_on_a_full_disk_keeps_its_lines_and_names_the_file(room: int, t
 def test_a_group_without_signal_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     writer = RolloutRecorder(tmp_path, decode=str, config=RecordConfig(), resume_step=None)
     group = make_group(0, (0.0, 0.0))
-    path = writer.write_fruitless(1, Fruitless(0, "no_signal", "all_zero", group))
+    path = writer.write_no_signal(1, NoSignalGroup(0, "no_signal", "all_zero", group))
     assert path is not None
     before = path.read_bytes()
     with largest_file(len(before) + 10), pytest.raises(RecordError) as caught:
-        writer.write_fruitless(1, Fruitless(1, "no_signal", "all_zero", group))
+        writer.write_no_signal(1, NoSignalGroup(1, "no_signal", "all_zero", group))
     assert caught.value.path == str(path)
     assert path.read_bytes() == before
 

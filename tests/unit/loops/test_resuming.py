@@ -371,7 +371,7 @@ def test_a_finished_run_is_not_changed_by_another(run: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="already holds 3 checkpoint") as caught:
         check_grpo(config(run))
     assert caught.value.repair == (
-        "add --resume to continue that run, or run.name=NAME for a new one in a folder of its own"
+        "add --resume to continue that run, or run.name=NAME for a new one in its own folder"
     )
     assert contents(run) == before
     check_grpo(config(tmp_path / "third", f"checkpointing.resume={foreign}"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge.config import CheckpointConfig
-from forge.loops.saving import SaveRule, saved_step, where_it_stopped
+from forge.loops.resuming import SaveRule, saved_step, where_it_stopped
 from forge.trainer.checkpoint_folder import CheckpointInfo, checkpoint_name, write_record
 
 

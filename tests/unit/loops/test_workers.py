@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 
 from episodes import make_completion
-from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling
+from forge.config import GeneratorConfig, GRPOConfig, Sampling, load
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped, SyncError
 from forge.generator.engine import UpdateReport
-from forge.generator.native.guest import GuestConfig
+from forge.generator.native.cache_size import ColocatedGeneratorConfig
 from forge.loops.workers import (
     PolicyHandle,
-    RoutedTrainer,
     Workers,
     generator_config,
     gpus_beside,
-    published_dtype,
 )
+from forge.memory import resolve_run
 from forge.service.records import Outcome
+from forge.trainer.handles import ServiceTrainer
 from forge.types import Prompt
+from grpo_workers import StandInService
 
 PROMPT = Prompt("p", text="hello")
 
@@ -108,12 +109,15 @@ def test_a_service_that_does_not_end_in_order_cuts_nobody_short() -> None:
         async def close(self) -> None:
             raise ServiceStopped("all its replicas were given up")
 
-    workers: Any = (Slow(), Lost(), Slow(), None)
+    workers: Any = (Slow(), Lost(), StandInService(Slow()), None)
     asyncio.run(Workers(*workers).close())
     assert done == ["closed", "closed"]
-    workers = (Lost(), Slow(), Slow(), None)
+    workers = (Lost(), Slow(), StandInService(Slow()), None)
     with pytest.raises(ServiceStopped):
         asyncio.run(Workers(*workers).close())
+
+
+QWEN3_1_7B = load(GRPOConfig, overrides=["model.preset=qwen3_1_7b", "model.name=policy"]).model
 
 
 @pytest.mark.parametrize(
@@ -134,17 +138,13 @@ def test_a_generator_leaves_the_rest_of_a_gpu_to_the_trainer(
     placement: str, keys: dict[str, Any], share: float | None
 ) -> None:
     chosen = GRPOConfig.model_validate({"placement": placement, **keys})
-    made = generator_config(chosen, ModelConfig(name="policy"))
+    made = generator_config(chosen, QWEN3_1_7B, resolve_run(chosen, facts=QWEN3_1_7B))
     assert made.gpu_memory_share == (None if share is None else pytest.approx(share))
     assert made.model.name == "policy"
 
 
-QWEN3_1_7B = {"family": "qwen3", "hidden_size": 2048, "num_layers": 28, "num_heads": 16, "num_kv_heads": 8}
-QWEN3_1_7B |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936, "tie_embeddings": True}
-
-
 @pytest.mark.parametrize(
-    ("keys", "gigabytes", "num_guests"),
+    ("keys", "gigabytes", "num_colocated"),
     [
         ({"placement": "shared"}, 0, 1),
         ({"placement": "turns"}, 6.88, 1),
@@ -156,18 +156,19 @@ QWEN3_1_7B |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936,
     ],
 )
 def test_a_guest_leaves_room_for_what_is_still_to_come(
-    keys: dict[str, Any], gigabytes: float | None, num_guests: int | None
+    keys: dict[str, Any], gigabytes: float | None, num_colocated: int | None
 ) -> None:
     """In turns two published versions of the weights will be on the GPU; in one process nothing is published."""
     keys = {**keys, "generator": {"with_gpus": True, **keys.get("generator", {})}}
-    made = generator_config(GRPOConfig.model_validate(keys), ModelConfig.model_validate(QWEN3_1_7B))
+    chosen = GRPOConfig.model_validate(keys)
+    made = generator_config(chosen, QWEN3_1_7B, resolve_run(chosen, facts=QWEN3_1_7B))
     if gigabytes is None:
         assert type(made) is GeneratorConfig
         return
-    assert isinstance(made, GuestConfig)
+    assert isinstance(made, ColocatedGeneratorConfig)
     assert made.expected_bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
-    assert made.num_guests == num_guests
-    assert GeneratorConfig.model_validate(made.model_dump(exclude={"expected_bytes", "num_guests"}))
+    assert made.num_colocated == num_colocated
+    assert GeneratorConfig.model_validate(made.model_dump(exclude={"expected_bytes", "num_colocated"}))
     assert pickle.loads(pickle.dumps(made)) == made
 
 
@@ -183,7 +184,8 @@ def test_a_guest_leaves_room_for_what_is_still_to_come(
     ],
 )
 def test_weights_are_sent_in_what_generators_make_of_them(fields: dict[str, Any], expected: str | None) -> None:
-    assert published_dtype(GeneratorConfig(**fields)) == expected
+    run = resolve_run(GRPOConfig.model_validate({"generator": fields}), facts=QWEN3_1_7B)
+    assert run.published_dtype == expected
 
 
 def test_a_trainer_is_told_what_to_publish_in() -> None:
@@ -193,8 +195,8 @@ def test_a_trainer_is_told_what_to_publish_in() -> None:
         asked.append((args, kwargs))
 
     actor = SimpleNamespace(publish_weights=SimpleNamespace(route=route))
-    asyncio.run(RoutedTrainer(actor, dtype="bfloat16").publish_weights(4, name="policy"))
-    assert asked == [((4,), {"name": "policy", "dtype": "bfloat16"})]
+    asyncio.run(ServiceTrainer(actor, dtype="bfloat16", keep=3).publish_weights(4, name="policy"))
+    assert asked == [((4,), {"name": "policy", "dtype": "bfloat16", "keep": 3})]
 
 
 def test_beside_a_trainer_generators_use_its_first_gpus() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge.losses import Correction, PolicyLoss, TokenView
-from forge.trainer.sums import Sums
+from forge.trainer.row_building import Sums
 from policy_views import doubles
 
 RATIOS = [7.0, 1.0, 0.899, 0.901, 1.099, 1.101, 0.5]

@@ -11,7 +11,6 @@ import torch
 
 from forge.errors import ConfigError, DataError
 from forge.losses import (
-    ClippedPolicy,
     Correction,
     CrossEntropy,
     KLPenalty,
@@ -38,7 +37,7 @@ from policy_views import (
 
 def test_the_clipped_surrogate_by_hand() -> None:
     view = hand_view()
-    terms = ClippedPolicy()(view)
+    terms = PolicyLoss()(view)
     assert float(terms.total.detach()) == pytest.approx(TOTAL, abs=1e-12)
     (gradient,) = torch.autograd.grad(terms.total, view.logprobs_T)
     assert gradient.tolist() == pytest.approx([0, 0, -0.5, 0, 2.2, 0], abs=1e-12)
@@ -62,31 +61,31 @@ def test_the_clipped_surrogate_by_hand() -> None:
 
 def test_uneven_clipping() -> None:
     """The ratio 1.5 of a positive advantage is cut at 1.28, the ratio 0.5 of a negative one not at all."""
-    terms = ClippedPolicy(clip_low=1.0, clip_high=0.28)(hand_view())
+    terms = PolicyLoss(clip_low=1.0, clip_high=0.28)(hand_view())
     assert float(terms.total.detach()) == pytest.approx(-1.28 - 0.5 + 2.2 + 2 * 0.5, abs=1e-12)
     assert float(terms.metrics["clip_low"]) == 0
-    open_above = ClippedPolicy(clip_high=math.inf)(hand_view())
+    open_above = PolicyLoss(clip_high=math.inf)(hand_view())
     assert float(open_above.total.detach()) == pytest.approx(TOTAL - 0.3, abs=1e-12)
 
 
 @pytest.mark.parametrize(
     ("policy", "loss"),
     [
-        (ClippedPolicy(average="token_mean"), TOTAL / 5),
-        (ClippedPolicy(average="sequence_mean"), ((-1.2 - 0.5) / 2 + (2.2 + 1.6) / 3) / 2),
-        (ClippedPolicy(average="constant", length=4), TOTAL / 8),
+        (PolicyLoss(average="token_mean"), TOTAL / 5),
+        (PolicyLoss(average="sequence_mean"), ((-1.2 - 0.5) / 2 + (2.2 + 1.6) / 3) / 2),
+        (PolicyLoss(average="constant", length=4), TOTAL / 8),
     ],
 )
-def test_averages_by_hand(policy: ClippedPolicy, loss: float) -> None:
+def test_averages_by_hand(policy: PolicyLoss, loss: float) -> None:
     total = policy(hand_view()).total.detach()
     assert float(total) / policy.normalizer(hand_batch()) == pytest.approx(loss, abs=1e-12)
 
 
 def test_a_sample_of_which_nothing_counts_does_not_change_a_mean_over_samples() -> None:
-    policy = ClippedPolicy(average="sequence_mean")
+    policy = PolicyLoss(average="sequence_mean")
     extra = Batch.of([*hand_batch().samples(), Sample(torch.arange(2), torch.zeros(2))])
     assert policy.normalizer(extra) == policy.normalizer(hand_batch()) == 2
-    assert ClippedPolicy(average="constant", length=4).normalizer(extra) == 12
+    assert PolicyLoss(average="constant", length=4).normalizer(extra) == 12
     view = hand_view(weights_T=doubles([0, 1, 1, 0, 0, 0]))
     total = policy(view).total
     assert float(total.detach()) == pytest.approx(-0.85, abs=1e-12)
@@ -101,7 +100,7 @@ def test_the_penalty_for_leaving_the_reference(estimator: Any, each: Any) -> Non
     view = hand_view()
     reference = view.logprobs_T.detach() + doubles([5, 2, 0.5, 5, 1, 4]).log()
     view = hand_view(fields={**view.fields, "ref_logprobs": reference})
-    policy = ClippedPolicy(kl=KLPenalty(0.1, estimator))
+    policy = PolicyLoss(kl=KLPenalty(0.1, estimator))
     assert policy.fields == ("advantages", "old_logprobs", "ref_logprobs")
     terms = policy(view)
     divergence = each(2) + each(0.5) + each(1) + 2 * each(4)
@@ -119,15 +118,15 @@ def test_estimates_have_the_divergence_as_their_mean() -> None:
 
 def test_the_entropy_bonus() -> None:
     entropy = doubles([math.nan, 1, 2, math.inf, 3, 4]).requires_grad_()
-    bonus = ClippedPolicy(entropy_coefficient=0.1)
+    bonus = PolicyLoss(entropy_coefficient=0.1)
     assert bonus.needs_entropy
-    assert not ClippedPolicy().needs_entropy
+    assert not PolicyLoss().needs_entropy
     terms = bonus(hand_view(entropy_T=entropy))
     assert float(terms.total.detach()) == pytest.approx(TOTAL - 0.1 * (1 + 2 + 3 + 8), abs=1e-12)
     assert float(terms.metrics["entropy"]) == 14
     (gradient,) = torch.autograd.grad(terms.total, entropy)
     assert gradient.tolist() == pytest.approx([0, -0.1, -0.1, 0, -0.1, -0.2])
-    reported = ClippedPolicy()(hand_view(entropy_T=entropy))
+    reported = PolicyLoss()(hand_view(entropy_T=entropy))
     assert float(reported.metrics["entropy"]) == 14
     assert float(reported.total.detach()) == pytest.approx(TOTAL, abs=1e-12)
 
@@ -144,9 +143,9 @@ def test_cross_entropy_by_hand() -> None:
 
 SMOOTH: list[Loss] = [
     CrossEntropy(),
-    ClippedPolicy(entropy_coefficient=0.03, kl=KLPenalty(0.05)),
-    ClippedPolicy(average="sequence_mean", kl=KLPenalty(0.05, "k2"), clip_high=0.28),
-    ClippedPolicy(average="constant", length=64, kl=KLPenalty(0.05, "k1"), entropy_coefficient=0.1),
+    PolicyLoss(entropy_coefficient=0.03, kl=KLPenalty(0.05)),
+    PolicyLoss(average="sequence_mean", kl=KLPenalty(0.05, "k2"), clip_high=0.28),
+    PolicyLoss(average="constant", length=64, kl=KLPenalty(0.05, "k1"), entropy_coefficient=0.1),
     PolicyLoss(dual_clip=1.1, correction=Correction(kind="mask", low=0.8, high=1.3)),
     PolicyLoss(kind="gspo", average="sequence_mean", clip_low=0.05, clip_high=0.05, kl=KLPenalty(0.1, weighted=True)),
     PolicyLoss(kind="reinforce", proximal="trainer", iterations=3),
@@ -217,25 +216,25 @@ def test_gradcheck_of_losses(loss: Loss) -> None:
 def test_a_micro_batch_in_which_nothing_counts() -> None:
     view = hand_view(weights_T=torch.zeros(6, dtype=torch.float64))
     for average in ("token_mean", "sequence_mean"):
-        terms = ClippedPolicy(average=average)(view)  # type: ignore[arg-type]
+        terms = PolicyLoss(average=average)(view)  # type: ignore[arg-type]
         assert float(terms.total.detach()) == 0
         assert float(terms.metrics["ratio_max"]) == -math.inf
         assert float(terms.metrics["ratio_min"]) == math.inf
     empty = TokenView(doubles([]), doubles([]), (), fields={"advantages": doubles([]), "old_logprobs": doubles([])})
-    assert float(ClippedPolicy()(empty).total) == 0
+    assert float(PolicyLoss()(empty).total) == 0
 
 
 @pytest.mark.parametrize(
     ("make", "path"),
     [
-        (lambda: ClippedPolicy(clip_low=1.5), "clip_low"),
-        (lambda: ClippedPolicy(clip_low=math.nan), "clip_low"),
-        (lambda: ClippedPolicy(clip_high=-0.1), "clip_high"),
-        (lambda: ClippedPolicy(average="mean"), "average"),  # type: ignore[arg-type]
-        (lambda: ClippedPolicy(average="constant"), "length"),
-        (lambda: ClippedPolicy(average="constant", length=0), "length"),
-        (lambda: ClippedPolicy(length=5), "length"),
-        (lambda: ClippedPolicy(entropy_coefficient=-1), "entropy_coefficient"),
+        (lambda: PolicyLoss(clip_low=1.5), "clip_low"),
+        (lambda: PolicyLoss(clip_low=math.nan), "clip_low"),
+        (lambda: PolicyLoss(clip_high=-0.1), "clip_high"),
+        (lambda: PolicyLoss(average="mean"), "average"),  # type: ignore[arg-type]
+        (lambda: PolicyLoss(average="constant"), "length"),
+        (lambda: PolicyLoss(average="constant", length=0), "length"),
+        (lambda: PolicyLoss(length=5), "length"),
+        (lambda: PolicyLoss(entropy_coefficient=-1), "entropy_coefficient"),
         (lambda: PolicyLoss(kind="ppo"), "kind"),  # type: ignore[arg-type]
         (lambda: PolicyLoss(proximal="reference"), "proximal"),  # type: ignore[arg-type]
         (lambda: PolicyLoss(dual_clip=1.0), "dual_clip"),
@@ -262,8 +261,8 @@ def test_settings_that_are_refused(make: Any, path: str) -> None:
 @pytest.mark.parametrize(
     ("make", "path"),
     [
-        (lambda: ClippedPolicy()(hand_view(fields={"advantages": doubles(ADVANTAGES)})), "fields['old_logprobs']"),
-        (lambda: ClippedPolicy(entropy_coefficient=0.1)(hand_view()), "entropy_T"),
+        (lambda: PolicyLoss()(hand_view(fields={"advantages": doubles(ADVANTAGES)})), "fields['old_logprobs']"),
+        (lambda: PolicyLoss(entropy_coefficient=0.1)(hand_view()), "entropy_T"),
         (lambda: hand_view(weights_T=doubles([1.0])), "weights_T"),
         (lambda: hand_view(fields={"advantages": doubles([1.0])}), "fields['advantages']"),
         (lambda: hand_view(lengths=(3, 2)), "lengths"),

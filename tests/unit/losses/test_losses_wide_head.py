@@ -7,7 +7,7 @@ import torch
 
 from forge.generator.native.sampler import _at, _logsumexp
 from forge.losses import chunked_logprobs, chunked_nll
-from forge.models.linear import rows_linear
+from forge.models.layers import rows_linear
 
 WIDTH, VOCAB, TOKENS = 64, 500, 50
 

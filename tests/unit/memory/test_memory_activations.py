@@ -11,11 +11,11 @@ from torch import Tensor
 
 from forge.config import ModelConfig
 from forge.memory.activations import Row, Setting, kept_bytes, recomputed_bytes
-from forge.memory.model_size import Sizes
-from forge.models.rows import Documents, RowBook, RowTask, Sharing
-from forge.models.titan import titan_config
-from forge.trainer.head import head_function
-from forge.trainer.prefixes import plan_shared_rows
+from forge.models.language_model import titan_config
+from forge.models.rows import Documents, RowRegistry, RowTask, Sharing
+from forge.models.sizes import Sizes
+from forge.trainer.assembly import head_function
+from forge.trainer.microbatches import plan_shared_rows
 from forge.trainer.row_building import build_rows
 from forge.types import Batch, Sample
 
@@ -37,6 +37,7 @@ DENSE: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {"family": "llama"},
+    "qwen2": {"family": "qwen2"},
     "qwen3_moe": {
         "family": "qwen3_moe",
         "intermediate_size": None,
@@ -59,7 +60,7 @@ def saved_bytes(model: ModelConfig, dtype: torch.dtype, lengths: tuple[int, ...]
         built.init_states(buffer_device="cpu")
         for parameter in built.parameters():
             parameter.normal_(std=0.02)
-    book = RowBook()
+    book = RowRegistry()
     built.use(book, head_function(chunk_tokens=8))
     places = torch.arange(8)
     task = RowTask(

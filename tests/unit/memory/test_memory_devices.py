@@ -8,7 +8,7 @@ import pytest
 
 from forge.config import GRPOConfig, PolicyConfig, SFTConfig, load
 from forge.errors import ConfigError, LayoutError, ModelError
-from forge.memory import Card, MemoryPlan, plan_memory, read_run
+from forge.memory import Card, MemoryPlan, plan_memory, resolve_run
 from forge.memory.constants import GIB
 
 CARD = Card(80 * GIB)
@@ -23,7 +23,7 @@ BASE = (
 
 def planned(*words: str, card: Card | None = CARD, schema: Any = GRPOConfig) -> MemoryPlan:
     config = load(schema, overrides=[*(BASE if schema is GRPOConfig else ()), *words])
-    return plan_memory(read_run(config, card=card), card=card)
+    return plan_memory(resolve_run(config, card=card), card=card)
 
 
 def sizes(plan: MemoryPlan, *, device: int = 0, phase: str = "training") -> dict[str, int]:
@@ -172,7 +172,7 @@ def test_without_gpus_everything_is_in_the_host() -> None:
 def test_a_model_that_nothing_describes_is_refused() -> None:
     config = load(SFTConfig, overrides=["model.path=nowhere/at-all"])
     with pytest.raises(ModelError) as refused:
-        read_run(config, card=CARD)
+        resolve_run(config, card=CARD)
     assert refused.value.path == "model.path"
     assert refused.value.value == "nowhere/at-all"
     assert "model.preset" in str(refused.value.repair)
@@ -180,7 +180,7 @@ def test_a_model_that_nothing_describes_is_refused() -> None:
 
 def test_a_folder_that_is_not_here_is_planned_from_its_preset() -> None:
     config = load(SFTConfig, overrides=["model.path=nowhere/at-all", "model.preset=qwen3_0_6b"])
-    assert any("nowhere/at-all" in note for note in read_run(config, card=CARD).notes)
+    assert any("nowhere/at-all" in note for note in resolve_run(config, card=CARD).notes)
 
 
 def test_a_layout_that_cannot_be_is_refused_as_elsewhere() -> None:
@@ -192,5 +192,5 @@ def test_a_configuration_of_another_kind_is_refused() -> None:
     from forge.config import ForgeConfig
 
     with pytest.raises(ConfigError) as refused:
-        read_run(load(ForgeConfig, overrides=["model.preset=tiny"]))
+        resolve_run(load(ForgeConfig, overrides=["model.preset=tiny"]))
     assert refused.value.path == "--kind"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forge.config import GRPOConfig, SFTConfig, load
 from forge.errors import ConfigError, LayoutError
-from forge.memory import Card, check_memory, find_limits, plan_memory, propose, read_run
+from forge.memory import Card, check_memory, find_limits, plan_memory, propose, resolve_run
 from forge.memory.checking import check_on_card
 from forge.memory.constants import GIB
 from forge.memory.fitting import changed_config
@@ -46,12 +46,12 @@ def runs(draw: st.DrawFn) -> tuple[Any, Card]:
 @given(runs())
 def test_every_proposal_fits_when_it_is_applied(drawn: tuple[Any, Card]) -> None:
     config, card = drawn
-    plan = plan_memory(read_run(config, card=card), card=card)
+    plan = plan_memory(resolve_run(config, card=card), card=card)
     changes = propose(config, card=card)
     assert not (plan.fits and changes)
     for change in changes:
         applied = changed_config(config, change.words)
-        again = plan_memory(read_run(applied, card=card), card=card)
+        again = plan_memory(resolve_run(applied, card=card), card=card)
         assert again.fits
         assert again == change.plan
 
@@ -78,7 +78,7 @@ def test_several_changes_where_none_is_enough_alone() -> None:
     for word in change.words:  # each of them is needed
         fewer = [other for other in change.words if other != word]
         assert not plan_memory(
-            read_run(changed_config(big(), fewer), card=Card(40 * GIB, 1)), card=Card(40 * GIB, 1)
+            resolve_run(changed_config(big(), fewer), card=Card(40 * GIB, 1)), card=Card(40 * GIB, 1)
         ).fits
 
 
@@ -94,7 +94,7 @@ def test_a_shorter_context_is_the_last_resort() -> None:
 def test_too_few_gpus_are_a_shortage_too() -> None:
     config = big("placement=apart", "rollout.staleness=1")
     card = Card(80 * GIB, 1)
-    assert not plan_memory(read_run(config, card=card), card=card).has_enough_gpus
+    assert not plan_memory(resolve_run(config, card=card), card=card).has_enough_gpus
     with pytest.raises(ConfigError) as refused:
         check_memory(config, card=card)
     assert refused.value.value == 2
@@ -120,7 +120,7 @@ def test_a_run_that_nothing_saves_is_refused_without_a_proposal() -> None:
 
 
 def started(config: Any, size: float, log: logging.Logger) -> Any:
-    run = read_run(config, card=Card(int(size * GIB), 1))
+    run = resolve_run(config, card=Card(int(size * GIB), 1))
     return check_on_card(config, card=Card(int(size * GIB), 1), facts=run.facts, log=log)
 
 
@@ -143,7 +143,7 @@ def test_at_its_start_a_run_far_too_large_is_refused_and_a_doubtful_one_warned(
         started(config, 40, log)
     assert "one of: " in str(refused.value.repair)
     card = Card(200 * GIB, 1)
-    peak = plan_memory(read_run(config, card=card), card=card).gpus[0].peak.num_bytes
+    peak = plan_memory(resolve_run(config, card=card), card=card).gpus[0].peak.num_bytes
     with caplog.at_level(logging.INFO, logger=log.name):
         assert started(config, peak / GIB, log) is not None  # a card of that size has a little less
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
@@ -167,19 +167,19 @@ def test_a_run_that_fits_gives_its_plan() -> None:
 
 def test_limits_are_the_largest_that_fit() -> None:
     config, card = big("placement=turns"), Card(80 * GIB, 1)
-    run = read_run(config, card=card)
+    run = resolve_run(config, card=card)
     limits = find_limits(run, card=card)
     assert limits.microbatch_tokens is not None
     assert limits.max_seq_len is not None
     for tokens, fits in ((limits.microbatch_tokens, True), (limits.microbatch_tokens + 512, False)):
         changed = changed_config(config, [f"training.microbatch_tokens={tokens}"])
-        assert plan_memory(read_run(changed, card=card), card=card).fits is fits
+        assert plan_memory(resolve_run(changed, card=card), card=card).fits is fits
     assert limits.max_seq_len <= (run.facts.max_seq_len or 0)
 
 
 def test_limits_of_what_does_not_fit_at_all() -> None:
     card = Card(8 * GIB, 1)
-    limits = find_limits(read_run(big(), card=card), card=card)
+    limits = find_limits(resolve_run(big(), card=card), card=card)
     assert limits.microbatch_tokens is None
     assert limits.max_seq_len is None
 

@@ -24,10 +24,10 @@ from torchtitan.protocols.module import Module
 
 from forge.config import ForgeConfig, ModelConfig, load
 from forge.memory.activations import Row, Setting, backward_bytes, kept_bytes, recomputed_bytes
-from forge.memory.model_size import Sizes
-from forge.models.facts import complete
-from forge.models.rows import Documents, RowBook, RowTask
-from forge.models.titan import titan_config
+from forge.models.architecture import complete
+from forge.models.language_model import titan_config
+from forge.models.rows import Documents, RowRegistry, RowTask
+from forge.models.sizes import Sizes
 from memory_tracking import LiveBytes
 
 TOKENS, LAYERS = 2048, 3
@@ -61,10 +61,10 @@ class KernelAttention(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.book = RowBook()
+        self.row_registry = RowRegistry()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Tensor, scale: float, **_: Any) -> Tensor:
-        documents = self.book.find(attention_masks).documents
+        documents = self.row_registry.find(attention_masks).documents
         ends, longest = documents.offsets, documents.longest
         packed = (each[0] for each in (q, k, v))
         out = varlen_attn(
@@ -94,7 +94,7 @@ def as_on_a_gpu(model: ModelConfig) -> Any:
         torch.set_default_dtype(before)
 
 
-class _Key(RowBook):
+class _Key(RowRegistry):
     """Keys of rows are read from a tensor, and here tensors have no data: there is one row."""
 
     def __init__(self, task: RowTask) -> None:

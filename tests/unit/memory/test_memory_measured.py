@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forge.config import GRPOConfig, load
-from forge.memory import Card, read_run
+from forge.memory import Card, resolve_run
 from forge.memory.constants import GIB
 from forge.memory.devices import trainer_jobs
 from forge.memory.trainer import training_moments
@@ -43,7 +43,7 @@ MEASURED = [
 def test_a_measured_peak_is_predicted(tokens: int, words: tuple[str, ...], allocated: float, reserved: float) -> None:
     card = Card(141 * GIB)
     config = load(GRPOConfig, overrides=[*BASE, f"training.microbatch_tokens={tokens}", *words])
-    ((_, job),) = trainer_jobs(read_run(config, card=card))
+    ((_, job),) = trainer_jobs(resolve_run(config, card=card))
     peak = max(training_moments(job), key=lambda moment: moment.num_bytes)
     sizes = {part.name: part.num_bytes for part in peak.parts}
     without = ("CUDA context", "published weights")  # the process, and what nobody fetched there

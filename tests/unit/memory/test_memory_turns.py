@@ -9,11 +9,11 @@ import pytest
 
 from forge.config import GRPOConfig, load
 from forge.generator.native.cache_size import CacheNeed, StepWork, graph_sizes, pages_in_turns, step_work
-from forge.memory import Card, DevicePlan, plan_memory, read_run
+from forge.memory import Card, DevicePlan, plan_memory, resolve_run
 from forge.memory.constants import CUDA_CONTEXT, GIB
 from forge.memory.devices import generator_job
 from forge.memory.generator import cache_need
-from forge.models.facts import complete
+from forge.models.architecture import complete
 
 WORK = StepWork(prefill=GIB, sampler=GIB, graphs=2 * GIB)
 NEED = CacheNeed(page_bytes=GIB, least=2, wanted=60)
@@ -34,7 +34,7 @@ def config_of(*words: str) -> GRPOConfig:
 
 def device(*words: str, size: int = 80) -> DevicePlan:
     card = Card(size * GIB, 1)
-    return plan_memory(read_run(config_of(*words), card=card), card=card).gpus[0]
+    return plan_memory(resolve_run(config_of(*words), card=card), card=card).gpus[0]
 
 
 def parts(plan: DevicePlan, phase: Any) -> dict[str, int]:
@@ -108,7 +108,7 @@ def test_an_engine_in_the_trainers_process_keeps_weights_and_recorded_steps_whil
 @pytest.mark.parametrize(("size", "is_wanted"), [(48, False), (80, True), (141, True)])
 def test_the_plan_and_the_engine_choose_the_cache_with_one_function(size: int, is_wanted: bool) -> None:
     card = Card(size * GIB, 1)
-    run = read_run(config_of("placement=shared"), card=card)
+    run = resolve_run(config_of("placement=shared"), card=card)
     held = parts(device("placement=shared", size=size), "generating")
     job = generator_job(run, card)
     assert job is not None
@@ -139,6 +139,6 @@ def test_several_generators_in_turns_divide_what_is_left() -> None:
 
 
 def test_on_a_cpu_the_cache_stays() -> None:
-    run = read_run(config_of("placement=shared", "distributed.with_gpus=false"), card=None)
+    run = resolve_run(config_of("placement=shared", "distributed.with_gpus=false"), card=None)
     assert not run.takes_turns
     assert replace(run, generator_on_gpu=True).takes_turns

@@ -16,11 +16,10 @@ from forge.kernels import cpu_attention, cpu_step
 from forge.kernels.cpu_step import normed
 from forge.kernels.paged import PAGE_TOKENS, PagedLayout
 from forge.models.cpu_step import CpuSteps, cut
-from forge.models.inference import build_for_inference, paged_layers
+from forge.models.inference import PagedRow, build_for_inference, paged_layers
 from forge.models.language_model import LanguageModel
-from forge.models.linear import rows_linear
-from forge.models.paged_attention import PagedRow
-from forge.models.random_weights import draw_weights
+from forge.models.layers import rows_linear
+from forge.models.weights import draw_weights
 
 pytestmark = pytest.mark.skipif(cpu_step.library() is None, reason="no compiler for the CPU kernels")
 FACTS: dict[str, Any] = {
@@ -38,6 +37,7 @@ FACTS: dict[str, Any] = {
 EXPERTS = {"num_experts": 4, "num_experts_per_token": 2, "expert_intermediate_size": 32}
 QWEN3 = ModelConfig(family="qwen3", tie_embeddings=True, **FACTS)
 LLAMA = ModelConfig(family="llama", tie_embeddings=False, **FACTS)
+QWEN2 = ModelConfig(family="qwen2", tie_embeddings=True, **FACTS)
 MIXTURE = ModelConfig(family="qwen3_moe", tie_embeddings=False, **EXPERTS, **FACTS)
 PAGES = 4  # of each sequence
 
@@ -53,6 +53,9 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def built(facts: ModelConfig = QWEN3, *, dtype: torch.dtype = torch.float32, num_sequences: int = 24) -> LanguageModel:
     model = build_for_inference(facts, max_seq_len=64, dtype=dtype, device=torch.device("cpu"))
     draw_weights([model], num_layers=2, seed=0)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".bias"):  # zero in a new model
+            parameter.normal_(generator=torch.Generator().manual_seed(len(parameter)))
     for layer in paged_layers(model):
         layer.k_cache, layer.v_cache = cpu_attention.new_cache(num_sequences * PAGES, num_kv_heads=2, width=16)
         layer.k_cache.zero_()
@@ -81,7 +84,7 @@ def row_of(pieces: Sequence[tuple[int, int]], index: Sequence[int] | None = None
 
 @torch.inference_mode()
 def called(model: LanguageModel, tokens: Tensor, row: PagedRow) -> Tensor:
-    hidden: Tensor = model(tokens[None], model.book.enter(row))
+    hidden: Tensor = model(tokens[None], model.row_registry.enter(row))
     return hidden
 
 
@@ -101,7 +104,7 @@ PREFILL = [(0, 5), (0, 1), (0, 33), (0, 17), (0, 30), (0, 2)]
 MIXED = [(5, 6), (1, 20), (33, 34), (17, 18), (30, 50), (2, 3)]
 
 
-@pytest.mark.parametrize("facts", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+@pytest.mark.parametrize("facts", [QWEN3, LLAMA, QWEN2], ids=["qwen3", "llama", "qwen2"])
 def test_a_step_has_the_bits_of_the_model(facts: ModelConfig) -> None:
     model, own = built(facts), built(facts)
     steps = CpuSteps(own)

@@ -54,8 +54,8 @@ def test_a_tensor_that_does_not_fit_is_refused(path: str, call: Callable[[], obj
 
 def test_extents_are_what_the_lengths_say() -> None:
     extents = Extents.of([3, 1], [7, 20], device="cpu")
-    assert (extents.max_query, extents.max_context, extents.num_keys) == (3, 20, 27)
+    assert (extents.max_context, extents.num_keys) == (20, 27)
     assert extents.context_starts.dtype == torch.int32
     assert extents.context_starts.tolist() == [0, 7, 27]
     nothing = Extents.of([], [], device="cpu")
-    assert (nothing.max_query, nothing.max_context, nothing.num_keys) == (0, 0, 0)
+    assert (nothing.max_context, nothing.num_keys) == (0, 0)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from forge.config import ModelConfig, preset_names
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
-from forge.models.facts import FACTS
-from forge.models.hf_config import SpecialIds, complete, merge, read_hf_config, write_hf_config
+from forge.models.architecture import ARCHITECTURE_KEYS, complete, merge
+from forge.models.hf_config import SpecialIds, read_hf_config, write_hf_config
 from forge.models.tiny import make_tiny
 
 QWEN3: dict[str, Any] = {
@@ -56,7 +56,11 @@ LLAMA = {key: value for key, value in QWEN3.items() if "window" not in key and k
     "rope_scaling": {"rope_type": "llama3", **SCALING},
 }
 WINDOW = {"use_sliding_window": True, "sliding_window": 9}
-FAMILIES = {"qwen3": QWEN3, "qwen3_moe": MOE, "llama": LLAMA}
+QWEN2 = {key: value for key, value in QWEN3.items() if key not in ("head_dim", "attention_bias")} | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+}
+FAMILIES = {"qwen3": QWEN3, "qwen2": QWEN2, "qwen3_moe": MOE, "llama": LLAMA}
 
 
 def folder_with(tmp_path: Path, content: object) -> Path:
@@ -65,7 +69,7 @@ def folder_with(tmp_path: Path, content: object) -> Path:
 
 
 def facts_of(model: ModelConfig) -> dict[str, Any]:
-    return {key: getattr(model, key) for key in FACTS}
+    return {key: getattr(model, key) for key in ARCHITECTURE_KEYS}
 
 
 def by_transformers(folder: Path) -> dict[str, Any]:
@@ -102,7 +106,7 @@ def by_transformers(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reading_agrees_with_transformers(family: str, tmp_path: Path) -> None:
     model = read_hf_config(folder_with(tmp_path, FAMILIES[family]))
-    assert model.model_dump(include=set(FACTS)) == by_transformers(tmp_path)
+    assert model.model_dump(include=set(ARCHITECTURE_KEYS)) == by_transformers(tmp_path)
     assert (model.family, model.path, model.name, model.preset) == (family, None, None, None)
 
 
@@ -131,7 +135,7 @@ def test_an_absent_key_means_what_it_means_to_transformers(family: str, key: str
     content = FAMILIES[family] | {"num_attention_heads": 32, "hidden_size": 64 * 32}
     content = {name: value for name, value in content.items() if name != key}
     model = read_hf_config(folder_with(tmp_path, content))
-    assert model.model_dump(include=set(FACTS)) == by_transformers(tmp_path)
+    assert model.model_dump(include=set(ARCHITECTURE_KEYS)) == by_transformers(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +154,7 @@ def test_ways_to_write_the_same(change: dict[str, Any], tmp_path: Path) -> None:
     if content["rope_scaling"] and content["rope_scaling"].get("original_max_position_embeddings", 1) is None:
         del content["rope_scaling"]["original_max_position_embeddings"]
     model = read_hf_config(folder_with(tmp_path, content))
-    assert model.model_dump(include=set(FACTS)) == by_transformers(tmp_path)
+    assert model.model_dump(include=set(ARCHITECTURE_KEYS)) == by_transformers(tmp_path)
 
 
 def test_a_window_that_no_layer_uses_is_read(tmp_path: Path) -> None:
@@ -173,13 +177,14 @@ def test_a_window_that_no_layer_uses_is_read(tmp_path: Path) -> None:
         (QWEN3, {"attention_dropout": 0.1}, "attention_dropout", 0.1, "only 0"),
         (QWEN3, {"quantization_config": {"bits": 4}}, "quantization_config", {"bits": 4}, "only null"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor", 0.5, "only 1"),
+        (QWEN2, WINDOW | {"max_window_layers": 2}, "use_sliding_window", True, ""),
         (QWEN3, WINDOW | {"max_window_layers": 2}, "use_sliding_window", True, ""),
         (MOE, WINDOW | {"max_window_layers": 9}, "use_sliding_window", True, ""),
         (QWEN3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types", "sliding_attention", "full"),
         (MOE, {"decoder_sparse_step": 2}, "decoder_sparse_step", 2, "only 1"),
         (MOE, {"mlp_only_layers": [0]}, "mlp_only_layers", [0], "only []"),
         (MOE, {"norm_topk_prob": False}, "norm_topk_prob", False, "only true"),
-        (MOE, {"norm_topk_prob": None}, "norm_topk_prob", False, "only true"),
+        (MOE, {"norm_topk_prob": None}, "norm_topk_prob", None, "only true"),
         (LLAMA, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type", "yarn", "llama3"),
         (LLAMA, {"rope_scaling": None, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
          "rope_parameters.rope_type", "linear", "default and llama3"),
@@ -219,7 +224,7 @@ def test_every_preset_is_written_as_transformers_reads_it(preset: str, tmp_path:
 
     model = complete(ModelConfig.model_validate(read_preset(preset).data["model"]))
     write_hf_config(model, tmp_path, dtype="bfloat16", special_ids=SpecialIds(bos=None, eos=(5, 6), pad=7))
-    assert by_transformers(tmp_path) == model.model_dump(include=set(FACTS))
+    assert by_transformers(tmp_path) == model.model_dump(include=set(ARCHITECTURE_KEYS))
     assert facts_of(read_hf_config(tmp_path)) == facts_of(model)
     config = AutoConfig.from_pretrained(tmp_path)
     assert str(config.dtype) == "torch.bfloat16"

@@ -12,14 +12,14 @@ import pytest
 
 from forge.config import ForgeConfig, ModelConfig, load
 from forge.errors import ModelError
-from forge.models.facts import FACTS
+from forge.models.architecture import ARCHITECTURE_KEYS
 from forge.models.hf_config import read_hf_config
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tiny import TINY_FILES, make_tiny
 
 
 def facts_of(model: ModelConfig) -> dict[str, object]:
-    return {key: getattr(model, key) for key in FACTS}
+    return {key: getattr(model, key) for key in ARCHITECTURE_KEYS}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def cache(tmp_path: Path) -> dict[str, str]:
 def test_a_folder(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     found = resolve(ModelConfig(path=str(folder)))
     assert (found.folder, found.name) == (folder, "model")
-    assert facts_of(found.facts) == facts_of(read_hf_config(folder))
+    assert facts_of(found.architecture) == facts_of(read_hf_config(folder))
     assert resolve(ModelConfig(path=str(folder), hf_repo="a/b")).name == "a/b"
     assert resolve(ModelConfig(path=str(folder), hf_repo="a/b", name="mine")).name == "mine"
     assert caplog.records == []
@@ -44,7 +44,7 @@ def test_a_folder(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_folder_wins_over_the_preset(folder: Path) -> None:
     model = load(ForgeConfig, overrides=["model.preset=qwen3_8b", f"model.path={folder}"]).model
-    assert facts_of(resolve(model).facts) == facts_of(read_hf_config(folder))
+    assert facts_of(resolve(model).architecture) == facts_of(read_hf_config(folder))
     with pytest.raises(ModelError, match="contradicts"):
         resolve(load(ForgeConfig, overrides=[f"model.path={folder}", "model.num_layers=7"]).model)
 
@@ -88,7 +88,7 @@ def test_tiny_is_made_once(cache: dict[str, str], caplog: pytest.LogCaptureFixtu
     assert made.folder is not None
     assert (made.name, sorted(path.name for path in made.folder.iterdir())) == ("tiny", sorted(TINY_FILES))
     assert made.folder.is_relative_to(cache["XDG_CACHE_HOME"])
-    assert facts_of(read_hf_config(made.folder)) == facts_of(made.facts)
+    assert facts_of(read_hf_config(made.folder)) == facts_of(made.architecture)
     stamps = [path.stat().st_mtime_ns for path in sorted(made.folder.iterdir())]
     loaded = load(ForgeConfig, overrides=["model.preset=tiny"]).model
     for section in (ModelConfig(preset="tiny"), ModelConfig(name="tiny"), loaded):
@@ -155,7 +155,7 @@ def test_the_cache_is_in_the_home_unless_said_otherwise(tmp_path: Path) -> None:
 def test_a_preset_without_a_path_has_random_weights_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="forge.models"):
         found = resolve(ModelConfig(preset="qwen3_0_6b"))
-    assert (found.folder, found.name, found.facts.num_layers) == (None, "qwen3_0_6b", 28)
+    assert (found.folder, found.name, found.architecture.num_layers) == (None, "qwen3_0_6b", 28)
     (record,) = caplog.records
     assert "random weights" in record.getMessage()
     assert "forge download Qwen/Qwen3-0.6B --output-dir models/qwen3-0.6b" in record.getMessage()

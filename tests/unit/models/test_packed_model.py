@@ -12,11 +12,10 @@ from torch import Tensor
 
 from forge.config import ModelConfig
 from forge.models.attention import DocumentAttention
-from forge.models.experts import Experts
-from forge.models.random_weights import draw_weights
-from forge.models.rotary import Rotary
-from forge.models.rows import Documents, RowBook, RowTask
-from forge.models.titan import titan_config
+from forge.models.language_model import titan_config
+from forge.models.layers import Experts, Rotary
+from forge.models.rows import Documents, RowRegistry, RowTask
+from forge.models.weights import draw_weights
 
 FACTS: dict[str, Any] = {
     "num_layers": 2,
@@ -33,6 +32,7 @@ FACTS: dict[str, Any] = {
 MODELS = {
     "qwen3": ModelConfig(family="qwen3", tie_embeddings=False, **FACTS),
     "llama": ModelConfig(family="llama", tie_embeddings=True, **FACTS),
+    "qwen2": ModelConfig(family="qwen2", tie_embeddings=True, **FACTS),
     "mixture": ModelConfig(
         family="qwen3_moe",
         tie_embeddings=False,
@@ -68,7 +68,7 @@ class TestRows:
         assert documents.longest == 1
 
     def test_keys_find_their_rows_until_they_are_forgotten(self) -> None:
-        book, rows = RowBook(), [task((2,)), task((3,))]
+        book, rows = RowRegistry(), [task((2,)), task((3,))]
         keys = [book.enter(row) for row in rows]
         assert [book.find(key) for key in keys] == rows
         assert keys[0].shape == (1, 1)
@@ -87,7 +87,7 @@ class TestAttention:
 
     def attend(self, row: RowTask, qkv: list[Tensor]) -> Tensor:
         attention = DocumentAttention(DocumentAttention.Config())
-        return attention(*qkv, attention_masks=attention.book.enter(row))
+        return attention(*qkv, attention_masks=attention.row_registry.enter(row))
 
     def test_a_token_sees_its_document_up_to_itself(self) -> None:
         query, key, value = qkv = self.heads(15)
@@ -185,7 +185,7 @@ def test_a_packed_row_has_the_logits_of_its_documents(name: str) -> None:
     with torch.no_grad():
         model.init_states(buffer_device=torch.device("cpu"))
     draw_weights([model], num_layers=1, seed=2)
-    book = RowBook()
+    book = RowRegistry()
     model.use(book, None)
     lengths = (6, 1, 9)
     tokens = torch.randint(32, (1, 18), generator=torch.Generator().manual_seed(1))

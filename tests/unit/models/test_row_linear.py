@@ -14,12 +14,9 @@ from forge.generator.native.sampler import _at, _logsumexp
 from forge.kernels import cpu_layers
 from forge.kernels.cpu_linear import row_floor
 from forge.losses.head import chunked_logprobs, chunked_nll
-from forge.models.experts import Experts
-from forge.models.gate import RowFeedForward, gated
-from forge.models.language_model import Head
-from forge.models.linear import RowLinear, rows_linear
+from forge.models.language_model import Head, titan_config
+from forge.models.layers import Experts, RowFeedForward, RowLinear, gated, rows_linear
 from forge.models.rows import Documents, RowTask
-from forge.models.titan import titan_config
 
 FAILING = ((1100, 40), (2048, 40), (896, 151))
 """Widths and outputs for which torch on an Intel Xeon with two threads gives a row other bits in another batch."""

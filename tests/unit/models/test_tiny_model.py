@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forge.config.model_presets import read_preset
+from forge.config.layers import read_preset
 from forge.errors import ModelError
 from forge.models.hf_config import read_hf_config
 from forge.models.tiny import SPECIAL_TOKENS, TINY_FILES, VOCAB_SIZE, make_tiny
 
-FAMILIES = ("qwen3", "qwen3_moe", "llama")
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
 GOLDEN = {
     "chat_template.jinja": "48f0cc27a407d902",
     "config.json": "d753f705ad997eca",
@@ -68,11 +68,11 @@ def test_norms_are_one_and_the_rest_is_spread(family: str, folders: dict[str, Pa
 
     weights = load_file(folders[family] / "model.safetensors")
     for name, tensor in weights.items():
-        if tensor.ndim == 1:
+        if tensor.ndim == 1 and not name.endswith(".bias"):
             assert (tensor == 1).all(), name
         else:
             assert 0.03 < tensor.std() < 0.05, name
-            assert abs(tensor.mean()) < 0.01, name
+            assert abs(tensor.mean()) < 0.1 * tensor.size**-0.5, name
     matrices = [tensor.tobytes() for tensor in weights.values() if tensor.ndim == 2]
     assert len(set(matrices)) == len(matrices)
 
@@ -133,7 +133,7 @@ def test_tokens(tokenizer: object) -> None:
 @pytest.mark.parametrize(
     ("shape", "path", "value", "rule"),
     [
-        ({"family": "gpt2"}, "family", "gpt2", "qwen3, qwen3_moe, llama"),
+        ({"family": "gpt2"}, "model.family", "gpt2", "qwen3, qwen3_moe, qwen2, llama"),
         ({"vocab_size": 100}, "model.vocab_size", 100, "at least 512"),
         ({"num_layers": 0}, "num_layers", 0, "greater than or equal to 1"),
         ({"layers": 3}, "layers", 3, "Extra inputs"),

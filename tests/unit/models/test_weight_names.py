@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forge.config import ModelConfig
-from forge.errors import CheckpointError, ForgeError, ModelError
+from forge.errors import CheckpointError, ConfigError, ForgeError, ModelError
 from forge.models.weight_names import hf_views, plain_name, weight_map
 from forge.models.weights import load_hf, shard_range
 from forge.models.weights_out import TensorPlan, export_hf, plan_files, replace_folder
@@ -23,6 +23,7 @@ from parameter_tree import tree
 FACTS = {"num_layers": 2, "hidden_size": 12, "num_heads": 3, "num_kv_heads": 1, "head_dim": 6, "vocab_size": 17}
 CONFIGS = {
     "llama": ModelConfig(family="llama", intermediate_size=20, tie_embeddings=False, **FACTS),
+    "qwen2": ModelConfig(family="qwen2", intermediate_size=20, tie_embeddings=True, **FACTS),
     "qwen3": ModelConfig(family="qwen3", intermediate_size=20, tie_embeddings=True, **FACTS),
     "qwen3_moe": ModelConfig(
         family="qwen3_moe",
@@ -90,7 +91,7 @@ def test_a_tied_output_layer_has_no_slot() -> None:
 
 
 def test_an_incomplete_description_is_refused() -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ConfigError) as caught:
         weight_map(CONFIGS["llama"].model_copy(update={"intermediate_size": None}))
     assert caught.value.path == "model.intermediate_size"
 

@@ -39,6 +39,5 @@ def test_the_options_and_numbers_are_right() -> None:
     add_parser(parser.add_subparsers())
     usage = re.sub(r"\s+", " ", parser.parse_args(["report", "x"]).__repr__())
     assert set(re.findall(r"(\w+)=", usage)) == {"run_dir", "output", "open", "max_samples", "handler"}
-    assert f"`--max-samples` ({page.DEFAULT_SAMPLES})" in GUIDE
-    assert f"share {samples.MAX_TOKENS // 1000} 000 tokens" in GUIDE
-    assert f"more than {reading._MAX_POINTS} steps" in GUIDE
+    numbers = {int(number.replace(" ", "")) for number in re.findall(r"\d[\d ]*\d", GUIDE)}
+    assert {page.DEFAULT_SAMPLES, samples.MAX_TOKENS, reading._MAX_POINTS} <= numbers

@@ -168,7 +168,7 @@ def test_an_output_that_cannot_be_written_is_named_and_nothing_is_left(tmp_path:
         with pytest.raises(DataError) as caught:
             write_report(folder, output=output)
         assert caught.value.path == str(output)
-        assert caught.value.rule == f"a file in a folder that is there and can be written: {reason}"
+        assert caught.value.rule == f"a file in an existing, writable folder: {reason}"
         assert caught.value.repair == "give another --output"
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -192,7 +192,7 @@ def test_the_command_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.Captu
     assert main(["report", str(tmp_path), "--max-samples", "-3"]) == 2
     told = capsys.readouterr().err
     assert "forge report: there is no such run" in told
-    assert "forge report: this folder has no figures of a run" in told
+    assert "forge report: this folder has no metrics of a run" in told
     assert "forge report: the number of samples is out of range" in told
 
 

@@ -26,16 +26,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def titles(folder: Path) -> dict[str, list[str]]:
     sections: dict[str, list[str]] = {}
-    for chart in choose_charts(read_run(folder, max_samples=0).figures):
+    for chart in choose_charts(read_run(folder, max_samples=0).metrics):
         sections.setdefault(chart["section"], []).append(chart["title"])
     return sections
 
 
 def test_a_whole_run_is_read(whole: Path) -> None:
     run = read_run(whole, max_samples=1000)
-    assert run.figures.steps == tuple(range(1, 31))
-    assert run.figures.last_step == run.figures.num_steps == 30
-    evaluated = [step for step, v in zip(run.figures.steps, run.figures.columns["evaluation/reward"], strict=True) if v]
+    assert run.metrics.steps == tuple(range(1, 31))
+    assert run.metrics.last_step == run.metrics.num_steps == 30
+    evaluated = [step for step, v in zip(run.metrics.steps, run.metrics.columns["evaluation/reward"], strict=True) if v]
     assert evaluated == [1, 10, 20, 30]
     assert run.setting("rollout.group_size") == 8
     assert run.setting("rollout.group_size.no.such") is None
@@ -59,7 +59,7 @@ def test_the_charts_of_a_policy_and_what_no_chart_shows(whole: Path) -> None:
         ],
         "More": ["evaluation/num_prompts", "runtime/queue_depth"],
     }
-    charts = {chart["title"]: chart for chart in choose_charts(read_run(whole, max_samples=0).figures)}
+    charts = {chart["title"]: chart for chart in choose_charts(read_run(whole, max_samples=0).metrics)}
     assert charts["Reward"]["series"] == [
         {"key": "rollout/reward_mean", "label": "mean", "band": "rollout/reward_std"},
     ]
@@ -85,9 +85,9 @@ def test_a_fine_tuning_run_shows_its_losses(tmp_path: Path) -> None:
         "More": ["validation/best"],
     }
     run = read_run(folder, max_samples=10)
-    assert run.figures.nonfinite == {"train/loss": (40,)}
-    assert run.figures.columns["train/loss"][39] is None
-    assert [tile["label"] for tile in headline(run.figures)] == ["Validation loss", "Training loss", "Training"]
+    assert run.metrics.nonfinite == {"train/loss": (40,)}
+    assert run.metrics.columns["train/loss"][39] is None
+    assert [tile["label"] for tile in headline(run.metrics)] == ["Validation loss", "Training loss", "Training"]
 
 
 def test_the_head_says_where_the_run_began_and_where_it_is(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_head_says_where_the_run_began_and_where_it_is(tmp_path: Path) -> No
         sink.write(step, {"rollout/reward_mean": step / 10, "evaluation/reward": 0.25 * step, "train/loss": 1.0})
     sink.close()
     shown = [
-        (tile["label"], tile["value"], tile["detail"]) for tile in headline(read_run(tmp_path, max_samples=0).figures)
+        (tile["label"], tile["value"], tile["detail"]) for tile in headline(read_run(tmp_path, max_samples=0).metrics)
     ]
     assert shown == [("Held-out reward", "1", "from 0.25"), ("Reward", "0.4", "from 0.1")]
 
@@ -129,12 +129,12 @@ def test_evaluations_and_groups_that_taught_nothing_are_among_the_samples(tmp_pa
 
 def test_a_run_without_a_step_is_shown_by_what_it_sampled(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(DataError, match="no figures yet"):
+    with pytest.raises(DataError, match="no metrics yet"):
         read_run(tmp_path, max_samples=10)
     write_other_rollouts(tmp_path, [1])
     run = read_run(tmp_path, max_samples=10)
-    assert (run.figures.steps, run.figures.last_step, run.figures.last_time) == ((), 0, None)
-    assert (len(run.samples.items), choose_charts(run.figures), headline(run.figures)) == (8, [], [])
+    assert (run.metrics.steps, run.metrics.last_step, run.metrics.last_time) == ((), 0, None)
+    assert (len(run.samples.items), choose_charts(run.metrics), headline(run.metrics)) == (8, [], [])
     assert run.notes == ("The run has not finished a step, so there are no curves.",)
 
 
@@ -146,7 +146,7 @@ def test_half_a_last_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "rollouts" / ".step_000003.jsonl.part").write_text('{"step": 3')
     (tmp_path / "ledger.jsonl").write_text('{"outcome": "trained"}\n{"outco')
     run = read_run(tmp_path, max_samples=100)
-    assert run.figures.last_step == 3
+    assert run.metrics.last_step == 3
     assert [item["step"] for item in run.samples.items] == [1] * 8 + [2] * 7
     assert run.ledger == {"trained": 1}
     assert run.notes == ()
@@ -174,7 +174,7 @@ def test_a_long_run_has_points_that_are_means(tmp_path: Path) -> None:
     for step in range(1, 4001):
         sink.write(step, {"train/loss": math.inf if step == 5 else float(step)})
     sink.close()
-    figures = read_run(tmp_path, max_samples=0).figures
+    figures = read_run(tmp_path, max_samples=0).metrics
     assert (figures.stride, figures.num_steps, figures.last_step) == (3, 4000, 4000)
     assert figures.steps[:3] == (3, 6, 9)
     assert figures.steps[-1] == 4000

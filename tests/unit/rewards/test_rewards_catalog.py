@@ -145,11 +145,11 @@ NOT_FOUND = (
         ("Exact", "did you mean `exact`?"),
         ("zzz", "`forge rewards` lists the built-in ones"),
         ("own_rewards:plane", "did you mean `plain`?"),
-        ("own_rewards:", "check the name of the function"),
+        ("own_rewards:", "check the name behind the colon"),
         ("own_rewards:later", "write `def` instead of `async def`"),
         ("own_rewards:several", "return one number"),
         ("own_rewards:lonely", "write it as a function"),
-        ("own_rewards:constant", "write it as a function"),
+        ("own_rewards:constant", f"write a reward, or name one of {', '.join(names())}"),
         ("no_such_module:f", NOT_FOUND),
         (
             "lacking_rewards:f",
@@ -168,6 +168,8 @@ def test_what_cannot_be_found_is_refused_with_a_repair(kind: str, says: str, own
         find(kind)
     assert (caught.value.path, caught.value.value, caught.value.repair) == ("kind", kind, says)
     assert caught.value.rule
+    if ":" not in kind:  # the schema refuses it
+        return
     found = problem({"kind": "number"}, {"kind": kind, "name": "mine"})
     assert (found.path, found.value, found.repair) == ("rewards.functions[1].kind", kind, says)
 
@@ -212,9 +214,9 @@ def test_rewards_of_a_users_module(kind: str, args: dict[str, Any], score: float
         ("regex", {"pattern": "(?P<a>x)", "group": "b"}, "group", ["one of 0, 1, a"]),
         ("tags", {"tags": []}, "tags", ["at least 1 item"]),
         ("tags", {"tags": ["<a>"]}, "tags", ["without < and >"]),
-        ("tags", {"tags": ["a", "a"]}, "tags", ["each tag may stand there once"]),
+        ("tags", {"tags": ["a", "a"]}, "tags", ["each tag may appear once"]),
         ("length", {}, "target", ["needs min_tokens, max_tokens or target"]),
-        ("length", {"target": 3, "max_tokens": 4}, "target", ["without min_tokens and max_tokens"]),
+        ("length", {"target": 3, "max_tokens": 4}, "target", ["with min_tokens and max_tokens"]),
         ("length", {"min_tokens": 5, "max_tokens": 4}, "min_tokens", ["at most max_tokens, which is 4"]),
         ("length", {"max_tokens": -1}, "max_tokens", ["greater than or equal to 0"]),
         ("length", {"max_tokens": 1.5}, "max_tokens", ["valid integer"]),
@@ -260,7 +262,7 @@ def test_the_name_of_the_overlong_part_is_taken() -> None:
 def test_all_faults_are_told_at_once_and_none_is_none() -> None:
     assert problem().path == "rewards.functions"
     with pytest.raises(InvalidConfig) as caught:
-        check(config({"kind": "numbr"}, {"kind": "exact", "args": {"a": 1, "take": 2}}, {"kind": "judge"}))
+        check(config({"kind": "own_rewards:numbr"}, {"kind": "exact", "args": {"a": 1, "take": 2}}, {"kind": "judge"}))
     assert [found.path for found in caught.value.problems] == [
         "rewards.functions[0].kind",
         "rewards.functions[1].args.a",
@@ -374,7 +376,7 @@ def test_the_command_reads_standard_input(capsys: pytest.CaptureFixture[str], mo
     ("words", "says"),
     [
         (["numbr", "--text", "x"], "did you mean `number`?"),
-        (["judge", "--text", "x"], "a model behind a service gives it"),
+        (["judge", "--text", "x"], "it is computed by a model behind a service"),
         (["number", "--text", "x"], "the prompt must have an answer"),
         (["number", "--text", "x", "tolerence=1"], "did you mean `tolerance`?"),
         (["number", "--text", "x", "tolerance"], "must be NAME=VALUE"),

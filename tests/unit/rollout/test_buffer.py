@@ -15,7 +15,7 @@ from episodes import make_group
 from forge.config import AlgorithmConfig, RolloutConfig
 from forge.errors import CheckpointError, RolloutError
 from forge.rollout.buffer import REPORT_EVERY, ReplayBuffer, TakenBatch
-from forge.rollout.fruitless import Fruitless
+from forge.rollout.signal import NoSignalGroup
 
 EQUAL = (1.0, 1.0)
 
@@ -28,15 +28,15 @@ def buffer_of(*, num_groups: int | None = None, **keys: Any) -> ReplayBuffer:
     return ReplayBuffer(RolloutConfig(**{"batch_groups": 2, **keys}), num_groups=num_groups)
 
 
-def buffer_for(preset: str, *, seen: list[Fruitless] | None = None, **keys: Any) -> ReplayBuffer:
+def buffer_for(preset: str, *, seen: list[NoSignalGroup] | None = None, **keys: Any) -> ReplayBuffer:
     """A buffer for an algorithm, which notes the groups that teach nothing."""
 
-    def note(fruitless: Fruitless) -> None:
+    def note(fruitless: NoSignalGroup) -> None:
         if seen is not None:
             seen.append(fruitless)
 
     algorithm = AlgorithmConfig(preset=preset)
-    return ReplayBuffer(RolloutConfig(**{"batch_groups": 2, **keys}), algorithm=algorithm, on_fruitless=note)
+    return ReplayBuffer(RolloutConfig(**{"batch_groups": 2, **keys}), algorithm=algorithm, on_no_signal=note)
 
 
 async def admitted(buffer: ReplayBuffer) -> list[int]:
@@ -73,7 +73,7 @@ def test_synchronous_admits_one_batch_and_the_next_when_its_weights_are_served()
         assert taken is not None
         assert ([group.number for group in taken.groups], taken.index) == ([0, 1], 0)
         assert await admitted(buffer) == []
-        buffer.settle()
+        buffer.commit()
         assert await admitted(buffer) == []
         buffer.serve(1)
         assert await admitted(buffer) == [2, 3]
@@ -91,7 +91,7 @@ def test_asynchronous_admits_so_many_batches_more() -> None:
         assert taken is not None
         assert [group.number for group in taken.groups] == [3, 5]
         assert await admitted(buffer) == []  # it is being trained on: version 0 still serves
-        buffer.settle()
+        buffer.commit()
         buffer.serve(1)
         assert await admitted(buffer) == [6, 7]
 
@@ -105,7 +105,7 @@ def test_a_batch_waits_for_those_that_would_be_too_old_for_the_next() -> None:
         for number in (1, 2):
             buffer.put(make_group(number))
         assert (await buffer.take()) is not None
-        buffer.settle()
+        buffer.commit()
         buffer.serve(1)
         assert await admitted(buffer) == [4, 5]
         for number in (4, 5):
@@ -152,7 +152,7 @@ def test_what_is_too_old_is_not_given_up_for_its_rewards(rule: str) -> None:
         buffer.put(make_group(1, version=3))
         taken = await buffer.take()
         assert taken is not None
-        assert ([group.number for group in taken.groups], taken.given_up, taken.num_stale) == ([0, 1], (), 1)
+        assert ([group.number for group in taken.groups], taken.drops, taken.num_stale) == ([0, 1], (), 1)
 
     run(body())
 
@@ -169,19 +169,19 @@ def test_groups_without_signal_are_replaced_dropped_or_kept() -> None:
         taken = await buffer.take()
         assert taken is not None
         assert buffer.pending == tuple(range(buffer.next_number))
-        buffer.settle()
+        buffer.commit()
         assert buffer.pending == ()
         return first, more, taken
 
     _, more, taken = run(body("replace"))
     assert taken.rewards == (0.0, 1.0, 0.0, 1.0, 1.0, 1.0)
     assert (tuple(each.reward for each in taken.dropped), taken.num_no_signal) == (EQUAL, 1)
-    assert (more, [group.number for group in taken.groups], taken.given_up) == ([2], [1, 2], ((0, "no_signal"),))
+    assert (more, [group.number for group in taken.groups], taken.drops) == ([2], [1, 2], ((0, "no_signal"),))
     _, more, taken = run(body("drop"))
     assert (taken.rewards, taken.num_no_signal) == ((0.0, 1.0, 1.0, 1.0), 1)
-    assert (more, [group.number for group in taken.groups], taken.given_up) == ([], [1], ((0, "no_signal"),))
+    assert (more, [group.number for group in taken.groups], taken.drops) == ([], [1], ((0, "no_signal"),))
     _, more, taken = run(body("keep"))
-    assert (more, [group.number for group in taken.groups], taken.given_up) == ([], [0, 1], ())
+    assert (more, [group.number for group in taken.groups], taken.drops) == ([], [0, 1], ())
     assert (taken.rewards, taken.num_no_signal) == ((1.0, 1.0, 0.0, 1.0), 1)
 
 
@@ -200,7 +200,7 @@ def test_a_batch_of_which_everything_is_dropped_is_no_step() -> None:
         buffer.put(make_group(3))
         taken = await taking
         assert taken is not None
-        assert (taken.index, taken.given_up) == (0, ((0, "no_signal"), (1, "no_signal")))
+        assert (taken.index, taken.drops) == (0, ((0, "no_signal"), (1, "no_signal")))
 
     run(body())
 
@@ -223,7 +223,7 @@ def test_too_many_groups_in_a_row_without_signal_end_the_run() -> None:
         buffer = buffer_of(no_signal="replace", max_no_signal_groups=3)
         await admitted(buffer)
         buffer.put(make_group(0, EQUAL))
-        buffer.give_up(1, "failed")
+        buffer.drop(1, "failed")
         await admitted(buffer)
         with pytest.raises(RolloutError, match="3 groups in a row") as caught:
             buffer.put(make_group(2, EQUAL))
@@ -252,14 +252,14 @@ def test_the_last_batch_may_be_smaller_and_then_it_is_over() -> None:
         for number in await admitted(buffer):
             buffer.put(make_group(number))
         assert (await buffer.take()) is not None
-        buffer.settle()
+        buffer.commit()
         buffer.serve(1)
         assert await admitted(buffer) == [2]
         buffer.put(make_group(2, version=1))
         taken = await buffer.take()
         assert taken is not None
         assert [group.number for group in taken.groups] == [2]
-        buffer.settle()
+        buffer.commit()
         buffer.serve(2)
         assert (await buffer.take(), await buffer.admit()) == (None, None)
 
@@ -275,10 +275,10 @@ def test_a_run_that_learned_before_it_was_resumed_may_end_without_signal() -> No
         for number in await admitted(buffer):
             buffer.put(make_group(number, EQUAL, version=num_taken))
         assert await buffer.take() is None
-        buffer.check_fruitful()
+        buffer.check_any_signal()
 
     run(body(1))
-    with pytest.raises(RolloutError, match="come to their end"):
+    with pytest.raises(RolloutError, match="prompts are exhausted"):
         run(body(0))
 
 
@@ -290,7 +290,7 @@ def test_rollouts_are_not_over_while_a_group_may_come_back() -> None:
             buffer.put(make_group(number))
         assert await waits(buffer.admit())
         assert await buffer.take() is not None
-        buffer.settle()
+        buffer.commit()
         assert await buffer.admit() is None
 
     run(body())
@@ -315,9 +315,9 @@ def test_a_batch_that_was_not_settled_counts_as_not_taken() -> None:
             buffer.put(make_group(number))
         assert (await buffer.take()) is not None
         assert buffer.state() == {"next_number": 3, "pending": [0, 1, 2], "num_taken": 0}
-        with pytest.raises(RuntimeError, match="not been settled"):
+        with pytest.raises(RuntimeError, match="not been committed"):
             await buffer.take()
-        buffer.settle()
+        buffer.commit()
         assert buffer.state() == {"next_number": 3, "pending": [], "num_taken": 1}
 
     run(body())
@@ -333,7 +333,7 @@ def test_after_a_resume_groups_come_in_the_order_of_their_numbers() -> None:
         for number in (2, 3):
             buffer.put(make_group(number, version=4))
         assert await buffer.take() is not None
-        buffer.settle()
+        buffer.commit()
         buffer.serve(5)
         assert await admitted(buffer) == [5, 8]
 
@@ -347,10 +347,10 @@ def test_the_oldest_weights_are_learned_from_first() -> None:
         for number in (4, 5):
             buffer.put(make_group(number))
         assert await buffer.take() is not None
-        buffer.settle()
+        buffer.commit()
         buffer.serve(1)
         for number in (0, 1):
-            buffer.put_back(number)
+            buffer.requeue(number)
         assert await admitted(buffer) == [0, 1, 6, 7]
         for number, version in ((0, 1), (1, 1), (2, 0), (3, 0)):
             buffer.put(make_group(number, version=version))
@@ -363,7 +363,7 @@ def test_the_oldest_weights_are_learned_from_first() -> None:
 
 def test_a_checkpoint_that_contradicts_the_ledger_is_refused() -> None:
     with pytest.raises(CheckpointError, match="disagree") as caught:
-        buffer_of().load({"next_number": 5, "pending": [3, 4], "num_taken": 1}, settled=[0, 3])
+        buffer_of().load({"next_number": 5, "pending": [3, 4], "num_taken": 1}, committed=[0, 3])
     assert caught.value.value == [3]
 
 
@@ -385,13 +385,13 @@ def test_where_the_batch_is_the_baseline_equal_rewards_are_learned_from(rule: st
 @pytest.mark.parametrize("rule", ["drop", "replace"])
 def test_a_batch_that_does_not_differ_from_itself_is_no_step_and_ends_the_run_in_the_end(rule: str) -> None:
     async def body() -> None:
-        seen: list[Fruitless] = []
+        seen: list[NoSignalGroup] = []
         buffer = buffer_for("reinforce_pp", seen=seen, no_signal=rule, max_no_signal_groups=4)
         taking = asyncio.ensure_future(buffer.take())
         for number in await admitted(buffer):
             buffer.put(make_group(number, (0.0, 0.0)))
         assert [await buffer.admit(), await buffer.admit()] == [2, 3]
-        assert (buffer.num_taken, buffer.unsettled_drops) == (0, ((0, "no_signal"), (1, "no_signal")))
+        assert (buffer.num_taken, buffer.uncommitted_drops) == (0, ((0, "no_signal"), (1, "no_signal")))
         buffer.put(make_group(2, (0.0, 0.0)))
         buffer.put(make_group(3, (0.0, 0.0)))
         with pytest.raises(RolloutError, match="4 groups in a row") as caught:
@@ -405,13 +405,13 @@ def test_a_batch_that_does_not_differ_from_itself_is_no_step_and_ends_the_run_in
 
 def test_a_batch_without_signal_may_be_kept_and_is_counted() -> None:
     async def body() -> None:
-        seen: list[Fruitless] = []
+        seen: list[NoSignalGroup] = []
         buffer = buffer_for("reinforce_pp", seen=seen, no_signal="keep")
         for number in await admitted(buffer):
             buffer.put(make_group(number, EQUAL))
         taken = await buffer.take()
         assert taken is not None
-        assert (len(taken.groups), taken.num_no_signal, taken.given_up) == (2, 2, ())
+        assert (len(taken.groups), taken.num_no_signal, taken.drops) == (2, 2, ())
         assert [(each.number, each.is_kept) for each in seen] == [(0, True), (1, True)]
 
     run(body())
@@ -437,15 +437,15 @@ def test_what_was_dropped_since_the_last_step_is_known_wherever_it_waits() -> No
         buffer = buffer_of(batch_groups=3)
         await admitted(buffer)
         buffer.put(make_group(0, EQUAL))  # waits for its batch
-        buffer.give_up(1, "refused")
-        assert buffer.unsettled_drops == ((0, "no_signal"), (1, "refused"))
+        buffer.drop(1, "refused")
+        assert buffer.uncommitted_drops == ((0, "no_signal"), (1, "refused"))
         for number in (2, *await admitted(buffer)):
             buffer.put(make_group(number))
         taken = await buffer.take()
         assert taken is not None
-        assert taken.given_up == buffer.unsettled_drops == ((0, "no_signal"), (1, "refused"))
-        buffer.settle()
-        assert buffer.unsettled_drops == ()
+        assert taken.drops == buffer.uncommitted_drops == ((0, "no_signal"), (1, "refused"))
+        buffer.commit()
+        assert buffer.uncommitted_drops == ()
 
     run(body())
 
@@ -480,9 +480,9 @@ def test_in_any_order_the_bound_holds_and_no_group_is_lost_or_twice(
                 rewards = EQUAL if chance.random() < 0.3 else (0.0, 1.0)
                 buffer.put(make_group(number, rewards, version=version))
             elif number is not None and what < 0.65:
-                buffer.give_up(number, "failed")
+                buffer.drop(number, "failed")
             elif number is not None and what < 0.7:
-                buffer.put_back(number)
+                buffer.requeue(number)
             elif what < 0.95:
                 taking = asyncio.ensure_future(buffer.take())
                 await asyncio.sleep(0)
@@ -493,12 +493,12 @@ def test_in_any_order_the_bound_holds_and_no_group_is_lost_or_twice(
                     assert all(0 <= old <= staleness for old in taken.staleness), "the bound"
                     assert len(taken.groups) <= batch_groups
                     if chance.random() < 0.9:
-                        settled += [group.number for group in taken.groups] + [each for each, _ in taken.given_up]
+                        settled += [group.number for group in taken.groups] + [each for each, _ in taken.drops]
                     else:  # the step fails, and the run is taken up again
                         buffer, settled = revived(kept, num_groups, keys), list(kept_settled)
                         lagging = 0
                         continue
-                    buffer.settle()
+                    buffer.commit()
                     lagging += 1
                     if chance.random() < 0.5:
                         kept, kept_settled = buffer.state(), list(settled)

@@ -27,7 +27,7 @@ def test_a_resumed_run_keeps_what_its_checkpoint_stands_on(tmp_path: Path) -> No
     with open(path, "ab") as file:
         file.write(b'{"step": 4, "gro')  # a kill in the middle of a write
     ledger = Ledger(path, resume_step=2)
-    assert ledger.settled == {2, 3, 4, 5}
+    assert ledger.committed == {2, 3, 4, 5}
     ledger.write(lines(3, 9))
     ledger.close()
     assert [line.group for line in read_ledger(path)] == [2, 3, 4, 5, 9]
@@ -45,7 +45,7 @@ def test_what_several_resumes_move_aside_is_all_kept(tmp_path: Path) -> None:
 def test_a_new_run_begins_with_an_empty_ledger(tmp_path: Path) -> None:
     ledger = Ledger(written(tmp_path / "ledger.jsonl"))
     ledger.close()
-    assert ledger.settled == frozenset()
+    assert ledger.committed == frozenset()
     assert len(list(read_ledger(tmp_path / "ledger.discarded.jsonl"))) == 6
 
 

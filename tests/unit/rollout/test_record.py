@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from forge.config import RecordConfig
 from forge.errors import DataError
-from forge.rollout.fruitless import Fruitless
 from forge.rollout.record import PieceSplitter, RolloutRecorder, spread
+from forge.rollout.signal import NoSignalGroup
 from forge.types import Group
 from run_folders import HOSTILE, decode, encode, make_groups, trainer_logprobs
 
@@ -75,21 +75,21 @@ def test_of_groups_that_taught_nothing_ever_fewer_are_written(tmp_path: Path) ->
     group = two_groups()[0]
     writer = recorder(tmp_path)
     for number in range(1, 41):
-        path = writer.write_fruitless(3, Fruitless(number, "no_signal", "all_zero", replace(group, number=number)))
+        path = writer.write_no_signal(3, NoSignalGroup(number, "no_signal", "all_zero", replace(group, number=number)))
         assert (path is not None) == (number <= 8 or number in (16, 32))
-    assert writer.write_fruitless(3, Fruitless(41, "refused", "refused")) is None, "nothing was sampled"
+    assert writer.write_no_signal(3, NoSignalGroup(41, "refused", "refused")) is None, "nothing was sampled"
     found = strict(tmp_path / "fruitless_000003.jsonl")
     assert len(found) == 10 * 3
     assert {(line["step"], line["outcome"], line["reason"]) for line in found} == {
         (3, "no_signal", "all rewards are 0"),
     }
-    failed = Fruitless(42, "failed", "failed", group)
-    assert writer.write_fruitless(4, failed) == tmp_path / "fruitless_000004.jsonl", "each step begins anew"
+    failed = NoSignalGroup(42, "failed", "failed", group)
+    assert writer.write_no_signal(4, failed) == tmp_path / "fruitless_000004.jsonl", "each step begins anew"
     few = recorder(tmp_path / "few", rollouts="some", num_groups=1)
-    written = [few.write_fruitless(1, Fruitless(number, "failed", "failed", group)) for number in range(5)]
+    written = [few.write_no_signal(1, NoSignalGroup(number, "failed", "failed", group)) for number in range(5)]
     assert [path is not None for path in written] == [True, True, False, True, False]
     none = recorder(tmp_path / "none", rollouts="none")
-    assert (none.write_fruitless(1, failed), none.write_evaluation(1, [group])) == (None, None)
+    assert (none.write_no_signal(1, failed), none.write_evaluation(1, [group])) == (None, None)
 
 
 def test_a_resume_moves_all_kinds_of_files_of_later_steps_aside(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_resume_moves_all_kinds_of_files_of_later_steps_aside(tmp_path: Path) 
     writer = recorder(tmp_path)
     for step in (1, 2, 3):
         writer.write(step, [group])
-        writer.write_fruitless(step, Fruitless(9, "no_signal", "all_zero", group))
+        writer.write_no_signal(step, NoSignalGroup(9, "no_signal", "all_zero", group))
         writer.write_evaluation(step, [group])
     recorder(tmp_path, resume_step=2)
     kinds = ("evaluation", "fruitless", "step")

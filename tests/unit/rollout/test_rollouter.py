@@ -62,7 +62,7 @@ class Constant:
     def __init__(self, logprob: float, *, hangs: bool = False) -> None:
         self.logprob, self.hangs, self.was_cancelled, self.temperature = logprob, hangs, False, 0.0
 
-    async def logprobs(self, batch: Batch, *, temperature: float) -> list[Any]:
+    async def logprobs(self, batch: Batch, temperature: float) -> list[Any]:
         self.temperature = temperature
         try:
             if self.hangs:
@@ -75,8 +75,8 @@ class Constant:
 
 def rollouter(policy: Scripted, **changes: Any) -> Rollouter:
     fields: dict[str, Any] = {
-        "rewards": ByLength(),
-        "reference": None,
+        "score": ByLength().score,
+        "ref_logprobs": None,
         "sampling": Sampling(n=2, max_tokens=10, temperature=0.7),
         "algorithm": AlgorithmConfig(),
         "seed": 3,
@@ -101,11 +101,13 @@ def test_the_reference_speaks_of_the_tokens_that_were_drawn() -> None:
     """Not of the prompt's: one token further, the divergence would be that of other tokens."""
 
     class ByPlace:
-        async def logprobs(self, batch: Batch, *, temperature: float) -> list[Any]:
+        async def logprobs(self, batch: Batch, temperature: float) -> list[Any]:
             return [-torch.arange(length, dtype=torch.float32) for length in batch.lengths]
 
     async def body() -> None:
-        group = await rollouter(Scripted(*[make_completion((5, 6, 7))] * 2), reference=ByPlace()).roll_out(1)
+        group = await rollouter(Scripted(*[make_completion((5, 6, 7))] * 2), ref_logprobs=ByPlace().logprobs).roll_out(
+            1
+        )
         assert [episode.ref_logprobs for episode in group.episodes] == [(-2.0, -3.0, -4.0)] * 2
 
     run(body())
@@ -159,7 +161,7 @@ def test_the_divergence_is_taken_from_rewards_where_it_is_asked_for() -> None:
         reference = Constant(-1.0)
         algorithm = AlgorithmConfig(kl=KLConfig(coefficient=0.5, estimator="k1", place="reward"))
         policy = Scripted(make_completion(), make_completion())
-        group = await rollouter(policy, reference=reference, algorithm=algorithm).roll_out(0)
+        group = await rollouter(policy, ref_logprobs=reference.logprobs, algorithm=algorithm).roll_out(0)
         # logprobs -0.5, -0.6, -0.7 against -1: k1 sums to 0.5 + 0.4 + 0.3 = 1.2
         assert group.rewards == pytest.approx((3.0 - 0.6, 3.0 - 0.6))
         assert group.episodes[0].score.parts == pytest.approx({"length": 3.0, "kl": -1.2})
@@ -175,7 +177,7 @@ def test_where_tokens_are_charged_the_divergence_is_only_reported(credit: Any) -
     async def body() -> None:
         algorithm = AlgorithmConfig(kl=KLConfig(coefficient=0.5, estimator="k1", place="reward", credit=credit))
         policy = Scripted(make_completion(), make_completion())
-        group = await rollouter(policy, reference=Constant(-1.0), algorithm=algorithm).roll_out(0)
+        group = await rollouter(policy, ref_logprobs=Constant(-1.0).logprobs, algorithm=algorithm).roll_out(0)
         assert group.rewards == (3.0, 3.0)
         assert group.episodes[0].score.parts == pytest.approx({"length": 3.0, "kl": -1.2})
 
@@ -186,7 +188,9 @@ def test_the_divergence_in_the_reward_is_clamped_token_by_token() -> None:
     async def body() -> None:
         kl = KLConfig(coefficient=0.5, estimator="k1", place="reward", clamp=0.35)
         policy = Scripted(make_completion(), make_completion())
-        group = await rollouter(policy, reference=Constant(-1.0), algorithm=AlgorithmConfig(kl=kl)).roll_out(0)
+        group = await rollouter(
+            policy, ref_logprobs=Constant(-1.0).logprobs, algorithm=AlgorithmConfig(kl=kl)
+        ).roll_out(0)
         # 0.5, 0.4 and 0.3 count as 0.35, 0.35 and 0.3
         assert group.rewards == pytest.approx((3.0 - 0.5, 3.0 - 0.5))
 
@@ -197,7 +201,7 @@ def test_a_reward_that_raises_ends_the_rollout_and_leaves_nothing_waiting() -> N
     async def body() -> None:
         rewards, reference = ByLength(), Constant(0.0, hangs=True)
         rewards.error = RuntimeError("no")
-        roller = rollouter(Scripted(*[make_completion()] * 2), rewards=rewards, reference=reference)
+        roller = rollouter(Scripted(*[make_completion()] * 2), score=rewards.score, ref_logprobs=reference.logprobs)
         with pytest.raises(RuntimeError, match="no"):
             await roller.roll_out(0)
         await asyncio.sleep(0)
@@ -209,7 +213,7 @@ def test_a_reward_that_raises_ends_the_rollout_and_leaves_nothing_waiting() -> N
 
 def test_stages_say_what_a_group_waits_for() -> None:
     async def body() -> None:
-        roller = rollouter(Scripted(*[make_completion()] * 2), reference=Constant(0.0, hangs=True))
+        roller = rollouter(Scripted(*[make_completion()] * 2), ref_logprobs=Constant(0.0, hangs=True).logprobs)
         task = asyncio.ensure_future(roller.roll_out(5))
         for _ in range(10):
             await asyncio.sleep(0)

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from forge.rollout.buffer import GivenUp
+from forge.rollout.buffer import DropReason
 from forge.rollout.ledger import LedgerLine
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "concepts" / "rollouts.md").read_text(encoding="utf-8")
@@ -28,4 +28,4 @@ def test_its_ledger_line_is_one() -> None:
 
 def test_it_lists_every_outcome() -> None:
     listed = set(re.findall(r"^\| `(\w+)` \| ", PAGE[PAGE.index("## The ledger") :], re.MULTILINE))
-    assert listed == {"trained", *get_args(GivenUp)}
+    assert listed == {"trained", *get_args(DropReason)}

@@ -17,8 +17,7 @@ from forge.errors import ConfigError, RemoteError
 from forge.runtime import dispatch
 from forge.runtime.dispatch import Dispatcher
 from forge.runtime.endpoints import endpoint, specs_of
-from forge.runtime.travelling import portable
-from forge.runtime.wire import decode, encode
+from forge.runtime.serialization import as_remote, decode, encode
 
 LIMIT_S = 600
 tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="nobody")
@@ -312,7 +311,7 @@ def there_and_back(error: Exception) -> Any:
 
 
 def test_an_error_with_fields_arrives_with_them() -> None:
-    there = there_and_back(portable(raised(ConfigError("it failed", path="run.seed", value=-1))))
+    there = there_and_back(as_remote(raised(ConfigError("it failed", path="run.seed", value=-1))))
     assert type(there).__name__ == ConfigError.__name__
     assert (there.path, there.value) == ("run.seed", -1)
     assert "in raised" in there.remote_traceback
@@ -326,7 +325,7 @@ def test_the_traceback_shows_the_cause_as_well() -> None:
         except KeyError as cause:
             raise ValueError("second") from cause
     except ValueError as error:
-        text = there_and_back(portable(error)).remote_traceback
+        text = there_and_back(as_remote(error)).remote_traceback
     assert "KeyError: 'first'" in text
     assert "direct cause" in text
 
@@ -335,7 +334,7 @@ def test_an_error_of_a_local_class_arrives_as_itself() -> None:
     class Local(Exception):
         pass
 
-    assert type(there_and_back(portable(raised(Local("here"))))) is Local
+    assert type(there_and_back(as_remote(raised(Local("here"))))) is Local
 
 
 @pytest.mark.parametrize(
@@ -349,7 +348,7 @@ def test_an_error_of_a_local_class_arrives_as_itself() -> None:
     ],
 )
 def test_what_cannot_travel_is_stood_for(error: BaseException) -> None:
-    there = there_and_back(portable(raised(error)))
+    there = there_and_back(as_remote(raised(error)))
     name = f"{type(error).__module__}.{type(error).__qualname__}"
     assert type(there).__name__ == RemoteError.__name__
     assert there.type_name == name
@@ -358,6 +357,6 @@ def test_what_cannot_travel_is_stood_for(error: BaseException) -> None:
 
 
 def test_an_error_that_cannot_even_be_printed_still_reaches_the_caller() -> None:
-    there = there_and_back(portable(raised(Unspeakable(reason="none"))))
+    there = there_and_back(as_remote(raised(Unspeakable(reason="none"))))
     assert type(there) is RemoteError
     assert there.type_name.endswith("Unspeakable")

@@ -119,7 +119,7 @@ def test_a_plain_method_cannot_be_concurrent() -> None:
 def test_a_batch_holds_a_whole_number_of_calls(size: Any) -> None:
     with pytest.raises(OptionError) as caught:
         Batch(size)
-    assert (caught.value.path, caught.value.value) == ("endpoint(batch=)", size)
+    assert (caught.value.path, caught.value.value) == ("Batch(size=)", size)
     assert caught.value.rule
     assert caught.value.repair
 
@@ -128,7 +128,7 @@ def test_a_batch_holds_a_whole_number_of_calls(size: Any) -> None:
 def test_a_batch_waits_a_finite_time(wait_s: Any) -> None:
     with pytest.raises(OptionError) as caught:
         Batch(2, wait_s)
-    assert (caught.value.path, caught.value.value) == ("endpoint(batch=)", wait_s)
+    assert (caught.value.path, caught.value.value) == ("Batch(wait_s=)", wait_s)
     assert caught.value.rule
     assert caught.value.repair
 

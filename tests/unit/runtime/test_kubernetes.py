@@ -13,10 +13,10 @@ import pytest
 
 from forge.config import KubernetesConfig, LauncherConfig
 from forge.errors import LaunchError
-from forge.runtime.launchers import make_launcher
-from forge.runtime.launchers.attach import Allocation
+from forge.runtime.launchers import Allocation, make_launcher
 from forge.runtime.launchers.kubernetes import KubernetesLauncher, addresses, manifests, object_name
-from forge.runtime.worker import TLS_VARIABLES, check_address
+from forge.runtime.sockets import TLS_VARIABLES
+from forge.runtime.worker import check_address
 from stand_in_programs import Programs
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -18,10 +18,9 @@ import yaml
 
 from forge.config import LauncherConfig, SlurmConfig
 from forge.errors import LaunchError
-from forge.runtime.launchers import make_launcher
-from forge.runtime.launchers.attach import Allocation
+from forge.runtime.launchers import Allocation, make_launcher
 from forge.runtime.launchers.slurm import JobState, SlurmLauncher, job_script, parse_state
-from forge.runtime.worker import TLS_VARIABLES
+from forge.runtime.sockets import TLS_VARIABLES
 from stand_in_programs import Programs
 
 GOLDEN = Path(__file__).parent / "golden"

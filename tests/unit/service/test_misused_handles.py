@@ -9,8 +9,8 @@ import pytest
 
 import forge
 from forge import ForgeActor, endpoint
+from forge.runtime.actor import PendingHandle
 from forge.runtime.handle import EndpointVerbs
-from forge.runtime.starting import Starting
 from forge.service.handle import Service
 from forge.service.options import ServiceOptions
 
@@ -76,11 +76,11 @@ def test_what_is_started_can_be_awaited_gathered_and_made_a_task() -> None:
         return value
 
     async def body() -> list[int]:
-        first = await Starting(started(1), call="a")
-        task = asyncio.create_task(Starting(started(2), call="b"))
+        first = await PendingHandle(started(1), call="a")
+        task = asyncio.create_task(PendingHandle(started(2), call="b"))
         async with asyncio.TaskGroup() as tasks:
-            third = tasks.create_task(Starting(started(3), call="c"))
-        fourth, fifth = await asyncio.gather(Starting(started(4), call="d"), started(5))
+            third = tasks.create_task(PendingHandle(started(3), call="c"))
+        fourth, fifth = await asyncio.gather(PendingHandle(started(4), call="d"), started(5))
         return [first, await task, third.result(), fourth, fifth]
 
     assert asyncio.run(body()) == [1, 2, 3, 4, 5]
@@ -97,7 +97,7 @@ def test_cancelling_a_start_reaches_it() -> None:
             raise
 
     async def body() -> None:
-        task = asyncio.create_task(Starting(waiting(), call="a"))
+        task = asyncio.create_task(PendingHandle(waiting(), call="a"))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -108,7 +108,7 @@ def test_cancelling_a_start_reaches_it() -> None:
 
 
 def test_the_library_names_its_store_for_another_ones() -> None:
-    with pytest.raises(AttributeError, match=r"the tensor store is forge\.store: `import forge\.store as ts`"):
+    with pytest.raises(AttributeError, match=r"`import forge\.store as ts`"):
         forge.torchstore  # noqa: B018
 
 

@@ -381,5 +381,3 @@ def test_samples_of_other_pieces_are_refused(using: kernel.Engine) -> None:
             fetched(places, range(10)), [0] * 6, locations=places, samples=bytes(32), seed=0, using=using
         )
     assert caught.value.path == "samples"
-    with pytest.raises(StoreError, match="unevenly"):
-        PieceLocations.of([0], numels=[1, 2], itemsizes=[4])

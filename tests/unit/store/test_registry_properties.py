@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_registry import TABLES, here, part_of, shard, whole, wish
+from test_registry import TABLES, here, part_of, request, shard, whole
 
 from forge.errors import StoreError, StoreKeyError
 from forge.store.records import Acquire, Begin, Commit, Holder, Version
@@ -21,7 +21,7 @@ KEEP = {"weights": 2, "object": 1}
 KEYS = st.sampled_from(list(WORLDS))
 PICK = st.integers(0, 11)
 NUMELS = st.sampled_from((32, 64, 4096))
-KINDS = st.sampled_from(("own", "desk", "volume", "inline"))
+KINDS = st.sampled_from(("own", "driver", "volume", "inline"))
 
 
 class Ranks:
@@ -69,29 +69,29 @@ class Store(RuleBasedStateMachine):
         rank %= world_size
         layout = whole(numel=numel) if world_size == 1 else shard(rank, world_size, numel)
         number = None if key[0] == "object" else max(0, self.registry._newest.get(key, -1) + ahead)
-        begun = wish(key, version=number, rank=rank, world_size=world_size, keep=KEEP[key[0]], layout=layout)
+        begun = request(key, version=number, rank=rank, world_size=world_size, keep=KEEP[key[0]], layout=layout)
         who = self.sessions[session % len(self.sessions)]
         try:
-            ticket = self.registry.begin(who, begun)
+            assignment = self.registry.begin(who, begun)
         except StoreError:
             return None
-        assert ticket is not None
-        self.wishes[ticket] = (who, begun)
-        building: Any = self.registry._writers[ticket].building
-        mates = [other for other, writer in self.registry._writers.items() if writer.building is building]
-        self.buildings[ticket] = next((self.buildings[m] for m in mates if m in self.buildings), None) or Ranks(key)
-        return ticket
+        assert assignment is not None
+        self.wishes[assignment] = (who, begun)
+        pending: Any = self.registry._writers[assignment].pending
+        mates = [other for other, writer in self.registry._writers.items() if writer.pending is pending]
+        self.buildings[assignment] = next((self.buildings[m] for m in mates if m in self.buildings), None) or Ranks(key)
+        return assignment
 
     @rule(key=KEYS, session=PICK, numel=NUMELS, kind=KINDS)
     def publish(self, key: Key, session: int, numel: int, kind: str) -> None:
         """All ranks at once, without a mistake, unless others are in the way."""
-        tickets = [self._begin(key, session + rank, rank, 1, numel) for rank in range(WORLDS[key])]
-        for ticket in tickets:
-            if ticket is not None:
-                self._commit(ticket, kind)
-        for ticket in tickets:
-            if ticket is not None:
-                self._close(ticket)
+        assignments = [self._begin(key, session + rank, rank, 1, numel) for rank in range(WORLDS[key])]
+        for assignment in assignments:
+            if assignment is not None:
+                self._commit(assignment, kind)
+        for assignment in assignments:
+            if assignment is not None:
+                self._close(assignment)
 
     @precondition(lambda self: self.wishes)
     @rule(pick=PICK)
@@ -103,16 +103,16 @@ class Store(RuleBasedStateMachine):
         key = (begun.kind, begun.key)
         before = self.mapped.copy()
         try:
-            ticket = self.registry.ticket(number)
+            assignment = self.registry.assignment(number)
         except StoreError:
             return None
-        if ticket is not None and number not in self.shared_out:
+        if assignment is not None and number not in self.shared_out:
             self.shared_out.add(number)
             self.visible[key] = self.visible[key][-max(1, begun.keep - 1) :]
-            if ticket.reuse is not None:
-                assert (who, ticket.reuse) in before, "somebody else's memory is given out"
-                assert ticket.reuse not in self._needed(), "memory that somebody reads is given out"
-        return ticket
+            if assignment.reuse is not None:
+                assert (who, assignment.reuse) in before, "somebody else's memory is given out"
+                assert assignment.reuse not in self._needed(), "memory that somebody reads is given out"
+        return assignment
 
     @precondition(lambda self: self.wishes)
     @rule(pick=PICK, kind=KINDS)
@@ -121,17 +121,17 @@ class Store(RuleBasedStateMachine):
 
     def _commit(self, number: int, kind: str) -> None:
         who, begun = self.wishes[number]
-        ticket = self._share(number)
-        if ticket is None or number in self.committed:
+        assignment = self._share(number)
+        if assignment is None or number in self.committed:
             return
         self.committed.add(number)
-        name = ticket.reuse or f"s{next(self.names)}"
+        name = assignment.reuse or f"s{next(self.names)}"
         holders: list[Holder] = [] if kind == "inline" else [here(who, name)]
-        if kind == "desk":
+        if kind == "driver":
             holders.append(here(HERE, name))
         if kind == "volume":
             holders.append(here(VOLUME, f"{name}-{next(self.names)}", volume="v"))
-        part = part_of(ticket, begun, holders, inline=b"" if kind == "inline" else None)
+        part = part_of(assignment, begun, holders, inline=b"" if kind == "inline" else None)
         self.mapped |= {(holder.session, holder.segment) for holder in holders}
         ranks, key = self.buildings[number], (begun.kind, begun.key)
         self.registry.commit(Commit(number, part))
@@ -154,10 +154,10 @@ class Store(RuleBasedStateMachine):
     def _close(self, number: int) -> None:
         who, _ = self.wishes.pop(number)
         writer: Any = self.registry._writers[number]
-        part = writer.building.parts.get(writer.rank)
+        part = writer.pending.parts.get(writer.rank)
         reuse = writer.reuse.name if writer.reuse is not None else None
-        self.registry.close_ticket(number)
-        if writer.building.failure is not None and part is not None:  # a process drops itself what it made in vain
+        self.registry.close_assignment(number)
+        if writer.pending.failure is not None and part is not None:  # a process drops itself what it made in vain
             self.mapped -= {(who, holder.segment) for holder in part.segment.holders if holder.segment != reuse}
 
     @rule(key=KEYS, session=PICK, ago=st.none() | st.integers(0, 2))
@@ -215,7 +215,7 @@ class Store(RuleBasedStateMachine):
         self.sessions.remove(who)
         self.mapped = {entry for entry in self.mapped if entry[0] != who}
         self.leases = {lease: entry for lease, entry in self.leases.items() if entry[0] != who}
-        self.wishes = {ticket: entry for ticket, entry in self.wishes.items() if entry[0] != who}
+        self.wishes = {assignment: entry for assignment, entry in self.wishes.items() if entry[0] != who}
         self.registry.left(who)
 
     # what must hold
@@ -260,7 +260,7 @@ class Store(RuleBasedStateMachine):
         kept = self._needed() | {spare.name for spares in self.registry._spares.values() for spare in spares}
         kept |= {writer.reuse.name for writer in writers if writer.reuse is not None}
         for writer in writers:
-            kept |= {holder.segment for part in writer.building.parts.values() for holder in part.segment.holders}
+            kept |= {holder.segment for part in writer.pending.parts.values() for holder in part.segment.holders}
         assert {segment for _, segment in self.mapped} <= kept, "somebody was not told to let go"
 
     @invariant()
@@ -269,7 +269,7 @@ class Store(RuleBasedStateMachine):
             assert [info.number for info in self.registry.versions(key)] == numbers
             assert self.registry.newest(key) == (numbers[-1] if numbers else None)
         for key in WORLDS:
-            for number, kept in self.registry._kept.get(key, {}).items():
+            for number, kept in self.registry._stored.get(key, {}).items():
                 if not kept.is_retired:
                     self._check_same(kept.version, self.known[key, number])
         for _, _, kept in self.registry._leases.values():

@@ -57,8 +57,8 @@ def test_chunks_are_those_of_torch(shape: list[int], data: st.DataObject) -> Non
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     expected = torch.chunk(whole, count, dim)
     for index in range(count):
-        offset, extent = ts.Chunk(dim, index, count).resolve(tuple(shape))
-        part = whole[tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))]
+        region = ts.Chunk(dim, index, count).resolve(tuple(shape))
+        part = whole[tuple(map(slice, region.offset, region.end))]
         other = expected[index] if index < len(expected) else whole.narrow(dim, 0, 0)
         assert torch.equal(part, other)
 
@@ -93,14 +93,15 @@ def test_targets_have_the_pieces_that_belong_in_them() -> None:
     with pytest.raises(StoreError, match="another dtype"):
         resolve("w", torch.zeros(6, 4, dtype=torch.int32), shapes)
     assert resolve("w", torch.zeros(6, 4, dtype=torch.int32), shapes, cast=True)[0].label == "w"
-    with pytest.raises(StoreError, match="another shape") as caught:
+    with pytest.raises(StoreError, match="the shape of the stored tensor") as caught:
         resolve("w", memory, shapes)
     assert "At(tensor, offset)" in str(caught.value.repair)
 
 
 def test_memory_for_a_part_says_which_part() -> None:
     shapes = {"w": ((6, 4), "float32")}
-    with pytest.raises(StoreError, match="another shape") as caught:  # it would be the first rows on every rank
+    # without `where` it would be the first rows on every rank
+    with pytest.raises(StoreError, match="the shape of the stored tensor") as caught:
         resolve("qkv", [ts.At(torch.zeros(2, 4), of="w")], shapes)
     assert (caught.value.path, caught.value.value) == ("qkv", [2, 4])
     assert resolve("x", ts.At(torch.zeros(2, 4), (0, 0), of="w"), shapes)[0].pieces[0].region.offset == (0, 0)
@@ -272,7 +273,7 @@ def test_nothing_is_copied_into_places_of_which_one_does_not_fit() -> None:
         await policy.publish(model, version=1)
         fetched = await policy.fetch()
         weight = torch.zeros(4, 3)
-        with pytest.raises(StoreError, match="another shape"):
+        with pytest.raises(StoreError, match="the shape of the stored tensor"):
             fetched.copy_into({"weight": weight, "bias": torch.zeros(5)})
         assert not weight.any(), "the memory is a mixture now"
         other = torch.nn.Linear(3, 4)
@@ -325,7 +326,7 @@ def test_errors_say_what_to_give() -> None:
                 await ts.get(key, into)
             assert mixed.value.path == "into"
             assert "a tensor for a tensor" in str(mixed.value.repair)
-        with pytest.raises(StoreError, match="which part") as both:
+        with pytest.raises(StoreError, match="already names the part") as both:
             await ts.get("one", torch.ones(2, 4), spec=ts.Chunk(0, 1, 2))
         assert "At(tensor, Chunk(" in str(both.value.repair)
         with pytest.raises(StoreError) as newest:

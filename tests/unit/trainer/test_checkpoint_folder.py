@@ -130,7 +130,7 @@ def test_never_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, resume="never")
     assert (caught.value.path, caught.value.value) == (str(tmp_path), "step-00000007")
     assert "resume=never" in str(caught.value.rule)
-    expected = "add --resume to continue that run, or run.name=NAME for a new one in a folder of its own"
+    expected = "add --resume to continue that run, or run.name=NAME for a new one in its own folder"
     assert caught.value.repair == expected
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from forge.data.mixing import derive
-from forge.data.tasks.arguments import Arguments
-from forge.data.tasks.draws import permuted
+from forge.data.tasks import Arguments, permuted
 from forge.types import Prompt
 
 SIGNS = "+-*"
@@ -89,7 +88,7 @@ def place_in_turns(sizes: Sequence[int], index: int) -> tuple[int, int]:
             return live[index % len(live)], done + index // len(live)
         index -= block
         done = sizes[smallest]
-    raise IndexError("there are not so many problems")
+    raise IndexError("there are fewer problems")
 
 
 def value_of(operands: Sequence[int], signs: Sequence[str]) -> int:

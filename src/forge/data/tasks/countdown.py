@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from forge.data.mixing import derive
-from forge.data.tasks.arguments import Arguments
-from forge.data.tasks.draws import Draws
+from forge.data.tasks import Arguments, Draws
 from forge.types import Prompt
 
 SIGNS = "+-*/"

@@ -8,9 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from forge.config.suggest import did_you_mean
-from forge.data.tasks.arguments import label_of, unknown_argument
-from forge.errors import ConfigError, DataError
+from forge.data.tasks import Arguments, unknown_argument
+from forge.errors import ConfigError, DataError, did_you_mean
 from forge.types import Prompt
 
 _OURS = ("seed", "size")
@@ -27,12 +26,13 @@ class GymTask:
 
     num_problems: int | None = None
 
-    def __init__(self, name: str, *, args: Mapping[str, Any], seed: int, where: str, size: int) -> None:
+    def __init__(self, arguments: Arguments, *, seed: int, where: str, size: int) -> None:
+        name, args = arguments.task.partition("/")[2], arguments.values
         self._task = name
         self._seed = seed
         self._args = plain(args)
         self._made: dict[int, Prompt] = {}
-        self.name = label_of(f"reasoning_gym/{name}", args)
+        self.name = arguments.label
         self._dataset = _create(name, self._args, seed=seed, where=where, size=size)
         self._check_scoring(where)
 
@@ -50,7 +50,7 @@ class GymTask:
             raise DataError(
                 f"{place}: the task failed to make this problem: {type(error).__name__}: {error}",
                 path=place,
-                rule="a task makes a problem of every number",
+                rule="a task must make a problem for every number",
                 repair="change task_args or the seed, or set prompts.on_bad_record to skip",
             ) from error
         metadata = {

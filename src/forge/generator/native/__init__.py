@@ -1,1 +1,1 @@
-"""The embedded engine: the trainer's own model, continuous batching over a paged cache."""
+"""The native engine: the trainer's own model, continuous batching over a paged cache."""

@@ -1,4 +1,4 @@
-"""One step after another: what is computed, what is drawn from it, and who is told."""
+"""Continuous batching: run steps of the model, sample from them, and deliver the results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.errors import NonFiniteError
 from forge.generator.engine import EngineStats
+from forge.generator.native.decode_graphs import LastSampled
 from forge.generator.native.pages import PagePool
 from forge.generator.native.randomness import completion_seed, fresh_seed
 from forge.generator.native.runner import ModelRunner
-from forge.generator.native.sampler import Drawn, Sampler, SampleRow
+from forge.generator.native.sampler import Sampled, Sampler, SampleRow
 from forge.generator.native.schedule import Piece, Scheduler
-from forge.generator.native.sequences import Running, ScoreJob, Ticket
-from forge.generator.native.step_rows import LastDraw
+from forge.generator.native.sequences import PendingRequest, ScoreJob, SequenceState
 from forge.generator.text import TextTracker
 from forge.models.locate import ResolvedModel
 from forge.types import FinishReason
@@ -32,7 +32,7 @@ _CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
 
 @dataclass(slots=True)
 class _Counts:
-    """What has been done since the start."""
+    """Counts since the start."""
 
     num_done: int = 0
     num_aborted: int = 0
@@ -45,16 +45,16 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """A step that the device computes, or has computed, and whose tokens are still to be taken in.
+    """A step that was launched on the device, and whose tokens are still to be processed.
 
     Attributes:
-        sequences: who draws a token; drawn: those tokens.
-        version: the weights that draw them.
+        sequences: the sequences that get a token; sampled: those tokens.
+        version: the version of the weights.
         pieces: what is computed of each, where it was launched ahead and is still to be noted as computed.
     """
 
-    sequences: Sequence[Running]
-    drawn: Drawn
+    sequences: Sequence[SequenceState]
+    sampled: Sampled
     version: int
     pieces: Sequence[Piece] = ()
 
@@ -66,29 +66,28 @@ class _Launched:
 class Batching:
     """The state of the engine, used by its thread alone.
 
-    Where it *looks ahead*, a decode step is launched before the tokens of the one before are taken in, so that a GPU
-    has work while the host takes them in and plans. The input of that step is on the device, and the places in the
-    cache and the random numbers depend only on how many tokens there are. That is done only where the step is sure to
-    be every completion's next token, whatever the tokens before turn out to be (`Scheduler.plan_ahead`), and where
-    nothing but a temperature shapes what is drawn. Every completion is then what it is without: a token that was drawn
-    for one that had ended is thrown away. Two things differ, both while a completion that has ended takes part in one
-    step more. Whoever waits for its place begins one step later. And on a GPU the step is computed for more rows, so
-    that the last bits are those of a larger batch if that makes its padded size another.
+    With *lookahead*, a decode step is launched before the tokens of the previous step are processed, so that a GPU has
+    work while the host processes them and plans. The step's input is on the device, and its places in the cache and its
+    random numbers depend only on the number of tokens. This is done only where the step is certain to be every
+    completion's next token, whatever the tokens before turn out to be (`Scheduler.plan_ahead`), and where nothing but a
+    temperature shapes the distribution. Completions are the same as without lookahead: a token sampled for a completion
+    that had ended is discarded. Two things differ, both while a completion that has ended takes part in one more step:
+    a waiting request starts one step later, and on a GPU the step may have a larger padded batch size, which can change
+    the last bits of logprobs.
 
-    Whoever does anything but the next `step`, or looks at more than `stats`, calls `settle` first.
+    Call `finish_launched` before anything but the next `step` or `stats`.
 
     Args:
-        config: what the generator was configured with.
-        model: the model, resolved.
-        tokenizer: makes text of tokens.
+        config: the generator's configuration.
+        model: the resolved model.
+        tokenizer: decodes tokens.
         max_seq_len: longest sequence.
         shared: weights of a trainer in this process.
-        send: tells those who wait; it is given what has come up since the last `flush`.
+        send: delivers the results since the last `flush`.
     """
 
     looks_ahead: bool | None = None
-    """Whether it looks ahead; None: where decode steps are recorded. Without that the host launches a step operation by
-    operation, and on a CPU it computes it."""
+    """Whether to use lookahead; None for where decode steps are recorded as CUDA graphs."""
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class Batching:
     ) -> None:
         self.config, self.max_seq_len = config, max_seq_len
         self.runner = ModelRunner(config, model, max_seq_len=max_seq_len, shared=shared)
-        self.sampler = Sampler(model.facts.vocab_size or 0, self.runner.device)
+        self.sampler = Sampler(model.architecture.vocab_size or 0, self.runner.device)
         self.scheduler = Scheduler(
             PagePool(self.runner.num_pages, sharing=config.prefix_sharing),
             max_batch=config.max_batch,
@@ -111,44 +110,44 @@ class Batching:
         )
         self.counts = _Counts()
         self._ahead: _Launched | None = None
-        self._newest: Drawn | None = None  # of the step that was launched ahead last, even if nobody wants its tokens
+        self._newest: Sampled | None = None  # of the step that was launched ahead last, even if discarded
         self._tokenizer = tokenizer
         self._model_stops = () if tokenizer is None else tokenizer.stop_token_ids
         self._send, self._messages = send, list[Message]()
 
     def flush(self) -> None:
-        """Tell what has come up."""
+        """Deliver the results since the last call."""
         if self._messages:
             messages, self._messages = self._messages, []
             self._send(messages)
 
-    # ---- Coming and going ---------------------------------------------------------------------------------------
+    # ---- Requests -----------------------------------------------------------------------------------------------
 
-    def enter(self, ticket: Ticket) -> None:
-        """Take a request in. Its completions begin together where they fit; each prompt is then read once."""
-        request, limit = ticket.request, self.config.max_batch
-        tell, tell_delta = ticket.tell, ticket.tell_delta
-        ticket.tell = lambda found: self._messages.append((tell, found))
-        if tell_delta is not None:
-            ticket.tell_delta = lambda delta: self._messages.append((tell_delta, delta))
+    def enter(self, pending: PendingRequest) -> None:
+        """Queue a request. Its completions start together where they fit; the prompt is then read once."""
+        request, limit = pending.request, self.config.max_batch
+        deliver, deliver_delta = pending.deliver, pending.deliver_delta
+        pending.deliver = lambda found: self._messages.append((deliver, found))
+        if deliver_delta is not None:
+            pending.deliver_delta = lambda delta: self._messages.append((deliver_delta, delta))
         seed = request.sampling.seed if request.sampling.seed is not None else fresh_seed()
-        each = [self._completion(ticket, index, seed) for index in range(request.sampling.n)]
+        each = [self._completion(pending, index, seed) for index in range(request.sampling.n)]
         for start in range(0, len(each), limit):
             leader = each[start]
             leader.siblings = each[start + 1 : start + limit]
             self.scheduler.waiting.append(leader)
         self.counts.num_prompt_tokens += len(request.prompt_ids)
 
-    def _completion(self, ticket: Ticket, index: int, seed: int) -> Running:
-        request = ticket.request
+    def _completion(self, pending: PendingRequest, index: int, seed: int) -> SequenceState:
+        request = pending.request
         sampling, prompt = request.sampling, request.prompt_ids
         stops = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._model_stops))
         room = self.max_seq_len - len(prompt)
-        return Running(
+        return SequenceState(
             ids=list(prompt),
             num_prompt=len(prompt),
             max_len=len(prompt) + (room if sampling.max_tokens is None else min(room, sampling.max_tokens)),
-            ticket=ticket,
+            pending=pending,
             index=index,
             row=SampleRow(
                 sampling=sampling,
@@ -157,89 +156,89 @@ class Batching:
                 token_ids=[],
                 stop_ids=stops,
             ),
-            tracker=self._tracker(sampling, always=ticket.tell_delta is not None),
+            tracker=self._tracker(sampling, always=pending.deliver_delta is not None),
             stop_ids=frozenset(stops),
         )
 
     def _tracker(self, sampling: Sampling, *, always: bool) -> TextTracker | None:
-        """Text is followed token by token only where it is asked for: it costs time."""
+        """Return a tracker for requests that stream or have stop strings; decoding token by token costs time."""
         if self._tokenizer is None or not (always or sampling.stop):
             return None
         return TextTracker(self._tokenizer, sampling)
 
     def enter_score(self, job: ScoreJob) -> None:
-        """Take in tokens to be scored."""
-        tell = job.tell
-        job.tell = lambda found: self._messages.append((tell, found))
+        """Queue tokens to be scored."""
+        deliver = job.deliver
+        job.deliver = lambda found: self._messages.append((deliver, found))
         if len(job.token_ids) < 2:
-            job.tell(job.logprobs[: len(job.token_ids)])
+            job.deliver(job.logprobs[: len(job.token_ids)])
             return
         ids = list(job.token_ids[:-1])
         queue = self.scheduler.urgent if job.is_urgent else self.scheduler.waiting
-        queue.append(Running(ids=ids, num_prompt=len(ids), max_len=len(ids), score=job))
+        queue.append(SequenceState(ids=ids, num_prompt=len(ids), max_len=len(ids), score=job))
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Nobody waits for a request any more."""
-        if ticket.is_over:
+    def cancel(self, pending: PendingRequest) -> None:
+        """Cancel a request."""
+        if pending.is_over:
             return
-        ticket.is_over = True
-        for sequence in [sequence for sequence in self.scheduler.sequences() if sequence.ticket is ticket]:
+        pending.is_over = True
+        for sequence in [sequence for sequence in self.scheduler.sequences() if sequence.pending is pending]:
             self.scheduler.end(sequence)
             self.counts.num_aborted += 1
 
     def cancel_score(self, job: ScoreJob) -> None:
-        """Nobody waits for these logprobs any more."""
+        """Cancel a score."""
         for sequence in [sequence for sequence in self.scheduler.sequences() if sequence.score is job]:
             self.scheduler.end(sequence)
 
     def abort_all(self) -> int:
-        """End every completion as it is; those that have not begun too. How many there were."""
+        """Abort every completion, waiting ones too, and return how many there were."""
         return self._abort(list(self.scheduler.sequences()))
 
-    def _abort(self, sequences: Sequence[Running]) -> int:
+    def _abort(self, sequences: Sequence[SequenceState]) -> int:
         completions = [sequence for sequence in sequences if sequence.score is None]
         for sequence in completions:
             self._finish(sequence, "abort")
         return len(completions)
 
     def fail_all(self, error: BaseException) -> None:
-        """End everything with an error; a step that was launched ahead is forgotten."""
+        """Fail everything with an error; a step that was launched ahead is discarded."""
         self._ahead = None
         for sequence in list(self.scheduler.sequences()):
             self.scheduler.end(sequence)
-            if sequence.ticket is not None:
-                sequence.ticket.fail(error)
+            if sequence.pending is not None:
+                sequence.pending.fail(error)
             elif sequence.score is not None:
-                sequence.score.tell(error)
+                sequence.score.deliver(error)
 
-    def weights_changed(self, mode: UpdateMode) -> int:
-        """The weights are others now: what follows for completions under way. How many were cut short."""
+    def weights_updated(self, mode: UpdateMode) -> int:
+        """Apply an update mode to completions in progress after the weights changed. Return how many were aborted."""
         scheduler = self.scheduler
         scheduler.pool.forget()
         num_aborted = 0
-        begun = [sequence for sequence in scheduler.sequences() if sequence.slot >= 0 or sequence.num_drawn > 0]
+        begun = [sequence for sequence in scheduler.sequences() if sequence.slot >= 0 or sequence.num_sampled > 0]
         if mode == "abort":
             with_siblings = [each for one in begun if one.score is None for each in (one, *one.siblings)]
             num_aborted = self._abort(list(dict.fromkeys(with_siblings)))
         if mode in ("recompute", "abort"):
             scheduler.preempt_all()
             return num_aborted
-        # One answer is of one version; and spans do not tell who read a text: one that is not read yet is read whole.
-        scheduler.begin_again([each for each in scheduler.running if each.score is not None or each.is_being_read])
+        # One answer is of one version, and spans do not say who read a prompt: one that is half read is read again.
+        scheduler.restart([each for each in scheduler.running if each.score is not None or each.is_being_read])
         for sequence in begun:
             sequence.is_pure = sequence.slot < 0
         return num_aborted
 
-    def give_back(self) -> None:
-        """Free the cache. Whatever is under way is read again later."""
+    def release(self) -> None:
+        """Release cache and weights. Completions in progress are recomputed later."""
         self.scheduler.preempt_all()
         self._forget_prefixes()
-        self.runner.give_back()
+        self.runner.release()
 
-    def give_back_cache(self) -> None:
-        """Free the cache alone, while nothing is under way."""
+    def release_cache(self) -> None:
+        """Release the cache alone, while nothing is in progress."""
         self._forget_prefixes()
-        self.runner.give_back_cache()
+        self.runner.release_cache()
 
     def _forget_prefixes(self) -> None:
         self.scheduler.pool.forget()
@@ -248,7 +247,7 @@ class Batching:
     # ---- Steps --------------------------------------------------------------------------------------------------
 
     def step(self, version: int, *, admit: bool = True) -> None:
-        """Compute the next pieces, draw from them and take the tokens in. The step after may be launched by then."""
+        """Compute the next pieces, sample from them and process the tokens. The step after may be launched by then."""
         launched, self._ahead = self._ahead, None
         launched = launched or self._launch(version, admit=admit)
         if launched is None:
@@ -258,29 +257,29 @@ class Batching:
             if looks_ahead:
                 self._ahead = self._launch_ahead(launched, version, admit=admit)
         finally:
-            self._take_in(launched)
+            self._process(launched)
         if self._ahead is not None and not self._ahead.is_of_use:
             self._ahead = None
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a step is under way whose tokens have not been taken in."""
+        """Whether a step was launched whose tokens have not been processed."""
         return self._ahead is not None
 
-    def settle(self) -> None:
-        """Take in the tokens of a step that was launched ahead, if there is one: nothing is under way then.
+    def finish_launched(self) -> None:
+        """Process the tokens of a step that was launched ahead, if there is one.
 
-        The device has also done with a step that was forgotten: weights and cache may be changed or freed.
+        The device is then idle, also after a step that was discarded: weights and cache may be changed or released.
         """
         launched, self._ahead = self._ahead, None
         newest, self._newest = self._newest, None
         if launched is not None:
-            self._take_in(launched)
+            self._process(launched)
         elif newest is not None:
             newest.wait()
 
     def _launch(self, version: int, *, admit: bool) -> _Launched | None:
-        """The next step; None if its tokens have been taken in, for it was more than everybody's next token."""
+        """Launch the next step. Return None if it was not a pure decode step: its tokens are processed already."""
         pieces = self.scheduler.plan(admit=admit)
         if not pieces:
             return None
@@ -288,57 +287,57 @@ class Batching:
         decodes: list[Piece] = []
         others: list[Piece] = []
         for piece in pieces:
-            is_decode = piece.end - piece.start == 1 and piece.draws
+            is_decode = piece.end - piece.start == 1 and piece.samples
             (decodes if is_decode else others).append(piece)
         if not others:
-            return self._draw(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version)
+            return self._sample(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version)
         if not self.runner.on_gpu:
             self._compute(pieces, version)
             return None
         self._compute(others, version)
         decodes = [piece for piece in decodes if piece.sequence.slot >= 0]  # another of its request may have failed
         if decodes:
-            self._take_in(self._draw(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version))
+            self._process(self._sample(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version))
         return None
 
     def _launch_ahead(self, launched: _Launched, version: int, *, admit: bool) -> _Launched | None:
-        """The step after one whose tokens are not known yet, if it can be launched."""
+        """Launch the step after one whose tokens are not known yet, if possible."""
         pieces = [] if self.sampler.is_shaping else self.scheduler.plan_ahead(launched.sequences, admit=admit)
         if not pieces:
             return None
-        # One of these may turn out to have ended. What is then written to its page does no harm: whoever gets the page
-        # next writes to it in a later launch, behind this one on the same stream, and only full pages are shared.
+        # One of these may turn out to have ended. What is then written to its page does no harm: the next owner of the
+        # page writes to it in a later launch on the same stream, and only full pages are shared.
         place_of = {sequence: place for place, sequence in enumerate(launched.sequences)}
         sequences = [piece.sequence for piece in pieces]
-        last = LastDraw(launched.drawn.token_ids, [place_of[sequence] for sequence in sequences])
+        last = LastSampled(launched.sampled.token_ids, [place_of[sequence] for sequence in sequences])
         logits = self.runner.decode_logits(pieces, self.scheduler.table, last=last)
-        self._newest = self.sampler.draw(logits, _rows(sequences), num_ahead=1)
+        self._newest = self.sampler.sample(logits, _rows(sequences), num_ahead=1)
         return _Launched(sequences, self._newest, version, pieces)
 
     def _compute(self, pieces: list[Piece], version: int) -> None:
-        """All pieces in one row: logits where a token is drawn, logprobs where tokens are scored."""
-        drawing = [piece for piece in pieces if piece.draws]
+        """Compute all pieces in one row: logits where a token is sampled, logprobs where tokens are scored."""
+        decoding = [piece for piece in pieces if piece.samples]
         scoring = [piece for piece in pieces if piece.sequence.score is not None]
         ends: dict[int, int] = {}
         total = 0
         for piece in pieces:
             total += piece.end - piece.start
             ends[id(piece)] = total
-        index = [ends[id(piece)] - 1 for piece in drawing]
+        index = [ends[id(piece)] - 1 for piece in decoding]
         for piece in scoring:
             end = ends[id(piece)]
             index += range(end - (piece.end - piece.start), end)
         hidden = self.runner.hidden(pieces, self.scheduler.table, index)
         for piece in pieces:
-            if not piece.draws and piece.sequence.score is None:
+            if not piece.samples and piece.sequence.score is None:
                 self.scheduler.computed(piece)
-        place = len(drawing)
+        place = len(decoding)
         for piece in scoring:
             size = piece.end - piece.start
             self._scored(piece, hidden[place : place + size])
             place += size
-        if drawing:
-            self._take_in(self._draw(drawing, self.runner.logits(hidden[: len(drawing)]), version))
+        if decoding:
+            self._process(self._sample(decoding, self.runner.logits(hidden[: len(decoding)]), version))
 
     def _scored(self, piece: Piece, hidden: Tensor) -> None:
         sequence = piece.sequence
@@ -351,11 +350,11 @@ class Batching:
         if sequence.num_computed == len(sequence.ids):
             found = job.logprobs
             self.scheduler.end(sequence)
-            job.tell(found)
+            job.deliver(found)
 
-    def _draw(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> _Launched:
-        """Draw the next token of every piece, and the first one of the siblings that begin here."""
-        sequences: list[Running] = []
+    def _sample(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> _Launched:
+        """Sample the next token of every piece, and the first one of siblings that start here."""
+        sequences: list[SequenceState] = []
         index: list[int] = []
         copies: list[tuple[int, int]] = []
         for number, piece in enumerate(pieces):
@@ -369,11 +368,11 @@ class Batching:
         self.runner.copy_pages(copies)
         if len(index) > len(pieces):
             logits = logits[torch.tensor(index, device=logits.device)]
-        return _Launched(sequences, self.sampler.draw(logits, _rows(sequences)), version)
+        return _Launched(sequences, self.sampler.sample(logits, _rows(sequences)), version)
 
-    def _take_in(self, launched: _Launched) -> None:
-        """Wait for the tokens of a step, and take in those of completions that have not ended since its launch."""
-        sequences, drawn = launched.sequences, launched.drawn
+    def _process(self, launched: _Launched) -> None:
+        """Wait for the tokens of a step, and process those of completions that have not ended since its launch."""
+        sequences, sampled = launched.sequences, launched.sampled
         if launched.pieces:
             self.counts.num_steps += 1
             self.counts.num_ahead += 1
@@ -382,10 +381,10 @@ class Batching:
                     self.scheduler.computed(piece)
         skipped = [place for place, sequence in enumerate(sequences) if sequence.slot < 0]
         try:
-            found = drawn.fetch(skip=skipped)
+            found = sampled.fetch(skip=skipped)
         except NonFiniteError as error:
             broken = cast("tuple[int, ...]", error.value)
-            found = drawn.fetch(skip=(*skipped, *broken))
+            found = sampled.fetch(skip=(*skipped, *broken))
             for place in broken:
                 self._fail(sequences[place], error)
         for sequence, token, logprob, full in zip(sequences, *found, strict=True):
@@ -395,34 +394,34 @@ class Batching:
             reason = sequence.add_token(token, logprob, full, launched.version)
             if reason is not None:
                 self._finish(sequence, reason)
-            elif sequence.ticket is not None and sequence.ticket.tell_delta is not None:
-                sequence.ticket.tell_delta(sequence.delta())
+            elif sequence.pending is not None and sequence.pending.deliver_delta is not None:
+                sequence.pending.deliver_delta(sequence.delta())
 
-    def _fail(self, sequence: Running, error: BaseException) -> None:
-        """End a completion, and the others of its request, with an error."""
-        assert sequence.ticket is not None
-        ticket = sequence.ticket
-        for each in [each for each in self.scheduler.sequences() if each.ticket is ticket]:
+    def _fail(self, sequence: SequenceState, error: BaseException) -> None:
+        """Fail a completion, and the others of its request."""
+        assert sequence.pending is not None
+        pending = sequence.pending
+        for each in [each for each in self.scheduler.sequences() if each.pending is pending]:
             self.scheduler.end(each)
-        ticket.fail(error)
+        pending.fail(error)
 
-    def _finish(self, sequence: Running, reason: FinishReason) -> None:
-        assert sequence.ticket is not None
+    def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:
+        assert sequence.pending is not None
         completion = sequence.completion(reason, self._decode)
         self.scheduler.end(sequence)
         if reason == "abort":
             self.counts.num_aborted += 1
         else:
             self.counts.num_done += 1
-        if sequence.ticket.tell_delta is not None:
-            sequence.ticket.tell_delta(sequence.delta(completion))
-        sequence.ticket.add(completion)
+        if sequence.pending.deliver_delta is not None:
+            sequence.pending.deliver_delta(sequence.delta(completion))
+        sequence.pending.add(completion)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return "" if self._tokenizer is None else self._tokenizer.decode(token_ids, skip_special=True)
 
     def stats(self, version: int, *, is_asleep: bool, num_open: int) -> EngineStats:
-        """May be called from another thread: every figure is read at once, but not all of them together."""
+        """Return the statistics. Thread-safe: each number is consistent, not all of them together."""
         counts, scheduler = self.counts, self.scheduler
         running = len(scheduler.running)
         return EngineStats(
@@ -447,5 +446,5 @@ class Batching:
         )
 
 
-def _rows(sequences: Sequence[Running]) -> list[SampleRow]:
+def _rows(sequences: Sequence[SequenceState]) -> list[SampleRow]:
     return [sequence.row for sequence in sequences if sequence.row is not None]

@@ -1,25 +1,39 @@
-"""How large the cache for keys and values is where nobody said it: a choice made of plain numbers, before anything is
-allocated. `forge.generator.native.runner` makes it from what a device has, and a plan from what it would have."""
+"""The default size of the cache for keys and values, computed from plain numbers before anything is allocated.
+`forge.generator.native.runner` uses what a device has free, and the memory planner what it would have."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-from forge.config import GenerationConfig, ModelConfig
+from pydantic import Field
+
+from forge.config import GenerationConfig, GeneratorConfig, ModelConfig
+
+
+class ColocatedGeneratorConfig(GeneratorConfig):
+    """The configuration of a generator on a trainer's GPU whose cache is released while the trainer works.
+
+    Derived from a run's configuration, never written by a user: see `forge.loops.workers.generator_config`.
+    """
+
+    expected_bytes: int = Field(
+        default=0, ge=0, description="Memory that others on the GPU will take after the generator's start, and keep."
+    )
+    num_colocated: int = Field(default=1, ge=1, description="Generators on the GPU, this one included.")
+
 
 CPU_SHARE: Final = 0.25
-"""Of a machine's free memory: others compute there too."""
+"""The part of a machine's free memory that a cache takes: other processes compute there too."""
 
 FREE_SHARE: Final = 0.8
-"""Of a GPU's free memory: activations, recorded steps and the sampler's buffers need the rest."""
+"""The part of a GPU's free memory: activations, recorded steps and the sampler's buffers need the rest."""
 
 ROOM_TO_KEEP: Final = 4
-"""With a GPU to itself an engine takes so many times what it needs: what was computed for a prompt stays longer."""
+"""How many times its need an engine takes on a GPU of its own: prefixes stay cached for longer."""
 
 TURNS_SHARE: Final = 0.92
-"""Of what is left while a trainer rests: gaps between the tensors that stay, and what a driver takes unasked, need the
-rest."""
+"""The part of what a sleeping trainer leaves: fragmentation and the driver need the rest."""
 
 GRAPH_SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 GRAPH_STEP: Final = 64
@@ -29,12 +43,12 @@ tensors."""
 
 PREFILL_GPU: Final = 8192
 PREFILL_CPU: Final = 512
-"""Tokens of prompts that a step reads where nothing is said."""
+"""Default number of prompt tokens in a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """What a cache is for, in pages.
+    """What a cache needs, in pages.
 
     Attributes:
         page_bytes: the memory of one page, over all layers.
@@ -48,12 +62,12 @@ class CacheNeed:
 
 
 def pages_on_cpu(need: CacheNeed, *, free_bytes: int) -> int:
-    """What is wanted, at most a quarter of the free memory, and at least what one sequence needs."""
+    """Return what is wanted, at most a quarter of the free memory, and at least what one sequence needs."""
     return max(need.least, min(need.wanted, int(free_bytes * CPU_SHARE) // need.page_bytes))
 
 
 def pages_on_gpu(need: CacheNeed, *, free_bytes: int, total_bytes: int, share: float | None = None) -> int:
-    """The pages of a cache on a GPU; fewer than `need.least` if there is no room.
+    """Return the pages of a cache on a GPU; fewer than `need.least` if there is no room.
 
     Without `share` the engine has the GPU to itself, and takes up to four times what is wanted. With it a trainer uses
     the same GPU, and will need far more than it holds now: its optimizer's states and activations come with its first
@@ -67,8 +81,8 @@ def pages_on_gpu(need: CacheNeed, *, free_bytes: int, total_bytes: int, share: f
 
 
 def pages_in_turns(need: CacheNeed, *, free_bytes: int, expected_bytes: int = 0, work: StepWork) -> int:
-    """The pages of a cache on a GPU whose trainer works only while the cache is given back; fewer than `need.least` if
-    there is no room.
+    """Return the pages of a cache on a GPU whose trainer works only while the cache is released; fewer than
+    `need.least` if there is no room.
 
     What is wanted, at most what is left beside all that stays: the trainer's weights and optimizer's states, which
     exist from its start, the engine's own weights, `expected_bytes` that others will still take and keep (published
@@ -85,7 +99,7 @@ def pages_in_turns(need: CacheNeed, *, free_bytes: int, expected_bytes: int = 0,
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What steps of generation take besides weights and cache, in bytes.
+    """The memory of generation steps besides weights and cache, in bytes.
 
     Attributes:
         prefill: the tensors of one layer that are alive at once, for the longest row of a prefill.
@@ -103,7 +117,7 @@ class StepWork:
 
 
 def step_work(model: ModelConfig, config: GenerationConfig, *, item: int, on_gpu: bool) -> StepWork:
-    """What steps of a model with complete facts take, which computes with numbers of `item` bytes."""
+    """Return the memory of steps of a model with complete facts, which computes with numbers of `item` bytes."""
     batch, vocab = config.max_batch, model.vocab_size or 0
     chunk = config.prefill_chunk_tokens or (PREFILL_GPU if on_gpu else PREFILL_CPU)
     return StepWork(
@@ -114,18 +128,18 @@ def step_work(model: ModelConfig, config: GenerationConfig, *, item: int, on_gpu
 
 
 def records_steps(model: ModelConfig, config: GenerationConfig, *, on_gpu: bool) -> bool:
-    """Whether decode steps are recorded. A mixture's are not: its experts differ from step to step."""
+    """Return whether decode steps are recorded. Those of a mixture of experts are not: experts differ per step."""
     return on_gpu and config.cuda_graphs and model.num_experts is None
 
 
 def graph_sizes(max_batch: int) -> tuple[int, ...]:
-    """For how many sequences decode steps are recorded."""
+    """Return the batch sizes for which decode steps are recorded."""
     small = {size for size in GRAPH_SIZES if size < max_batch}
     return tuple(sorted(small | set(range(GRAPH_SIZES[-1], max_batch, GRAPH_STEP)) | {max_batch}))
 
 
 def _widest(model: ModelConfig) -> int:
-    """The numbers of a token that are alive at once in a layer: in its feed-forward part, or in attention."""
+    """Return how many numbers of a token are alive at once in a layer: in its feed-forward part, or in attention."""
     hidden, heads = model.hidden_size or 0, model.num_heads or 1
     head_dim = model.head_dim or hidden // heads
     if model.num_experts is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,21 +11,51 @@ import torch
 from torch import Tensor
 
 from forge.generator.native.cache_size import graph_sizes
+from forge.generator.native.pages import PAGE
 from forge.generator.native.schedule import Piece
-from forge.generator.native.step_rows import LastDraw, StepRows, places_of, tokens_of
 from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
-from forge.models.paged_attention import PagedRow
+from forge.models.inference import PagedRow
 
 if TYPE_CHECKING:
     from forge.generator.native.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRows:
+    """The input of one step, on the device: tokens int64 [1, T], and the row for the layers."""
+
+    token_ids: Tensor
+    row: PagedRow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LastSampled:
+    """Sampled tokens that only the device knows: int64 [R], and the index of each piece's token among them."""
+
+    token_ids: Tensor
+    places: Sequence[int]
+
+
+def places_of(pieces: Sequence[Piece], table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return, for pieces of one token each, positions and slots, int64 [S], and their pages, int32 [S, W]."""
+    positions = np.array([piece.start for piece in pieces], dtype=np.int64)
+    pages = table[[piece.sequence.slot for piece in pieces]][:, : int(positions.max()) // PAGE + 1]
+    slots = pages[np.arange(len(pieces)), positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
+    return positions, slots, pages
+
+
+def tokens_of(pieces: Sequence[Piece], last: LastSampled | None) -> np.ndarray:
+    """Return the tokens of pieces of one token each; or their indices among those sampled last. Int64 [S]."""
+    found = last.places if last is not None else [piece.sequence.ids[piece.start] for piece in pieces]
+    return np.array(found, dtype=np.int64)
 
 
 class DecodeGraphs:
     """Decode steps on a GPU, recorded once for several numbers of sequences and replayed.
 
     A step is padded up to the next recorded size with sequences that have no context and write nowhere. So the shapes
-    of the products, and with them a token's last bits, depend on how many sequences there are.
+    of the matrix products, and with them the last bits of logits, depend on the number of sequences.
     """
 
     def __init__(self, runner: ModelRunner, *, max_batch: int) -> None:
@@ -63,11 +94,11 @@ class DecodeGraphs:
         row = PagedRow(self._positions[:, :size], index, layout, is_decode=True)
         return self._runner.logits(self._runner.forward(StepRows(self._token_ids[:, :size], row)))
 
-    def run(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastDraw | None = None) -> Tensor:
-        """The logits [S, V] of pieces of one token each.
+    def run(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastSampled | None = None) -> Tensor:
+        """Return the logits [S, V] of pieces of one token each.
 
-        Nothing here waits for the device: a step may be launched while the one before is computed. The buffers are
-        written in the stream's order, when that one has been.
+        Nothing here waits for the device: a step may be launched while the previous one is computed. The buffers are
+        written in the stream's order, after it.
         """
         count, device = len(pieces), self._runner.device
         size = next(size for size in self._sizes if size >= count)

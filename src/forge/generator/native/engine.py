@@ -1,4 +1,4 @@
-"""The embedded engine: continuous batching over a paged cache, on one thread of this process."""
+"""The native engine: continuous batching over a paged cache, on one thread of this process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forge.config import GeneratorConfig, UpdateMode
 from forge.config.generator import LEAST_TEMPERATURE
 from forge.errors import ModelError, OptionError
-from forge.generator.engine import EngineCapabilities, EngineStats, Request, UpdateReport
-from forge.generator.limits import OpenCompletions, context_limit
-from forge.generator.native.sequences import ScoreJob, Ticket
-from forge.generator.native.thread import Change, EngineThread, Send
+from forge.generator.engine import (
+    EngineCapabilities,
+    EngineStats,
+    OpenCompletions,
+    Request,
+    UpdateReport,
+    context_limit,
+)
+from forge.generator.native.sequences import Deliver, PendingRequest, ScoreJob
+from forge.generator.native.thread import EngineThread, Send, WeightUpdate
 from forge.runtime.control import post
 from forge.types import Completion, Delta
 
@@ -35,12 +42,12 @@ class NativeEngine:
     """`GenerationEngine` on the trainer's own model definition.
 
     Args:
-        config: what the generator was configured with.
-        model: the model, resolved.
-        tokenizer: makes text of tokens, and says which tokens end a completion. Without one, texts are empty.
-        shared: parameters of a trainer in this process, which the engine computes with instead of a copy; change them
-            inside `changing`.
-        on_death: is called, on the engine's thread, when the engine ends by an error.
+        config: the generator's configuration.
+        model: the resolved model.
+        tokenizer: decodes tokens, and names those that end a completion. Without one, texts are empty.
+        shared: parameters of a trainer in this process, which the engine computes with instead of a copy; update them
+            inside `paused`.
+        on_death: called on the engine's thread when an error ends the engine.
     """
 
     capabilities: ClassVar = EngineCapabilities(shared_weights=True)
@@ -60,15 +67,15 @@ class NativeEngine:
         on_death: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.config, self.model, self.tokenizer = config, model, tokenizer
-        self.max_seq_len = context_limit(config, model.facts)
+        self.max_seq_len = context_limit(config, model.architecture)
         self._shared = shared
         self.thread = EngineThread(self._make, on_death=on_death)
         self._completions = OpenCompletions(config)
         self._weights: Any = None
         self._updating = asyncio.Lock()
-        self._is_lent = False
+        self._is_cache_released = False
 
-    # ---- Life ---------------------------------------------------------------------------------------------------
+    # ---- Lifetime -------------------------------------------------------------------------------------------------
 
     def _make(self, send: Send) -> Batching:
         from forge.generator.native.batching import Batching
@@ -84,15 +91,15 @@ class NativeEngine:
 
     @property
     def version(self) -> int:
-        """The weights that make tokens now."""
+        """The version of the weights in use."""
         return self.thread.version
 
     async def start(self) -> None:
-        """Load the model on the engine's own thread, and begin to serve."""
+        """Load the model on the engine's own thread, and start to serve."""
         await self.thread.start()
 
     async def close(self) -> None:
-        """End the thread. Completions under way end as aborted."""
+        """End the thread. Completions in progress finish as aborted."""
         await self.thread.close()
 
     # ---- Requests -----------------------------------------------------------------------------------------------
@@ -100,25 +107,21 @@ class NativeEngine:
     async def generate(self, request: Request) -> list[Completion]:
         """See `GenerationEngine.generate`."""
         outcome: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-        ticket = Ticket(request, tell=lambda found: _settle(outcome, found))
+        pending = PendingRequest(request, deliver=partial(_resolve, outcome))
         with self._completions.opened(request.sampling.n):
-            self.thread.ask(lambda batching: batching.enter(ticket)).add_done_callback(
-                lambda asked: post(self.thread.loop, _fail_if, outcome, asked)
-            )
+            self._submit(lambda batching: batching.enter(pending), pending.deliver)
             try:
                 return await outcome
             except asyncio.CancelledError:
-                self._cancel(ticket)
+                self._cancel(pending)
                 raise
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         """See `GenerationEngine.stream`."""
         arrivals: asyncio.Queue[Delta | list[Completion] | BaseException] = asyncio.Queue()
-        ticket = Ticket(request, tell=arrivals.put_nowait, tell_delta=arrivals.put_nowait)
+        pending = PendingRequest(request, deliver=arrivals.put_nowait, deliver_delta=arrivals.put_nowait)
         with self._completions.opened(request.sampling.n):
-            self.thread.ask(lambda batching: batching.enter(ticket)).add_done_callback(
-                lambda asked: asked.exception() and post(self.thread.loop, arrivals.put_nowait, asked.exception())
-            )
+            self._submit(lambda batching: batching.enter(pending), pending.deliver)
             try:
                 while True:
                     arrival = await arrivals.get()
@@ -128,16 +131,26 @@ class NativeEngine:
                         return
                     yield arrival
             finally:
-                self._cancel(ticket)
+                self._cancel(pending)
 
-    def _cancel(self, ticket: Ticket) -> None:
-        if not ticket.is_over:
-            self.thread.ask(lambda batching: batching.cancel(ticket))
+    def _submit(self, enter: Callable[[Batching], None], deliver: Deliver) -> None:
+        """Call `enter` on the engine's thread. If it raises, deliver the error on the event loop."""
+
+        def check(entered: Future[None]) -> None:
+            error = entered.exception()
+            if error is not None:
+                post(self.thread.loop, deliver, error)
+
+        self.thread.ask(enter).add_done_callback(check)
+
+    def _cancel(self, pending: PendingRequest) -> None:
+        if not pending.is_over:
+            self.thread.ask(lambda batching: batching.cancel(pending))
 
     async def score(
         self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, urgent: bool = False
     ) -> list[list[float]]:
-        """See `GenerationEngine.score`. Computed with the operations that the trainer uses."""
+        """See `GenerationEngine.score`. Uses the trainer's own operations."""
         is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
         if not (is_number and math.isfinite(temperature) and temperature >= LEAST_TEMPERATURE):
             raise OptionError(
@@ -151,10 +164,8 @@ class NativeEngine:
 
     async def _score(self, token_ids: Sequence[int], temperature: float, urgent: bool) -> list[float]:
         outcome: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
-        job = ScoreJob(tuple(token_ids), temperature, tell=lambda found: _settle(outcome, found), is_urgent=urgent)
-        self.thread.ask(lambda batching: batching.enter_score(job)).add_done_callback(
-            lambda asked: post(self.thread.loop, _fail_if, outcome, asked)
-        )
+        job = ScoreJob(tuple(token_ids), temperature, deliver=partial(_resolve, outcome), is_urgent=urgent)
+        self._submit(lambda batching: batching.enter_score(job), job.deliver)
         try:
             return await outcome
         except asyncio.CancelledError:
@@ -163,32 +174,38 @@ class NativeEngine:
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
-    async def update(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
-        """See `GenerationEngine.update`.
+    async def update_weights(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
+        """See `GenerationEngine.update_weights`.
 
-        The version is fetched and checked beside generation; only the copy into place holds it up.
+        The version is fetched and checked while tokens are generated; only the copy into place holds them up.
         """
-        self._refuse_shared()
+        if self._shared is not None:
+            raise ModelError(
+                "this engine computes with the trainer's own weights; there is nothing to fetch",
+                path="update_weights",
+                rule="shared weights are updated in place",
+                repair="update them inside `async with engine.paused(version):`",
+            )
         from forge.store import Weights
 
-        began = time.perf_counter()
+        started = time.perf_counter()
         async with self._updating:
             if self._weights is None:
-                self._weights = Weights(self.config.weights)
+                self._weights = Weights(self.config.weights, verify=self.config.update.verify)
             runner = self.thread.serving().runner
             fetched = await self._weights.fetch(version=version)
-            change = Change(mode, fetched.version, lambda: runner.load(fetched.tensors))
+            update = WeightUpdate(mode, fetched.version, lambda: runner.update_weights(fetched.tensors))
             try:
-                runner.check(fetched.tensors)
+                runner.check_weights(fetched.tensors)
             except BaseException:
                 fetched.release()
                 raise
-            change.done.add_done_callback(lambda _: post(self.thread.loop, fetched.release))
-            stall_s, num_aborted = await self.thread.change(change)
-        return UpdateReport(fetched.version, mode, time.perf_counter() - began, stall_s, num_aborted=num_aborted)
+            update.done.add_done_callback(lambda _: post(self.thread.loop, fetched.release))
+            stall_s, num_aborted = await self.thread.update_weights(update)
+        return UpdateReport(fetched.version, mode, time.perf_counter() - started, stall_s, num_aborted=num_aborted)
 
     async def differing(self, version: int) -> dict[str, tuple[int, int]]:
-        """The tensors that are not as they were published: by name, the published digest and that of what is here."""
+        """See `GenerationEngine.differing`."""
         from forge.store import Weights
         from forge.store.digest import digest_tensor
 
@@ -208,93 +225,88 @@ class NativeEngine:
             fetched.release()
 
     @contextlib.asynccontextmanager
-    async def changing(self, version: int, mode: UpdateMode = "keep") -> AsyncIterator[None]:
-        """Hold generation between two steps while the block changes weights that are shared; they are `version` then.
+    async def paused(self, version: int, mode: UpdateMode = "keep") -> AsyncIterator[None]:
+        """Pause generation between two steps while the block updates shared weights, which are `version` afterwards.
 
-        Completions under way go on afterwards as `mode` says. If the block raises, the version stays as it was.
+        Completions in progress then continue as `mode` says. If the block raises, the version stays as it was.
         """
         async with self._updating:
-            go_on = threading.Event()
+            resume = threading.Event()
             reached: Future[None] = Future()
 
             def hold() -> None:
                 reached.set_result(None)
-                go_on.wait()
+                resume.wait()
 
-            change = Change(mode, version, hold)
-            changed = asyncio.ensure_future(self.thread.change(change))
-            either: set[asyncio.Future[Any]] = {changed, asyncio.wrap_future(reached)}
+            update = WeightUpdate(mode, version, hold)
+            updated = asyncio.ensure_future(self.thread.update_weights(update))
+            either: set[asyncio.Future[Any]] = {updated, asyncio.wrap_future(reached)}
             try:
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if changed.done():  # it was not held: the engine has ended
-                    await changed
+                if updated.done():  # it was not held: the engine has ended
+                    await updated
                 yield
             except BaseException:
-                change.version = self.version
+                update.version = self.version
                 raise
             finally:
-                go_on.set()
-                await changed
+                resume.set()
+                await updated
 
-    def _refuse_shared(self) -> None:
-        if self._shared is not None:
-            raise ModelError(
-                "this engine computes with the trainer's own weights; there is nothing to fetch",
-                path="update",
-                rule="weights that are shared are changed in place",
-                repair="change them inside `async with engine.changing(version):`",
-            )
+    def copy_weights(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy weights into the engine's own, while generation is held."""
+        self.thread.serving().runner.update_weights(parameters)
 
-    # ---- Memory and figures ---------------------------------------------------------------------------------------
+    # ---- Memory and statistics --------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """See `GenerationEngine.sleep`. Completions under way wait too, and are read again when it wakes."""
+        """See `GenerationEngine.sleep`. Completions in progress wait too, and are recomputed when it wakes."""
 
-        def doze(batching: Batching) -> None:
+        def release(batching: Batching) -> None:
             if not self.thread.is_asleep:
-                batching.give_back()
+                batching.release()
                 self.thread.is_asleep = True
 
-        await asyncio.wrap_future(self.thread.ask(doze))
+        await asyncio.wrap_future(self.thread.ask(release))
 
     async def wake(self) -> None:
         """See `GenerationEngine.wake`."""
 
-        def rise(batching: Batching) -> None:
+        def restore(batching: Batching) -> None:
             if self.thread.is_asleep:
-                batching.runner.take_back()
-                self.thread.is_asleep = self._is_lent = False
+                batching.runner.restore()
+                self.thread.is_asleep = self._is_cache_released = False
 
-        await asyncio.wrap_future(self.thread.ask(rise))
+        await asyncio.wrap_future(self.thread.ask(restore))
 
     @property
     def is_on_gpu(self) -> bool:
         """Whether it computes on a GPU."""
         return self.thread.serving().runner.on_gpu
 
-    def lend_cache(self) -> bool:
-        """Free the cache's memory inside a block of `changing`, for whoever computes there, and tell whether it was.
+    def release_cache(self) -> bool:
+        """Free the cache's memory inside a `paused` block, for work that runs there. Return whether it was freed.
 
-        It is not where completions are under way: they need what the cache holds. What was remembered of prompts is
-        forgotten. Until `reclaim_cache` the engine is asleep, but for its weights, which stay.
+        It is not freed while completions are in progress: they need its contents. Shared prefixes are forgotten. Until
+        `restore_cache` the engine is asleep, but keeps its weights.
         """
         batching = self.thread.serving()
-        if self._is_lent:
+        if self._is_cache_released:
             return True
         if self.thread.is_asleep or not batching.scheduler.is_idle:
             return False
-        self.thread.is_asleep = self._is_lent = True
-        batching.give_back_cache()
+        self.thread.is_asleep = self._is_cache_released = True
+        batching.release_cache()
         return True
 
-    def reclaim_cache(self) -> None:
-        """Take again what `lend_cache` freed. With `OutOfDeviceMemory`, if others have it, the engine stays asleep.
+    def restore_cache(self) -> None:
+        """Allocate again what `release_cache` freed. On `OutOfDeviceMemory` the engine stays asleep.
 
-        It can then be tried again, as `wake` also does.
+        Call it again when others have freed their memory; `wake` tries, too.
         """
-        if self._is_lent:
-            self.thread.serving().runner.allocate()
-            self.thread.is_asleep = self._is_lent = False
+        if self._is_cache_released:
+            self.thread.serving().runner.allocate_cache()
+            self.thread.is_asleep = self._is_cache_released = False
 
     def stats(self) -> EngineStats:
         """See `GenerationEngine.stats`."""
@@ -302,16 +314,10 @@ class NativeEngine:
         return batching.stats(self.version, is_asleep=self.thread.is_asleep, num_open=self._completions.num)
 
 
-def _settle(outcome: asyncio.Future[Any], found: Any) -> None:
+def _resolve(outcome: asyncio.Future[Any], found: Any) -> None:
     if outcome.done():
         return
     if isinstance(found, BaseException):
         outcome.set_exception(found)
     else:
         outcome.set_result(found)
-
-
-def _fail_if(outcome: asyncio.Future[Any], asked: Future[None]) -> None:
-    error = asked.exception()
-    if error is not None and not outcome.done():
-        outcome.set_exception(error)

@@ -1,9 +1,8 @@
-"""Who holds which page of the cache, and which beginnings of text are computed already.
+"""The pages of the cache: who holds them, and which prefixes are already computed.
 
 A page holds the keys and values of `PAGE` tokens. A full page can be *sealed*: it is then known by the page before it
-and its own tokens, so that another sequence that begins alike takes it instead of computing it. Known pages that nobody
-holds stay until their memory is needed; those that were let go of longest ago, and the ends of texts before their
-beginnings, go first.
+and its own tokens, so that another sequence with the same prefix uses it instead of computing it. Known pages without a
+holder stay until their memory is needed; the least recently released go first, and ends of texts before their starts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ PAGE: Final = PAGE_TOKENS
 """Tokens in a page."""
 
 ROOT: Final = 0
-"""The beginning of every text, as the page before its first."""
+"""The mark of the empty prefix."""
 
 Tokens = tuple[int, ...]
 
@@ -30,7 +29,7 @@ class OutOfPages(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The computed beginning of a text.
+    """The computed prefix of a text.
 
     Attributes:
         pages: its pages, which the caller holds now.
@@ -46,7 +45,7 @@ class PagePool:
 
     Args:
         num_pages: how many there are.
-        sharing: whether sealed pages are remembered.
+        sharing: whether sealed pages are registered.
     """
 
     def __init__(self, num_pages: int, *, sharing: bool = True) -> None:
@@ -61,7 +60,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken, those included that are remembered and held by nobody."""
+        """Pages that can be taken, including known pages without a holder."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -69,7 +68,7 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def take(self, num: int) -> list[int]:
-        """Pages for the caller alone. Raises `OutOfPages`, and takes none, if there are not enough."""
+        """Return pages for the caller alone. Raise `OutOfPages`, and take none, if there are not enough."""
         if num > self.num_free:
             raise OutOfPages(f"{num} pages asked for, {self.num_free} of {self.num_pages} free")
         pages = []
@@ -80,16 +79,16 @@ class PagePool:
         return pages
 
     def hold(self, pages: Sequence[int]) -> None:
-        """Hold pages that somebody holds already once more."""
+        """Add a holder to pages that are already held."""
         for page in pages:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Let go of pages. Those of a text's end come first when memory is needed."""
+        """Release pages. Those of a text's end are evicted first when memory is needed."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if self._holders[page] < 0:
-                raise AssertionError(f"page {page} was let go of more often than it was taken")
+                raise AssertionError(f"page {page} was released more often than it was taken")
             if self._holders[page] == 0:
                 if page in self._key_of:
                     self._idle[page] = None
@@ -97,7 +96,7 @@ class PagePool:
                     self._free.append(page)
 
     def find(self, token_ids: Sequence[int], *, most: int) -> Prefix:
-        """The longest computed beginning of a text, of at most `most` tokens, held for the caller from now on."""
+        """Return the longest computed prefix of a text, of at most `most` tokens, and hold it for the caller."""
         pages: list[int] = []
         mark = ROOT
         for start in range(0, most - PAGE + 1, PAGE):
@@ -112,7 +111,7 @@ class PagePool:
         return Prefix(pages, mark)
 
     def seal(self, page: int, token_ids: Sequence[int], *, after: int) -> int:
-        """Remember a full page by its tokens and the mark of the text before it; the mark of the text up to its end.
+        """Register a full page by its tokens and the mark of the text before it. Return the mark at its end.
 
         If that text is known already the page stays the caller's own, and the known page's mark is returned.
         """
@@ -129,7 +128,7 @@ class PagePool:
         return mark
 
     def forget(self) -> None:
-        """Forget every computed text: the weights are others now. Pages that are held stay with their holders."""
+        """Forget every computed prefix, because the weights changed. Held pages stay with their holders."""
         self._free.extend(reversed(self._idle))
         self._idle.clear()
         self._known.clear()

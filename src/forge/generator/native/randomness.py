@@ -1,7 +1,7 @@
-"""Random numbers without a state: what is drawn for a token is a function of the completion's seed and its place.
+"""Stateless random numbers: the number of a token is a function of the completion's seed and the token's position.
 
-A generator that is advanced token by token would tie completions to one another, or to how often one was put aside and
-taken up again. A hash of (seed, place) does not: the same seed gives the same draws whatever else is in the batch.
+A generator with state would make completions depend on one another, or on preemption. A hash of (seed, position) does
+not: the same seed samples the same tokens whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INDEX: Final = np.uint64(0x8CB92BA72F3D8DD7)
 
 
 def uniforms(seeds: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.float64]:
-    """For each completion the number in [0, 1) that decides its token `step`; float64 [S], with 53 random bits.
+    """Return for each completion the number in [0, 1) that decides its token `step`; float64 [S], with 53 random bits.
 
     Both arguments are integers [S]. Element i depends on `seeds[i]` and `steps[i]` alone.
     """
@@ -28,7 +28,7 @@ def uniforms(seeds: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request that was given `seed`: from 0 to 2^63 - 1.
+    """Return the seed of completion `index` of a request with `seed`: from 0 to 2^63 - 1.
 
     It does not depend on how many completions the request asked for.
     """
@@ -37,12 +37,12 @@ def completion_seed(seed: int, index: int) -> int:
 
 
 def fresh_seed() -> int:
-    """A seed for a request that was given none, from the system's entropy: from 0 to 2^63 - 1."""
+    """Return a seed for a request without one, from the system's entropy: from 0 to 2^63 - 1."""
     return secrets.randbits(63)
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64-bit words in which every bit of the result depends on every bit given (SplitMix64's)."""
+    """Apply SplitMix64's bijection, in which every bit of the result depends on every bit of the input."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

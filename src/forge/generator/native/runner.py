@@ -11,24 +11,35 @@ from torch import Tensor
 
 from forge.config import GeneratorConfig
 from forge.errors import ConfigError, WeightMismatch
-from forge.generator.native.cache_size import CacheNeed, pages_in_turns, pages_on_cpu, pages_on_gpu, step_work
-from forge.generator.native.decode_graphs import DecodeGraphs
-from forge.generator.native.guest import GuestConfig
+from forge.generator.native.cache_size import (
+    CacheNeed,
+    ColocatedGeneratorConfig,
+    pages_in_turns,
+    pages_on_cpu,
+    pages_on_gpu,
+    step_work,
+)
+from forge.generator.native.decode_graphs import DecodeGraphs, LastSampled, StepRows, places_of, tokens_of
+from forge.generator.native.memory import Caches, choose_memory
 from forge.generator.native.pages import PAGE
-from forge.generator.native.residence import Caches, choose_residence
 from forge.generator.native.schedule import Piece
-from forge.generator.native.step_rows import LastDraw, StepRows, places_of, tokens_of
 from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
 from forge.losses.head import chunked_logprobs
 from forge.models.cpu_step import CpuSteps
 from forge.models.gpu_attention import Extents, decode_shares
-from forge.models.inference import build_for_inference, cache_shapes, page_bytes, paged_layers, parameters_once
-from forge.models.linear import rows_linear
+from forge.models.inference import (
+    PagedRow,
+    build_for_inference,
+    cache_shapes,
+    page_bytes,
+    paged_layers,
+    parameters_once,
+)
+from forge.models.layers import rows_linear
 from forge.models.locate import ResolvedModel
-from forge.models.paged_attention import PagedRow
-from forge.models.random_weights import draw_weights
-from forge.models.weights import load_hf
+from forge.models.weights import draw_weights, load_hf
+from forge.runtime.machine import memory
 
 _log = logging.getLogger("forge.generator")
 
@@ -39,8 +50,8 @@ class ModelRunner:
     """Runs steps. It is used by one thread.
 
     Args:
-        config: what the generator was configured with.
-        model: the model, resolved.
+        config: the generator's configuration.
+        model: the resolved model.
         max_seq_len: longest sequence.
         shared: weights of a trainer in this process, to compute with instead of weights of its own.
     """
@@ -53,28 +64,28 @@ class ModelRunner:
         max_seq_len: int,
         shared: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.config, self.facts, self.max_seq_len = config, model.facts, max_seq_len
+        self.config, self.facts, self.max_seq_len = config, model.architecture, max_seq_len
         self.device = _device(config.with_gpus)
-        self.dtype = _dtype(config.precision, self.device)
+        self.dtype: torch.dtype = getattr(torch, config.precision_on(gpu=self.device.type == "cuda"))
         self._check_cache_dtype()
-        self._has_wide_head = model.facts.head_precision == "float32" and self.dtype != torch.float32
+        self._has_wide_head = model.architecture.head_precision == "float32" and self.dtype != torch.float32
         self.is_shared = shared is not None
         self.model = build_for_inference(
-            model.facts, max_seq_len=max_seq_len, dtype=self.dtype, device=self.device, shared=shared
+            model.architecture, max_seq_len=max_seq_len, dtype=self.dtype, device=self.device, shared=shared
         )
         self.parameters = parameters_once(self.model)
-        self._residence = choose_residence(self.device, {} if self.is_shared else self.parameters)
+        self._memory = choose_memory(self.device, {} if self.is_shared else self.parameters)
         if shared is None and model.folder is not None:
-            load_hf([self.model], model.folder, model.facts)
+            load_hf([self.model], model.folder, model.architecture)
         elif shared is None:
-            draw_weights([self.model], num_layers=model.facts.num_layers or 1, seed=0)
+            draw_weights([self.model], num_layers=model.architecture.num_layers or 1, seed=0)
         self._cpu_steps = None if self.on_gpu else CpuSteps(self.model)
         self.max_pages = -(-max_seq_len // PAGE)
         self.num_pages = self._choose_num_pages()
         self._caches: Caches = []
         self._graphs: DecodeGraphs | None = None
-        self._resting: DecodeGraphs | None = None
-        self.allocate()
+        self._saved_graphs: DecodeGraphs | None = None
+        self.allocate_cache()
 
     # ---- Memory -------------------------------------------------------------------------------------------------
 
@@ -112,7 +123,7 @@ class ModelRunner:
         elif self.on_gpu:
             num = self._pages_on_gpu(need)
         else:
-            num = pages_on_cpu(need, free_bytes=_free_memory())
+            num = pages_on_cpu(need, free_bytes=memory()["available"])
         if num < least:
             raise ConfigError(
                 "the cache cannot hold one sequence of full length",
@@ -128,14 +139,14 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         config, share = self.config, self.config.gpu_memory_share
-        if not isinstance(config, GuestConfig) or share is not None:
+        if not isinstance(config, ColocatedGeneratorConfig) or share is not None:
             return pages_on_gpu(need, free_bytes=free, total_bytes=total, share=share)
-        each = max(0, free - config.expected_bytes) // config.num_guests
+        each = max(0, free - config.expected_bytes) // config.num_colocated
         work = step_work(self.facts, config, item=self.dtype.itemsize, on_gpu=True)
         return pages_in_turns(need, free_bytes=each, work=work)
 
     def _checked_gb(self, asked: float) -> float:
-        free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else _free_memory()) / _GIB
+        free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else memory()["available"]) / _GIB
         if asked > free:
             raise ConfigError(
                 "the cache is larger than the memory that is free",
@@ -146,50 +157,50 @@ class ModelRunner:
             )
         return asked
 
-    def allocate(self) -> None:
-        """Take the memory of the cache; on a GPU, also record the decode steps, unless those from before are good."""
+    def allocate_cache(self) -> None:
+        """Allocate the cache; on a GPU, also record the decode steps, unless earlier recordings are still valid."""
         shapes = cache_shapes(self.facts, num_pages=self.num_pages, on_gpu=self.on_gpu)
         layers = paged_layers(self.model)
-        self._caches = self._residence.take_cache(shapes, num_layers=len(layers), dtype=self._cache_dtype)
+        self._caches = self._memory.allocate_cache(shapes, num_layers=len(layers), dtype=self._cache_dtype)
         for layer, caches in zip(layers, self._caches, strict=True):
             layer.k_cache, layer.v_cache = caches
-        self._graphs, self._resting = self._resting, None
+        self._graphs, self._saved_graphs = self._saved_graphs, None
         if self._graphs is None and self.on_gpu and self.config.cuda_graphs and self.facts.num_experts is None:
             self._graphs = DecodeGraphs(self, max_batch=self.config.max_batch)
 
-    def give_back_cache(self) -> None:
-        """Free the cache; `allocate` takes it again, empty. Nothing can be computed between.
+    def release_cache(self) -> None:
+        """Release the cache; `allocate_cache` brings it back, empty. Nothing can be computed in between.
 
-        Recorded steps stay where the cache comes back to its addresses. They are out of reach meanwhile.
+        Recorded steps are kept where the cache is restored at the same addresses.
         """
-        if self._graphs is not None and self._residence.keeps_addresses:
-            self._resting = self._graphs
+        if self._graphs is not None and self._memory.keeps_addresses:
+            self._saved_graphs = self._graphs
         self._graphs = None
         if self._cpu_steps is not None:
             self._cpu_steps.forget()
         self._caches = []
         for layer in paged_layers(self.model):
             layer.k_cache = layer.v_cache = None
-        self._residence.drop_cache()
+        self._memory.release_cache()
 
-    def give_back(self) -> None:
-        """Free the cache, and keep the weights in host memory, where `load` reaches them too."""
-        self.give_back_cache()
+    def release(self) -> None:
+        """Release cache and weights; the weights move to host memory, where `update_weights` reaches them too."""
+        self.release_cache()
         if self.on_gpu:
-            self._residence.send_weights()
+            self._memory.release_weights()
 
-    def take_back(self) -> None:
-        """As before `give_back`; the cache is empty. If there is too little memory, all stays as it was."""
+    def restore(self) -> None:
+        """Undo `release`; the cache is empty. If there is too little memory, nothing changes."""
         try:
-            self._residence.fetch_weights()
-            self.allocate()
+            self._memory.restore_weights()
+            self.allocate_cache()
         except BaseException:
-            self.give_back()
+            self.release()
             raise
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
+    def check_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `WeightMismatch` unless these are the weights of this model."""
         own = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
         given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -206,7 +217,7 @@ class ModelRunner:
             )
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite the weights in place with tensors that were checked."""
         torch._foreach_copy_(list(self.parameters.values()), [tensors[name] for name in self.parameters])
         if self.on_gpu:
@@ -226,20 +237,19 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden(self, pieces: Sequence[Piece], table: np.ndarray, index: Sequence[int]) -> Tensor:
-        """Compute pieces, one after the other in a row; the hidden states [R, D] of the tokens at `index`."""
-        rows = self._rows(pieces, table, index)
-        return self.forward(rows)
+        """Compute pieces, one after the other in a row. Return the hidden states [R, D] of the tokens at `index`."""
+        return self.forward(self._rows(pieces, table, index))
 
     @property
     def has_recorded_steps(self) -> bool:
-        """Whether decode steps are replayed: then nothing in them waits for the host, nor the host for them."""
+        """Whether decode steps are replayed CUDA graphs: then neither they nor the host wait for each other."""
         return self._graphs is not None
 
     @torch.inference_mode()
-    def decode_logits(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastDraw | None = None) -> Tensor:
-        """Compute pieces of one token each; what `logits` returns for them, in a buffer that the next step overwrites.
+    def decode_logits(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastSampled | None = None) -> Tensor:
+        """Compute pieces of one token each. Return their logits, in a buffer that the next step overwrites.
 
-        With `last` the tokens are those of the last draw, which need not have reached the host.
+        With `last` the tokens are those sampled last, which need not have reached the host.
         """
         if self._graphs is not None and len(pieces) <= self._graphs.max_batch:
             return self._graphs.run(pieces, table, last=last)
@@ -247,7 +257,7 @@ class ModelRunner:
         found = None if self._cpu_steps is None else self._cpu_steps.logits(rows.token_ids[0], rows.row)
         return self.logits(self.forward(rows)) if found is None else found
 
-    def _decode_rows(self, pieces: Sequence[Piece], table: np.ndarray, last: LastDraw | None) -> StepRows:
+    def _decode_rows(self, pieces: Sequence[Piece], table: np.ndarray, last: LastSampled | None) -> StepRows:
         positions, slots, pages = places_of(pieces, table)
         starts = np.arange(len(pieces) + 1, dtype=np.int32)
         arrays: tuple[np.ndarray, ...] = (starts, (positions + 1).astype(np.int32), pages, slots)
@@ -265,13 +275,13 @@ class ModelRunner:
         return StepRows(token_ids.unsqueeze(0), row)
 
     def shares(self, positions: np.ndarray, pages: np.ndarray) -> np.ndarray:
-        """Which neighbours in a decode step begin with the same pages, for a GPU to read them once."""
+        """Return which neighbours in a decode step share a prefix of pages, for a GPU to read it once."""
         num_heads, num_kv_heads = self.facts.num_heads or 1, self.facts.num_kv_heads or 1
         return decode_shares(pages, positions + 1, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     @torch.inference_mode()
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """The logits [R, V]: on a CPU float32, on a GPU in the precision of the weights, which the sampler widens.
+        """Return the logits [R, V]: on a CPU float32, on a GPU in the precision of the weights.
 
         With `model.head_precision: float32` they are summed in float32 and never rounded to less.
         """
@@ -285,7 +295,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logprobs(self, hidden_RD: Tensor, targets: Sequence[int], *, temperature: float) -> list[float]:
-        """The logprob of a target after each hidden state, computed as the trainer does."""
+        """Return the logprob of a target after each hidden state, computed as the trainer does."""
         wanted = torch.tensor(targets, device=self.device)
         weight, is_wide = self.model.lm_head.weight, self._has_wide_head
         found, _ = chunked_logprobs(hidden_RD, weight, wanted, temperature=temperature, fp32_logits=is_wide)
@@ -293,17 +303,17 @@ class ModelRunner:
         return values
 
     def forward(self, rows: StepRows) -> Tensor:
-        """The hidden states that a step's row asks for."""
+        """Return the hidden states that a step's row asks for."""
         found = None if self._cpu_steps is None else self._cpu_steps.hidden(rows.token_ids[0], rows.row)
         if found is not None:
             return found
-        book = self.model.book
-        key = book.enter(rows.row)
+        registry = self.model.row_registry
+        key = registry.enter(rows.row)
         try:
             hidden: Tensor = self.model(rows.token_ids, key)
             return hidden
         finally:
-            book.clear()
+            registry.clear()
 
     def _rows(self, pieces: Sequence[Piece], table: np.ndarray, index: Sequence[int]) -> StepRows:
         sizes = np.array([piece.end - piece.start for piece in pieces], dtype=np.int64)
@@ -318,19 +328,15 @@ class ModelRunner:
         pages = table[[piece.sequence.slot for piece in pieces]][:, : -(-int(contexts.max()) // PAGE)]
         owners = np.repeat(np.arange(len(pieces)), sizes)
         slots = pages[owners, positions // PAGE].astype(np.int64) * PAGE + positions % PAGE
-        layout = PagedLayout(*(self._put(array) for array in (starts, contexts, pages, slots)))
+        layout = PagedLayout(*(put(array, self.device) for array in (starts, contexts, pages, slots)))
         row = PagedRow(
-            positions=self._put(positions).unsqueeze(0),
-            index=self._put(np.asarray(index, dtype=np.int64)),
+            positions=put(positions, self.device).unsqueeze(0),
+            index=put(np.asarray(index, dtype=np.int64), self.device),
             layout=layout,
             is_decode=len(token_ids) == len(pieces),
             extents=Extents.of(sizes.tolist(), contexts.tolist(), device=self.device) if self.on_gpu else None,
         )
-        return StepRows(self._put(np.array(token_ids, dtype=np.int64)).unsqueeze(0), row)
-
-    def _put(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor.to(self.device, non_blocking=True) if self.on_gpu else tensor
+        return StepRows(put(np.array(token_ids, dtype=np.int64), self.device).unsqueeze(0), row)
 
 
 def _device(with_gpus: bool | None) -> torch.device:
@@ -340,25 +346,10 @@ def _device(with_gpus: bool | None) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            "a GPU was asked for, and torch sees none",
+            "a GPU is required, and torch sees none",
             path="generator.with_gpus",
             value=True,
             rule="a machine with a GPU and torch's CUDA build",
             repair="set generator.with_gpus=false, or run `forge doctor` to see what is missing",
         )
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _dtype(precision: str | None, device: torch.device) -> torch.dtype:
-    if precision is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
-
-
-def _free_memory() -> int:
-    """Memory that this machine can give, in bytes."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 8 * _GIB

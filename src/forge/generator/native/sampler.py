@@ -1,9 +1,9 @@
-"""Draw the next token of many completions at once.
+"""Sample the next token of many completions at once.
 
-`forge.generator.native.shaping` says in which order penalties, temperature and truncation apply. A token is then drawn
-with *one* uniform number by inverting the distribution function in the order of the vocabulary. That number depends on
-the completion's seed and on the token's place in it (`forge.generator.native.randomness`), so that a seed draws the
-same tokens from the same logits whatever else is in the batch.
+`forge.generator.native.shaping` has the order in which penalties, temperature and truncation apply. A token is then
+sampled with *one* uniform number by inverting the distribution function in the order of the vocabulary. That number
+depends on the completion's seed and on the token's place in it (`forge.generator.native.randomness`), so that a seed
+samples the same tokens from the same logits whatever else is in the batch.
 
 On a CPU every bit of a row's result is a function of that row, and on a GPU too where nothing but a temperature shapes
 the distribution (`forge.generator.native.gpu_sampling`). With penalties, truncation or greedy rows, a GPU may split the
@@ -29,8 +29,8 @@ from forge.config import Sampling
 from forge.errors import ModelError, NonFiniteError
 from forge.generator.native import gpu_sampling
 from forge.generator.native.randomness import uniforms
-from forge.generator.native.shaping import Shaping, Tally, is_shaped, must_go_on
-from forge.generator.native.transfer import Arrival, put
+from forge.generator.native.shaping import Shaping, TokenCounts, is_shaped, must_continue
+from forge.generator.native.transfer import HostCopy, put
 from forge.kernels.cpu_sampling import BLOCK, sample_tokens, single_thread
 
 _BLOCK: Final = BLOCK
@@ -44,11 +44,11 @@ class SampleRow:
     """One completion, as the sampler sees it. The same object is given at every step of it.
 
     Attributes:
-        sampling: how its tokens are drawn.
+        sampling: its sampling parameters.
         seed: the completion's own (`randomness.completion_seed`), from 0 to 2^63 - 1.
         prompt_ids: the prompt, for the repetition penalty.
-        token_ids: what was drawn so far; whoever calls `draw` appends to it.
-        stop_ids: tokens that end it, which are not drawn before `sampling.min_tokens`.
+        token_ids: the tokens sampled so far; the caller of `sample` appends to it.
+        stop_ids: tokens that end it, which are not sampled before `sampling.min_tokens`.
     """
 
     sampling: Sampling
@@ -59,12 +59,12 @@ class SampleRow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
+class Sampled:
     """One token for each row, on the device, and on its way to the host.
 
     Attributes:
         token_ids: int64 [S], each below V whatever the logits were.
-        logprobs: float32 [S], in the distribution that was drawn from; at temperature 0, that of temperature 1 with
+        logprobs: float32 [S], in the distribution that was sampled from; at temperature 0, that of temperature 1 with
             penalties. NaN for rows whose logits are not finite.
         full_logprobs: float32 [S], before penalties and truncation: what a trainer computes at that temperature, on a
             CPU bit for bit.
@@ -73,24 +73,24 @@ class Drawn:
     token_ids: Tensor
     logprobs: Tensor
     full_logprobs: Tensor
-    _arrival: Arrival = field(init=False, repr=False)
+    _host_copy: HostCopy = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         packed = torch.stack([self.token_ids.double(), self.logprobs.double(), self.full_logprobs.double()])
-        object.__setattr__(self, "_arrival", Arrival(packed))
+        object.__setattr__(self, "_host_copy", HostCopy(packed))
 
     def wait(self) -> None:
-        """Wait for the device to have drawn these: what was launched before is done too."""
-        self._arrival.wait()
+        """Wait until the device has sampled these: what was launched before is done too."""
+        self._host_copy.wait()
 
     def fetch(self, *, skip: Collection[int] = ()) -> tuple[list[int], list[float], list[float]]:
-        """Tokens, logprobs and full logprobs on the host: the one wait for the device in a step.
+        """Return tokens, logprobs and full logprobs on the host: the one wait for the device in a step.
 
-        It is a wait for this draw alone, and not for what was launched after it.
+        It waits for these alone, and not for what was launched after them.
         Raises `NonFiniteError` if a row's logits were NaN or infinite, or no token was allowed; its `value` is the
-        tuple of such rows. Whoever wants the others' tokens all the same asks again with `skip=error.value`.
+        tuple of such rows. Call again with `skip=error.value` for the others' tokens.
         """
-        found = self._arrival.wait()
+        found = self._host_copy.wait()
         rows = np.flatnonzero(~np.isfinite(found[1:]).all(axis=0)).tolist()
         broken = tuple(row for row in rows if row not in skip)
         tokens, logprobs, full = found.tolist()
@@ -135,7 +135,7 @@ class _Plan:
         return (
             len(rows) == len(self.rows)
             and all(map(operator.is_, rows, self.rows))
-            and all(map(must_go_on, self.going_on))
+            and all(map(must_continue, self.going_on))
         )
 
 
@@ -149,7 +149,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self._device = torch.device(device)
-        self._tally = Tally(vocab_size, self._device)
+        self._token_counts = TokenCounts(vocab_size, self._device)
         self._plan = self._planned([])
         width = -(-vocab_size // _BLOCK) * _BLOCK
         self._probs = _Space(width, self._device)  # what is beyond the vocabulary stays 0
@@ -157,17 +157,17 @@ class Sampler:
 
     @property
     def is_shaping(self) -> bool:
-        """Whether anything but a temperature shaped the last draw. Of rows that were plain, none is shaped later."""
+        """Whether anything but a temperature shaped the last step. Rows that were plain stay plain."""
         return self._plan.shaping is not None
 
     @torch.no_grad()
-    def draw(self, logits_SV: Tensor, rows: Sequence[SampleRow], *, num_ahead: int = 0) -> Drawn:
+    def sample(self, logits_SV: Tensor, rows: Sequence[SampleRow], *, num_ahead: int = 0) -> Sampled:
         """One token for each row of the logits, float32 or, on a GPU, bfloat16 [S, V], which stay as they are.
 
         Nothing is waited for on a GPU, where only one small copy goes in. Rows whose logits are not finite give no
-        error here but in `Drawn.fetch`.
+        error here but in `Sampled.fetch`.
 
-        `num_ahead` tokens of each row have been drawn that are not among its `token_ids` yet. That is only for rows
+        `num_ahead` tokens of each row have been sampled that are not among its `token_ids` yet. That is only for rows
         that nothing shapes (`is_shaping`): the shaped must know their tokens.
         """
         self._check(logits_SV, rows)
@@ -176,14 +176,14 @@ class Sampler:
         assert num_ahead == 0 or not self.is_shaping
         if logits_SV.is_cpu and logits_SV.numel() <= _FEW_LOGITS:
             with single_thread():
-                return self._drawn(logits_SV, self._plan, num_ahead)
-        return self._drawn(logits_SV, self._plan, num_ahead)
+                return self._sample(logits_SV, self._plan, num_ahead)
+        return self._sample(logits_SV, self._plan, num_ahead)
 
-    def _drawn(self, logits_SV: Tensor, plan: _Plan, num_ahead: int) -> Drawn:
+    def _sample(self, logits_SV: Tensor, plan: _Plan, num_ahead: int) -> Sampled:
         uniforms_S = self._copy_in(plan, num_ahead)
         if plan.is_plain and gpu_sampling.takes(logits_SV):
             sampled, logprobs = gpu_sampling.sample(logits_SV, uniforms_S, scale_S1=plan.scale_S1)
-            return Drawn(sampled, logprobs, logprobs)
+            return Sampled(sampled, logprobs, logprobs)
         logits_SV = logits_SV.float()
         scaled_SV, probs_SW = self._softmaxes(logits_SV, plan)
         lse_S = _logsumexp(scaled_SV, probs_SW)
@@ -206,7 +206,7 @@ class Sampler:
         if plan.shaping is not None:
             own = _at(shaped_PV, token_ids.index_select(0, plan.shaping.places_S)) - shaped_lse_P
             logprobs = full.index_copy(0, plan.shaping.places_S, own)
-        return Drawn(token_ids, logprobs, full)
+        return Sampled(token_ids, logprobs, full)
 
     def _check(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
         wanted = (len(rows), self.vocab_size)
@@ -226,20 +226,20 @@ class Sampler:
         scales = [1.0 if row.sampling.is_greedy else 1.0 / row.sampling.temperature for row in rows]
         shaped = [place for place, row in enumerate(rows) if is_shaped(row, self.vocab_size)]
         if not shaped:
-            self._tally.follow(())
+            self._token_counts.follow(())
         return _Plan(
             rows=tuple(rows),
             seeds=np.array([row.seed for row in rows], dtype=np.uint64),
             scale_S1=None if set(scales) <= {1.0} else put(np.array(scales, dtype=np.float32), device)[:, None],
             is_greedy_S=put(np.array(greedy), device) if any(greedy) else None,
             is_all_greedy=all(greedy),
-            shaping=Shaping([rows[place] for place in shaped], shaped, self._tally) if shaped else None,
-            going_on=tuple(row for row in rows if must_go_on(row)),
+            shaping=Shaping([rows[place] for place in shaped], shaped, self._token_counts) if shaped else None,
+            going_on=tuple(row for row in rows if must_continue(row)),
         )
 
     def _copy_in(self, plan: _Plan, num_ahead: int) -> Tensor:
-        """The uniform numbers [S], and into the tally the tokens drawn since; as one copy to the device."""
-        places, pairs = self._tally.fresh()
+        """Return the uniform numbers [S], and add the tokens sampled since to the counts, in one copy to the device."""
+        places, pairs = self._token_counts.fresh()
         if plan.is_all_greedy and not places:
             return torch.empty(0, dtype=torch.float64, device=self._device)
         num_rows = len(plan.rows)
@@ -247,11 +247,11 @@ class Sampler:
         steps += np.uint64(num_ahead)
         words = np.concatenate([uniforms(plan.seeds, steps).view(np.int64), np.array(places + pairs, dtype=np.int64)])
         copied = put(words, self._device)
-        self._tally.add(copied[num_rows : num_rows + len(places)], copied[num_rows + len(places) :])
+        self._token_counts.add(copied[num_rows : num_rows + len(places)], copied[num_rows + len(places) :])
         return copied[:num_rows].view(torch.float64)
 
     def _softmaxes(self, logits: Tensor, plan: _Plan) -> tuple[Tensor, Tensor]:
-        """Logits divided by temperature, and their probabilities, wider by what fills up the last block."""
+        """Return logits divided by temperature, and their probabilities, padded to whole blocks."""
         probs, scaled = self._probs.rows(len(plan.rows)), logits
         if plan.scale_S1 is not None:
             scaled = torch.mul(logits, plan.scale_S1, out=self._scaled.rows(len(plan.rows)))
@@ -263,20 +263,20 @@ class Sampler:
 
 
 class _Space:
-    """Memory for a number of rows, used again at every step: fresh pages cost a CPU more than what is computed."""
+    """Memory for a number of rows, reused at every step: fresh pages cost a CPU more than the computation."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         self._rows = torch.zeros(0, width, device=device)
 
     def rows(self, num_rows: int) -> Tensor:
-        """The first so many rows, float32: zeros, or what was written there before."""
+        """Return the first rows, float32: zeros, or what was written there before."""
         if num_rows > len(self._rows):
             self._rows = torch.zeros(num_rows, self._rows.shape[1], device=self._rows.device)
         return self._rows[:num_rows]
 
 
 def pick(probs_SW: Tensor, uniforms_S: Tensor) -> Tensor:
-    """For each row the token at which the running sum of probabilities first exceeds its uniform number, int64 [S].
+    """Return for each row the token at which the running sum of probabilities exceeds its uniform number, int64 [S].
 
     `probs_SW` is float32 and W a multiple of 128; rows need not add up to exactly 1. First the block is found, then the
     token within it. Running sums are of whole numbers and therefore exact: they never pass over a token of probability
@@ -297,7 +297,7 @@ def _pick_by_torch(probs_SW: Tensor, uniforms_S: Tensor) -> Tensor:
 
 
 def _invert(weights_SN: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the uniform number falls among whole weights, and how far into that one, from 0 to below 1, float64."""
+    """Return where the uniform number falls among whole weights, and how far into that one, in [0, 1), float64."""
     sums_SN = weights_SN.cumsum(-1)
     total_S1 = sums_SN[:, -1:]
     target_S1 = torch.minimum((uniforms_S[:, None] * total_S1.double()).to(torch.int64), total_S1 - 1)
@@ -317,7 +317,7 @@ def _at(logits_SV: Tensor, token_ids_S: Tensor) -> Tensor:
 
 
 def _argmax(logits_SV: Tensor) -> Tensor:
-    """The largest logit of each row, the first of several. NumPy's is ten times faster than torch's on a CPU."""
+    """Return the first largest logit of each row. NumPy is ten times faster than torch on a CPU."""
     if logits_SV.is_cuda:
         return logits_SV.argmax(-1)
     found: NDArray[Any] = logits_SV.numpy().argmax(-1)

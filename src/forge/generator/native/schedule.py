@@ -1,5 +1,4 @@
-"""What the engine computes next: every completion's next token, a piece of the prompts that are still to be read, and
-whom memory is taken from when there is too little."""
+"""The scheduler: what the next step computes, and which sequence is preempted when memory is short."""
 
 from __future__ import annotations
 
@@ -11,40 +10,40 @@ from dataclasses import dataclass
 import numpy as np
 
 from forge.generator.native.pages import PAGE, ROOT, OutOfPages, PagePool
-from forge.generator.native.sequences import Running
+from forge.generator.native.sequences import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The tokens [start, end) of a sequence, to be computed in the next step."""
 
-    sequence: Running
+    sequence: SequenceState
     start: int
     end: int
 
     @property
-    def draws(self) -> bool:
-        """Whether it reaches the end of what is known, so that a token can be drawn."""
+    def samples(self) -> bool:
+        """Whether it reaches the last known token, so that the next one is sampled."""
         return self.end == len(self.sequence.ids) and self.sequence.score is None
 
 
 class Scheduler:
-    """The sequences that wait and those under way.
+    """The waiting and the running sequences.
 
-    The oldest are served first. A sequence for whose next token there is no page takes the pages of the one that began
-    last, which is read again later: it keeps its tokens, and since every draw depends on its own seed and place alone,
-    nothing about it changes but the time it takes.
+    The oldest are served first. A sequence without a page for its next token preempts the one that started last, which
+    is recomputed later: it keeps its tokens, and since sampling depends on its own seed and position alone, nothing
+    about it changes but the time it takes.
 
-    What is urgent overtakes everything, with a place of its own and the pages of whoever began last: weights must be
-    proven however long the queue is.
+    Urgent sequences overtake everything, with a slot of their own and the pages of the sequence that started last:
+    weights must be proven however long the queue is.
     """
 
     def __init__(self, pool: PagePool, *, max_batch: int, chunk_tokens: int, max_pages: int) -> None:
         self.pool = pool
         self.max_batch, self.chunk_tokens = max_batch, chunk_tokens
-        self.waiting: deque[Running] = deque()
-        self.urgent: deque[Running] = deque()
-        self.running: list[Running] = []
+        self.waiting: deque[SequenceState] = deque()
+        self.urgent: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
         self.table = np.zeros((max_batch + 1, max_pages), dtype=np.int32)
         self.num_preempted = 0
         self.num_shared_tokens = 0
@@ -55,27 +54,27 @@ class Scheduler:
         return not (self.waiting or self.running or self.urgent)
 
     @property
-    def has_begun(self) -> bool:
-        """Whether anything is under way, or was and waits for memory."""
+    def has_started(self) -> bool:
+        """Whether any sequence is running, or was and waits for memory."""
         return bool(self.running) or any(sequence.began is not None for sequence in self.waiting)
 
     @property
     def num_reserved(self) -> int:
-        """Completions under way, those included that begin when their prompt has been read."""
+        """Running completions, including siblings that start when their prompt has been read."""
         return sum(1 + len(sequence.siblings) for sequence in self.running if not sequence.is_urgent)
 
-    def sequences(self) -> Iterator[Running]:
-        """All, siblings included."""
+    def sequences(self) -> Iterator[SequenceState]:
+        """Yield all sequences, including siblings."""
         for sequence in (*self.running, *self.urgent, *self.waiting):
             yield sequence
             yield from sequence.siblings
 
     def plan(self, *, admit: bool = True) -> list[Piece]:
-        """The pieces of the next step, with pages for all their tokens. Empty only if there is nothing to do, or, with
-        `admit=False`, if nothing that has begun is left."""
+        """Return the pieces of the next step, with pages for all their tokens. Empty only if there is nothing to do,
+        or, with `admit=False`, if no sequence that has started is left."""
         budget, before = self.chunk_tokens, self.num_preempted
         pieces: list[Piece] = []
-        self._begin_urgent()
+        self._start_urgent()
         for sequence in list(self.running):
             start = sequence.num_computed
             left = len(sequence.ids) - start
@@ -87,22 +86,22 @@ class Scheduler:
             budget -= num if left > 1 else 0
             pieces.append(Piece(sequence, start, start + num))
         has_memory = self.num_preempted == before
-        while has_memory and budget > 0 and (beginning := self._next(admit)) is not None and self._admit(beginning):
-            self.waiting.remove(beginning)
-            num = min(len(beginning.ids) - beginning.num_computed, budget)
-            self._grow(beginning, beginning.num_computed + num)
+        while has_memory and budget > 0 and (candidate := self._next(admit)) is not None and self._admit(candidate):
+            self.waiting.remove(candidate)
+            num = min(len(candidate.ids) - candidate.num_computed, budget)
+            self._grow(candidate, candidate.num_computed + num)
             budget -= num
-            pieces.append(Piece(beginning, beginning.num_computed, beginning.num_computed + num))
+            pieces.append(Piece(candidate, candidate.num_computed, candidate.num_computed + num))
         return [piece for piece in pieces if piece.sequence.slot >= 0]
 
-    def plan_ahead(self, drawing: Sequence[Running], *, admit: bool = True) -> list[Piece]:
-        """The next step while `drawing` draw a token each that nobody knows yet: the place of that token is known.
+    def plan_ahead(self, decoding: Sequence[SequenceState], *, admit: bool = True) -> list[Piece]:
+        """Return the step after one in which `decoding` sample a token each that is not known yet.
 
-        Empty unless the step is sure to be everybody's next token and nothing else: all that is under way draws, nobody
-        waits who could begin, and there are pages without taking them from anybody. Those that reach their full length
-        with the token that they draw are left out; whether another ends with it cannot be known.
+        Empty unless the step is certain to be every sequence's next token and nothing else: all that run are decoding,
+        none that waits could start, and there are pages without preemption. Sequences that reach their full length with
+        the unknown token are left out; whether another ends with it cannot be known.
         """
-        if self.urgent or sum(sequence.slot >= 0 for sequence in drawing) != len(self.running):
+        if self.urgent or sum(sequence.slot >= 0 for sequence in decoding) != len(self.running):
             return []
         pieces = [
             Piece(sequence, len(sequence.ids), len(sequence.ids) + 1)
@@ -110,32 +109,32 @@ class Scheduler:
             if len(sequence.ids) + 1 < sequence.max_len
         ]
         growing = [piece for piece in pieces if piece.end > len(piece.sequence.pages) * PAGE]
-        if len(growing) > self.pool.num_free or self._could_begin(self._next(admit)):
+        if len(growing) > self.pool.num_free or self._could_start(self._next(admit)):
             return []
         for piece in growing:
             self._grow(piece.sequence, piece.end)
         return pieces
 
-    def _could_begin(self, sequence: Running | None) -> bool:
+    def _could_start(self, sequence: SequenceState | None) -> bool:
         if sequence is None or not self._has_room(sequence):
             return False
-        self._let_go(sequence)
+        self._release(sequence)
         return True
 
-    def _begin_urgent(self) -> None:
-        """Give the next urgent sequence the place kept for one: before the oldest, so that it is the last to yield."""
+    def _start_urgent(self) -> None:
+        """Start the next urgent sequence in its own slot: before the oldest, so that it is preempted last."""
         if self.urgent and not any(sequence.is_urgent for sequence in self.running):
             sequence = self.urgent.popleft()
             sequence.began = sequence.began or time.perf_counter()
             self._place(sequence)
             self.running.insert(0, self.running.pop())
 
-    def _next(self, admit: bool) -> Running | None:
-        """Who begins next: the first that waits, or with `admit=False` the first that had begun before."""
+    def _next(self, admit: bool) -> SequenceState | None:
+        """Return the sequence to start next: the first that waits, or with `admit=False` the first that had started."""
         return next((sequence for sequence in self.waiting if admit or sequence.began is not None), None)
 
-    def _make_room(self, sequence: Running, length: int) -> bool:
-        """Pages for a sequence up to a length, taken from those that began last if need be."""
+    def _make_room(self, sequence: SequenceState, length: int) -> bool:
+        """Take pages for a sequence up to a length, and preempt those that started last if need be."""
         while -(-length // PAGE) - len(sequence.pages) > self.pool.num_free:
             victim = self.running[-1]
             self.preempt(victim)
@@ -144,15 +143,15 @@ class Scheduler:
         self._grow(sequence, length)
         return True
 
-    def _grow(self, sequence: Running, length: int) -> None:
+    def _grow(self, sequence: SequenceState, length: int) -> None:
         held = len(sequence.pages)
         num = -(-length // PAGE) - held
         if num > 0:
             sequence.pages += self.pool.take(num)
             self.table[sequence.slot, held : held + num] = sequence.pages[held:]
 
-    def _admit(self, sequence: Running) -> bool:
-        """Begin a sequence if there is a place for it and all its siblings, and memory for what is known of it."""
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Start a sequence if there are slots for it and all its siblings, and memory for its known tokens."""
         if not self._has_room(sequence):
             return False
         shared = len(sequence.pages)
@@ -164,8 +163,8 @@ class Scheduler:
         self._place(sequence)
         return True
 
-    def _has_room(self, sequence: Running) -> bool:
-        """Whether it can begin; if so, it holds the pages of its beginning that are computed already."""
+    def _has_room(self, sequence: SequenceState) -> bool:
+        """Return whether a sequence can start; if so, it holds the pages of its computed prefix."""
         if self.num_reserved + 1 + len(sequence.siblings) > self.max_batch:
             return False
         if sequence.score is None and sequence.is_pure:
@@ -173,21 +172,21 @@ class Scheduler:
             sequence.pages, sequence.mark = prefix.pages, prefix.mark
         spare = 1 if self.running else 0
         if -(-len(sequence.ids) // PAGE) - len(sequence.pages) + spare > self.pool.num_free:
-            self._let_go(sequence)
+            self._release(sequence)
             return False
         return True
 
-    def _let_go(self, sequence: Running) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         self.pool.release(sequence.pages)
         sequence.pages, sequence.mark = [], ROOT
 
-    def _place(self, sequence: Running, *, at: int | None = None) -> None:
+    def _place(self, sequence: SequenceState, *, at: int | None = None) -> None:
         sequence.slot = self._slots.pop()
         self.table[sequence.slot, : len(sequence.pages)] = sequence.pages
         self.running.insert(len(self.running) if at is None else at, sequence)
 
     def computed(self, piece: Piece) -> None:
-        """A piece has been computed: its full pages can be shared from now on."""
+        """Note a piece as computed: its full pages can be shared from now on."""
         sequence = piece.sequence
         sequence.num_computed = piece.end
         if sequence.score is not None or not sequence.is_pure:
@@ -198,11 +197,11 @@ class Scheduler:
             sequence.mark = self.pool.seal(page, tokens, after=sequence.mark)
             sequence.num_sealed += 1
 
-    def fork(self, sequence: Running) -> list[tuple[int, int]]:
-        """Let the siblings of a sequence begin where it is. Which pages must be copied to which: those not yet full.
+    def fork(self, sequence: SequenceState) -> list[tuple[int, int]]:
+        """Start the siblings of a sequence where it is. Return which pages must be copied to which: those not yet full.
 
-        They are put next to it: a GPU reads what neighbours have in common once for all of them.
-        Siblings for which there is no page wait, and are then read as any other.
+        They are put next to it: a GPU reads the common pages of neighbours once for all of them.
+        Siblings without a page wait, and start like any other sequence.
         """
         copies: list[tuple[int, int]] = []
         siblings, sequence.siblings = sequence.siblings, []
@@ -228,8 +227,8 @@ class Scheduler:
             self._place(sibling, at=beside + number)
         return copies
 
-    def end(self, sequence: Running) -> None:
-        """Forget a sequence that has ended, whether it had begun or not."""
+    def end(self, sequence: SequenceState) -> None:
+        """Remove a sequence that has ended, whether it had started or not."""
         if sequence.slot >= 0:
             self._withdraw(sequence)
         elif sequence in self.waiting:
@@ -237,25 +236,25 @@ class Scheduler:
         elif sequence in self.urgent:
             self.urgent.remove(sequence)
 
-    def preempt(self, sequence: Running) -> None:
-        """Take a sequence's pages; it is the first to begin again."""
+    def preempt(self, sequence: SequenceState) -> None:
+        """Take a sequence's pages; it is the first to restart."""
         self._withdraw(sequence)
         sequence.is_pure = True
         (self.urgent if sequence.is_urgent else self.waiting).appendleft(sequence)
         self.num_preempted += 1
 
     def preempt_all(self) -> None:
-        """Take every sequence's pages; they begin again in the order in which they are."""
-        self.begin_again(list(self.running))
+        """Take every sequence's pages; they restart in the same order."""
+        self.restart(list(self.running))
 
-    def begin_again(self, sequences: Sequence[Running]) -> None:
-        """Take the pages of these, not for want of memory; they begin again in this order."""
+    def restart(self, sequences: Sequence[SequenceState]) -> None:
+        """Take the pages of these, not counted as preemption; they restart in this order."""
         before = self.num_preempted
         for sequence in reversed(sequences):
             self.preempt(sequence)
         self.num_preempted = before
 
-    def _withdraw(self, sequence: Running) -> None:
+    def _withdraw(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         self.pool.release(sequence.pages)
         self._slots.append(sequence.slot)

@@ -1,4 +1,4 @@
-"""A completion that is being made: its tokens, its pages, and what is told to whoever asked for it."""
+"""The state of requests and sequences in the engine: tokens, pages, and how results are delivered."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
     from forge.generator.native.sampler import SampleRow
     from forge.generator.text import TextTracker
 
-Tell = Callable[[Any], None]
-"""How a result, or an exception, reaches who waits for it. Called on the engine's thread."""
+Deliver = Callable[[Any], None]
+"""Delivers a result or an exception to its caller. Called on the engine's thread."""
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class PendingRequest:
     """One request in the engine.
 
     Attributes:
-        request: what was asked for.
-        tell: is told the list of completions, or the exception, once.
-        tell_delta: is told every delta, for requests that stream.
+        request: the request.
+        deliver: gets the list of completions, or the exception, once.
+        deliver_delta: gets every delta, for requests that stream.
         arrived: when it came.
         completions: those that have ended, by index.
     """
 
     request: Request
-    tell: Tell
-    tell_delta: Tell | None = None
+    deliver: Deliver
+    deliver_delta: Deliver | None = None
     arrived: float = field(default_factory=time.perf_counter)
     completions: dict[int, Completion] = field(default_factory=dict)
     is_over: bool = False
@@ -41,53 +41,53 @@ class Ticket:
         self.completions[completion.index] = completion
         if len(self.completions) == self.request.sampling.n and not self.is_over:
             self.is_over = True
-            self.tell([self.completions[index] for index in sorted(self.completions)])
+            self.deliver([self.completions[index] for index in sorted(self.completions)])
 
     def fail(self, error: BaseException) -> None:
         if not self.is_over:
             self.is_over = True
-            self.tell(error)
+            self.deliver(error)
 
 
 @dataclass(slots=True, eq=False)
 class ScoreJob:
-    """Tokens whose logprobs are asked for; with `is_urgent` before everything else."""
+    """Tokens to be scored; with `is_urgent` before everything else."""
 
     token_ids: tuple[int, ...]
     temperature: float
-    tell: Tell
+    deliver: Deliver
     is_urgent: bool = False
     logprobs: list[float] = field(default_factory=lambda: [0.0])
 
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """One completion, or one line of tokens to be scored.
+class SequenceState:
+    """One completion, or one sequence of tokens to be scored.
 
     Attributes:
-        ids: prompt and drawn tokens.
+        ids: prompt and sampled tokens.
         num_prompt: how many of them are the prompt.
-        max_len: the length at which it ends for want of room.
-        ticket, index, row, tracker: the request that it belongs to, which of its completions it is, what the sampler
-            needs, and its text where that must be known on the way. None (0) for a line to be scored.
-        score: what is asked for instead.
-        siblings: completions of the same prompt, which begin when the prompt has been read.
+        max_len: the length at which it ends.
+        pending, index, row, tracker: its request, its index among the request's completions, the sampler's row, and its
+            text where that is needed token by token. None (0) for a sequence to be scored.
+        score: the score that is asked for instead.
+        siblings: completions of the same prompt, which start when the prompt has been read.
         pages, num_computed: its pages, and how many of `ids` have keys and values in them.
-        mark, num_sealed: how far its pages are remembered as a beginning that others may share.
-        is_pure: whether all of its keys and values are of the weights that serve now.
-        slot: its row in the table of pages, while it is under way.
-        version_starts: the versions that drew its tokens, and which token each of them drew first.
+        mark, num_sealed: how far its pages are known as a prefix that others may share.
+        is_pure: whether all of its keys and values are of the current weights.
+        slot: its row in the table of pages, while it is running.
+        version_starts: the versions that sampled its tokens, and the first token of each.
     """
 
     ids: list[int]
     num_prompt: int
     max_len: int
-    ticket: Ticket | None = None
+    pending: PendingRequest | None = None
     index: int = 0
     row: SampleRow | None = None
     tracker: TextTracker | None = None
     score: ScoreJob | None = None
-    siblings: list[Running] = field(default_factory=list)
+    siblings: list[SequenceState] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -96,7 +96,7 @@ class Running:
     is_pure: bool = True
     slot: int = -1
     num_shared: int = 0
-    num_told: int = 0
+    num_delivered: int = 0
     fresh_text: str = ""
     logprobs: list[float] = field(default_factory=list)
     full_logprobs: list[float] = field(default_factory=list)
@@ -110,19 +110,19 @@ class Running:
 
     @property
     def is_wanted(self) -> bool:
-        return self.ticket is None or not self.ticket.is_over
+        return self.pending is None or not self.pending.is_over
 
     @property
-    def num_drawn(self) -> int:
+    def num_sampled(self) -> int:
         return len(self.ids) - self.num_prompt
 
     @property
     def is_being_read(self) -> bool:
-        """Whether more of it is to be computed before the next token can be drawn than the last one that was."""
-        return self.num_drawn == 0 or self.num_computed + 1 < len(self.ids)
+        """Whether more than the last sampled token must be computed before the next token can be sampled."""
+        return self.num_sampled == 0 or self.num_computed + 1 < len(self.ids)
 
     def add_token(self, token: int, logprob: float, full_logprob: float, version: int) -> FinishReason | None:
-        """Append a drawn token; why the completion ends with it, or None."""
+        """Append a sampled token. Return why the completion ends with it, or None."""
         assert self.row is not None
         if self.first_token is None:
             self.first_token = time.perf_counter()
@@ -130,10 +130,10 @@ class Running:
         self.row.token_ids.append(token)
         self.logprobs.append(logprob)
         self.full_logprobs.append(full_logprob)
-        drawn = len(self.row.token_ids)
+        num_sampled = len(self.row.token_ids)
         if not self.version_starts or self.version_starts[-1][0] != version:
-            self.version_starts.append((version, drawn - 1))
-        if token in self.stop_ids and drawn > self.row.sampling.min_tokens:
+            self.version_starts.append((version, num_sampled - 1))
+        if token in self.stop_ids and num_sampled > self.row.sampling.min_tokens:
             return "stop"
         if self.tracker is not None and self._stop_string(token):
             return "stop"
@@ -145,10 +145,10 @@ class Running:
         return self.tracker.stopped is not None
 
     def delta(self, completion: Completion | None = None) -> Delta:
-        """What is new since the last delta."""
+        """Return what is new since the last delta."""
         assert self.row is not None
-        new = slice(self.num_told, None)
-        self.num_told = len(self.row.token_ids)
+        new = slice(self.num_delivered, None)
+        self.num_delivered = len(self.row.token_ids)
         text, self.fresh_text = self.fresh_text, ""
         return Delta(
             index=self.index,
@@ -160,14 +160,14 @@ class Running:
         )
 
     def _spans(self) -> tuple[VersionSpan, ...]:
-        ends = (*(start for _, start in self.version_starts[1:]), self.num_drawn)
+        ends = (*(start for _, start in self.version_starts[1:]), self.num_sampled)
         both = zip(self.version_starts, ends, strict=False)  # without tokens there is no version
         return tuple(VersionSpan(version, start, end) for (version, start), end in both)
 
     def completion(self, reason: FinishReason, decode: Callable[[Sequence[int]], str]) -> Completion:
-        """The completion as it is now; it ends here."""
+        """Return the completion as it is now; it ends here."""
         assert self.row is not None
-        assert self.ticket is not None
+        assert self.pending is not None
         token_ids = tuple(self.row.token_ids)
         stop_reason: int | str | None = None
         if self.tracker is not None:
@@ -180,7 +180,7 @@ class Running:
         if ended_by_token:
             stop_reason = token_ids[-1]
         now = time.perf_counter()
-        arrived = self.ticket.arrived
+        arrived = self.pending.arrived
         return Completion(
             prompt_ids=tuple(self.ids[: self.num_prompt]),
             token_ids=token_ids,

@@ -1,8 +1,8 @@
-"""The thread on which the embedded engine works.
+"""The thread of the native engine.
 
-It takes turns: commands that came in (requests, cancellations), then a change of weights if one is due, then one step
-of the model. Whoever waits is told on their own event loop. The engine may have launched the step after that one
-already: it is settled before anything else than that step is done.
+Each turn runs the commands that came in (requests, cancellations), then a weight update if one is due, then one step
+of the model. Results are delivered on the event loop. The engine may already have launched the step after the current
+one: that step is finished before anything else happens.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Send: TypeAlias = "Callable[[Iterable[Message]], object]"
 
 
 @dataclass(slots=True, eq=False)
-class Change:
-    """A change of weights that waits for its turn.
+class WeightUpdate:
+    """An update of the weights that waits for its turn.
 
     Attributes:
-        mode: what happens to completions under way.
-        version: what the weights are when `apply` has returned, which is called on the engine's thread.
-        done: how long it held up generation, in seconds, and how many completions it cut short.
+        mode: what happens to completions in progress.
+        version: the version of the weights after `apply`, which runs on the engine's thread.
+        done: resolves to the seconds for which it held up generation, and the number of aborted completions.
     """
 
     mode: UpdateMode
@@ -48,11 +48,11 @@ class Change:
 
 
 class EngineThread:
-    """One thread, and what others ask of it.
+    """One thread, and the commands of other threads for it.
 
     Args:
-        make: makes the state that the thread works on, given how to tell those who wait; called on the thread.
-        on_death: is called, on the thread, when it ends by an error.
+        make: creates the state that the thread works on, given a function that delivers results; called on the thread.
+        on_death: called on the thread when an error ends it.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EngineThread:
         self.version = INITIAL_VERSION
         self.is_asleep = False
         self.batching: Batching | None = None
-        self.changes: deque[Change] = deque()
+        self.updates: deque[WeightUpdate] = deque()
         self._make, self._on_death = make, on_death
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -72,7 +72,7 @@ class EngineThread:
     # ---- For other threads --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin, and wait until requests can be taken. Results are told on the loop that runs now."""
+        """Start, and wait until requests are served. Results are delivered on the running event loop."""
         import torch
 
         self.loop = asyncio.get_running_loop()
@@ -83,7 +83,7 @@ class EngineThread:
         await asyncio.shield(asyncio.wrap_future(ready))
 
     async def close(self) -> None:
-        """End. Completions under way end as aborted."""
+        """End the thread. Completions in progress finish as aborted."""
         if self._thread is None:
             return
         with self._wake:
@@ -112,33 +112,33 @@ class EngineThread:
             command()
         return answer
 
-    async def change(self, change: Change) -> tuple[float, int]:
-        """Have a change made.
+    async def update_weights(self, update: WeightUpdate) -> tuple[float, int]:
+        """Queue an update and wait for it.
 
-        If the caller is cancelled before its turn has come, it is not made at all; afterwards, it is made first.
+        If the caller is cancelled before its turn has come, the update is withdrawn; afterwards, it finishes first.
         """
         with self._wake:
             if self._dead is not None:
-                change.done.set_exception(self._death())
+                update.done.set_exception(self._death())
             else:
-                self.changes.append(change)
+                self.updates.append(update)
             self._wake.notify()
-        done = asyncio.wrap_future(change.done)
+        done = asyncio.wrap_future(update.done)
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
             with self._wake:
-                is_withdrawn = change in self.changes
+                is_withdrawn = update in self.updates
                 if is_withdrawn:
-                    self.changes.remove(change)
+                    self.updates.remove(update)
             if is_withdrawn:
-                change.done.cancel()
+                update.done.cancel()
             else:
                 await asyncio.wait([done])
             raise
 
     def serving(self) -> Batching:
-        """What the thread works on; `EngineDead` if it has ended."""
+        """Return what the thread works on, or raise `EngineDead` if it has ended."""
         if self._dead is not None or self.batching is None:
             raise self._death()
         return self.batching
@@ -147,7 +147,7 @@ class EngineThread:
         return EngineDead(
             "the generator's engine has ended",
             value=repr(self._dead),
-            rule="the thread that makes tokens runs as long as the generator",
+            rule="the engine's thread runs as long as the generator",
             repair="restart the generator; a service restarts it automatically",
         )
 
@@ -158,7 +158,7 @@ class EngineThread:
 
         torch.set_num_threads(num_threads)  # each thread has a number of its own
         try:
-            self.batching = self._make(lambda messages: post(self.loop, _tell_all, tuple(messages)))
+            self.batching = self._make(lambda messages: post(self.loop, _deliver_all, tuple(messages)))
         except BaseException as error:  # noqa: BLE001 - it is the start's outcome
             self._die(error)
             ready.set_exception(error)
@@ -166,7 +166,7 @@ class EngineThread:
         ready.set_result(None)
         try:
             self._run(self.batching)
-        except BaseException as error:  # noqa: BLE001 - whoever waits must hear of it
+        except BaseException as error:  # noqa: BLE001 - delivered to all callers
             _log.error("the generator's engine ended", exc_info=error)
             self._die(error)
             if self._on_death is not None:
@@ -174,13 +174,13 @@ class EngineThread:
 
     def _run(self, batching: Batching) -> None:
         while True:
-            self._take_commands(batching)
+            self._run_commands(batching)
             if self._is_closing:
-                self._settle(batching)
+                self._finish_launched(batching)
                 batching.abort_all()
                 self._die(RuntimeError("the engine was closed"))
                 return
-            self._change_weights(batching)
+            self._apply_update(batching)
             if not self.is_asleep:
                 self._step(batching)
             batching.flush()
@@ -189,10 +189,10 @@ class EngineThread:
         with self._failing(batching):
             batching.step(self.version, admit=not self._is_draining(batching))
 
-    def _settle(self, batching: Batching) -> None:
-        """Have no step under way, and tell what came of it: what is done next may take long."""
+    def _finish_launched(self, batching: Batching) -> None:
+        """Finish a launched step and deliver its results: what comes next may take long."""
         with self._failing(batching):
-            batching.settle()
+            batching.finish_launched()
         batching.flush()
 
     @contextlib.contextmanager
@@ -202,17 +202,17 @@ class EngineThread:
         except Exception as error:
             if _is_fatal(error):
                 raise
-            _log.error("a step failed; the completions that were under way get its error", exc_info=error)
+            _log.error("a step failed; its error is raised for all completions in progress", exc_info=error)
             batching.fail_all(error)
 
-    def _take_commands(self, batching: Batching) -> None:
-        """Do what was asked for; wait while there is nothing at all to do."""
+    def _run_commands(self, batching: Batching) -> None:
+        """Run the commands; wait while there is nothing to do."""
         with self._wake:
-            while not (self._commands or self._is_closing or self.changes or self._has_work(batching)):
+            while not (self._commands or self._is_closing or self.updates or self._has_work(batching)):
                 self._wake.wait()
             if not self._commands:
                 return
-        self._settle(batching)
+        self._finish_launched(batching)
         with self._wake:
             commands, self._commands = self._commands, deque()
         for command in commands:
@@ -221,43 +221,43 @@ class EngineThread:
     def _has_work(self, batching: Batching) -> bool:
         return not self.is_asleep and not batching.scheduler.is_idle
 
-    def _change_weights(self, batching: Batching) -> None:
+    def _apply_update(self, batching: Batching) -> None:
         with self._wake:
-            if not self.changes or self._is_draining(batching):
+            if not self.updates or self._is_draining(batching):
                 return
-        self._settle(batching)
+        self._finish_launched(batching)
         with self._wake:
-            if not self.changes or self._is_draining(batching):  # it was withdrawn
+            if not self.updates or self._is_draining(batching):  # it was withdrawn
                 return
-            change = self.changes.popleft()
-        began = time.perf_counter()
+            update = self.updates.popleft()
+        started = time.perf_counter()
         try:
-            change.apply()
-            num_aborted = batching.weights_changed(change.mode)
-        except BaseException as error:  # noqa: BLE001 - it is the change's outcome
-            change.done.set_exception(error)
+            update.apply()
+            num_aborted = batching.weights_updated(update.mode)
+        except BaseException as error:  # noqa: BLE001 - it is the update's outcome
+            update.done.set_exception(error)
             return
-        self.version = change.version
-        change.done.set_result((time.perf_counter() - began, num_aborted))
+        self.version = update.version
+        update.done.set_result((time.perf_counter() - started, num_aborted))
 
     def _is_draining(self, batching: Batching) -> bool:
-        """Whether the next change waits until what has begun has ended. While the engine sleeps nothing would end."""
-        is_asked = bool(self.changes) and self.changes[0].mode == "drain"
-        return is_asked and not self.is_asleep and batching.scheduler.has_begun
+        """Return whether the next update waits for completions in progress. A sleeping engine cannot finish them."""
+        is_asked = bool(self.updates) and self.updates[0].mode == "drain"
+        return is_asked and not self.is_asleep and batching.scheduler.has_started
 
     def _die(self, error: BaseException) -> None:
-        """Nothing is done from now on: answer everybody."""
+        """Fail all commands, requests and updates, now and in the future."""
         with self._wake:
             self._dead = error
             commands, self._commands = self._commands, deque()
-            changes, self.changes = self.changes, deque()
+            updates, self.updates = self.updates, deque()
         if self.batching is not None:
             self.batching.fail_all(self._death())
             self.batching.flush()
         for command in commands:
             command()  # each finds the engine dead
-        for change in changes:
-            change.done.set_exception(self._death())
+        for update in updates:
+            update.done.set_exception(self._death())
 
 
 def _is_fatal(error: Exception) -> bool:
@@ -267,6 +267,6 @@ def _is_fatal(error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError)
 
 
-def _tell_all(messages: Iterable[tuple[Callable[[Any], None], Any]]) -> None:
-    for tell, value in messages:
-        tell(value)
+def _deliver_all(messages: Iterable[tuple[Callable[[Any], None], Any]]) -> None:
+    for deliver, value in messages:
+        deliver(value)

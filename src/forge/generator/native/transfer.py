@@ -1,9 +1,9 @@
-"""Numbers on their way between host and device, without a wait for anything but themselves.
+"""Copies between host and device that wait for nothing but themselves.
 
 With ordinary memory the host waits in a copy until the device has done all that was launched before it. With pinned
-memory it does not: the copy takes its turn on the stream. torch keeps pinned memory for whoever asks next, but hands it
-out again only when the copies from and to it are done. So it can be let go of as soon as a copy has been launched, and
-is never overwritten too early.
+memory it does not: the copy takes its turn on the stream. torch reuses pinned memory only when the
+copies from and to it are done. So it can be dropped as soon as a copy has been launched, and is never overwritten too
+early.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 
 
 def put(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The numbers on a device. On a CPU they stay where they are; on a GPU the array may be changed at once."""
+    """Return an array as a tensor on a device. On a CPU it shares memory; on a GPU the array may be changed at once."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-class Arrival:
-    """A tensor on its way to the host, from the moment at which this is made.
+class HostCopy:
+    """A copy of a tensor to the host, launched when this is created.
 
-    What is launched afterwards is not waited for.
+    Waiting for it does not wait for what is launched afterwards.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -37,7 +37,7 @@ class Arrival:
             self._event.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> NDArray[Any]:
-        """What has arrived; it may be asked for again."""
+        """Wait for the copy and return it."""
         if self._event is not None:
             self._event.synchronize()
         found: NDArray[Any] = self._on_host.numpy()

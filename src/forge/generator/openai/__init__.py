@@ -3,36 +3,27 @@
     async with serve_openai(service, ServeConfig(port=0, record="agents.jsonl")) as server:
         client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none")
 
-An agent that is written with any framework talks to `server.base_url`; `read_exchanges` and `exchanges_to_samples` turn
-what it did into samples to train on, with the very tokens that were drawn. Names are imported when first used: who only
-reads records loads no web server.
+An agent written with any framework talks to `server.base_url`; `read_exchanges` and `exchanges_to_samples` turn what it
+did into samples to train on, with exactly the tokens that were sampled. Names are imported when first used, so reading
+records does not load the web server.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forge._lazy import lazy_names
 
 if TYPE_CHECKING:
     from forge.generator.openai.app import OpenAIServer, check_serving, serve_openai
     from forge.generator.openai.records import Exchange, exchanges_to_samples, read_exchanges
 
-_HOMES = {
-    "Exchange": "forge.generator.openai.records",
-    "OpenAIServer": "forge.generator.openai.app",
-    "check_serving": "forge.generator.openai.app",
-    "exchanges_to_samples": "forge.generator.openai.records",
-    "read_exchanges": "forge.generator.openai.records",
-    "serve_openai": "forge.generator.openai.app",
-}
-
 __all__ = ["Exchange", "OpenAIServer", "check_serving", "exchanges_to_samples", "read_exchanges", "serve_openai"]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'forge.generator.openai' has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "forge.generator.openai.records": "Exchange exchanges_to_samples read_exchanges",
+        "forge.generator.openai.app": "OpenAIServer check_serving serve_openai",
+    },
+)

@@ -19,18 +19,22 @@ from aiohttp.typedefs import Handler, Middleware
 
 from forge.config import ServeConfig
 from forge.errors import ConfigError
-from forge.generator.openai.chat import complete_chat
-from forge.generator.openai.completions import complete_text
-from forge.generator.openai.errors import RequestError, refuse, request_error
-from forge.generator.openai.http_errors import JsonErrorRunner, is_malformed, malformed_request
+from forge.generator.openai.endpoints import complete_chat, complete_text
+from forge.generator.openai.errors import (
+    JsonErrorRunner,
+    RequestError,
+    is_malformed,
+    malformed_request,
+    parameter_error,
+    request_error,
+)
 from forge.generator.openai.policy import Policy
-from forge.generator.openai.recorder import Recorder
+from forge.generator.openai.records import Recorder
 
 if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer
 
 KEY_VARIABLE: Final = "FORGE_API_KEY"
-CONVERSATION_HEADER: Final = "x-forge-conversation"
 _HEALTH_LIMIT_S: Final = 10.0
 _POLICY: Final[web.AppKey[Policy]] = web.AppKey("policy", Policy)
 
@@ -126,7 +130,7 @@ def _checked_key(config: ServeConfig) -> str | None:
     key = config.api_key or os.environ.get(KEY_VARIABLE) or None
     if key is None and not _is_loopback(config.host):
         raise ConfigError(
-            "everyone who reaches this address could use the model",
+            "without an API key, without an API key, everyone who reaches this address could use the model",
             path="serve.host",
             value=config.host,
             rule="without an API key, the server listens on loopback only",
@@ -143,7 +147,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _make_app(policy: Policy, *, key: str | None, max_bytes: int) -> web.Application:
-    app = web.Application(middlewares=[_errors_told, _key_checker(key)], client_max_size=max_bytes)
+    app = web.Application(middlewares=[_errors_as_json, _key_checker(key)], client_max_size=max_bytes)
     app[_POLICY] = policy
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_post("/v1/completions", _completions)
@@ -155,7 +159,7 @@ def _make_app(policy: Policy, *, key: str | None, max_bytes: int) -> web.Applica
 
 
 @web.middleware
-async def _errors_told(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as refused:
@@ -165,8 +169,8 @@ async def _errors_told(request: web.Request, handler: Handler) -> web.StreamResp
             text = f"{request.method} {request.path}: {refused.reason}"
         error = RequestError(text, status=refused.status, code=(refused.reason or "").lower().replace(" ", "_"))
     except ConnectionError:
-        raise  # the client is gone: there is nobody to tell
-    except Exception as cause:  # noqa: BLE001 - the client is told, and the log has it
+        raise  # the client is gone
+    except Exception as cause:  # noqa: BLE001 - sent to the client, and logged
         error = malformed_request(str(cause)) if is_malformed(cause) else request_error(cause)
     return web.json_response(error.body, status=error.status, headers=error.headers)
 
@@ -186,15 +190,11 @@ def _key_checker(key: str | None) -> Middleware:
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
-    body = await _read_body(request)
-    header = request.headers.get(CONVERSATION_HEADER)
-    return await complete_chat(request.app[_POLICY], request, body, conversation=header)
+    return await complete_chat(request.app[_POLICY], request, await _read_body(request))
 
 
 async def _completions(request: web.Request) -> web.StreamResponse:
-    body = await _read_body(request)
-    header = request.headers.get(CONVERSATION_HEADER)
-    return await complete_text(request.app[_POLICY], request, body, conversation=header)
+    return await complete_text(request.app[_POLICY], request, await _read_body(request))
 
 
 async def _read_body(request: web.Request) -> Mapping[str, Any]:
@@ -208,14 +208,14 @@ async def _read_body(request: web.Request) -> Mapping[str, Any]:
     try:
         raw = await request.read()
         body = json.loads(raw, parse_constant=_no_constant)
-        if b"\\u" in raw:  # JSON can spell halves of characters, which are no text
+        if b"\\u" in raw:  # JSON can spell halves of characters, which are not text
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError("The body must be a JSON object.", code="invalid_json")
     if not isinstance(body.get("model"), str):
-        raise refuse("model", "must name the model", code="missing_required_parameter")
+        raise parameter_error("model", "must name the model", code="missing_required_parameter")
     _check_model(request.app[_POLICY], body["model"])
     return body
 
@@ -254,7 +254,7 @@ async def _describe(policy: Policy) -> dict[str, Any]:
 
 
 async def _stats(request: web.Request) -> web.StreamResponse:
-    """What each replica's engine does now."""
+    """Answer with the statistics of each replica's engine."""
     replicas = await request.app[_POLICY].service.stats.fanout()
     return web.json_response({"replicas": [dataclasses.asdict(stats) for stats in replicas]})
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from forge.errors import (
     INPUT_ERRORS,
@@ -20,11 +25,11 @@ from forge.errors import (
 _log = logging.getLogger("forge.generator.openai")
 
 RETRY_AFTER_S = 1
-"""What a client is told to wait when every replica is busy."""
+"""The Retry-After header when every replica is busy."""
 
 
 class RequestError(Exception):
-    """A request that gets an error for an answer."""
+    """A request that is answered with an error."""
 
     def __init__(
         self,
@@ -40,7 +45,7 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """The JSON body of the answer."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
@@ -50,13 +55,13 @@ class RequestError(Exception):
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
 
-def refuse(param: str, rule: str, *, code: str = "invalid_value") -> RequestError:
-    """A parameter that cannot be taken as it is, and why."""
+def parameter_error(param: str, rule: str, *, code: str = "invalid_value") -> RequestError:
+    """Return the error for a parameter that breaks a rule."""
     return RequestError(f"'{param}': {rule}", param=param, code=code)
 
 
 def request_error(error: BaseException) -> RequestError:
-    """What a client is told of an error of the service. What nobody expects is logged with its traceback."""
+    """Return the answer to an error of the service. Unexpected errors are logged with their traceback."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, INPUT_ERRORS):
@@ -75,5 +80,52 @@ def request_error(error: BaseException) -> RequestError:
 
 
 def _is_length(error: PromptError) -> bool:
-    """Whether it is the length that is wrong. Frameworks look for that code to shorten a conversation."""
+    """Return whether the prompt is too long. Frameworks use that code to shorten a conversation."""
     return "longer than the context" in error.message
+
+
+_log = logging.getLogger("forge.generator.openai")
+
+
+def is_malformed(error: BaseException) -> bool:
+    """Return whether an error says that the bytes of a request break the rules of HTTP: the client's fault."""
+    return isinstance(error, HttpProcessingError | RequestPayloadError)
+
+
+def malformed_request(reason: str) -> RequestError:
+    """Return the answer to a request that cannot be parsed."""
+    return RequestError(f"The request is not valid HTTP: {' '.join(reason.split())}", code="invalid_http")
+
+
+class JsonErrorRunner(web.AppRunner):
+    """Runs an application on connections whose own errors are JSON, too."""
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        server.__class__ = _Server
+        return server
+
+
+class _Server(web.Server):
+    """Makes a connection of each client."""
+
+    def __call__(self) -> RequestHandler:
+        return _Connection(self, loop=asyncio.get_running_loop(), **self._kwargs)
+
+
+class _Connection(RequestHandler):
+    """Answers what the parser refuses, and what a handler did not catch, as OpenAI does."""
+
+    def handle_error(
+        self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("a response has started: the connection can only be closed")
+        if status < 500:
+            _log.debug("a request could not be parsed: %s", message)
+            error = malformed_request(message or "it cannot be parsed")
+        else:
+            error = request_error(exc or RuntimeError(message or "no answer"))
+        response = web.json_response(error.body, status=status)
+        response.force_close()
+        return response

@@ -1,8 +1,7 @@
-"""Conversations to tokens, such that a later turn begins with exactly the tokens of the earlier ones.
+"""Tokenise conversations such that a later turn starts with exactly the tokens of the earlier ones.
 
-Text that a model drew, tokenised again, need not give the tokens that were drawn. So what was drawn is kept: when the
-text of a new conversation begins with that of an earlier exchange, the tokens of the exchange are taken as they were,
-and only the rest is tokenised.
+Sampled text, tokenised again, need not give the tokens that were sampled. So these are kept: when the text of a new
+conversation starts with that of an earlier exchange, the exchange's tokens are used, and only the rest is tokenised.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ V = TypeVar("V")
 
 
 class PrefixIndex(Generic[AnyStr, V]):
-    """Values by text (or bytes), of which the longest that another text begins with can be found.
+    """Values by text (or bytes), with a search for the longest entry that is a prefix of another text.
 
-    The least recently used are forgotten when there are more than `max_entries`, or more than `max_size` characters.
+    The least recently used are dropped when there are more than `max_entries`, or more than `max_size` characters.
     """
 
     def __init__(self, *, max_entries: int = 2048, max_size: int = 64_000_000) -> None:
@@ -46,7 +45,7 @@ class PrefixIndex(Generic[AnyStr, V]):
                 self._size -= len(self._entries.popitem(last=False)[0])
 
     def get(self, key: AnyStr) -> V | None:
-        """The value of exactly this text."""
+        """Return the value of exactly this text."""
         with self._guard:
             if key not in self._entries:
                 return None
@@ -54,7 +53,7 @@ class PrefixIndex(Generic[AnyStr, V]):
             return self._entries[key]
 
     def find(self, text: AnyStr) -> tuple[AnyStr, V] | None:
-        """The longest entry that `text` begins with."""
+        """Return the longest entry that is a prefix of `text`."""
         with self._guard:
             best = max((key for key in self._entries if text.startswith(key)), key=len, default=None)
             if best is None:
@@ -73,52 +72,52 @@ class ChatPrompt:
 
 
 class ExactPrompts:
-    """Renders conversations, and remembers what was drawn after them. It may be called from several threads."""
+    """Renders conversations, and remembers what was sampled after them. Thread-safe."""
 
     def __init__(self, tokenizer: ChatTokenizer, *, max_entries: int = 2048) -> None:
         self.tokenizer = tokenizer
-        self._drawn: PrefixIndex[str, tuple[int, ...]] = PrefixIndex(max_entries=max_entries)
-        self._said: PrefixIndex[str, str] = PrefixIndex(max_entries=max_entries)
+        self._sampled: PrefixIndex[str, tuple[int, ...]] = PrefixIndex(max_entries=max_entries)
+        self._texts: PrefixIndex[str, str] = PrefixIndex(max_entries=max_entries)
 
     def encode(
         self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], *, max_tokens: int | None = None
     ) -> ChatPrompt:
-        """The tokens after which the answer is to be drawn. `template` are keyword arguments of the chat template.
+        """Tokenise the prompt of an answer. `template` are keyword arguments of the chat template.
 
         A long text of more than `max_tokens` raises `TextTooLong`.
         """
         text = self.tokenizer.render_prompt(messages, **template)
-        restored = [self._as_drawn(message) for message in messages]
+        restored = [self._as_sampled(message) for message in messages]
         if restored != list(messages):
             exact = self.tokenizer.render_prompt(restored, **template)
-            found = self._drawn.find(exact)
+            found = self._sampled.find(exact)
             # Only the turns with calls may differ: what comes after them must be as the template has it.
             if found is not None and text.endswith(exact[len(found[0]) :]):
                 text = exact
         return self._encode_text(text, max_tokens)
 
     def remember(self, prompt: ChatPrompt, completion: Completion, *, message: Mapping[str, Any]) -> None:
-        """Keep what was drawn after a prompt; `message` is what the client was given for it."""
-        drawn = self.tokenizer.decode(completion.token_ids)
-        self._drawn.put(prompt.text + drawn, prompt.token_ids + completion.token_ids)
+        """Keep what was sampled after a prompt; `message` is what the client was given for it."""
+        sampled = self.tokenizer.decode(completion.token_ids)
+        self._sampled.put(prompt.text + sampled, prompt.token_ids + completion.token_ids)
         key = message_key(message)
         if key is not None:
-            self._said.put(key, completion.text)
+            self._texts.put(key, completion.text)
 
-    def _as_drawn(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message with tool calls that was given out here, as the text that the model drew."""
+    def _as_sampled(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message with tool calls that this server sent as the text that the model sampled."""
         key = message_key(message)
-        text = None if key is None else self._said.get(key)
+        text = None if key is None else self._texts.get(key)
         return message if text is None else {"role": "assistant", "content": text}
 
     def _encode_text(self, text: str, max_tokens: int | None) -> ChatPrompt:
-        found = self._drawn.find(text)
+        found = self._sampled.find(text)
         if found is None:
             return ChatPrompt(text, tuple(self.tokenizer.encode_rendered(text, max_tokens=max_tokens)))
-        plain = tuple(self.tokenizer.encode_rendered(text))  # it may have more tokens than what was drawn
+        plain = tuple(self.tokenizer.encode_rendered(text))  # it may have more tokens than what was sampled
         known, kept = found
         exact = (*kept, *self.tokenizer.encode_rendered(text[len(known) :]))
-        # A tokenizer that treats the beginning of a text in its own way does not allow to join tokens like this.
+        # Tokens cannot be joined like this if the tokenizer treats the start of a text in its own way.
         if self.tokenizer.decode(exact) != self.tokenizer.decode(plain):
             return ChatPrompt(text, plain)
         return ChatPrompt(text, exact, len(kept))

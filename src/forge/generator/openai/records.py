@@ -1,16 +1,20 @@
-"""What passed between a client and the policy, one exchange to a line of a JSON-lines file, and samples made of it."""
+"""Exchanges between clients and the policy: write them to a JSON-lines file, read them, and make samples of them."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
-from forge.errors import DataError
+from forge.errors import ConfigError, DataError, ForgeError
+from forge.generator.openai.prompts import PrefixIndex
 from forge.types import Completion, FinishReason, Sample, VersionSpan
 
 _REASONS: Final = ("stop", "length", "abort")
@@ -24,7 +28,7 @@ class Exchange:
         id: its name: the id of the response, and which of its choices.
         conversation: what the client called the conversation; else a name that exchanges share which continue another.
         continues: the earlier exchange whose prompt and tokens this prompt begins with, token by token; None where it
-            begins with none, as when a client's text came back and has other tokens than were drawn.
+            begins with none, as when a client's text came back and has other tokens than were sampled.
         time: when it ended, in seconds since 1970.
         request: what was asked: messages or prompt, tools, template and sampling.
         prompt_ids, token_ids, logprobs, full_logprobs, text, finish_reason, stop_reason, versions: as in `Completion`.
@@ -46,18 +50,18 @@ class Exchange:
 
     @property
     def all_ids(self) -> tuple[int, ...]:
-        """The prompt and what was drawn after it."""
+        """The prompt and the tokens sampled after it."""
         return self.prompt_ids + self.token_ids
 
     def to_line(self) -> bytes:
-        """The exchange as a line of JSON."""
+        """Return the exchange as a line of JSON."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         fields["versions"] = [[span.version, span.start, span.end] for span in self.versions]
         return json.dumps(fields, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Exchange:
-        """The exchange that the object on a line means. What is missing or does not fit raises `ValueError`."""
+        """Read an exchange from the object on a line, or raise `ValueError`."""
         missing = [name for name in cls.__slots__ if name not in fields]
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
@@ -94,7 +98,7 @@ class Exchange:
         time: float,
         request: Mapping[str, Any],
     ) -> Exchange:
-        """The exchange in which a completion was made."""
+        """Return the exchange of a completion."""
         shared = ("prompt_ids", "token_ids", "logprobs", "full_logprobs", "text", "finish_reason", "stop_reason")
         values: dict[str, Any] = {name: getattr(completion, name) for name in (*shared, "versions")}
         return cls(id=id, conversation=conversation, continues=continues, time=time, request=request, **values)
@@ -115,9 +119,9 @@ def _span(span: Any) -> Sequence[int]:
 
 
 def read_exchanges(path: str | os.PathLike[str]) -> Iterator[Exchange]:
-    """The exchanges of a file, in order. A line that is none raises `DataError`, whose path is FILE:LINE.
+    """Yield the exchanges of a file, in order. A line that is not an exchange raises `DataError` with path FILE:LINE.
 
-    A last line without an end is being written, or was cut off by a crash: it is left out.
+    A last line without an end is still being written, or was cut off by a crash: it is skipped.
     """
     place = Path(path)
     try:
@@ -152,10 +156,10 @@ def _read_line(line: bytes, *, place: str) -> Exchange:
 
 
 def exchanges_to_samples(exchanges: Iterable[Exchange]) -> list[Sample]:
-    """Samples of whole conversations: turns become one where the prompt of the later begins with the tokens of the
-    earlier, exactly.
+    """Return samples of whole conversations: turns are joined where the later prompt starts with exactly the tokens of
+    the earlier turn.
 
-    Every token that was drawn counts once. Where a conversation branches (several answers to one prompt were each
+    Every token that was sampled counts once. Where a conversation branches (several answers to one prompt were each
     continued) each branch is a sample, and what they share counts in the first of them only. The samples are in the
     order of their last turns, and `identity` names the last turn.
     """
@@ -174,7 +178,7 @@ def exchanges_to_samples(exchanges: Iterable[Exchange]) -> list[Sample]:
 
 
 def _find_parents(nodes: Sequence[Exchange]) -> dict[int, int]:
-    """For each exchange the earlier one of its conversation that it goes on from, by index."""
+    """Return for each exchange the earlier one of its conversation that it continues, by index."""
     parents: dict[int, int] = {}
     earlier: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
     for index, node in enumerate(nodes):
@@ -195,12 +199,130 @@ def _join(turns: Sequence[tuple[Exchange, bool]]) -> Sample:
     weights = torch.zeros(len(token_ids), dtype=torch.float32)
     logprobs = torch.zeros(len(token_ids), dtype=torch.float32)
     for turn, counts in turns:
-        drawn = slice(len(turn.prompt_ids), len(turn.all_ids))
-        weights[drawn] = float(counts)
-        logprobs[drawn] = torch.tensor(turn.logprobs, dtype=torch.float32)
+        sampled = slice(len(turn.prompt_ids), len(turn.all_ids))
+        weights[sampled] = float(counts)
+        logprobs[sampled] = torch.tensor(turn.logprobs, dtype=torch.float32)
     return Sample(token_ids, weights, {"logprobs": logprobs}, identity=f"exchange {last.id}")
 
 
 def join_ids(parts: Iterable[Sequence[int]]) -> bytes:
-    """Token ids as bytes, of which the one that continues another begins with the other."""
+    """Return token ids as bytes, such that a sequence that continues another has the other as its prefix."""
     return b"".join(token.to_bytes(4, "little") for token in chain.from_iterable(parts))
+
+
+# ---- Recording -------------------------------------------------------------------------------------------------------
+
+
+class RecordError(ForgeError, RuntimeError):
+    """An exchange could not be recorded. The client gets this error, never an answer that the record lacks."""
+
+
+class Recorder:
+    """Appends each exchange to a file, whole: one write to a line, with nothing held back in memory.
+
+    A file belongs to one server at a time. What an earlier one wrote is kept.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(path)
+        self._clock = clock
+        self._ends: PrefixIndex[bytes, Exchange] = PrefixIndex()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a+b", buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise self._unusable(
+                f"a file that can be written: {error.strerror}", "check the path and its rights"
+            ) from None
+        try:
+            self._take()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def write(
+        self, completion: Completion, *, id: str, request: Mapping[str, Any], conversation: str | None = None
+    ) -> Exchange:
+        """Write down an exchange. When this returns, the system has the line; what cannot be written raises
+        `RecordError`, and the file is as it was."""
+        scope = f"{conversation or ''}\0".encode("utf-8", "backslashreplace")
+        found = self._ends.find(scope + join_ids([completion.prompt_ids]))
+        earlier = None if found is None else found[1]
+        if conversation is None:
+            conversation = f"conv-{uuid.uuid4().hex}" if earlier is None else earlier.conversation
+        exchange = Exchange.of(
+            completion,
+            id=id,
+            conversation=conversation,
+            continues=None if earlier is None else earlier.id,
+            time=self._clock(),
+            request=request,
+        )
+        self._append(exchange)
+        self._ends.put(scope + join_ids([completion.prompt_ids, completion.token_ids]), exchange)
+        return exchange
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, exchange: Exchange) -> None:
+        start = os.fstat(self._file.fileno()).st_size
+        try:
+            line = exchange.to_line()
+            num_written = self._file.write(line) or 0
+            if num_written < len(line):
+                os.ftruncate(self._file.fileno(), start)
+                raise OSError(f"only {num_written} of {len(line)} bytes were taken: is the disk full?")
+        except (OSError, ValueError) as error:
+            raise RecordError(
+                "an exchange could not be recorded, so it is not returned",
+                path=str(self.path),
+                value=exchange.id,
+                rule=f"every exchange is recorded: {error}",
+                repair="make room, or serve without serve.record",
+            ) from error
+
+    def _take(self) -> None:
+        """Make the file ours, and see that it ends with a whole line."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise self._unusable("one server writes to a file", "give another file, or end the other server") from None
+        last = _last_line(self._file)
+        if last and not last.endswith(b"\n"):
+            if not _is_json(last):
+                raise self._unusable(
+                    f"ends with a whole line; its last one is cut off: {last[:80]!r}",
+                    "remove that line, or give another file",
+                )
+            self._file.write(b"\n")
+
+    def _unusable(self, rule: str, repair: str) -> ConfigError:
+        return ConfigError(
+            "the record of exchanges cannot be written",
+            path="serve.record",
+            value=str(self.path),
+            rule=rule,
+            repair=repair,
+        )
+
+
+def _last_line(file: BinaryIO) -> bytes:
+    """What stands after the last end of a line but one, read from the end in blocks."""
+    if not file.seekable() or (end := file.seek(0, os.SEEK_END)) == 0:
+        return b""
+    start, found = end, b""
+    while start > 0 and b"\n" not in found[:-1]:
+        size = min(start, 1 << 16)
+        start -= size
+        file.seek(start)
+        found = file.read(size) + found
+    return found[found.rfind(b"\n", 0, len(found) - 1) + 1 :]
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True

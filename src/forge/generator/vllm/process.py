@@ -1,4 +1,4 @@
-"""vLLM's engine as a process: starting it, what its workers say, noticing its end, and ending it."""
+"""vLLM's engine as a process: start it, watch it, end it, and count what it does."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import os
 import tempfile
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from forge import _amx
 from forge.errors import ConfigError, LaunchError
-from forge.generator.vllm.arguments import PATH, Plan, check_known, refused
+from forge.generator.vllm.arguments import PATH, Plan, as_config_error, check_known
 from forge.generator.vllm.environment import Build, engine_environment
 
 
@@ -34,7 +35,7 @@ def build(
         try:
             config = AsyncEngineArgs(**plan.arguments).create_engine_config()
         except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
-            raise refused(error, given) from error
+            raise as_config_error(error, given) from error
         try:
             return AsyncLLM.from_vllm_config(config, stat_loggers=[counter()], disable_log_stats=True)
         except Exception as error:
@@ -48,7 +49,7 @@ def build(
 
 
 def _argument_types(arguments: type) -> dict[str, Any]:
-    """The type of every argument that can be told from vLLM's dataclass; None for the others."""
+    """Return the type of every argument of vLLM's dataclass; None where it cannot be resolved."""
     import vllm.engine.arg_utils as module
 
     types: dict[str, Any] = {}
@@ -61,7 +62,7 @@ def _argument_types(arguments: type) -> dict[str, Any]:
 
 
 class Watch:
-    """Tells an event loop when a process has ended, however it ended."""
+    """Calls a function on the event loop when a process has ended, however it ended."""
 
     def __init__(self, pid: int, on_end: Callable[[int], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -80,10 +81,10 @@ class Watch:
             self._descriptor = None
 
 
-def end(llm: Any, pids: Sequence[int], *, marks: Iterable[str] = ()) -> None:
+def end(llm: Any, pids: Sequence[int], *, shm_names: Iterable[str] = ()) -> None:
     """Shut an engine down, and wait until none of its processes is left. Not for an event loop.
 
-    `marks` begin the names of files that its workers share; a worker that was killed leaves them behind.
+    `shm_names` are prefixes of the names of files that its workers share; a killed worker leaves them behind.
     """
     import psutil
 
@@ -97,22 +98,22 @@ def end(llm: Any, pids: Sequence[int], *, marks: Iterable[str] = ()) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(alive, timeout=10)
-    for mark in marks:
+    for name in shm_names:
         for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-            for left in folder.glob(f"{glob.escape(mark)}*"):
+            for left in folder.glob(f"{glob.escape(name)}*"):
                 left.unlink(missing_ok=True)
 
 
-def forget_names(marks: Iterable[str]) -> None:
-    """Take the names off the memory through which workers on the CPU add up their parts. All of them have it open; with
-    its name it would outlive workers that are killed."""
-    for mark in marks:
-        if "cpushm" in mark:
-            (Path("/dev/shm") / mark).unlink(missing_ok=True)
+def unlink_shared_memory(shm_names: Iterable[str]) -> None:
+    """Unlink the shared memory through which workers on the CPU reduce. All of them have it open; with a name it would
+    outlive workers that are killed."""
+    for name in shm_names:
+        if "cpushm" in name:
+            (Path("/dev/shm") / name).unlink(missing_ok=True)
 
 
 def check_device(with_gpus: bool | None, installed: Build, *, has_gpu: bool) -> Build:
-    """On what the engine computes. `ConfigError` if the installed build of vLLM cannot do what is asked."""
+    """Return the device of the engine. `ConfigError` if the installed build of vLLM is for another."""
     wanted: Build = "gpu" if (has_gpu if with_gpus is None else with_gpus) else "cpu"
     if wanted == installed or (wanted == "gpu" and with_gpus is None):
         return installed
@@ -144,3 +145,66 @@ def check_amx(plan: Plan, device: Build, verdict: _amx.Verdict) -> None:
         rule="where AMX traps, vLLM on the CPU computes in float32, without quantization (see forge doctor)",
         repair="set generator.precision: float32 and remove quantization, or choose engine: native",
     )
+
+
+# ---- Statistics ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums since the engine started, and the last step's state."""
+
+    num_running: int = 0
+    cache_used: float = 0.0
+    num_done: int = 0
+    num_aborted: int = 0
+    num_prompt_tokens: int = 0
+    num_shared_tokens: int = 0
+    num_tokens: int = 0
+    num_preempted: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def reset(self) -> None:
+        """Set all counts back to zero."""
+        for field in fields(self):
+            setattr(self, field.name, field.default)
+
+    def add(self, scheduler: Any, iteration: Any) -> None:
+        """Add vLLM's statistics of one step; either may be missing."""
+        if scheduler is not None:
+            self.num_running = int(scheduler.num_running_reqs)
+            self.cache_used = float(scheduler.kv_cache_usage)
+            drafts = scheduler.spec_decoding_stats
+            if drafts is not None:
+                self.num_drafted += int(drafts.num_draft_tokens)
+                self.num_accepted += int(drafts.num_accepted_tokens)
+        if iteration is not None:
+            self.num_tokens += int(iteration.num_generation_tokens)
+            self.num_prompt_tokens += int(iteration.prompt_token_stats.total)
+            self.num_shared_tokens += int(iteration.prompt_token_stats.cached_tokens)
+            self.num_preempted += int(iteration.num_preempted_reqs)
+            for finished in iteration.finished_requests:
+                if str(finished.finish_reason) == "abort":
+                    self.num_aborted += 1
+                else:
+                    self.num_done += 1
+
+
+def counter(counts: Counts, stepped: asyncio.Event) -> Any:
+    """Return a class of vLLM's stat loggers that adds to `counts` and sets `stepped` after every step whose outputs
+    have been handed out."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class Counting(StatLoggerBase):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
+
+        def record(
+            self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+        ) -> None:
+            counts.add(scheduler_stats, iteration_stats)
+            stepped.set()
+
+        def log_engine_initialized(self) -> None: ...
+
+    return Counting

@@ -1,12 +1,12 @@
-"""The part of us that runs inside vLLM's workers: it brings weights from the store into the model.
+"""The code that runs inside vLLM's workers: it brings weights from the store into the model.
 
 vLLM imports this module in every worker, because `ForgeWorker` is named as its `worker_extension_cls`. Importing it
-registers the weight-transfer backend `forge_store` with vLLM's own factory, and begins to watch the process that the
-engine belongs to. A worker is no actor, but it belongs to the run: the variables in its environment say where the run's
-meeting point is.
+registers the weight-transfer backend `forge_store` with vLLM's own factory, and starts to watch the process that the
+engine belongs to. A worker is not an actor, but it belongs to the run: its environment has the address of the run's
+rendezvous server.
 
-An update has two halves. `forge_fetch` gets a version from the store and checks all of it, beside generation; nothing
-of the model is touched. Only then does vLLM's own sequence of `start_weight_update`, `update_weights` and
+An update has two halves. `forge_fetch` gets a version from the store and checks all of it during generation, without
+touching the model. Only then does vLLM's own sequence of `start_weight_update`, `update_weights` and
 `finish_weight_update` load it, while nothing is generated.
 """
 
@@ -40,7 +40,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from forge.config import ModelConfig
+from forge.config import ModelConfig, Verify
 from forge.errors import ForgeError, RemoteError, WeightMismatch
 from forge.generator.vllm.arguments import BACKEND
 from forge.generator.vllm.environment import OWNER
@@ -52,10 +52,11 @@ _log = logging.getLogger("forge.generator.vllm")
 
 @dataclass
 class StoreInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a worker must know to fetch: the name of the weights in the store, and the model's architecture."""
+    """What a worker needs to fetch: the name of the weights in the store, and the model's architecture."""
 
     weights: str
     facts: dict[str, Any]
+    verify: Verify = "cheap"
 
 
 @dataclass
@@ -66,8 +67,8 @@ class StoreUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 @dataclass
-class Outcome:
-    """What fetching a version came to, in a form that may leave the worker.
+class FetchResult:
+    """The result of fetching a version, in a form that may leave the worker.
 
     Attributes:
         version, digest: which weights; -1 and nothing if it failed.
@@ -103,10 +104,10 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     _ready: _Ready | None = None
 
     def init_transfer_engine(self, init_info: StoreInit) -> None:
-        self._weights = Weights(init_info.weights)
+        self._weights = Weights(init_info.weights, verify=init_info.verify)
         self._facts = ModelConfig(**init_info.facts)
 
-    def fetch(self, version: int) -> Outcome:
+    def fetch(self, version: int) -> FetchResult:
         """Get a version from the store, as views where it lies on this host, and check that it is this model's."""
         assert self._weights is not None, "init_transfer_engine comes first"
         assert self._facts is not None
@@ -119,10 +120,10 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
             fetched.release()
             raise
         self._ready = _Ready(fetched.version, tensors, fetched.release)
-        return Outcome(fetched.version, fetched.digest, fetched.seconds, fetched.num_bytes)
+        return FetchResult(fetched.version, fetched.digest, fetched.seconds, fetched.num_bytes)
 
     def release(self) -> None:
-        """Let go of a version that was fetched."""
+        """Release a version that was fetched."""
         if self._ready is not None:
             ready, self._ready = self._ready, None
             ready.tensors.clear()
@@ -190,8 +191,8 @@ def repack_tied_head(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """vLLM warns of layers that got no weights: tables of rotations and tied output layers, which have none to get.
-    That nothing else is missing was checked before."""
+    """Silence vLLM's warning about layers without weights: rotary tables and tied output layers have none. That nothing
+    else is missing was checked before."""
     log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -206,48 +207,48 @@ class ForgeWorker:
 
     weight_transfer_engine: StoreTransfer
     _forge_fetching: threading.Thread | None = None
-    _forge_outcome: Outcome | None = None
+    _forge_result: FetchResult | None = None
 
     def forge_fetch(self, version: int, notify: str) -> None:
-        """Begin to fetch a version on a thread of its own; a datagram goes to the socket `notify` when it is done."""
+        """Start to fetch a version on a thread of its own; a datagram goes to the socket `notify` when it is done."""
         transfer = self.weight_transfer_engine
 
         def fetch() -> None:
-            self._forge_outcome = _outcome(transfer, version)
+            self._forge_result = _fetch(transfer, version)
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
                 line.sendto(b"done", "\0" + notify)
 
-        self._forge_outcome = None
+        self._forge_result = None
         self._forge_fetching = threading.Thread(target=fetch, name="forge-fetch", daemon=True)
         self._forge_fetching.start()
 
     def forge_fetched(self) -> tuple[int, str, float, int, bytes]:
-        """What fetching came to. Waits for it, where that is needed."""
+        """Wait for the fetch and return its result."""
         assert self._forge_fetching is not None
         self._forge_fetching.join()
-        found = self._forge_outcome or Outcome(error=pickle.dumps(RuntimeError("the fetching thread was lost")))
+        found = self._forge_result or FetchResult(error=pickle.dumps(RuntimeError("the fetching thread was lost")))
         return found.version, found.digest, found.seconds, found.num_bytes, found.error
 
     def forge_release(self) -> None:
-        """Let go of what was fetched: it will not be loaded."""
+        """Release what was fetched: it will not be loaded."""
         if self._forge_fetching is not None:
             self._forge_fetching.join()
         self.weight_transfer_engine.release()
 
     def forge_facts(self) -> dict[str, Any]:
-        """Who this worker is, and what it found in its environment."""
+        """Return the worker's process ids, shared memory and environment."""
         parent = multiprocessing.parent_process()
         return {
             "pid": os.getpid(),
             "parent": 0 if parent is None else parent.pid,
-            "marks": [*filter(None, [os.environ.get("VLLM_DIST_IDENT")]), *_shared_files()],
+            "shm_names": [*filter(None, [os.environ.get("VLLM_DIST_IDENT")]), *_shared_files()],
             "num_threads": torch.get_num_threads(),
             "environment": {name: os.environ[name] for name in _SHOWN if name in os.environ},
         }
 
 
 def _shared_files() -> list[str]:
-    """The names of the shared memory and semaphores that this process has open."""
+    """Return the names of the shared memory and semaphores that this process has open."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     names = {line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
     return sorted(names)
@@ -265,14 +266,14 @@ _SHOWN = (
 )
 
 
-def _outcome(transfer: StoreTransfer, version: int) -> Outcome:
+def _fetch(transfer: StoreTransfer, version: int) -> FetchResult:
     began = time.perf_counter()
     try:
         return transfer.fetch(version)
     except Exception as error:  # noqa: BLE001 - it is raised where the update was asked for
         _log.warning("version %d was not fetched: %s", version, error)
         kept = error if isinstance(error, ForgeError) else _as_remote(error)
-        return Outcome(seconds=time.perf_counter() - began, error=pickle.dumps(kept))
+        return FetchResult(seconds=time.perf_counter() - began, error=pickle.dumps(kept))
 
 
 def _as_remote(error: Exception) -> RemoteError:
@@ -283,8 +284,7 @@ def _as_remote(error: Exception) -> RemoteError:
 def _watch_owner() -> None:
     """End this worker, and the engine's process above it, when the process that they belong to has ended.
 
-    vLLM's processes find out by themselves only when that process ends in order; after kill -9 they would stay, with
-    all their memory.
+    vLLM's processes notice only an orderly end; after kill -9 they would stay, with all their memory.
     """
     owner = int(os.environ.get(OWNER, "0"))
     if not owner:
@@ -314,8 +314,8 @@ def _wait_for_end(pid: int) -> None:
 
 
 def _leave_quickly() -> None:
-    """Skip the interpreter's own end, which takes four seconds for all that vLLM has imported. Everything that vLLM
-    does at its end comes before."""
+    """Skip the interpreter's shutdown, which takes four seconds with all that vLLM imports. Everything that vLLM does
+    at its end comes before."""
 
     def leave() -> None:
         sys.stdout.flush()

@@ -1,14 +1,15 @@
-"""Between our words and vLLM's: how tokens are drawn, and what came of it."""
+"""Translate between our records and vLLM's: sampling parameters, outputs, errors and scores."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from forge.config import Sampling
-from forge.errors import EngineDead
+from forge.errors import EngineDead, PromptError
 from forge.generator.engine import Request
 from forge.generator.native.randomness import completion_seed
 from forge.generator.text import TextTracker
@@ -24,17 +25,17 @@ _STRUCTURES: Final = {"json_schema": "json", "regex": "regex", "choice": "choice
 
 
 def sampling_params(sampling: Sampling, *, room: int, is_stream: bool) -> Any:
-    """How vLLM is told. `room` is how many tokens the context has left after the prompt."""
+    """Return vLLM's sampling parameters. `room` is how many tokens the context has left after the prompt."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    from forge.generator.vllm.arguments import thawed
+    from forge.generator.vllm.arguments import to_plain
 
     longest = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     structured = None
     if sampling.structured is not None:
         structured = StructuredOutputsParams(
-            **{_STRUCTURES[kind]: thawed(value) for kind, value in sampling.structured.items()}
+            **{_STRUCTURES[kind]: to_plain(value) for kind, value in sampling.structured.items()}
         )
     return SamplingParams(
         n=1 if sampling.is_greedy else sampling.n,  # more would be the same again, and vLLM refuses them
@@ -61,19 +62,19 @@ def sampling_params(sampling: Sampling, *, room: int, is_stream: bool) -> Any:
 
 
 def sampled_logprobs(logprobs: Any) -> tuple[float, ...]:
-    """Those of the tokens that were drawn: the first of each position."""
+    """Return the logprobs of the sampled tokens: the first of each position."""
     if logprobs is None:
         return ()
     return tuple(logprobs.logprobs[start] for start in logprobs.start_indices)
 
 
 def version_number(label: str) -> int:
-    """vLLM names versions with strings; the weights that it started with are the model's own."""
+    """Return the number of a version, which vLLM names with a string; "default" is the model's own weights."""
     return INITIAL_VERSION if label == "default" else int(label)
 
 
 def version_spans(spans: Sequence[Any] | None) -> tuple[VersionSpan, ...]:
-    """vLLM's spans as ours, without those that hold no token."""
+    """Return vLLM's spans as ours, without empty ones."""
     found: tuple[VersionSpan, ...] = ()
     for span in spans or ():
         if span.end > span.start:
@@ -82,7 +83,7 @@ def version_spans(spans: Sequence[Any] | None) -> tuple[VersionSpan, ...]:
 
 
 def timings(metrics: Any) -> Timings:
-    """When things happened, in the engine's own time."""
+    """Return the timings of a request, in the engine's own time."""
     if metrics is None or not metrics.queued_ts:
         return Timings()
     began = metrics.queued_ts
@@ -126,11 +127,11 @@ class Reader:
         reason = _REASONS.get(str(part.finish_reason))
         if reason is None:
             raise EngineDead(
-                f"vLLM gave up this request: {part.finish_reason}.",
+                f"vLLM dropped this request: {part.finish_reason}.",
                 path=f"request {self.request.id}",
                 value=part.finish_reason,
                 rule="ends by a stop, by its length or by being aborted",
-                repair="send it again; the log of the engine says more",
+                repair="send it again; see the engine's log",
             )
         stop_reason = part.stop_reason
         if reason == "stop" and stop_reason is None and token_ids:
@@ -159,7 +160,7 @@ class Reader:
         return tracker.text
 
     def deltas(self, output: Any, part: Any, grown: Growing, starts: Sequence[tuple[str, int]]) -> list[Delta]:
-        """What is new, cut where the weights changed. `starts` says from which token on which version made them."""
+        """Return what is new, split where the weights changed. `starts` has the first token of each version."""
         first = len(grown.token_ids)
         grown.token_ids += part.token_ids
         grown.logprobs += sampled_logprobs(part.logprobs)
@@ -186,7 +187,7 @@ class Reader:
         return deltas
 
     def repeated(self, items: list[T]) -> list[T]:
-        """As many as were asked for: without chance one was made, and all n are that one."""
+        """Return n items: greedy sampling makes one completion, and all n are copies of it."""
         sampling = self.request.sampling
         if not sampling.is_greedy or sampling.n == 1:
             return items
@@ -194,7 +195,7 @@ class Reader:
 
 
 def _shown(part: Any) -> Sequence[int]:
-    """The tokens that have a part in the text: not the one that ended it."""
+    """Return the tokens that are part of the text: not the one that ended it."""
     ended = part.finish_reason == "stop" and not isinstance(part.stop_reason, str)
     return tuple(part.token_ids[:-1] if ended else part.token_ids)
 
@@ -206,7 +207,7 @@ def _numbered(item: T, index: int) -> T:
 
 
 def _pieces(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[tuple[int, int, int]]:
-    """The tokens [first, end) cut where versions begin: (version, start, end). At least one piece, be it empty."""
+    """Split the tokens [first, end) where versions start: (version, start, end). At least one piece, maybe empty."""
     bounds = [*starts, ("", max(end, starts[-1][1]))]
     cut = [
         (version_number(label), max(start, first), min(following, end))
@@ -217,10 +218,10 @@ def _pieces(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[tup
 
 
 class SpanFinder:
-    """Finds which versions made the tokens of a request that is still under way.
+    """Finds which versions sampled the tokens of a request in progress.
 
-    vLLM tells it with the last output only, but keeps it from the first token on. Where a request can no longer be
-    found it has ended, and its last output tells.
+    vLLM reports it with the last output only, but keeps it from the first token on. A request that can no longer be
+    found has ended, and its last output has the spans.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -238,5 +239,108 @@ class SpanFinder:
 
 
 def _spread(seed: int | None) -> int | None:
-    """A seed far from those of its neighbours: vLLM gives completion i of a request the seed plus i."""
+    """Return a seed far from those of neighbours: vLLM gives completion i of a request the seed plus i."""
     return None if seed is None else completion_seed(seed, 0) >> 1
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+
+
+def dead(what: str) -> EngineDead:
+    return EngineDead(
+        f"vLLM's engine {what}.",
+        path="generator.engine",
+        value="vllm",
+        rule="its process serves requests",
+        repair="send the request again: the replica is replaced",
+    )
+
+
+@contextlib.contextmanager
+def refusals(request: Request) -> Iterator[None]:
+    """Raise vLLM's error about a request that it cannot serve as `PromptError`."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        yield
+    except (VLLMClientError, ValueError) as error:
+        raise PromptError(
+            "vLLM refuses this request.",
+            path=f"request {request.id}",
+            value=request.sampling.model_dump(exclude_defaults=True),
+            rule=str(error),
+            repair="change what the rule names",
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def translated(request: Request | None = None) -> AsyncIterator[None]:
+    """Raise the end of the engine as `EngineDead`, and refusals as `PromptError`."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        if request is None:
+            yield
+        else:
+            with refusals(request):
+                yield
+    except EngineDeadError as error:
+        raise dead("has ended") from error
+
+
+# ---- Scores ----------------------------------------------------------------------------------------------------------
+
+
+async def score_one(llm: Any, request: Request, *, max_seq_len: int, is_singly: bool = False) -> list[float]:
+    """Return the logprobs of a request's prompt; the first token's is 0.
+
+    All but the last token are the prompt, and only the logprob of the last is asked for. So a sequence may be as
+    long as the context, which must have room for one token after a prompt.
+
+    `is_singly` asks about one token at a time, which is slow: with room for adapters on the CPU, vLLM 0.32.0 ends with
+    an error when it is asked for the logprobs of a prompt while it works on another request.
+    """
+    ids = list(request.prompt_ids)
+    if not 1 <= len(ids) <= max_seq_len:
+        raise PromptError(
+            "A sequence of this length cannot be scored.",
+            path="score(token_ids)",
+            value=f"{len(ids)} tokens",
+            rule=f"from 1 to {max_seq_len} tokens",
+            repair="cut it, or raise generator.max_seq_len",
+        )
+    if len(ids) == 1:
+        return [0.0]
+    if is_singly:
+        return [0.0, *[(await _ask(llm, ids[:end], ids[end], f"{request.id}.{end}"))[1] for end in range(1, len(ids))]]
+    table, last = await _ask(llm, ids[:-1], ids[-1], request.id, with_prompt=True)
+    return [0.0, *(table[place][ids[place]].logprob for place in range(1, len(ids) - 1)), last]
+
+
+async def _ask(llm: Any, ids: list[int], token: int, name: str, *, with_prompt: bool = False) -> tuple[Any, float]:
+    """Return vLLM's logprobs of every token of a prompt, and the logprob of a token after it."""
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        prompt_logprobs=0 if with_prompt else None,
+        logprob_token_ids=[token],
+        detokenize=False,
+        skip_reading_prefix_cache=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    async with contextlib.aclosing(llm.generate(tokens_input(ids), params, name)) as outputs:
+        (found,) = [output async for output in outputs]
+    part = found.outputs[0]
+    if part.finish_reason == "abort":
+        raise EngineDead(
+            "The score was cut short by an update of the weights.",
+            path="score(token_ids)",
+            rule="no update with mode abort comes between",
+            repair="ask again",
+        )
+    return found.prompt_logprobs, part.logprobs[0][token].logprob

@@ -1,4 +1,4 @@
-"""Which curves a report draws, from the figures that are there, and the few numbers at its head."""
+"""Which curves a report draws, from the metrics that are there, and the few numbers at its head."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
-from forge.observe.report.reading import Figures, Run
+from forge.observe.report.reading import Metrics, Run
 
 Column = Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart to draw where at least one of its figures is there.
+    """One chart to draw where at least one of its metrics is there.
 
     Attributes:
         section, title, help: where it stands, its name, and what it tells.
-        keys: the names of figures, or patterns of names, each with its label; of a pattern the label is what the `*`
+        keys: the names of metrics, or patterns of names, each with its label; of a pattern the label is what the `*`
             stands for.
-        band: for a figure the one that says how far it spreads to both sides.
+        band: for a metric the one that says how far it spreads to both sides.
         unit: what its numbers are in; `%` shows a part of 1.
-        stack: whether the figures add up, and are drawn on top of each other.
+        stack: whether the metrics add up, and are drawn on top of each other.
         log: whether a logarithmic scale may be chosen.
         of: the only kind of run that it is drawn for; None for every kind.
     """
@@ -187,12 +187,12 @@ CHARTS: Final = (
 )
 
 
-def choose_charts(figures: Figures) -> list[dict[str, Any]]:
-    """The charts that have figures, ready for the page; then one for each figure that none of them shows.
+def choose_charts(metrics: Metrics) -> list[dict[str, Any]]:
+    """Return the charts that have metrics, ready for the page; then one for each metric that none of them shows.
 
-    A figure that was never a finite number is left out.
+    A metric that was never a finite number is left out.
     """
-    present = [name for name, column in figures.columns.items() if any(value is not None for value in column)]
+    present = [name for name, column in metrics.columns.items() if any(value is not None for value in column)]
     kind = "policy" if "rollout/reward_mean" in present else "fine-tuning"
     shown: set[str] = {chart.band[1] for chart in CHARTS if chart.band and chart.band[0] in present}
     drawn = []
@@ -251,24 +251,24 @@ _LATEST: Final = (
 )
 _MAX_TILES: Final = 6
 _AVERAGED: Final = 5
-"""A figure that jumps from step to step is shown as the mean of so many first and last ones."""
+"""A metric that jumps from step to step is shown as the mean of so many first and last ones."""
 
 
-def headline(figures: Figures) -> list[dict[str, str]]:
-    """What the run came to, in a few words: where it began and where it is, and its latest state."""
+def headline(metrics: Metrics) -> list[dict[str, str]]:
+    """Return what the run came to, in a few words: where it began and where it is, and its latest state."""
     tiles = []
-    is_rl = "rollout/reward_mean" in figures.columns
+    is_rl = "rollout/reward_mean" in metrics.columns
     for key, label in _CHANGES:
         if key == "train/loss" and is_rl:
             continue
-        values = _known(figures.columns, key)
+        values = _known(metrics.columns, key)
         if values:
             count = 1 if key.startswith(("evaluation/", "validation/")) else min(_AVERAGED, max(1, len(values) // 4))
             first, last = sum(values[:count]) / count, sum(values[-count:]) / count
             detail = f"from {_figure(first)}" if len(values) > 1 else "one value so far"
             tiles.append({"label": label, "value": _figure(last), "detail": detail, "key": key})
     for key, label, unit in _LATEST:
-        values = _known(figures.columns, key)
+        values = _known(metrics.columns, key)
         if values:
             count = min(_AVERAGED, len(values))
             tiles.append({"label": label, "value": _figure(sum(values[-count:]) / count), "detail": unit, "key": key})
@@ -300,7 +300,7 @@ _FACTS: Final = (
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """What was run, from its configuration: label and value."""
+    """Return what was run, from its configuration: label and value."""
     is_rl = run.setting("rollout.group_size") is not None
     found = []
     for path, label in _FACTS:

@@ -68,7 +68,7 @@ def write_report(
     return Report(
         path=path,
         num_bytes=len(content),
-        last_step=run.figures.last_step,
+        last_step=run.metrics.last_step,
         num_shown=len(run.samples.items),
         num_samples=run.samples.num_samples,
         notes=run.notes,
@@ -76,7 +76,7 @@ def write_report(
 
 
 def render(run: Run, *, made_at: float) -> str:
-    """The page as text."""
+    """Return the page as text."""
     style = _asset("report.css")
     program = "(function () {\n'use strict';\n" + "\n".join(_asset(name) for name in _PROGRAMS) + "\n})();\n"
     policy = (
@@ -95,25 +95,25 @@ def render(run: Run, *, made_at: float) -> str:
 
 
 def describe(run: Run, *, made_at: float) -> dict[str, Any]:
-    """All that the page's programs read."""
-    figures, samples = run.figures, run.samples
+    """Return all that the page's programs read."""
+    metrics, samples = run.metrics, run.samples
     total = run.setting("training.max_steps")
     return {
         "run": {
             "name": run.folder.resolve().name,
             "forge": __version__,
-            "lastStep": figures.last_step,
+            "lastStep": metrics.last_step,
             "totalSteps": total if isinstance(total, int) else None,
-            "firstTime": figures.first_time,
-            "lastTime": figures.last_time,
+            "firstTime": metrics.first_time,
+            "lastTime": metrics.last_time,
             "madeAt": made_at,
         },
         "facts": facts(run),
-        "tiles": headline(figures),
-        "steps": figures.steps,
-        "columns": figures.columns,
-        "nonfinite": figures.nonfinite,
-        "charts": choose_charts(figures),
+        "tiles": headline(metrics),
+        "steps": metrics.steps,
+        "columns": metrics.columns,
+        "nonfinite": metrics.nonfinite,
+        "charts": choose_charts(metrics),
         "samples": {
             "items": samples.items,
             "prompts": samples.prompts,
@@ -152,6 +152,6 @@ def _write(path: Path, content: bytes) -> None:
         raise DataError(
             "the report cannot be written",
             path=str(path),
-            rule=f"a file in a folder that is there and can be written: {error.strerror}",
+            rule=f"a file in an existing, writable folder: {error.strerror}",
             repair="give another --output",
         ) from error

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from forge.config.saving import FILE_NAME
+from forge.config.loading import FILE_NAME
 from forge.config.yaml_text import read_yaml
 from forge.errors import DataError, OptionError
 from forge.observe.jsonl import MetricsLine, read_jsonl
@@ -22,15 +22,15 @@ _MAX_CONFIG: Final = 200_000
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """The figures of a run as a table with one row for each point.
+class Metrics:
+    """The metrics of a run as a table with one row for each point.
 
     Attributes:
         steps: the step of each row; where a row stands for several steps, the last of them.
-        columns: for each figure one number per row, None where the step had none.
-        nonfinite: for each figure the rows' steps at which it was NaN or infinite.
+        columns: for each metric one number per row, None where the step had none.
+        nonfinite: for each metric the rows' steps at which it was NaN or infinite.
         stride: how many steps a row stands for.
-        num_steps, last_step: of the whole run so far; 0 where it has no figures yet.
+        num_steps, last_step: of the whole run so far; 0 where it has no metrics yet.
         first_time, last_time: seconds since 1970; None where it has none.
     """
 
@@ -50,14 +50,14 @@ class Run:
 
     Attributes:
         folder: where it was read from; its name is the run's.
-        figures, samples: the curves and the episodes.
+        metrics, samples: the curves and the episodes.
         config_text: config.yaml as it stands, empty where there is none; `config` the same as plain data.
         ledger: how many groups came to each outcome.
         notes: what a reader should know about what is not here.
     """
 
     folder: Path
-    figures: Figures
+    metrics: Metrics
     samples: SampleSet
     config_text: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Run:
     notes: tuple[str, ...] = ()
 
     def setting(self, path: str) -> Any:
-        """A value of the configuration by its dotted path; None where there is none."""
+        """Return a value of the configuration by its dotted path; None where there is none."""
         value: Any = self.config
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -84,23 +84,23 @@ def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
             repair="leave it out, or give 0 for a report without samples",
         )
     _check_folder(place)
-    figures = _read_figures(place / "metrics.jsonl")
+    metrics = _read_metrics(place / "metrics.jsonl")
     notes: list[str] = []
-    if figures.stride > 1:
-        notes.append(f"Each point of a curve is the mean of {figures.stride} steps.")
+    if metrics.stride > 1:
+        notes.append(f"Each point of a curve is the mean of {metrics.stride} steps.")
     text, config = _read_config(place / FILE_NAME, notes)
     samples = read_samples(place / "rollouts", max_samples=max_samples)
     ledger = _read_ledger(place / "ledger.jsonl", notes)
-    if not figures.steps:
+    if not metrics.steps:
         if not samples.num_samples and not ledger:
             raise DataError(
-                "this run has no figures yet",
+                "this run has no metrics yet",
                 path=str(place / "metrics.jsonl"),
                 rule="at least one whole line",
                 repair="wait for the end of its first step",
             )
         notes.append("The run has not finished a step, so there are no curves.")
-    return Run(place, figures, samples, text, config, ledger, (*notes, *samples.notes))
+    return Run(place, metrics, samples, text, config, ledger, (*notes, *samples.notes))
 
 
 def _check_folder(place: Path) -> None:
@@ -117,14 +117,14 @@ def _check_folder(place: Path) -> None:
             f"give one of the runs in it: {', '.join(inside[:8])}" if inside else "run with metrics.jsonl set to true"
         )
         raise DataError(
-            "this folder has no figures of a run",
+            "this folder has no metrics of a run",
             path=str(place / "metrics.jsonl"),
             rule="a run's folder has a metrics.jsonl",
             repair=hint,
         )
 
 
-def _read_figures(path: Path) -> Figures:
+def _read_metrics(path: Path) -> Metrics:
     rows: dict[int, dict[str, float]] = {}
     times: list[float] = []
     for line in read_jsonl(path):
@@ -142,7 +142,7 @@ def _read_figures(path: Path) -> Figures:
         odd = [chunk[-1] for chunk, values in zip(chunks, found, strict=True) if not all(map(math.isfinite, values))]
         if odd:
             nonfinite[name] = tuple(odd)
-    return Figures(
+    return Metrics(
         steps=tuple(chunk[-1] for chunk in chunks),
         columns=columns,
         nonfinite=nonfinite,
@@ -164,7 +164,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def short(value: float) -> float:
-    """A number with six digits, which is more than a screen shows."""
+    """Return a number with six digits, which is more than a screen shows."""
     return float(f"{value:.6g}")
 
 

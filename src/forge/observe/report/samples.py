@@ -69,7 +69,7 @@ def read_samples(folder: Path, *, max_samples: int, max_tokens: int = MAX_TOKENS
 
 
 def _shares(counts: Mapping[str, int], max_samples: int) -> dict[str, int]:
-    """How many samples of each kind are shown."""
+    """Return how many samples of each kind are shown."""
     if sum(counts.values()) <= max_samples:
         return dict(counts)
     others = [kind for kind in _KINDS if kind != "step" and counts[kind]]
@@ -133,7 +133,7 @@ class _File:
 
 
 def _files(folder: Path) -> list[_File]:
-    """The files of rollouts in the order of time."""
+    """Return the files of rollouts in the order of time."""
     matches = [(match, path) for path in folder.glob("*_*.jsonl") if (match := _FILE.fullmatch(path.name))]
     return sorted((_File(match[1], int(match[2]), path) for match, path in matches), key=lambda file: file.place)
 
@@ -144,7 +144,7 @@ def _count_lines(path: Path) -> int:
 
 
 def _group_size(files: Sequence[Path]) -> int:
-    """How many episodes the groups of the first step with any have, at most."""
+    """Return how many episodes the groups of the first step with any have, at most."""
     for path in files:
         episodes, _ = _read_step(path)
         if episodes:
@@ -153,7 +153,7 @@ def _group_size(files: Sequence[Path]) -> int:
 
 
 def _read_step(path: Path) -> tuple[list[Fields], int]:
-    """The episodes of a file in order, and how many lines are none."""
+    """Return the episodes of a file in order, and how many lines are none."""
     with open(path, "rb") as file:
         lines = list(json_lines(file))
     episodes = [fields for fields in lines if fields is not None and _is_episode(fields)]
@@ -162,8 +162,8 @@ def _read_step(path: Path) -> tuple[list[Fields], int]:
 
 
 def json_lines(lines: Iterable[bytes]) -> Iterator[Fields | None]:
-    """The object on each line, None for a line that has none. A last line without an end is being written or was cut
-    off by a kill: it is left out."""
+    """Yield the object on each line, None for a line that has none. A last line without an end, which is being written
+    or was cut off by a kill, is left out."""
     for line in lines:
         if not line.endswith(b"\n"):
             return
@@ -208,7 +208,7 @@ def _spread(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _compact(episodes: Sequence[Fields], max_tokens: int) -> tuple[list[Fields], list[str | list[Fields]], int]:
-    """The items, the prompts that they point to, and to how many tokens long ones were cut; 0 where none was."""
+    """Return the items, the prompts that they point to, and to how many tokens long ones were cut; 0 where none was."""
     limit = _token_limit([len(episode["token_ids"]) for episode in episodes], max_tokens)
     numbers: dict[str, int] = {}
     prompts: list[str | list[Fields]] = []
@@ -224,7 +224,7 @@ def _compact(episodes: Sequence[Fields], max_tokens: int) -> tuple[list[Fields],
 
 
 def _token_limit(lengths: Sequence[int], max_tokens: int) -> int:
-    """The largest number of tokens such that all samples, cut to it, stay within the bound."""
+    """Return the largest number of tokens such that all samples, cut to it, stay within the bound."""
     left, limit = max_tokens, 0
     for place, length in enumerate(sorted(lengths)):
         limit = left // (len(lengths) - place)

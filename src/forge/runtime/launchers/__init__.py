@@ -2,18 +2,113 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+from urllib.parse import urlsplit
 
-from forge.runtime.launchers.attach import Allocation, HostsLauncher, Launcher
+from forge.errors import LaunchError
+from forge.runtime.backend import monarch_actor
+from forge.runtime.hosts import Host, HostTimings, attach_host
+from forge.runtime.sockets import check_tls
 
 if TYPE_CHECKING:
     from forge.config import LauncherConfig
 
-__all__ = ["Allocation", "HostsLauncher", "Launcher", "launch", "make_launcher"]
+_log = logging.getLogger("forge.runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Hosts that are ready, and how to let them go."""
+
+    hosts: tuple[Host, ...]
+    release: Callable[[], Awaitable[None]]
+
+
+class Launcher(Protocol):
+    """Gets hosts. Everything runs on the control loop."""
+
+    async def launch(self) -> Allocation: ...
+
+
+class HostsLauncher:
+    """Attaches to the workers at `launcher.hosts`."""
+
+    def __init__(self, config: LauncherConfig, timings: HostTimings | None = None) -> None:
+        self._config = config
+        self._timings = timings or HostTimings()
+
+    async def launch(self) -> Allocation:
+        if not self._config.hosts:
+            raise LaunchError(
+                "the launcher `hosts` has no address",
+                path="launcher.hosts",
+                value=[],
+                rule="at least one worker address",
+                repair="launcher.hosts=[tcp://10.0.0.7:22222], with `forge worker` running there",
+            )
+        return await attach_all(self._config.hosts, bind=self._config.bind, timings=self._timings)
+
+
+def open_transport(addresses: Sequence[str], *, bind: str) -> None:
+    """Choose the channel to the workers, by the scheme of their addresses. Before the first use of Monarch only."""
+    schemes = {urlsplit(address).scheme for address in addresses}
+    if len(schemes) != 1:
+        raise LaunchError(
+            "the workers' addresses mix channels",
+            path="launcher.hosts",
+            value=sorted(addresses),
+            rule="all tcp:// or all tls://",
+            repair="start every worker with the same kind of address",
+        )
+    if "tls" in schemes:
+        check_tls()
+    host = f"[{bind}]" if ":" in bind else bind
+    try:
+        monarch_actor.enable_transport(f"{schemes.pop()}://{host}:0")
+    except RuntimeError as error:
+        raise LaunchError(
+            f"this process already uses Monarch over another channel: {error}",
+            path="forge.run(launcher=)",
+            rule="hosts are chosen before anything is spawned",
+            repair="call forge.run(launcher=...) first in the program",
+        ) from error
+
+
+async def attach_all(
+    addresses: Sequence[str], *, bind: str = "127.0.0.1", timings: HostTimings | None = None
+) -> Allocation:
+    """Attach to every worker, all or none. Releasing shuts the workers' host processes down; `forge worker` starts a
+    fresh one for the next run."""
+    timings = timings or HostTimings()
+    open_transport(addresses, bind=bind)
+    attached = await asyncio.gather(*(attach_host(address, timings) for address in addresses), return_exceptions=True)
+    hosts = tuple(host for host in attached if isinstance(host, Host))
+
+    async def release() -> None:
+        await asyncio.gather(*(_let_go(host, timings) for host in hosts))
+
+    for failure in attached:
+        if isinstance(failure, BaseException):
+            await release()
+            raise failure
+    return Allocation(hosts, release)
+
+
+async def _let_go(host: Host, timings: HostTimings) -> None:
+    try:
+        await host.watch.close()  # before the worker ends: a heartbeat to one that is gone would come back as a fault
+        if not host.is_lost:
+            await asyncio.wait_for(host.mesh.shutdown(), timings.timeout_s)
+    except Exception as error:  # noqa: BLE001 - it ends by itself when the controller falls silent
+        _log.warning("host %s did not confirm its release: %s", host.name, type(error).__name__)
 
 
 def make_launcher(config: LauncherConfig) -> Launcher:
-    """The launcher that a configuration names."""
+    """Return the launcher that a configuration names."""
     if config.kind == "slurm":
         from forge.runtime.launchers.slurm import SlurmLauncher
 

@@ -11,16 +11,16 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from forge.errors import LaunchError
-from forge.runtime.launchers.attach import Allocation, attach_all
+from forge.runtime.launchers import Allocation, attach_all
 from forge.runtime.launchers.submit import (
     Outcome,
-    check_tls,
     is_loopback,
     require_program,
     run_command,
     run_regardless,
     unreachable_bind,
 )
+from forge.runtime.sockets import check_tls
 
 if TYPE_CHECKING:
     from forge.config import LauncherConfig
@@ -42,7 +42,7 @@ def object_name(job_name: str) -> str:
 
 
 def addresses(config: LauncherConfig) -> list[str]:
-    """Where the workers will listen, first pod first."""
+    """Return where the workers will listen, first pod first."""
     return [_address(config, f"{object_name(config.job_name)}-{index}") for index in range(config.kubernetes.num_hosts)]
 
 
@@ -53,7 +53,7 @@ def _address(config: LauncherConfig, pod: str) -> str:
 
 
 def manifests(config: LauncherConfig, *, token: str) -> list[dict[str, Any]]:
-    """The two objects of a run: a headless Service and a StatefulSet. `token` tells this run from every other."""
+    """Return the objects of a run, a headless Service and a StatefulSet. `token` tells this run from every other."""
     name, wanted = object_name(config.job_name), config.kubernetes
     labels = {**wanted.labels, "app.kubernetes.io/name": "torchforge", RUN_LABEL: token}
     metadata = {"name": name, "namespace": wanted.namespace, "labels": labels}
@@ -173,7 +173,7 @@ class KubernetesLauncher:
         raise LaunchError(
             f"kubectl refused the workers: {outcome.words}", path="launcher.kubernetes", value=items,
             rule="the cluster accepts the Service and the StatefulSet",
-            repair="correct launcher.kubernetes, or the rights of your account, as kubectl says above",
+            repair="correct launcher.kubernetes, or the rights of your account, as kubectl reports above",
         )  # fmt: skip
 
     async def _wait_until_ready(self) -> None:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.errors import LaunchError
-from forge.runtime.launchers.attach import Allocation, attach_all
+from forge.runtime.launchers import Allocation, attach_all
 from forge.runtime.launchers.submit import (
-    check_tls,
     is_listening,
     is_loopback,
     is_this_host,
@@ -24,6 +23,7 @@ from forge.runtime.launchers.submit import (
     run_regardless,
     unreachable_bind,
 )
+from forge.runtime.sockets import check_tls
 
 if TYPE_CHECKING:
     from forge.config import LauncherConfig
@@ -39,7 +39,7 @@ _MAX_SILENT_POLLS = 5
 
 
 def job_script(config: LauncherConfig, *, log_dir: Path, python: str = sys.executable) -> str:
-    """The script that is given to sbatch.
+    """Return the script that is given to sbatch.
 
     A node that is lost takes neither the job nor the other workers with it (`--no-kill`, `--wait=0`), and the job is
     never run a second time on its own. A worker serves one run, so the job ends when its controller does.
@@ -69,7 +69,7 @@ def job_script(config: LauncherConfig, *, log_dir: Path, python: str = sys.execu
 
 
 def log_pattern(log_dir: Path) -> str:
-    """Where SLURM writes the job's output; %x is the job's name and %j its number."""
+    """Return where SLURM writes the job's output; %x is the job's name and %j its number."""
     return f"{str(log_dir).replace('%', '%%')}/%x-%j.log"
 
 
@@ -134,7 +134,7 @@ class SlurmLauncher:
         return Allocation(attached.hosts, release)
 
     async def _submit_whole(self) -> str:
-        """Submit. A caller that is cancelled meanwhile leaves no job behind whose number nobody knows."""
+        """Submit the job. A caller that is cancelled meanwhile leaves no job behind whose number is not known."""
         submission = asyncio.ensure_future(self._submit())
         try:
             return await asyncio.shield(submission)
@@ -152,7 +152,7 @@ class SlurmLauncher:
         if outcome.code != 0 or not job:
             raise LaunchError(
                 f"sbatch refused the job: {outcome.words}", path="launcher.slurm", value=script,
-                rule="sbatch accepts the job", repair="correct launcher.slurm as sbatch says above",
+                rule="sbatch accepts the job", repair="correct launcher.slurm as sbatch reports above",
             )  # fmt: skip
         _log.warning("SLURM job %s submitted; its log: %s", job, self._log_of(job))
         return job
@@ -239,7 +239,7 @@ class SlurmLauncher:
     def _failed(self, job: str, seen: JobState) -> LaunchError:
         return LaunchError(
             f"SLURM job {job} ended before its workers could be used: {seen.state} ({seen.reason or 'no reason'})",
-            path="launcher.slurm", value=seen.state, rule="the job runs until the controller lets it go",
+            path="launcher.slurm", value=seen.state, rule="the job runs until the controller releases it",
             repair=f"see {self._log_of(job)}, and `scontrol show job {job}`",
         )  # fmt: skip
 

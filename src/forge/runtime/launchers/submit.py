@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
-from forge.runtime.worker import TLS_VARIABLES
 
 COMMAND_S = 60.0
 """How long one command of a scheduler may take."""
@@ -36,7 +35,7 @@ class Outcome:
 
 
 def require_program(name: str, *, kind: str) -> str:
-    """The path of a scheduler's command, or an error that says where to find it."""
+    """Return the path of a scheduler's command, or an error that says where to find it."""
     found = shutil.which(name)
     if found is None:
         raise LaunchError(
@@ -122,7 +121,7 @@ def _too_late(arguments: Sequence[str], timeout_s: float) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a listener on `host` cannot be reached from another machine (or says nothing about where it is)."""
+    """Return whether other machines cannot reach a listener on `host` (or it says nothing about where it is)."""
     try:
         address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
@@ -131,13 +130,13 @@ def is_loopback(host: str) -> bool:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether `name` is a name of the machine that this runs on."""
+    """Return whether `name` is a name of the machine that this runs on."""
     own = socket.gethostname()
     return is_loopback(name) or name in (own, own.split(".")[0], socket.getfqdn())
 
 
 def unreachable_bind(bind: str, *, kind: str) -> LaunchError:
-    """The error for a controller that workers elsewhere could not answer."""
+    """Return the error for a controller that workers elsewhere could not answer."""
     return LaunchError(
         f"workers on other hosts cannot reach a controller at {bind}", path="launcher.bind", value=bind,
         rule=f"with launcher.kind={kind}, an address of the controller's machine that the workers can reach",
@@ -145,19 +144,8 @@ def unreachable_bind(bind: str, *, kind: str) -> LaunchError:
     )  # fmt: skip
 
 
-def check_tls() -> None:
-    """The controller is an end of the channel too: it needs a certificate of its own."""
-    missing = [name for name in TLS_VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise LaunchError(
-            "the controller needs its certificates for tls://", path="environment", value=missing,
-            rule=f"{', '.join(TLS_VARIABLES)} name PEM files",
-            repair=f"export {missing[0]}=/path/to/file.pem (docs/guides/security.md shows how to make them)",
-        )  # fmt: skip
-
-
 async def is_listening(address: str, *, timeout_s: float = 5.0) -> bool:
-    """Whether something accepts connections at a worker's address."""
+    """Return whether something accepts connections at a worker's address."""
     parts = urlsplit(address)
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, parts.port), timeout_s)

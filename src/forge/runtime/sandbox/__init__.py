@@ -7,17 +7,13 @@ imported when first used: a launcher starts for every run, and needs few of them
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forge._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from forge.runtime.sandbox.choosing import Finding, find, open_sandbox, survey
+    from forge.runtime.sandbox.detection import Finding, find, open_sandbox, survey
     from forge.runtime.sandbox.records import ISOLATIONS, Isolation, KilledFor, Limits, Outcome, Sandbox
-
-_HOMES = {
-    **dict.fromkeys(("Finding", "find", "open_sandbox", "survey"), "choosing"),
-    **dict.fromkeys(("ISOLATIONS", "Isolation", "KilledFor", "Limits", "Outcome", "Sandbox"), "records"),
-}
 
 __all__ = [
     "ISOLATIONS",
@@ -32,11 +28,10 @@ __all__ = [
     "survey",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'forge.runtime.sandbox' has no attribute {name!r}")
-    value = getattr(import_module(f"forge.runtime.sandbox.{home}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "forge.runtime.sandbox.detection": "Finding find open_sandbox survey",
+        "forge.runtime.sandbox.records": "ISOLATIONS Isolation KilledFor Limits Outcome Sandbox",
+    },
+)

@@ -76,19 +76,19 @@ def checked(result: int, what: str) -> int:
 
 
 def prctl(option: int, value: int) -> None:
-    """One prctl(2) with one value."""
+    """Call prctl(2) with one value."""
     zero = ctypes.c_ulong(0)
     checked(_libc.prctl(option, ctypes.c_ulong(value), zero, zero, zero), f"prctl({option})")
 
 
 def syscall(number: int, *arguments: Any) -> int:
-    """One system call that the C library has no function for."""
+    """Make a system call that the C library has no function for."""
     return checked(int(_libc.syscall(ctypes.c_long(number), *arguments)), f"system call {number}")
 
 
 def own_uid() -> int:
-    """A user that nobody else has, where such a one exists: limits on the processes of a user then bind this run and
-    no other. Else nobody."""
+    """Return a user that no other process has, where one exists: limits on the processes of a user then bind this run
+    and no other. Else `nobody`."""
     wanted = _FIRST_UID + os.getpid()
     with open("/proc/self/uid_map", encoding="ascii") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
@@ -132,7 +132,7 @@ def filter_calls() -> None:
 
 
 def calls_filter(machine: str) -> bytes:
-    """The filter as a classic BPF program, eight bytes an instruction."""
+    """Return the filter as a classic BPF program, eight bytes an instruction."""
     if machine not in _NUMBERS:
         raise OSError(errno.ENOSYS, f"there is no system call filter for {machine}")
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06

@@ -1,66 +1,81 @@
 """The process between the library and a program in a sandbox.
 
-It starts the program behind the boundary that was asked for, and waits for its end or for the end of its leash, a pipe
+It starts the program behind the boundary that was asked for, and waits for its end or for the end of a pipe
 whose other end the library holds: when that closes, because the time is up or because the library's process died, the
-launcher kills everything it started. It goes only when nothing of that is left, so that whoever waits for the launcher
+launcher kills everything it started. It exits only when nothing of that is left, so that what waits for the launcher
 waits for all. It imports the standard library alone, and everything before it changes its root folder.
 
-Words to the library go through a pipe, a JSON object on a line each: `started`, then `ended` with the wait status and
+Events go to the library through a pipe, a JSON object on a line each: `started`, then `ended` with the wait status and
 the processor time, or `failed` with the reason.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import resource
 import select
 import signal
+import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forge.runtime.sandbox import confine
-from forge.runtime.sandbox.namespaces import leave, make_root
+
+NEW_USER, NEW_PID = 0x1000_0000, 0x2000_0000
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_NET = 0x0002_0000, 0x0400_0000, 0x0800_0000, 0x4000_0000
+_RDONLY, _NOSUID, _NODEV, _NOEXEC = 1, 2, 4, 8
+_BIND, _RECURSIVE, _PRIVATE = 4096, 16384, 1 << 18
+_DETACH = 2
+_AT_RECURSIVE = 0x8000
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_MOUNT_SETATTR = 442
+_OLD = "/old-root"
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 _NUM_OWN = 3
 """Processes of ours that count as the program's own where both have the same user: launcher, first process, a spare."""
 
 
 def main() -> None:
-    """`argv`: the descriptors of the plan, of the words and of the leash."""
-    plan_fd, words_fd, leash_fd = (int(word) for word in sys.argv[1:4])
-    for descriptor in (plan_fd, words_fd, leash_fd):
+    """Run a plan. `argv` has the descriptors of the plan, of the events, and of a pipe that the library holds open."""
+    plan_fd, events_fd, alive_fd = (int(word) for word in sys.argv[1:4])
+    for descriptor in (plan_fd, events_fd, alive_fd):
         os.set_inheritable(descriptor, False)
     with open(plan_fd, encoding="utf-8") as file:
         plan = json.load(file)
     try:
         confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
-        report, status = _run(plan, words_fd, leash_fd)
+        report, status = _run(plan, events_fd, alive_fd)
     except OSError as error:
-        _say(words_fd, event="failed", reason=str(error))
+        _send_event(events_fd, event="failed", reason=str(error))
         return
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     if report.startswith("failed "):
-        _say(words_fd, event="failed", reason=report.removeprefix("failed "))
+        _send_event(events_fd, event="failed", reason=report.removeprefix("failed "))
         return
     if report.startswith("ended "):
         status = int(report.removeprefix("ended "))
     elif plan["isolation"] == "bubblewrap" and os.WIFEXITED(status) and 128 < os.WEXITSTATUS(status) < 160:
         status = os.WEXITSTATUS(status) - 128  # how bwrap says that a signal ended the program
-    _say(words_fd, event="ended", status=status, cpu_s=used.ru_utime + used.ru_stime)
+    _send_event(events_fd, event="ended", status=status, cpu_s=used.ru_utime + used.ru_stime)
 
 
-def _say(words_fd: int, **word: Any) -> None:
-    os.write(words_fd, json.dumps(word).encode() + b"\n")
+def _send_event(events_fd: int, **event: Any) -> None:
+    os.write(events_fd, json.dumps(event).encode() + b"\n")
 
 
-def _run(plan: dict[str, Any], words_fd: int, leash_fd: int) -> tuple[str, int]:
+def _run(plan: dict[str, Any], events_fd: int, alive_fd: int) -> tuple[str, int]:
     """Start the program and see to its end. What the first process reported, and its wait status."""
     plan["uid"] = confine.own_uid() if os.geteuid() == 0 else None
     owner = plan["uid"]
     if plan["isolation"] == "namespaces":
-        leave(with_user=plan["with_user"])
+        leave_namespaces(with_user=plan["with_user"])
         owner = confine.NOBODY if plan["with_user"] else owner
     if plan["with_user"]:
         plan["uid"] = None
@@ -70,21 +85,21 @@ def _run(plan: dict[str, Any], words_fd: int, leash_fd: int) -> tuple[str, int]:
     first = os.fork()
     if first == 0:
         os.close(reading)
-        _be_first(plan, words_fd, writing, owner)
+        _be_first(plan, events_fd, writing, owner)
     os.close(writing)
-    _wait(first, leash_fd)
+    _wait(first, alive_fd)
     status = os.waitpid(first, 0)[1]
     _end_all(plan)
     with open(reading, encoding="utf-8") as file:
         return file.read(), status
 
 
-def _be_first(plan: Mapping[str, Any], words_fd: int, report: int, owner: int | None) -> None:
+def _be_first(plan: Mapping[str, Any], events_fd: int, report: int, owner: int | None) -> None:
     """In the new process: become the program, or the first process of its namespaces. Never returns."""
     try:
         if plan["isolation"] == "namespaces":
             _make_namespaces(plan, report, owner)
-        _say(words_fd, event="started")
+        _send_event(events_fd, event="started")
         {"namespaces": _in_namespaces, "bubblewrap": _in_bubblewrap, "process": _plainly}[plan["isolation"]](
             plan, report, owner
         )
@@ -120,7 +135,7 @@ def _in_namespaces(plan: Mapping[str, Any], report: int, owner: int | None) -> N
 
 
 def _end_if_alone(report: int) -> None:
-    """The launcher may have died before it could be told that we end with it."""
+    """Exit if the launcher died before it was arranged that this process ends with it."""
     poll = select.poll()
     poll.register(report, select.POLLERR)
     if any(event & select.POLLERR for _, event in poll.poll(0)):
@@ -134,35 +149,35 @@ def _in_bubblewrap(plan: Mapping[str, Any], report: int, owner: int | None) -> N
     os.write(program, plan["program"].encode())
     os.lseek(program, 0, os.SEEK_SET)
     os.set_inheritable(program, True)
-    words = [plan["bwrap"], "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
+    command = [plan["bwrap"], "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
     if plan["with_user"]:
-        words += ["--unshare-all"]
+        command += ["--unshare-all"]
         if owner is not None:
             confine.become(owner)
     else:
-        words += [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")] + ["--cap-drop", "ALL"]
+        command += [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")] + ["--cap-drop", "ALL"]
         for name in ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN"):
-            words += ["--cap-add", name]
+            command += ["--cap-add", name]
     size = str(plan["folder_bytes"])
-    words += ["--perms", "0700", "--size", size, "--tmpfs", "/tmp"]  # first: an interpreter may lie below it
+    command += ["--perms", "0700", "--size", size, "--tmpfs", "/tmp"]  # first: an interpreter may lie below it
     for path in plan["readable"]:
         if os.path.islink(path):
-            words += ["--symlink", os.readlink(path), path]
+            command += ["--symlink", os.readlink(path), path]
         elif os.path.exists(path):
             for parent in _parents(path):
-                words += ["--perms", "0755", "--dir", parent] if parent != "/tmp" else []
-            words += ["--ro-bind", path, path]
-    words += ["--dev", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    words += ["--proc", "/proc", "--file", str(program), "/tmp/main.py", "--remount-ro", "/"]
+                command += ["--perms", "0755", "--dir", parent] if parent != "/tmp" else []
+            command += ["--ro-bind", path, path]
+    command += ["--dev", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    command += ["--proc", "/proc", "--file", str(program), "/tmp/main.py", "--remount-ro", "/"]
     inner = {name: plan[name] for name in ("command", "environment", "limits", "uid", "files")}
     with open(confine.__file__, encoding="utf-8") as file:
         source = file.read() + "\nmain()\n"
-    words += ["--", plan["command"][0], "-I", "-S", "-B", "-c", source, json.dumps(inner)]
-    os.execve(words[0], words, {})
+    command += ["--", plan["command"][0], "-I", "-S", "-B", "-c", source, json.dumps(inner)]
+    os.execve(command[0], command, {})
 
 
 def _parents(path: str) -> list[str]:
-    """The folders above a path, the outermost first, without the root folder."""
+    """Return the folders above a path, the outermost first, without the root folder."""
     parts = path.strip("/").split("/")[:-1]
     return ["/" + "/".join(parts[: number + 1]) for number in range(len(parts))]
 
@@ -180,18 +195,18 @@ def _plainly(plan: Mapping[str, Any], report: int, owner: int | None) -> None:
     confine.become_program(plan, folder=folder)
 
 
-def _wait(first: int, leash_fd: int) -> None:
-    """Until the first process ends. When the leash's other end closes, it is killed."""
+def _wait(first: int, alive_fd: int) -> None:
+    """Wait until the first process ends; kill it when the other end of the pipe closes."""
     poll, process = select.poll(), os.pidfd_open(first)
     poll.register(process, select.POLLIN)
-    poll.register(leash_fd, select.POLLIN)
+    poll.register(alive_fd, select.POLLIN)
     while True:
         ready = {descriptor for descriptor, _ in poll.poll()}
         if process in ready:
             os.close(process)
             return
         signal.pidfd_send_signal(process, signal.SIGKILL)
-        poll.unregister(leash_fd)
+        poll.unregister(alive_fd)
 
 
 def _end_all(plan: Mapping[str, Any]) -> None:
@@ -235,3 +250,106 @@ def _children() -> list[int]:
         if parent == os.getpid():
             found.append(int(name))
     return found
+
+
+# ---- namespaces, made with plain system calls: no network, an own host name and System V objects, and a file system
+# with an interpreter and system libraries to read, and one folder, /tmp, to write
+
+
+def unshare(flags: int) -> None:
+    """Leave some of the namespaces that this process shares."""
+    confine.checked(_libc.unshare(flags), "unshare")
+
+
+def leave_namespaces(*, with_user: bool) -> None:
+    """Let the next fork be the first process of a PID namespace, in a user namespace where that is needed."""
+    if not with_user:
+        unshare(NEW_PID)
+        return
+    if os.geteuid() == 0:  # limits on processes do not bind root, whatever it is called inside
+        confine.become(confine.own_uid())
+        confine.prctl(confine.PR_SET_DUMPABLE, 1)
+    uid, gid = os.geteuid(), os.getegid()
+    unshare(NEW_USER | NEW_PID)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{confine.NOBODY} {uid} 1"),
+        ("gid_map", f"{confine.NOBODY} {gid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+
+
+def make_root(readable: Sequence[str], *, folder_bytes: int, owner: int) -> None:
+    """Replace the root folder. `readable` are paths, links and folders, that stay as they are; /tmp belongs to
+    `owner` and holds at most `folder_bytes`."""
+    unshare(_NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_NET)
+    name = b"sandbox"
+    confine.checked(_libc.sethostname(name, len(name)), "sethostname")
+    _mount(None, "/", None, _PRIVATE | _RECURSIVE)
+    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=1m,nr_inodes=4096,mode=755")
+    os.mkdir(f"/tmp{_OLD}", 0o755)
+    confine.syscall(_PIVOT_ROOT[os.uname().machine], b"/tmp", f"/tmp{_OLD}".encode())
+    os.chdir("/")
+    os.mkdir("/tmp", 0o755)  # before what is shown: an interpreter may lie below it
+    options = f"size={folder_bytes},nr_inodes=16384,mode=700,uid={owner},gid={owner}"
+    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV | _NOEXEC, options)
+    for path in readable:
+        _show(path)
+    _make_devices()
+    _make_proc()
+    os.symlink("/tmp", "/dev/shm")
+    confine.checked(_libc.umount2(_OLD.encode(), _DETACH), "umount2")
+    os.rmdir(_OLD)
+    _restrict("/", _RDONLY, recursive=False)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    arguments = [None if word is None else os.fsencode(word) for word in (source, target, kind, options)]
+    confine.checked(
+        _libc.mount(arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3]), f"mount {target}"
+    )
+
+
+def _restrict(path: str, attributes: int, *, recursive: bool = True) -> None:
+    """Add read-only, nosuid, nodev to what is mounted at a path, and to what is mounted below it."""
+    record = struct.pack("QQQQ", attributes, 0, 0, 0)
+    flags = ctypes.c_uint(_AT_RECURSIVE if recursive else 0)
+    at_path = ctypes.c_int(-100)
+    confine.syscall(_MOUNT_SETATTR, at_path, os.fsencode(path), flags, record, ctypes.c_size_t(len(record)))
+
+
+def _show(path: str) -> None:
+    """Make a path of the old root visible at its place, read-only."""
+    source = _OLD + path
+    if os.path.islink(source):
+        os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+        if not os.path.lexists(path):
+            os.symlink(os.readlink(source), path)
+        return
+    if not os.path.exists(source):
+        return
+    if os.path.isdir(source):
+        os.makedirs(path, mode=0o755, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+        open(path, "x").close()
+    _mount(source, path, None, _BIND | _RECURSIVE)
+    _restrict(path, _RDONLY | _NOSUID | _NODEV)
+
+
+def _make_devices() -> None:
+    os.makedirs("/dev", mode=0o755, exist_ok=True)
+    for name in _DEVICES:
+        open(f"/dev/{name}", "x").close()
+        _mount(f"{_OLD}/dev/{name}", f"/dev/{name}", None, _BIND)
+        _restrict(f"/dev/{name}", _NOSUID | _NOEXEC)
+    os.symlink("/proc/self/fd", "/dev/fd")
+
+
+def _make_proc() -> None:
+    """Mount the processes of this namespace. Where the old /proc is partly hidden, as in many containers, the kernel
+    refuses a new one inside a user namespace; programs then find /proc empty."""
+    os.makedirs("/proc", mode=0o755, exist_ok=True)
+    with contextlib.suppress(PermissionError):
+        _mount("proc", "/proc", "proc", _RDONLY | _NOSUID | _NODEV | _NOEXEC)

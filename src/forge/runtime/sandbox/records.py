@@ -79,7 +79,7 @@ class Outcome:
 
 
 class Sandbox(Protocol):
-    """Runs Python programs that nobody has read. Made by `open_sandbox`.
+    """Runs Python programs that are not trusted. Made by `open_sandbox`.
 
     A sandbox keeps nothing between runs, and several threads and processes may use one at once.
     """

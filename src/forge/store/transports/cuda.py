@@ -36,7 +36,7 @@ class _Handle(ctypes.Structure):
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
+    """Return the CUDA runtime that torch has loaded."""
     torch.cuda.init()
     for line in Path("/proc/self/maps").read_text().splitlines():
         found = re.search(r"(/\S*libcudart[^/\s]*\.so[^/\s]*)$", line)
@@ -70,7 +70,7 @@ class _Array:
 
 
 def _tensor(address: int, size: int, device: int, end: str) -> Tensor:
-    """The memory as a tensor. When nothing looks at it any more, the runtime's function `end` gives it back."""
+    """Return the memory as a tensor. When nothing uses it any more, the runtime's function `end` frees it."""
     owner = _Array(address, size)
     weakref.finalize(owner, _give_back, end, address, device).atexit = False
     with torch.cuda.device(device):
@@ -85,14 +85,14 @@ def _give_back(end: str, address: int, device: int) -> None:
 
 
 def alias(memory: Tensor) -> tuple[Tensor, object]:
-    """The same memory as a tensor of its own, and an object that lives for as long as anything looks at that."""
+    """Return the same memory as a separate tensor, and an object that lives for as long as anything uses that."""
     owner = _Array(memory.data_ptr(), memory.numel(), base=memory)
     with torch.cuda.device(memory.device):
         return torch.as_tensor(owner, device=memory.device), owner
 
 
 def uuid_of(device: int) -> str:
-    """The same for a GPU in every process, however that process numbers its GPUs."""
+    """Return a GPU's UUID: the same in every process, however that process numbers its GPUs."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -139,9 +139,10 @@ class DeviceSegment:
     def stamp(self) -> int:
         return read_stamp(self.memory)
 
-    def holder(self, *, host: str, pid: int, session: int) -> Holder:
-        token = self.handle + uuid_of(self.device).encode()
-        return Holder("cuda", host, pid, session, segment=self.name, token=token)
+    @property
+    def token(self) -> bytes:
+        """The IPC handle and the GPU's UUID, by which other processes open the memory."""
+        return self.handle + uuid_of(self.device).encode()
 
     def close(self) -> None:
         """Let go of the memory. It is freed when nothing in this process looks at it any more."""
@@ -161,7 +162,7 @@ class OpenedSegments:
         self._guard = threading.Lock()
 
     def open(self, holder: Holder, record: SegmentRecord) -> Tensor:
-        """The memory of a segment. StoreError where its GPU cannot be reached from here."""
+        """Return the memory of a segment. StoreError where its GPU cannot be reached from here."""
         with self._guard:
             known = self._opened.get(holder.segment)
             if known is None:

@@ -2,8 +2,7 @@
 
 Monarch reads a registered buffer whole or not at all, so a segment is registered as a row of chunks, once, and stays
 registered while it lives. A chunk that is wanted whole goes straight into the reader's memory; one that is wanted in
-part is read beside it and the part copied. Reading much less than a chunk therefore moves a whole one:
-`Descriptor.num_moved` says how much it would be, and `tcp` is the better way where that is far more than is wanted.
+part is read beside it and the part copied. Reading much less than a chunk therefore moves a whole one.
 
 Everything here needs a Monarch actor: buffers belong to an actor's process and are read in the name of one. Make the
 objects in an endpoint (or in a thread that carries its context); they may be used from any thread afterwards.
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from forge.errors import StoreError
-from forge.store.transports.base import Range, as_bytes, out_of_bounds
+from forge.store.transports import Range, as_bytes, out_of_bounds
 
 FORCE: Final = "FORGE_RDMA"
 """Environment: `force` uses RDMA buffers without the hardware, over Monarch's own fallback; `off` never uses them."""
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 
 def available() -> bool:
-    """Whether RDMA is to be used on this machine: it has the hardware, or the environment forces it."""
+    """Return whether RDMA is to be used on this machine: it has the hardware, or the environment forces it."""
     choice = os.environ.get(FORCE, "")
     if choice not in ("", "force", "off"):
         raise StoreError(
@@ -64,16 +63,6 @@ class Descriptor:
     buffers: tuple[Any, ...]
     """Monarch's RDMABuffer for each chunk, in order."""
 
-    def num_moved(self, ranges: Sequence[Range]) -> int:
-        """How many bytes a read of these ranges moves; never less than they have."""
-        touched = {
-            number
-            for offset, target in ranges
-            if target.nbytes
-            for number in range(offset // self.chunk_bytes, (offset + target.nbytes - 1) // self.chunk_bytes + 1)
-        }
-        return sum(self.chunk_size(number) for number in touched)
-
     def chunk_size(self, number: int) -> int:
         return min(self.chunk_bytes, self.size - number * self.chunk_bytes)
 
@@ -82,8 +71,6 @@ class RdmaHolder:
     """Registers segments of this process for others to read."""
 
     def __init__(self, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        if chunk_bytes < 1:
-            raise StoreError("chunks need a size", path="chunk_bytes", value=chunk_bytes, rule="chunk_bytes >= 1")
         self._actor = _Actor()
         self._chunk_bytes = chunk_bytes
         self._held: dict[str, Descriptor] = {}
@@ -125,8 +112,6 @@ class RdmaReader:
     """Reads ranges of segments that an `RdmaHolder` of another process registered."""
 
     def __init__(self, *, stall_s: int = STALL_S) -> None:
-        if stall_s < 1:
-            raise StoreError("a read needs time", path="stall_s", value=stall_s, rule="whole seconds, at least 1")
         self._actor = _Actor()
         self._stall_s = stall_s
         self._closed = threading.Event()
@@ -141,7 +126,7 @@ class RdmaReader:
             self._actor.run(lambda: self._fetch(source, _by_chunk(flat, source.chunk_bytes)))
 
     def close(self) -> None:
-        """A read in progress raises after the operations that it has begun. May be called twice."""
+        """Close the reader. A read in progress raises after the operations that it has started. May be called twice."""
         self._closed.set()
         self._actor.close()
 
@@ -226,7 +211,7 @@ class _Actor:
 
 
 def _by_chunk(ranges: Sequence[Range], chunk_bytes: int) -> dict[int, list[Range]]:
-    """For each chunk that is touched, where in it the parts begin and which memory they fill."""
+    """Return for each chunk that is touched where in it the parts begin and which memory they fill."""
     found: dict[int, list[Range]] = {}
     for offset, target in ranges:
         done = 0

@@ -1,4 +1,9 @@
-"""The data server: hands out byte ranges of this process's segments, and takes them in where somebody pushes."""
+"""The data server: hands out byte ranges of this process's segments, and receives them where a publisher pushes.
+
+Requests and answers are frames of `forge.runtime.framing`. A READ or WRITE has the segment's name and its ranges,
+pickled, at the beginning of its body; the frame's number is the length of that table. The bytes themselves are never
+pickled. Both ends have proved that they know the run's secret before the first frame.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +12,28 @@ import errno
 import logging
 import mmap
 import os
+import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from forge.errors import StoreError
-from forge.runtime import lines
-from forge.runtime.travelling import portable
-from forge.runtime.wire import decode, encode
-from forge.store.transports import tcp_frames as frames
-from forge.store.transports.base import SegmentSource, out_of_bounds
+from forge.runtime import framing, sockets
+from forge.runtime.serialization import as_remote, decode, encode
+from forge.store.transports import Range, SegmentSource, out_of_bounds
 
 _log = logging.getLogger("forge.store")
 
+READ, WRITE, ASK, DATA, VALUE, ERROR = range(1, 7)
+"""The kinds of frames: three requests and three answers."""
+MAX_RANGES: Final = 1000
+"""Ranges of one request: with the header they fit into one scatter/gather call (1024 on Linux)."""
+MAX_TABLE: Final = 1 << 20
 MAX_CONNECTIONS: Final = 256
-"""Connections of one server, each with its thread; more are hung up on."""
+"""Connections of one server, each with its thread; more are closed."""
 STALLED_S: Final = 60
-"""A peer that takes nothing of what it asked for, for so long, is given up: its thread and its pin are wanted back."""
+"""A peer that takes nothing of what it asked for, for so long, is dropped: its thread and its pin are needed."""
 _SMALL: Final = 16 << 10
 _JOIN_S: Final = 5.0
 _NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -34,11 +43,16 @@ _of_thread = threading.local()
 OnAsk = Callable[[str, Any], Any]
 
 
+def pack_table(name: str, ranges: Sequence[Range]) -> bytes:
+    """Return the beginning of a READ or WRITE request: the segment's name, and offset and length of each range."""
+    return pickle.dumps((name, [(offset, len(memory)) for offset, memory in ranges]))
+
+
 class DataServer:
-    """Serves the segments of this process to whoever knows the run's secret.
+    """Serves the segments of this process to processes that know the run's secret.
 
     It starts to listen in the constructor; `address` is where. Requests of one connection are answered in order, on a
-    daemon thread of their own. What is wrong with a request is raised to whoever made it; the server goes on.
+    daemon thread of their own. What is wrong with a request is raised to the process that made it.
 
     Bytes are sent from a mapping of the segment rather than with sendfile: that was faster (by half, on loopback) and
     took less processor time, works under TLS, and what was handed to the kernel no longer changes with the segment.
@@ -50,12 +64,12 @@ class DataServer:
         *,
         bind: str = "127.0.0.1",
         segments: SegmentSource,
-        on_ask: OnAsk | None = None,
+        on_ask: OnAsk,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self._secret, self._segments, self._on_ask, self._max_connections = secret, segments, on_ask, max_connections
-        self._listener = lines.listen(f"tcp:[{bind}]:0" if ":" in bind else f"tcp:{bind}:0")
-        self.address = lines.address_of(self._listener)
+        self._listener = sockets.listen(f"tcp:[{bind}]:0" if ":" in bind else f"tcp:{bind}:0")
+        self.address = sockets.address_of(self._listener)
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, socket.socket] = {}
         self._ended: list[threading.Thread] = []
@@ -64,20 +78,16 @@ class DataServer:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Hang up on everybody and end all threads. An answer to `ask` that is being made is waited for a little."""
+        """Close all connections and end all threads. An answer that is being made is waited for a little."""
         with self._lock:
             self._closing.set()
             threads = [self._acceptor, *self._connections, *self._ended]
             for sock in (self._listener, *self._connections.values()):
-                _hang_up(sock)
+                shut_down(sock)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_S)
         self._listener.close()
-
-    @property
-    def num_connections(self) -> int:
-        return len(self._connections)
 
     def _accept(self) -> None:
         while not self._closing.is_set():
@@ -97,23 +107,23 @@ class DataServer:
                 sock.close()
                 return
             try:
-                # TLS takes the socket over, so hanging up from another thread needs a handle of its own.
+                # TLS takes the socket over, so closing it from another thread needs a handle of its own.
                 handle = sock.dup()
                 thread = threading.Thread(target=self._attend, args=(sock, handle), name="forge-data", daemon=True)
                 thread.start()
-            except (OSError, RuntimeError) as error:  # no more descriptors or threads; whoever dialled sees it hang up
+            except (OSError, RuntimeError) as error:  # no more descriptors or threads; the client sees it closed
                 _log.warning("the data server at %s cannot take a connection: %s", self.address, error)
                 sock.close()
                 return
             self._connections[thread] = handle
 
     def _attend(self, sock: socket.socket, handle: socket.socket) -> None:
-        """One connection, from the greeting to its end."""
+        """Serve one connection, from the handshake to its end."""
         try:
-            sock = lines.admit(sock, self._secret)
+            sock = sockets.accept(sock, self._secret)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_S * 1000)
             self._serve(sock)
-        except (OSError, frames.BadFrame) as error:  # a stranger, or a peer that has gone: no concern of others
+        except OSError as error:  # a stranger, or a peer that has gone: it concerns no other connection
             _log.debug("a connection to the data server at %s ended: %s", self.address, error)
         finally:
             sock.close()
@@ -124,73 +134,65 @@ class DataServer:
                 self._ended.append(thread)
 
     def _serve(self, sock: socket.socket) -> None:
-        while (request := _next_request(sock)) is not None:
-            if request.operation == frames.READ:
-                self._send_ranges(sock, request)
-            elif request.operation == frames.WRITE:
-                self._take_ranges(sock, request)
-            else:
-                payload = frames.receive(sock, request.body)
-                try:
-                    answer = self._answer(request, payload)
-                except Exception as error:  # noqa: BLE001 - whatever it is, it is the requester's to hear
-                    _send_error(sock, error)
+        try:
+            while (head := framing.receive_header(sock)) is not None:
+                kind, table_size, size = head
+                if kind == ASK:
+                    self._answer(sock, framing.receive_exactly(sock, size))
                 else:
-                    _send_value(sock, answer)
+                    self._move(sock, kind, table_size, size)
+        except sockets.ConnectionFailure as error:  # where the next frame begins is not known any more
+            _send_error(sock, error)
+            raise
 
-    def _send_ranges(self, sock: socket.socket, request: frames.Request) -> None:
-        with contextlib.ExitStack() as held:
+    def _answer(self, sock: socket.socket, question: bytes) -> None:
+        try:
+            answer = encode(self._on_ask(*decode(question)))
+        except Exception as error:  # noqa: BLE001 - raised in the process that asked
+            _send_error(sock, error)
+        else:
+            framing.send(sock, VALUE, 0, answer)
+
+    def _move(self, sock: socket.socket, kind: int, table_size: int, size: int) -> None:
+        """Send the ranges of a READ, or receive those of a WRITE."""
+        num_bytes = size - table_size
+        if kind not in (READ, WRITE) or table_size > MAX_TABLE or num_bytes < 0:
+            raise _bad_request(kind=kind, table=table_size, body=size)
+        name, ranges = decode(framing.receive_exactly(sock, table_size))
+        total = sum(nbytes for _, nbytes in ranges)
+        if len(ranges) > MAX_RANGES or total > framing.MAX_BODY or num_bytes != (total if kind == WRITE else 0):
+            raise _bad_request(kind=kind, ranges=len(ranges), bytes=total, body=num_bytes)
+        with contextlib.ExitStack() as pinned:
             try:
-                views = held.enter_context(self._views(request, writable=False))
-            except Exception as error:  # noqa: BLE001 - as above
+                views = pinned.enter_context(self._views(name, ranges, writable=kind == WRITE))
+            except Exception as error:  # noqa: BLE001 - raised in the process that asked
+                framing.discard(sock, num_bytes)  # what comes after it is the next request
                 _send_error(sock, error)
                 return
-            frames.send_views(sock, [frames.pack_answer(frames.DATA, request.num_bytes), *views])
-
-    def _take_ranges(self, sock: socket.socket, request: frames.Request) -> None:
-        with contextlib.ExitStack() as held:
-            try:
-                views = held.enter_context(self._views(request, writable=True))
-            except Exception as error:  # noqa: BLE001 - as above
-                frames.discard(sock, request.body)  # what comes after it is the next request
-                _send_error(sock, error)
+            if kind == READ:
+                framing.send(sock, DATA, 0, *views)
                 return
-            frames.receive_views(sock, views)
-        _send_value(sock, encode(None))
+            framing.receive_views(sock, views)
+        framing.send(sock, VALUE, 0, encode(None))
 
     @contextlib.contextmanager
-    def _views(self, request: frames.Request, *, writable: bool) -> Iterator[list[memoryview]]:
-        """The memory of a request's ranges, while its segment is pinned."""
-        descriptor, size = self._segments.open(request.name)
+    def _views(self, name: str, ranges: Sequence[tuple[int, int]], *, writable: bool) -> Iterator[list[memoryview]]:
+        """Yield the memory of a request's ranges, while its segment is pinned."""
+        descriptor, size = self._segments.open(name)
         try:
-            whole = self._segments.mapped(request.name)
-            yield _map(request.name, request.ranges, descriptor=descriptor, size=size, writable=writable, whole=whole)
+            whole = self._segments.mapped(name)
+            yield _map(name, ranges, descriptor=descriptor, size=size, writable=writable, whole=whole)
         finally:
-            self._segments.release(request.name)
-
-    def _answer(self, request: frames.Request, payload: bytes) -> bytes:
-        if request.operation == frames.CREATE:
-            return encode(self._segments.create(request.num_bytes))
-        if self._on_ask is None:
-            raise StoreError(
-                f"the data server at {self.address} answers no questions",
-                path=self.address,
-                value=request.name,
-                rule="a server with on_ask",
-                repair="ask the process that holds the segment's volume",
-            )
-        answer = encode(self._on_ask(request.name, decode(payload)))
-        if len(answer) > frames.MAX_PICKLE:
-            raise _too_large(request.name, len(answer))
-        return answer
+            self._segments.release(name)
 
 
-def _next_request(sock: socket.socket) -> frames.Request | None:
-    try:
-        return frames.receive_request(sock)
-    except frames.BadFrame as error:
-        _send_error(sock, error)
-        raise
+def _bad_request(**found: int) -> sockets.ConnectionFailure:
+    return sockets.ConnectionFailure(
+        "a request breaks the protocol of data servers",
+        value=found,
+        rule=f"at most {MAX_RANGES} ranges of {framing.MAX_BODY} bytes; the body of a write is as long as its ranges",
+        repair="run the same version of torchforge everywhere",
+    )
 
 
 def _map(
@@ -202,13 +204,13 @@ def _map(
     writable: bool,
     whole: memoryview | None = None,
 ) -> list[memoryview]:
-    """The memory of the ranges, back to back: views of a mapping that lives as long as they do.
+    """Return the memory of the ranges, back to back: views of a mapping that lives as long as they do.
 
     Small ranges are copied together instead: a page fault for each would take longer. So it is with large ones, by half
     of the time that sending them takes, and `whole`, a mapping whose pages are there, is used where there is one.
     """
     for offset, nbytes in ranges:
-        if offset + nbytes > size:
+        if offset < 0 or offset + nbytes > size:
             raise out_of_bounds(name, offset, nbytes, size=size)
     wanted = [(offset, offset + nbytes) for offset, nbytes in ranges if nbytes]
     if not wanted:
@@ -227,7 +229,7 @@ def _map(
 
 
 def _gather(wanted: Sequence[tuple[int, int]], descriptor: int) -> memoryview:
-    """The bytes of small ranges in one piece of memory, which this thread's next call uses again."""
+    """Copy small ranges into one buffer, which this thread's next call uses again."""
     total = sum(end - start for start, end in wanted)
     scratch: memoryview | None = getattr(_of_thread, "scratch", None)
     if scratch is None or len(scratch) < total:
@@ -239,28 +241,11 @@ def _gather(wanted: Sequence[tuple[int, int]], descriptor: int) -> memoryview:
     return scratch[:total]
 
 
-def _send_value(sock: socket.socket, answer: bytes) -> None:
-    frames.send_views(sock, [frames.pack_answer(frames.VALUE, len(answer)), answer])
-
-
 def _send_error(sock: socket.socket, error: Exception) -> None:
-    answer = encode(portable(error))
-    if len(answer) > frames.MAX_PICKLE:
-        answer = encode(portable(_too_large(type(error).__name__, len(answer))))
-    frames.send_views(sock, [frames.pack_answer(frames.ERROR, len(answer)), answer])
+    framing.send(sock, ERROR, 0, encode(as_remote(error)))
 
 
-def _too_large(name: str, size: int) -> StoreError:
-    return StoreError(
-        f"the answer to {name!r} is too large to travel",
-        path=name,
-        value=size,
-        rule=f"at most {frames.MAX_PICKLE} bytes",
-        repair="put tensors into a segment and read its ranges",
-    )
-
-
-def _hang_up(sock: socket.socket) -> None:
+def shut_down(sock: socket.socket) -> None:
     """End a connection, or a listener, that another thread may be blocked on."""
-    with contextlib.suppress(OSError):  # it has ended by itself
+    with contextlib.suppress(OSError):  # it has ended already
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -16,7 +16,7 @@ from forge.generator.engine import Request
 from forge.generator.native.batching import Batching
 from forge.generator.native.decode_graphs import DecodeGraphs
 from forge.generator.native.pages import PAGE
-from forge.generator.native.sequences import Ticket
+from forge.generator.native.sequences import PendingRequest
 from forge.models.inference import page_bytes
 from forge.models.tiny import VOCAB_SIZE
 from generator_models import FIRST, SECOND, Kind, prompt
@@ -75,7 +75,7 @@ def test_nothing_is_launched_for_a_length_that_is_known() -> None:
 
 def test_requests_scores_and_cancellations_come_between_steps() -> None:
     def cancel(number: int) -> Do:
-        return lambda run: run.batching.cancel(run.told[number].ticket)
+        return lambda run: run.batching.cancel(run.told[number].pending)
 
     requests = mixed(12)
     plan: list[tuple[int, Do]] = [(0, do) for do in requests[:5]]
@@ -115,7 +115,7 @@ def test_sleep_wake_and_the_end_of_all_between_steps() -> None:
 def test_who_waits_gets_the_same_tokens(settings: dict[str, Any]) -> None:
     """Too few places or pages: whoever waits may begin a step later, with the same outcome."""
     if num_pages := settings.pop("num_pages", None):
-        each = page_bytes(models.model(FIRST).facts, item_bytes=4)
+        each = page_bytes(models.model(FIRST).architecture, item_bytes=4)
         settings["kv_cache_gb"] = (num_pages + 0.5) * each / 2**30
     long = [asked(100 + number, length=4, max_tokens=90) for number in range(4)]
     ahead, plain = both([(0, do) for do in (*long, *mixed(14))], **settings)
@@ -209,12 +209,16 @@ def test_pages_that_were_filled_ahead_are_shared() -> None:
     def onward(run: Run) -> None:
         (before,) = run.told[1].answers[0]
         sampling = Sampling(seed=2, max_tokens=20, ignore_eos=True)
-        told = Told(Ticket(Request("onward", before.prompt_ids + before.token_ids, sampling), tell=lambda found: None))
-        told.ticket.tell = told.answers.append
+        told = Told(
+            PendingRequest(
+                Request("onward", before.prompt_ids + before.token_ids, sampling), deliver=lambda found: None
+            )
+        )
+        told.pending.deliver = told.answers.append
         run.told[2] = told
-        run.batching.enter(told.ticket)
+        run.batching.enter(told.pending)
 
-    plan = [(0, asked(1, length=10, max_tokens=70)), (100, Run.tell), (0, onward)]
+    plan = [(0, asked(1, length=10, max_tokens=70)), (100, Run.deliver), (0, onward)]
     ahead, plain = both(plan)
     assert_same_figures(ahead, plain)
     assert [each.told[2].answers[0][0].num_shared for each in (ahead, plain)] == [4 * PAGE] * 2

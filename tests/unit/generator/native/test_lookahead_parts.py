@@ -10,15 +10,15 @@ from forge.generator.engine import Request
 from forge.generator.native.pages import PAGE, PagePool
 from forge.generator.native.sampler import Sampler, SampleRow
 from forge.generator.native.schedule import Scheduler
-from forge.generator.native.sequences import Running, ScoreJob, Ticket
+from forge.generator.native.sequences import PendingRequest, ScoreJob, SequenceState
 
 
-def running(length: int, *, max_len: int = 100, n: int = 1) -> Running:
+def running(length: int, *, max_len: int = 100, n: int = 1) -> SequenceState:
     sampling = Sampling(n=n)
     ids = list(range(length))
-    ticket = Ticket(Request("", tuple(ids), sampling), tell=lambda found: None)
+    pending = PendingRequest(Request("", tuple(ids), sampling), deliver=lambda found: None)
     row = SampleRow(sampling=sampling, seed=0, prompt_ids=ids, token_ids=[])
-    return Running(ids=ids, num_prompt=length, max_len=max_len, ticket=ticket, row=row)
+    return SequenceState(ids=ids, num_prompt=length, max_len=max_len, pending=pending, row=row)
 
 
 def scheduler(*lengths: int, num_pages: int = 8, max_batch: int = 3) -> Scheduler:
@@ -48,18 +48,18 @@ def test_who_ends_for_certain_is_left_out() -> None:
 
 def test_nothing_is_planned_ahead_where_more_could_happen() -> None:
     made = scheduler(5, 6)
-    drawing = list(made.running)
-    assert made.plan_ahead(drawing[:1]) == [], "another is being read"
+    decoding = list(made.running)
+    assert made.plan_ahead(decoding[:1]) == [], "another is being read"
     made.waiting.append(running(4))
-    assert made.plan_ahead(drawing) == [], "one that waits could begin"
+    assert made.plan_ahead(decoding) == [], "one that waits could begin"
     assert made.pool.num_held == 2
-    assert len(made.plan_ahead(drawing, admit=False)) == 2
+    assert len(made.plan_ahead(decoding, admit=False)) == 2
     made.waiting[0].siblings = [running(4)]
-    assert len(made.plan_ahead(drawing)) == 2, "there is no place for it and its sibling"
+    assert len(made.plan_ahead(decoding)) == 2, "there is no place for it and its sibling"
     made.waiting.clear()
-    job = ScoreJob((1, 2, 3), 1.0, tell=lambda found: None, is_urgent=True)
-    made.urgent.append(Running(ids=[1, 2], num_prompt=2, max_len=2, score=job))
-    assert made.plan_ahead(drawing) == [], "what is urgent comes next"
+    job = ScoreJob((1, 2, 3), 1.0, deliver=lambda found: None, is_urgent=True)
+    made.urgent.append(SequenceState(ids=[1, 2], num_prompt=2, max_len=2, score=job))
+    assert made.plan_ahead(decoding) == [], "what is urgent comes next"
 
 
 def test_nobody_is_put_aside_for_a_page_that_is_planned_ahead() -> None:
@@ -73,8 +73,8 @@ def test_a_draw_ahead_uses_the_numbers_of_its_place() -> None:
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(0))
     rows = [SampleRow(Sampling(temperature=0.5 + seed / 4), seed, (1, 2), [3] * seed) for seed in range(6)]
     sampler = Sampler(500, "cpu")
-    now, ahead = sampler.draw(logits, rows).fetch(), sampler.draw(logits, rows, num_ahead=1).fetch()
+    now, ahead = sampler.sample(logits, rows).fetch(), sampler.sample(logits, rows, num_ahead=1).fetch()
     for row in rows:
         row.token_ids.append(7)
-    assert ahead == sampler.draw(logits, rows).fetch()
+    assert ahead == sampler.sample(logits, rows).fetch()
     assert not np.array_equal(now[0], ahead[0])

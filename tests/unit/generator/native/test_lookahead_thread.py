@@ -14,7 +14,7 @@ import generator_models as models
 from forge.config import Sampling, UpdateMode
 from forge.generator.engine import Request
 from forge.generator.native.engine import NativeEngine
-from forge.generator.native.thread import Change
+from forge.generator.native.thread import WeightUpdate
 from forge.types import Completion, Delta
 from generator_models import FIRST, SECOND, Kind, prompt
 from lookahead_runs import Run, shown
@@ -95,9 +95,9 @@ def test_weights_change_when_no_step_is_under_way(mode: UpdateMode) -> None:
 
             def load() -> None:
                 seen.append(batching.is_ahead)
-                batching.runner.load(models.weights(SECOND))
+                batching.runner.update_weights(models.weights(SECOND))
 
-            await engine.thread.change(Change(mode, 0, load))
+            await engine.thread.update_weights(WeightUpdate(mode, 0, load))
             found = await last_of(stream)
             assert batching.counts.num_ahead > 100
             return found, seen[0]

@@ -10,7 +10,7 @@ function pageHead() {
     'header', { class: 'head' },
     make('div', { class: 'brand' }, brandMark(), make('span', { text: 'TorchForge' })),
     make('h1', { text: run.name }),
-    make('p', { class: 'state' }, make('b', { class: isWhole ? 'done' : 'going', text: steps }), run.lastTime === null ? ' · no figures yet' : ` · ${duration(run.lastTime - run.firstTime)} · last figures ${moment(run.lastTime)}`),
+    make('p', { class: 'state' }, make('b', { class: isWhole ? 'done' : 'going', text: steps }), run.lastTime === null ? ' · no metrics yet' : ` · ${duration(run.lastTime - run.firstTime)} · last metrics ${moment(run.lastTime)}`),
     run.totalSteps && !isWhole ? progress : null,
     make('ul', { class: 'facts' }, ...facts.map(([label, value]) => make('li', {}, make('span', { text: label }), ` ${value}`))),
     make('div', { class: 'tiles' }, ...tiles.map(tile)),
@@ -82,10 +82,10 @@ function chartSections(board) {
   )));
 }
 
-// The figures that no chart above shows are drawn when they are asked for: there can be hundreds.
+// The metrics that no chart above shows are drawn when they are asked for: there can be hundreds.
 function moreCharts(plans, board) {
   const grid = make('div', { class: 'grid' });
-  const box = make('details', { class: 'more' }, make('summary', { text: `More figures (${plans.length})` }), grid);
+  const box = make('details', { class: 'more' }, make('summary', { text: `More metrics (${plans.length})` }), grid);
   box.addEventListener('toggle', () => {
     if (box.open && !grid.childElementCount) grid.append(...plans.map((plan) => new Chart(plan, board).node));
   });

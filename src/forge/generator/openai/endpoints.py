@@ -1,0 +1,374 @@
+"""The endpoints `/v1/chat/completions` and `/v1/completions`, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Final
+
+from aiohttp import web
+
+from forge.generator.openai.errors import parameter_error, request_error
+from forge.generator.openai.policy import CompletionJob, Policy
+from forge.generator.openai.requests import RequestOptions, read_flag, read_messages, read_template
+from forge.generator.openai.tool_calls import CallReader, ToolCall
+from forge.types import Completion, Delta
+
+_CHAT_PARAMETERS: Final = frozenset(("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"))
+
+
+async def complete_chat(policy: Policy, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
+    """Answer a conversation, whole or piece by piece."""
+    options = policy.read_options(request, body, own=_CHAT_PARAMETERS, logprobs=read_flag(body, "logprobs"))
+    messages, template = read_messages(body), read_template(body)
+    await policy.check_number(1, options.n)
+    job = await policy.prepare_chat(messages, template, options=options)
+    reply = _ChatReply(policy, job, reads_calls="tools" in template)
+    if options.stream:
+        return await send_events(request, reply.chunks())
+    completions = await policy.service.generate.route(**job.arguments)
+    return web.json_response(reply.whole(completions))
+
+
+class _Message:
+    """The assistant's message of one choice, as it grows."""
+
+    def __init__(self, *, reads_calls: bool) -> None:
+        self._reader = CallReader() if reads_calls else None
+        self._text = ""
+        self._calls: list[ToolCall] = []
+        self.has_begun = False
+
+    def add(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """Return what is new, each as the `delta` of a choice."""
+        parts: list[str | ToolCall] = [text] if text else []
+        if self._reader is not None:
+            parts = [*self._reader.add(text), *(self._reader.finish() if is_last else ())]
+        return [self._take(part) for part in parts]
+
+    def _take(self, part: str | ToolCall) -> dict[str, Any]:
+        if isinstance(part, str):
+            self._text += part
+            return {"content": part}
+        self._calls.append(part)
+        return {"tool_calls": [{"index": len(self._calls) - 1, **part.as_message_part()}]}
+
+    def whole(self) -> dict[str, Any]:
+        """Return the message."""
+        message: dict[str, Any] = {"role": "assistant", "content": self._text, "refusal": None}
+        if self._calls:
+            message["content"] = self._text or None
+            message["tool_calls"] = [call.as_message_part() for call in self._calls]
+        return message
+
+    def reason(self, completion: Completion) -> str:
+        """Return OpenAI's `finish_reason`, or "abort" for a completion that was cut short."""
+        is_call = bool(self._calls) and completion.finish_reason == "stop"
+        return "tool_calls" if is_call else completion.finish_reason
+
+
+class _ChatReply:
+    """The answer to one request."""
+
+    def __init__(self, policy: Policy, job: CompletionJob, *, reads_calls: bool) -> None:
+        self._policy, self._job, self._options, self._reads_calls = policy, job, job.options, reads_calls
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": policy.name}
+        self._messages: dict[int, _Message] = {}
+        self._ended: list[Completion] = []
+
+    def whole(self, completions: list[Completion]) -> dict[str, Any]:
+        """Return the response, all at once."""
+        choices = []
+        for completion in completions:
+            message = _Message(reads_calls=self._reads_calls)
+            message.add(completion.text, is_last=True)
+            self._record(completion, message)
+            choice: dict[str, Any] = {
+                "index": completion.index,
+                "message": message.whole(),
+                "logprobs": self._logprobs(completion),
+                "finish_reason": message.reason(completion),
+            }
+            choices.append({**choice, **(exact_tokens(completion) if self._options.return_token_ids else {})})
+        response = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage_of(completions)}
+        if self._options.return_token_ids:
+            response["prompt_token_ids"] = list(completions[0].prompt_ids)
+        return response
+
+    async def chunks(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Yield the response piece by piece."""
+        async with contextlib.aclosing(self._policy.service.generate_stream.stream(**self._job.arguments)) as deltas:
+            async for delta in deltas:
+                for chunk in self._grow(delta):
+                    yield chunk
+        if self._options.include_usage:
+            yield {**self._chunk_head(), "choices": [], "usage": usage_of(self._ended)}
+
+    def _grow(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        message = self._messages.setdefault(delta.index, _Message(reads_calls=self._reads_calls))
+        parts = message.add(delta.text, is_last=delta.completion is not None)
+        if not message.has_begun:
+            message.has_begun = True
+            parts.insert(0, {"role": "assistant", "content": ""})
+        if delta.completion is not None:
+            self._record(delta.completion, message)
+        more = self._tokens_of(delta)
+        if more and not parts:
+            parts = [{"content": ""}]
+        for part in parts:
+            yield self._chunk({"index": delta.index, "delta": part, "logprobs": None, "finish_reason": None, **more})
+            more = {}
+        if delta.completion is not None:
+            reason = message.reason(delta.completion)
+            last: dict[str, Any] = {"index": delta.index, "delta": {}, "logprobs": None, "finish_reason": reason}
+            if self._options.return_token_ids:
+                last["weight_versions"] = weight_versions(delta.completion)
+            chunk = self._chunk(last)
+            if self._options.return_token_ids:
+                chunk["prompt_token_ids"] = list(delta.completion.prompt_ids)
+            yield chunk
+
+    def _chunk(self, choice: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._chunk_head(), "choices": [choice], **({"usage": None} if self._options.include_usage else {})}
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk"}
+
+    def _record(self, completion: Completion, message: _Message) -> None:
+        exchange_id = f"{self._head['id']}-{completion.index}"
+        self._policy.record(self._job, completion, exchange_id=exchange_id, message=message.whole())
+        self._ended.append(completion)
+
+    def _logprobs(self, tokens: Completion | Delta) -> dict[str, Any] | None:
+        if not self._options.logprobs:
+            return None
+        return chat_logprobs(self._policy, tokens.token_ids, tokens.logprobs)
+
+    def _tokens_of(self, delta: Delta) -> dict[str, Any]:
+        if not delta.token_ids:
+            return {}
+        more: dict[str, Any] = {"logprobs": self._logprobs(delta)} if self._options.logprobs else {}
+        return {**more, "token_ids": list(delta.token_ids)} if self._options.return_token_ids else more
+
+
+# ---- /v1/completions -------------------------------------------------------------------------------------------------
+
+
+_TEXT_PARAMETERS: Final = frozenset(("prompt",))
+
+
+async def complete_text(policy: Policy, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
+    """Complete one prompt or several, whole or piece by piece."""
+    options = policy.read_options(request, body, own=_TEXT_PARAMETERS, logprobs=_wants_logprobs(body))
+    prompts = _read_prompts(body.get("prompt"), policy)
+    await policy.check_number(len(prompts), options.n)
+    reply = _TextReply(policy, [policy.prepare_text(prompt, options=options) for prompt in prompts], options)
+    if options.stream:
+        return await send_events(request, reply.chunks())
+    return web.json_response(await reply.whole())
+
+
+def _wants_logprobs(body: Mapping[str, Any]) -> bool:
+    wanted = body.get("logprobs")
+    if wanted is not None and (wanted != 0 or isinstance(wanted, bool)):
+        rule = "may be 0, for the logprobs of the sampled tokens; logprobs of other tokens are not supported"
+        raise parameter_error("logprobs", rule, code="unsupported_value")
+    return wanted is not None
+
+
+def _read_prompts(prompt: Any, policy: Policy) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        for ids in prompt if isinstance(prompt[0], list) else [prompt]:
+            if isinstance(ids, list) and ids and type(ids[0]) is int:
+                policy.check_length(len(ids), "prompt")
+        if all(type(token) is int for token in prompt):
+            return [prompt]
+        if all(isinstance(text, str) for text in prompt):
+            return prompt
+        if all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in prompt):
+            return prompt
+    rule = "must be text, a list of texts, a list of token ids, or a list of such lists, and not empty"
+    raise parameter_error("prompt", rule, code="missing_required_parameter" if prompt is None else "invalid_type")
+
+
+class _TextReply:
+    """The answer to one request: n choices for each prompt, in the order of the prompts."""
+
+    def __init__(self, policy: Policy, jobs: Sequence[CompletionJob], options: RequestOptions) -> None:
+        self._policy, self._jobs, self._options = policy, jobs, options
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": policy.name,
+        }
+        self._num_characters: dict[int, int] = {}
+        self._ended: list[Completion] = []
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response, all at once. One prompt that fails fails all."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                generate = self._policy.service.generate
+                tasks = [group.create_task(generate.route(**job.arguments)) for job in self._jobs]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        choices = []
+        for number, task in enumerate(tasks):
+            for completion in task.result():
+                choice = self._choice(number, completion, text=completion.text, reason=completion.finish_reason)
+                self._record(number, completion, choice["index"])
+                choices.append({**choice, **self._exact(completion)})
+        return {**self._head, "choices": choices, "usage": usage_of(self._ended)}
+
+    async def chunks(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        """Yield the response piece by piece."""
+        streams = [self._policy.service.generate_stream.stream(**job.arguments) for job in self._jobs]
+        async with contextlib.aclosing(merge(streams)) as deltas:
+            async for number, delta in deltas:
+                yield self._grow(number, delta)
+        if self._options.include_usage:
+            yield {**self._head, "choices": [], "usage": usage_of(self._ended)}
+
+    def _grow(self, number: int, delta: Delta) -> dict[str, Any]:
+        completion = delta.completion
+        choice = self._choice(number, delta, text=delta.text, reason=None)
+        if completion is not None:
+            self._record(number, completion, choice["index"])
+            choice = {**choice, "finish_reason": completion.finish_reason, **self._exact(completion)}
+        if self._options.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        return {**self._head, "choices": [choice], **({"usage": None} if self._options.include_usage else {})}
+
+    def _choice(self, number: int, tokens: Completion | Delta, *, text: str, reason: str | None) -> dict[str, Any]:
+        index = number * self._options.n + tokens.index
+        logprobs = None
+        if self._options.logprobs:
+            start = self._num_characters.get(index, 0)
+            logprobs = text_logprobs(self._policy, tokens.token_ids, tokens.logprobs, start=start)
+            self._num_characters[index] = start + sum(map(len, logprobs["tokens"]))
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _record(self, number: int, completion: Completion, index: int) -> None:
+        self._policy.record(self._jobs[number], completion, exchange_id=f"{self._head['id']}-{index}")
+        self._ended.append(completion)
+
+    def _exact(self, completion: Completion) -> dict[str, Any]:
+        if not self._options.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(completion.prompt_ids), **exact_tokens(completion)}
+
+
+# ---- Parts of responses ----------------------------------------------------------------------------------------------
+
+
+async def send_events(request: web.Request, chunks: AsyncGenerator[Mapping[str, Any], None]) -> web.StreamResponse:
+    """Send each chunk as it comes. What fails before the first is an ordinary error; later it is an event.
+
+    However it ends, also when the client goes away, the chunks are closed before this returns.
+    """
+    async with contextlib.aclosing(chunks):
+        first = await anext(chunks)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            await _send(response, first)
+            async for chunk in chunks:
+                await _send(response, chunk)
+        except ConnectionError:
+            return response  # the client is gone
+        except Exception as error:  # noqa: BLE001 - sent to the client, and logged
+            await _send(response, request_error(error).body)
+        else:
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+    return response
+
+
+async def _send(response: web.StreamResponse, chunk: Mapping[str, Any]) -> None:
+    # In ASCII: some clients take U+2028 and its like for the end of a line.
+    await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+
+
+async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
+    """Yield the deltas of several streams as they come, each with the number of its stream. One error ends all."""
+    arrived: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue(maxsize=16)
+
+    async def pump(number: int, stream: AsyncGenerator[Delta, None]) -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for delta in stream:
+                    await arrived.put((number, delta))
+        except Exception as error:  # noqa: BLE001 - raised to the reader
+            await arrived.put((number, error))
+        else:
+            await arrived.put((number, None))
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            number, delta = await arrived.get()
+            if isinstance(delta, BaseException):
+                raise delta
+            if delta is None:
+                num_open -= 1
+            else:
+                yield number, delta
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# ---- Parts of responses ----------------------------------------------------------------------------------------------
+
+
+def usage_of(completions: Iterable[Completion]) -> dict[str, Any]:
+    """Return the token usage. The n completions of one prompt read it once."""
+    listed = list(completions)
+    prompts = [one for one in listed if one.index == 0]
+    num_read = sum(len(one.prompt_ids) for one in prompts)
+    num_sampled = sum(len(one.token_ids) for one in listed)
+    return {
+        "prompt_tokens": num_read,
+        "completion_tokens": num_sampled,
+        "total_tokens": num_read + num_sampled,
+        "prompt_tokens_details": {"cached_tokens": sum(one.num_shared for one in prompts)},
+    }
+
+
+def chat_logprobs(policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    """Return logprobs in the form of /v1/chat/completions, without alternatives."""
+    content = []
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        text = policy.token_text(token_id)
+        code = None if "\ufffd" in text else list(text.encode("utf-8", "backslashreplace"))
+        content.append({"token": text, "logprob": logprob, "bytes": code, "top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(
+    policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float], *, start: int = 0
+) -> dict[str, Any]:
+    """Return logprobs in the form of /v1/completions; `start` is the number of characters before them."""
+    texts = [policy.token_text(token_id) for token_id in token_ids]
+    offsets = list(accumulate(map(len, texts), initial=start))[:-1]
+    return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+
+
+def exact_tokens(completion: Completion) -> dict[str, Any]:
+    """Return what `return_token_ids` adds to a choice: the tokens, and the weight version of each span."""
+    return {"token_ids": list(completion.token_ids), "weight_versions": weight_versions(completion)}
+
+
+def weight_versions(completion: Completion) -> list[dict[str, int]]:
+    """Return the weight version of each span of tokens."""
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in completion.versions]

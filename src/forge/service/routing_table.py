@@ -1,0 +1,292 @@
+"""The routing table: which replicas there are, as one calling process sees them.
+
+Every process that calls a service has one. The owner's keeps itself up to date; one in another process is sent each
+change. Choosing a replica, holding its slot and queueing for one all happen here, without a message to anybody. Calls
+may come from several event loops: a lock guards the few lines that choose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forge.errors import ActorFailure, Overloaded, ServiceStopped
+from forge.runtime.control import post
+from forge.runtime.group import PendingCalls
+from forge.runtime.replies import ReplyChannel
+from forge.service.records import Health, ReplicaState, Request
+from forge.service.routing import BUILT_IN, check_choice
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One replica, as its owner publishes it."""
+
+    index: int
+    generation: int
+    health: Health
+    actor: Any
+    host: str
+    num_ranks: int
+    restarts: int = 0
+    pids: tuple[int, ...] = ()
+    failure: str | None = None
+
+
+class Target:
+    """One generation of a replica, as a caller uses it. Has the fields that the built-in routers read."""
+
+    __slots__ = (
+        "calls",
+        "cancel",
+        "entry",
+        "in_flight",
+        "index",
+        "invoke",
+        "is_connected",
+        "last_used",
+        "num_errors",
+        "num_lost",
+        "num_ok",
+    )
+
+    def __init__(self, entry: Entry, calls: PendingCalls) -> None:
+        self.entry, self.index, self.calls = entry, entry.index, calls
+        self.invoke = entry.actor._forge_invoke.broadcast
+        self.is_connected = False
+        self.cancel = entry.actor._forge_cancel.broadcast
+        self.in_flight = self.last_used = 0
+        self.num_ok = self.num_errors = self.num_lost = 0
+
+    def connect(self, channel: ReplyChannel) -> None:
+        """Introduce this process before its first call, so that the replica knows where answers go."""
+        self.is_connected = True
+        self.entry.actor._forge_connect.broadcast(channel.caller, channel.port)
+
+    def state(self) -> ReplicaState:
+        entry = self.entry
+        return ReplicaState(entry.index, entry.generation, self.in_flight, self.last_used, entry.host)
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """A call that waits for a slot: at any replica, or at the one that its session is pinned to."""
+
+    ready: asyncio.Future[None]
+    loop: asyncio.AbstractEventLoop
+    request: Request
+
+
+class RoutingTable:
+    """The replicas that can be called, their slots, the queue for them, and the sessions."""
+
+    def __init__(self, name: str, *, router: Callable[..., Any], limit: int | None, max_queue: int | None) -> None:
+        self.name = name
+        self.entries: dict[int, Entry] = {}
+        self.targets: dict[int, Target] = {}
+        self.num_rejected = 0
+        self._router, self._limit, self._max_queue = router, limit, max_queue
+        self._is_built_in = router in BUILT_IN.values()
+        self._live: list[Target] = []
+        self._waiting: deque[_Waiter] = deque()
+        self._watching: list[tuple[asyncio.Future[None], asyncio.AbstractEventLoop]] = []
+        self._pins: dict[str, int | None] = {}
+        self._used = 0
+        self._guard = threading.Lock()
+
+    # ---- changes, from the owner
+
+    def update(self, entry: Entry, calls: PendingCalls | None = None) -> None:
+        """Take note of a replica's new state; who waits for a replica looks again."""
+        with self._guard:
+            self.entries[entry.index] = entry
+            target = self.targets.get(entry.index)
+            if target is not None and (entry.health != "healthy" or entry.generation != target.entry.generation):
+                what = "was shut down" if entry.health == "stopped" else "was lost"
+                reason = f": {entry.failure}" if entry.failure and entry.health != "stopped" else ""
+                target.calls.fail(ActorFailure(f"replica {entry.index} of {self.name} {what}{reason}", path=self.name))
+            is_new = target is None or target.entry.generation != entry.generation
+            # in a process that had lost sight of the owner, a replica can come back as it was
+            is_back = calls is None and target is not None and target.calls.failure is not None
+            if entry.health == "healthy" and (is_new or is_back):
+                fresh = Target(entry, calls if calls is not None else PendingCalls())
+                if target is not None:
+                    fresh.last_used = target.last_used
+                    fresh.num_ok, fresh.num_errors, fresh.num_lost = target.num_ok, target.num_errors, target.num_lost
+                self.targets[entry.index] = fresh
+            self._live = [
+                self.targets[index] for index, known in sorted(self.entries.items()) if known.health == "healthy"
+            ]
+            self._wake_all()
+
+    def next_change(self) -> asyncio.Future[None]:
+        """Done at the next change of any replica."""
+        loop = asyncio.get_running_loop()
+        change: asyncio.Future[None] = loop.create_future()
+        with self._guard:
+            self._watching.append((change, loop))
+        return change
+
+    def live(self) -> list[Target]:
+        """Return the replicas that are healthy now."""
+        return [target for target in self._live if target.calls.failure is None]
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    # ---- sessions
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._pins)
+
+    def pin(self, session: str) -> None:
+        with self._guard:
+            self._pins.setdefault(session, None)
+
+    def unpin(self, session: str) -> bool:
+        with self._guard:
+            was_known = self._pins.pop(session, self) is not self
+            self._wake_next()  # its waiting calls may go anywhere now
+            return was_known
+
+    def knows_session(self, session: str) -> bool:
+        return session in self._pins
+
+    # ---- slots
+
+    def try_acquire(self, request: Request) -> Target | None:
+        """Return a replica with a free slot, now held; None if there is none or others have waited longer."""
+        with self._guard:
+            return self._take_in_turn(request)
+
+    def _take_in_turn(self, request: Request) -> Target | None:
+        """As `_take`, unless a call that has waited longer can have a slot: it has been woken and takes it next."""
+        if self._waiting and (
+            not self._candidates(request.session)
+            or any(self._candidates(waiter.request.session) for waiter in self._waiting)
+        ):
+            return None
+        return self._take(request)
+
+    def _take(self, request: Request) -> Target | None:
+        candidates = self._candidates(request.session)
+        if not candidates:
+            return None
+        if len(candidates) == 1:
+            target = candidates[0]
+        elif self._is_built_in:
+            target = self.targets[self._router(candidates)]
+        else:
+            states = tuple(target.state() for target in candidates)
+            target = self.targets[check_choice(self._router(states, request), states, self._router)]
+        self._used += 1
+        target.last_used = self._used
+        target.in_flight += 1
+        if request.session in self._pins:  # not one that has been terminated meanwhile
+            self._pins[request.session] = target.index
+        return target
+
+    def _candidates(self, session: str | None) -> Sequence[Target]:
+        # A death reaches the pending calls a moment before it reaches the table.
+        live = [target for target in self._live if target.calls.failure is None]
+        if session is not None:
+            pinned = self._pins.get(session)
+            live = [target for target in live if target.index == pinned] or live
+        if self._limit is None:
+            return live
+        return [target for target in live if target.in_flight < self._limit]
+
+    async def acquire(self, request: Request) -> Target:
+        """Wait for a slot. Raises `Overloaded` when the queue is full and `ServiceStopped` when none will ever come."""
+        loop = asyncio.get_running_loop()
+        with self._guard:
+            target = self._take_in_turn(request)
+            if target is not None:
+                return target
+            self._check_hope()
+            if self._live and request.attempt == 0 and self._is_queue_full():
+                self.num_rejected += 1
+                raise self._overloaded()
+            waiter = _Waiter(loop.create_future(), loop, request)
+            self._waiting.append(waiter)
+        try:
+            while True:
+                await waiter.ready
+                with self._guard:
+                    target = self._take(request)
+                    if target is not None:
+                        return target
+                    self._check_hope()
+                    waiter.ready = loop.create_future()  # it keeps its place
+        finally:
+            self._leave(waiter)
+
+    def _is_queue_full(self) -> bool:
+        return self._max_queue is not None and len(self._waiting) >= self._max_queue
+
+    def _leave(self, waiter: _Waiter) -> None:
+        with self._guard:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            self._wake_next()  # a slot that this waiter was woken for and did not take is the next one's
+
+    def release(self, target: Target) -> None:
+        with self._guard:
+            target.in_flight -= 1
+            if self._waiting:
+                self._wake_next()
+
+    def _wake_next(self) -> None:
+        """Wake the first waiter that could be served now. Others are woken in turn as it leaves the queue."""
+        for waiter in self._waiting:
+            if self._candidates(waiter.request.session):
+                _wake(waiter.ready, waiter.loop)
+                return
+
+    def _wake_all(self) -> None:
+        for waiter in self._waiting:
+            _wake(waiter.ready, waiter.loop)
+        for change, loop in self._watching:
+            _wake(change, loop)
+        self._watching.clear()
+
+    def _check_hope(self) -> None:
+        """Raise if no replica is up and none will be."""
+        states = [entry.health for entry in self.entries.values()]
+        if states and all(state == "stopped" for state in states):
+            raise ServiceStopped(f"service {self.name} was shut down", path=self.name)
+        if states and all(state in ("given_up", "stopped") for state in states):
+            reasons = {entry.index: entry.failure for entry in self.entries.values()}
+            raise ServiceStopped(
+                f"service {self.name} has no replica left: all were dropped",
+                path=self.name,
+                value=reasons,
+                rule="a replica is dropped after max_restarts failed restarts in a row",
+                repair="read the failure above, fix its cause, and start the service again",
+            )
+
+    def _overloaded(self) -> Overloaded:
+        return Overloaded(
+            f"service {self.name}: {len(self._waiting)} calls already wait for a slot",
+            path="options(max_queue=)",
+            value=self._max_queue,
+            rule="no more calls wait than max_queue",
+            repair="send fewer calls at a time, or raise max_queue, max_concurrency or num_replicas",
+        )
+
+
+def _wake(sleeper: asyncio.Future[None], loop: asyncio.AbstractEventLoop) -> None:
+    def settle() -> None:
+        if not sleeper.done():
+            sleeper.set_result(None)
+
+    if asyncio._get_running_loop() is loop:
+        settle()
+    else:
+        post(loop, settle)

@@ -1,0 +1,55 @@
+"""Storage volumes: processes that hold published data for others, so that it outlives its publisher."""
+
+from __future__ import annotations
+
+from forge.errors import StoreError
+from forge.runtime.actor import MeshActor
+from forge.runtime.endpoints import endpoint
+from forge.store.client import client
+from forge.store.weights import check_whole_number
+
+
+class Volume(MeshActor):
+    """Holds segments. A publisher on its host shares its memory with it; others send theirs."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    @endpoint
+    def setup(self) -> None:
+        here = client()
+        address = here.data_plane.serve().address
+        here.line.call("volume", here.holder("tcp", "", address=address, volume=self.label))
+
+    @endpoint
+    def num_segments(self) -> int:
+        """Return how many segments it holds now."""
+        return client().data_plane.segments.num_held
+
+
+async def setup(*, volumes: int = 0, copies: int = 1) -> list[object]:
+    """Choose where published data is kept, before the first publication.
+
+    With no volumes, the default, the data stays with its publishers. With volumes, every part of a version goes to one
+    of them, or with `copies` to so many: it then outlives its publisher, and with two copies the loss of a volume too.
+
+    Args:
+        volumes: how many storage volumes to start, spread over the hosts of the run.
+        copies: on how many volumes each part is kept.
+    """
+    check_whole_number("ts.setup(volumes=)", volumes, least=0)
+    check_whole_number("ts.setup(copies=)", copies, least=1)
+    if volumes and copies > volumes:
+        raise StoreError(
+            "there are fewer volumes than copies",
+            path="ts.setup(copies=)",
+            value=copies,
+            rule=f"at most as many as volumes: {volumes}",
+            repair=f"ts.setup(volumes={copies}, copies={copies})",
+        )
+    await client().line.call_async("copies", copies)
+    started: list[object] = []
+    for number in range(volumes):
+        label = f"store-volume-{number}"
+        started.append(await Volume.options(mesh_name=label).as_actor(label))
+    return started
