@@ -25,8 +25,6 @@ from forge.types import Batch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forge.types import Batch
-
 
 EVEN_LENGTH = 24_576
 """Length at which attention costs as much as all else, for a width of 2048: 12 times the width."""
