@@ -43,7 +43,7 @@ class GRPOPlan:
         tokenizer: the policy's.
         prompts: what is asked, by group number; `heldout` what it is judged on, if anything.
         prompts_digest: tells whether a later run has the same prompts.
-        sampling: how a group's tokens are drawn.
+        sampling: how a group's tokens are sampled.
         rollout: the section `rollout`, with max_in_flight decided.
         num_groups: how many groups there are in all; None for as many as the steps need.
         num_steps: how many steps there will be.

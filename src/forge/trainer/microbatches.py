@@ -112,9 +112,9 @@ def plan_rows(
 
 
 def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] = ()) -> None:
-    """Refuse on every rank what only the rank with that sample, or the last stage of a pipeline, would stumble over.
+    """Refuse on every rank what only the rank with that sample, or the last stage of a pipeline, would reject.
 
-    The others would wait for it for ever.
+    Without this check the other ranks would wait for that rank indefinitely.
     """
     _check_shapes(batch)
     _check_signs(batch)
