@@ -34,10 +34,11 @@ quickstart: env ## Teach a tiny model a task by reinforcement learning, on the C
 # Tests that carry the marker `alone` run in order, after all others, which share two cores, a file to a core. A
 # worker that crashes is replaced, also where there is only one. Each part ends within its limit, which is several times
 # what it takes on two busy cores. An exit status of 5 says that ARGS chose no test of that part.
+test: alone = $(shell grep -rl --include='test_*.py' 'pytest.mark.alone' tests | sort)
 test: env-test ## Run every test
 	@first=0; rest=0; \
 	$(py) scripts/run_tests.py --limit-s 2700 -n 2 -m "not alone" --durations 15 tests $(ARGS) || first=$$?; \
-	$(py) scripts/run_tests.py --limit-s 1800 -n 1 --no-loadscope-reorder -m alone --durations 20 tests $(ARGS) || rest=$$?; \
+	$(py) scripts/run_tests.py --limit-s 1800 -n 1 --no-loadscope-reorder -m alone --durations 20 $(alone) $(ARGS) || rest=$$?; \
 	if [[ $$first == [05] ]]; then exit $${rest/#5/$$first}; else exit $$first; fi
 
 coverage: env-test ## Run every test once more slowly, with a coverage report

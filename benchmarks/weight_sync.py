@@ -104,7 +104,7 @@ async def publish(cast: Cast) -> Found:
 
 
 async def fetch(cast: Cast) -> Found:
-    """Into the readers' memory, by 1, 2 and 4 of them at once, and with other transports to verify."""
+    """Into the readers' memory, by 1, 2 and 4 of them at once, and with other ways to verify."""
     rows, figures = [], []
     await Publisher(cast, POLICY, keep=cast.plan.keep)()
     peers = {1: (0.95, 6.5), 2: (1.0, 4.3), 4: (None, None)}

@@ -29,7 +29,9 @@ async def one_round(workers: Any, prompt: Any, *, version: int, sampling: Any, w
         await workers.trainer.publish_weights(version, name="policy")
     else:  # as it does, but for the proof
         trainer = workers.trainer
-        await trainer._first("publish_weights", version, name="policy", canary=False, dtype=trainer._dtype)
+        await trainer.service.publish_weights.route(
+            version, name="policy", canary=False, dtype=trainer._dtype, keep=trainer._keep
+        )
     published = time.perf_counter()
     reports = await workers.policy.update_weights(version)
     taken = time.perf_counter()

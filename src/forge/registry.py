@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from importlib import import_module
 from typing import Any, Final, Generic, TypeVar, cast
 
@@ -89,8 +88,8 @@ class Registry(Generic[T]):
         return cast("T", found)
 
     def _entry(self, name: str) -> T | str | None:
-        family = name.partition("/")[0] + ANY_NAME
-        return self._built_in.get(name, self._built_in.get(family))
+        family, slash, _ = name.partition("/")
+        return self._built_in.get(name, self._built_in.get(family + ANY_NAME) if slash else None)
 
 
 def call(function: Callable[..., Any], *given: Any, args: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
@@ -102,7 +101,6 @@ def call(function: Callable[..., Any], *given: Any, args: Mapping[str, Any], off
     return function(*given, **{name: value for name, value in offered.items() if name in wanted} | dict(args))
 
 
-@lru_cache(maxsize=256)
 def parameter_names(function: Callable[..., Any]) -> frozenset[str]:
     """Return the names that a function can be called with; none for a function of C without a signature."""
     try:

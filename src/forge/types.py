@@ -270,7 +270,7 @@ class Prompt:
         id: names it in its source, the same in every run: "train.jsonl:17", "arithmetic:3:17".
         messages: the conversation to answer, each a mapping with `role` and `content`; it goes through the chat
             template. Empty where `text` is given.
-        text: text to go on from, instead of a conversation.
+        text: text to continue, instead of a conversation.
         answer: what rewards compare with; None where they need none.
         metadata: whatever else the source knows. Plain values: it crosses processes and is written as JSON.
     """

@@ -145,7 +145,7 @@ def new_memory(num_bytes: int, **options: Any) -> DeviceMemory:
 def test_recorded_operations_survive_that_memory_goes_and_comes() -> None:
     memory = new_memory(GIB)
     before = free_gib()
-    memory.take()
+    memory.restore()
     source = memory.tensor().view(torch.float32)[: 1 << 20]
     target = torch.zeros_like(source)
     assert (source.data_ptr(), source.is_cuda) == (memory.address, True)
@@ -159,9 +159,9 @@ def test_recorded_operations_survive_that_memory_goes_and_comes() -> None:
         target.copy_(source).add_(1)
     for value in (5, 7):
         assert before - free_gib() > 0.9
-        memory.give_back()
+        memory.release()
         assert before - free_gib() < 0.1
-        memory.take()
+        memory.restore()
         source.fill_(value)
         graph.replay()
         torch.cuda.synchronize()
@@ -171,7 +171,7 @@ def test_recorded_operations_survive_that_memory_goes_and_comes() -> None:
 def test_a_tensor_keeps_its_memory() -> None:
     before = free_gib()
     memory = new_memory(GIB)
-    memory.take()
+    memory.restore()
     part, gone = memory.tensor()[5:9].fill_(4), weakref.ref(memory)
     del memory
     gc.collect()
@@ -189,12 +189,12 @@ def test_what_torch_holds_for_later_is_freed_first() -> None:
     held = torch.empty(int((free_gib() - 3) * GIB), dtype=torch.uint8, device="cuda")
     memory = new_memory(8 * GIB, spare=torch.cuda.empty_cache)
     with pytest.raises(OutOfDeviceMemory, match="no room for a test") as caught:
-        memory.take()
+        memory.restore()
     assert (caught.value.path, caught.value.value, caught.value.repair) == ("test.size", "8 GiB", "ask for less")
     assert "at most what is free" in (caught.value.rule or "")
     del held
     assert free_gib() < 8, "torch keeps it"
-    memory.take()
+    memory.restore()
     assert int(memory.tensor()[::GIB].fill_(1).sum()) == 8
     memory.close()
 

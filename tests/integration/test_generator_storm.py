@@ -65,7 +65,7 @@ def test_a_proof_that_cannot_be_made_is_a_failed_one(drive: Drive) -> None:
         async with generator() as policy:
             await put_canary("policy", Canary(1, canary_ids(512), (0.0, -1.0)))  # it was spoilt: too few logprobs
             await Weights("policy", rank=0, world_size=1).publish(models.weights(SECOND), version=1)
-            with pytest.raises(SyncError, match="version 1 were not proven") as raised:
+            with pytest.raises(SyncError, match="version 1 were not verified") as raised:
                 await policy.update_weights()
             assert (raised.value.path, raised.value.value) == ("generator.canary", 1)
             assert "update again" in (raised.value.repair or "")

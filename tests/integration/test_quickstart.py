@@ -35,7 +35,7 @@ def ended(first: float, last: float) -> GRPOResult:
 def test_only_learning_counts_as_success(
     quickstart: ModuleType, capsys: pytest.CaptureFixture[str], first: float, last: float, learned: bool
 ) -> None:
-    assert quickstart.told(ended(first, last), seconds=100.0) is learned
+    assert quickstart.report(ended(first, last), seconds=100.0) is learned
     out, err = capsys.readouterr()
     assert f"Held-out accuracy: {first:.1%} -> {last:.1%}" in out
     assert "report.html" in out

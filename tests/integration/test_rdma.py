@@ -116,10 +116,6 @@ def test_where_and_with_what_it_can_be_made(drive):
             with pytest.raises(StoreError, match="need a Monarch actor") as caught:
                 await reader.make.call_one(what, {}, "bare thread")
             assert "endpoint" in str(caught.value.rule)
-        for what, keywords in (("holder", {"chunk_bytes": 0}), ("reader", {"stall_s": 0})):
-            with pytest.raises(StoreError) as caught:
-                await reader.make.call_one(what, keywords, "here")
-            assert {caught.value.path: caught.value.value} == keywords
         await plain.close.call_one()
 
     drive(body())

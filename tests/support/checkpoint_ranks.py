@@ -11,39 +11,27 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 600
+from rank_server import LIMIT_S, RankServer, until_closed
+
 _PR_SET_PDEATHSIG = 1
 
 
-class Ranks:
+class Ranks(RankServer):
     """Forks ranks on request. `run` returns the ranks' exit codes; a negative one is the signal that ended it."""
 
     def __init__(self, module: str) -> None:
-        path = Path(sys.modules[module].__file__ or "")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        folders = [str(Path(__file__).parent), str(path.parent), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, path.stem],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        super().__init__(module, program=__file__)
 
     def run(
         self, function: Callable[..., None], world_size: int, *, scratch: Path, has_group: bool = True, **arguments: Any
     ) -> list[int]:
         """Call `function(rank=…, **arguments)` on every rank. Arguments go through JSON; world size 0: no group."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         meeting = scratch / f"meeting-{os.urandom(4).hex()}"
         case = {
             "function": function.__name__,
@@ -51,24 +39,15 @@ class Ranks:
             "has_group": has_group,
             "meeting": str(meeting),
         }
-        self._process.stdin.write(json.dumps({**case, "arguments": arguments}, default=str) + "\n")
-        self._process.stdin.flush()
-        codes: list[int] = json.loads(self._process.stdout.readline())
+        self.requests.write(json.dumps({**case, "arguments": arguments}, default=str).encode() + b"\n")
+        self.requests.flush()
+        codes: list[int] = json.loads(self.answers.readline())
         return codes
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=LIMIT_S)
 
 
 def ranks_of(module: str) -> Iterator[Ranks]:
     """The body of a module's fixture."""
-    ranks = Ranks(module)
-    try:
-        yield ranks
-    finally:
-        ranks.close()
+    yield from until_closed(Ranks(module))
 
 
 def _serve(module_name: str) -> None:

@@ -13,7 +13,6 @@ import importlib
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,36 +20,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rank_server import LIMIT_S, RankServer, until_closed
+
 if TYPE_CHECKING:
     from forge.config import TrainerConfig
     from forge.losses import Loss
     from forge.trainer.engine import Engine
     from forge.types import Batch
 
-LIMIT_S = 600
 _PR_SET_PDEATHSIG = 1
 
 
-class Ranks:
+class Ranks(RankServer):
     """Forks ranks on request."""
 
     def __init__(self, module: str) -> None:
-        path = Path(sys.modules[module].__file__ or "")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        folders = [str(Path(__file__).parent), str(path.parent), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if folder)
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, path.stem], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
+        super().__init__(module, program=__file__)
 
     def run(self, function: Callable[..., Any], num_ranks: int, *, scratch: Path, **arguments: Any) -> list[Any]:
         """Call `function(**arguments)` of the test's module on every rank; what each rank returned."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         scratch.mkdir(parents=True, exist_ok=True)
-        pickle.dump((function.__name__, num_ranks, str(scratch), arguments), self._process.stdin)
-        self._process.stdin.flush()
-        codes: list[int] = pickle.load(self._process.stdout)
+        pickle.dump((function.__name__, num_ranks, str(scratch), arguments), self.requests)
+        self.requests.flush()
+        codes: list[int] = pickle.load(self.answers)
         wrong = {rank: scratch / f"error{rank}" for rank, code in enumerate(codes) if code}
         assert not wrong, "\n".join(
             f"rank {rank} ended with {codes[rank]}: {path.read_text() if path.exists() else ''}"
@@ -58,19 +50,10 @@ class Ranks:
         )
         return [pickle.loads((scratch / f"answer{rank}").read_bytes()) for rank in range(num_ranks)]
 
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=LIMIT_S)
-
 
 def ranks_of(module: str) -> Iterator[Ranks]:
     """The body of a module's fixture."""
-    ranks = Ranks(module)
-    try:
-        yield ranks
-    finally:
-        ranks.close()
+    yield from until_closed(Ranks(module))
 
 
 class _Meeting:

@@ -118,7 +118,7 @@ class Impatient(Streamer):
 
     @endpoint
     async def setup(self) -> None:
-        streams.PATIENCE_S = 0.2
+        streams.HEARTBEAT_S = 0.2
 
 
 class Reader(ForgeActor):

@@ -95,7 +95,7 @@ def test_two_workers_are_one_engine(on_loop):
         for ids, found in ((longest, scores[0]), (PROMPT, scores[1])):
             expected = token_logprobs(1, ids[:1], ids[1:])
             assert max(abs(a - b) for a, b in zip(found[1:], expected, strict=True)) < 1e-4
-        marks = {mark for worker in engine.workers for mark in worker["marks"]}
+        marks = {name for worker in engine.workers for name in worker["shm_names"]}
         assert len(marks) > 3, "workers speak through shared memory"
         await kill(engine, pids[2])
         for folder in ("/dev/shm", "/tmp"):

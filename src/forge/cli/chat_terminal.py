@@ -62,7 +62,7 @@ class TerminalScreen:
 
 
 class Keyboard:
-    """Lines, each read on a thread of its own, so that the event loop goes on. None means that there are no more."""
+    """Lines, each read on a thread of its own, so the event loop keeps running. None: no more lines."""
 
     def __init__(self, read_line: Callable[[], str | None]) -> None:
         self._read_line = read_line
@@ -75,7 +75,7 @@ class Keyboard:
             return None
         loop = asyncio.get_running_loop()
         self._waiting = loop.create_future()
-        # A daemon, and none of asyncio's own threads: whoever waits for a line that never comes must not be waited for.
+        # A daemon thread, not one of asyncio's: a read that never returns must not keep the program alive.
         threading.Thread(target=self._read, args=(loop, self._waiting), name="keyboard", daemon=True).start()
         return await self._waiting
 
@@ -91,7 +91,7 @@ class Keyboard:
             result = self._read_line()
         except Exception as error:  # noqa: BLE001 - it is raised where the line is awaited
             result = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the line is not needed
             loop.call_soon_threadsafe(_settle, waiting, result)
 
 

@@ -1,4 +1,4 @@
-"""What a generator needs to know: which engine, how much memory, how tokens are drawn, how new weights come in."""
+"""What a generator needs to know: which engine, how much memory, how tokens are sampled, how weights are updated."""
 
 from __future__ import annotations
 

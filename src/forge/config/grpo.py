@@ -143,9 +143,9 @@ Placement = Literal["apart", "beside", "turns", "shared"]
 
 GPU_SHARES: Final[Mapping[str, float]] = {"beside": 0.35, "turns": 0.5}
 """Which part of a GPU the generators may take where a trainer uses the same one. The rest is for its weights, gradients
-and optimizer, and for activations, which come to their peak only in the first step, when the cache is there already. In
-`turns` nobody generates at that moment: what holds there is for vLLM alone. The native engine has no share in `turns`
-and `shared`: its cache is away while the trainer works, and has all that the trainer does not hold at rest."""
+and optimizer, and for activations, which reach their peak in the first step, when the cache is already allocated. With
+`turns` the share applies to vLLM only. The native engine has none with `turns` and `shared`: it releases its cache
+while the trainer works, and then uses all memory that the trainer does not hold."""
 
 
 class RolloutConfig(ConfigModel):

@@ -105,7 +105,7 @@ class Problem:
     repair: str
     value: object = MISSING
     origin: str | None = None
-    """Who set it, such as `base.yaml:12`; None for what nobody set."""
+    """Who set it, such as `base.yaml:12`; None for a default."""
 
     def __str__(self) -> str:
         lines = [self.path or "(the whole configuration)"]

@@ -13,7 +13,7 @@ from forge.loops.evaluation import check_evaluation
 from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger, resumed_state
 from forge.loops.run_paths import checkpoint_dir, load_tokenizer, run_dir
 from forge.loops.worker_checks import check_workers
-from forge.memory import ResolvedRun, check_at_start, find_card, resolve_run
+from forge.memory import Card, ResolvedRun, check_at_start, find_card, resolve_run
 from forge.memory.resolved import context_lengths
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
@@ -43,7 +43,7 @@ class GRPOPlan:
         tokenizer: the policy's.
         prompts: what is asked, by group number; `heldout` what it is judged on, if anything.
         prompts_digest: tells whether a later run has the same prompts.
-        sampling: how a group's tokens are drawn.
+        sampling: how a group's tokens are sampled.
         rollout: the section `rollout`, with max_in_flight decided.
         num_groups: how many groups there are in all; None for as many as the steps need.
         num_steps: how many steps there will be.
@@ -78,6 +78,12 @@ class GRPOPlan:
         return self.sampling.temperature
 
 
+def _card() -> Card | None:
+    """Return the GPUs of this machine; with 0 bytes where the driver does not report their memory."""
+    num_gpus = num_usable_gpus()
+    return (find_card() or Card(0, num_gpus)) if num_gpus else None
+
+
 def plan_run(config: GRPOConfig) -> GRPOPlan:
     """Work out a run, and refuse whatever would fail later: it takes seconds, and nothing is left behind."""
     if is_rank():
@@ -88,7 +94,7 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     if not config.rewards.functions:
         raise _needed("rewards.functions", "at least one reward", "such as [{kind: number}]")
     check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
-    run = resolve_run(config, card=find_card() if num_usable_gpus() else None, facts=model.architecture)
+    run = resolve_run(config, card=_card(), facts=model.architecture)
     check_at_start(config, run=run, log=_log)
     check_workers(config)
     checkpoint = check_folders(config)

@@ -10,6 +10,7 @@ and saves. It holds no state that a checkpoint does not.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.config import SFTConfig, WorkerConfig, save
-from forge.errors import NonFiniteError, StepAbandoned
+from forge.errors import ActorFailure, NonFiniteError, ServiceStopped, StepAbandoned
 from forge.loops.preflight import PreparedSFT, prepare_sft
 from forge.loops.resuming import SaveRule, report_changes, where_it_stopped
 from forge.loops.run_paths import checkpoint_dir, run_dir
@@ -97,10 +98,15 @@ async def _drive(loop: _Loop, prepared: PreparedSFT, *, is_late: Callable[[], bo
     if trainer is None:
         return SFTResult(loop.step, math.nan, None, None, None, True, loop.stop.exit_code)
     try:
-        return await loop.run(trainer)
-    finally:
+        result = await loop.run(trainer)
+    except BaseException:
         loop.close()
-        await trainer.close()
+        with contextlib.suppress(ActorFailure, ServiceStopped):  # of a lost trainer; what it died of is raised
+            await trainer.close()
+        raise
+    loop.close()
+    await trainer.close()
+    return result
 
 
 class _Loop:

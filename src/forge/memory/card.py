@@ -1,4 +1,4 @@
-"""The GPUs that a plan is made for: those of this machine, or any that somebody names."""
+"""The GPUs that a plan is made for: those of this machine, or any that you name."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _trainer_gpus(run: ResolvedRun, card: Card | None) -> tuple[DevicePlan, ...]
         return ()
     kinds = trainer_jobs(run)
     devices: list[DevicePlan] = []
-    has_guests = run.placement != "apart" and run.generator is not None
+    has_guests = run.placement != "apart" and run.generator_on_gpu
     for index, (kind, job) in enumerate(kinds):
         count = run.layout.num_ranks // len(kinds)
         if has_guests and index == 0:  # generators are on the first of the trainer's GPUs

@@ -94,7 +94,7 @@ class LanguageModel(Qwen3Model):  # type: ignore[misc]
 
 
 _LATER = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
-"""Weights are loaded or drawn by us, in a way that does not depend on the layout; TorchTitan is to leave them alone."""
+"""Skips TorchTitan's initialization: we load or initialize weights in a way that does not depend on the layout."""
 
 
 def titan_config(model: ModelConfig, *, max_seq_len: int) -> LanguageModel.Config:

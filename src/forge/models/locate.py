@@ -155,7 +155,7 @@ def _flush(folder: Path) -> None:
 
 
 def _publish(draft: Path, folder: Path) -> None:
-    """Give a whole folder its name. Whoever comes second finds the same files there already."""
+    """Move a complete folder to its name. A process that comes second finds the same files there."""
     try:
         shutil.copymode(folder.parent, draft)
         draft.rename(folder)

@@ -110,7 +110,7 @@ class ChatTokenizer:
         return ids if ids and ids[-1] == eos else [*ids, eos]
 
     def encode_beginning(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """Return the tokens of a text that is to go on: with what the tokenizer puts before it, and no end.
+        """Return the tokens of a text to be continued: with what the tokenizer puts before it, and no end.
 
         `max_tokens` is as in `encode_rendered`.
         """

@@ -145,8 +145,8 @@ def draw_weights(parts: Sequence[nn.Module], *, num_layers: int, seed: int) -> N
 
     Norms are 1, biases 0, and the rest comes from a normal distribution.
 
-    Each parameter has a generator of its own, made from the seed and its name, and is drawn whole before this rank's
-    part is taken. So every layout on one kind of device begins with the same model.
+    Each parameter has a generator of its own, made from the seed and its name, and is sampled whole before this
+    rank's shard is taken. So every layout on one kind of device starts with the same model.
     """
     import torch
     from torch.distributed.tensor import DTensor

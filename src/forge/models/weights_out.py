@@ -201,7 +201,7 @@ def plan_files(tensors: Iterable[TensorPlan], *, max_shard_bytes: int) -> tuple[
 def _write(held: _Held, config: ModelConfig, *, files: Sequence[FilePlan], folder: Path) -> ForgeError | None:
     """Put every parameter together and write this rank's tensors.
 
-    After an error it goes on putting together without writing: other ranks wait for this one in every parameter.
+    After an error it keeps gathering without writing: other ranks wait for this one in every parameter.
     """
     rank = _rank()
     mine = [file for file in files if file.writer == rank]

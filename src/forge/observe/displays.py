@@ -1,4 +1,4 @@
-"""What moves on a terminal while a run goes on: a bar for steps that have a loss, a panel for episodes.
+"""What moves on a terminal during a run: a bar for steps that have a loss, a panel for episodes.
 
 A display is drawn below the lines that are printed. After `close`, and also when the program ends without it, its last
 state stays and the terminal is as it was.

@@ -59,7 +59,7 @@ class Sink(Protocol):
         """Take the metrics of one step. A step may be written in parts: training first, validation after it."""
 
     def close(self) -> None:
-        """Bring everything to its place and let go of it."""
+        """Write everything and release it."""
 
 
 def closed_error(sink: Sink) -> ValueError:

@@ -6,6 +6,7 @@ writes the closing bracket, which the format makes optional: a trace whose run w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -69,8 +70,9 @@ class TraceFile:
                 raise OSError("a write was cut short: is the disk full?")
         except OSError as error:
             self.failure = error
-            os.ftruncate(self._file.fileno(), start)
             _log.warning("writing the trace %s failed; the run continues without it: %s", self.path, error)
+            with contextlib.suppress(OSError):  # it leaves a cut event, which a resume repairs
+                os.ftruncate(self._file.fileno(), start)
 
     def __enter__(self) -> Self:
         return self

@@ -283,7 +283,7 @@ def _with_sign_word(value: Fraction | None, before: str, found: re.Match[str]) -
 
 
 def _is_spoiled(text: str, end: int) -> bool:
-    """Whether the number goes on as something else: 2x, 2ab, 2\\pi, 12:30."""
+    """Whether the number continues as something else: 2x, 2ab, 2\\pi, 12:30."""
     if _SPOILED.match(text, end) or _PART_WORD.match(text, end):
         return True
     letters = re.match(r"[A-Za-z_]*", text[end : end + 40])

@@ -45,7 +45,7 @@ class RolloutRecorder:
     """Writes `step_000001.jsonl` and so on into a folder. A file appears whole or not at all, except those of groups
     that taught nothing, which grow group by group.
 
-    A folder that is already there is first brought into order: what a run that goes on at `resume_step` will write
+    A folder that is already there is first brought into order: what a run that resumes at `resume_step` will write
     again, the files of later steps, is moved to `discarded/` in it. Without `resume_step` the run is new, and all files
     are moved there. So every step is in the folder once.
     """

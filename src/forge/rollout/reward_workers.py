@@ -73,7 +73,7 @@ class RewardWorkers:
         """The reward of function `index` for a payload of `pack`. Raises `RewardFailed`, with what happened.
 
         The time counts from when a worker takes the call. A call whose worker dies is run once more in another one: a
-        process that somebody else killed costs nothing, and a reward that ends its process fails twice.
+        process killed from outside costs nothing, and a reward that ends its own process fails twice.
         """
         for attempt in (1, 2):
             slot = await self._free.get()
@@ -177,7 +177,7 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "forge.rollout.reward_worker_main", str(theirs.fileno())]
-            # Its imports come from where this process's come from, whoever changed sys.path since it began.
+            # It imports from the same places as this process, including later changes to sys.path.
             path = os.pathsep.join(place for place in sys.path if place)
             worker = cls(
                 subprocess.Popen(  # noqa: ASYNC220 - it returns as soon as the process exists

@@ -182,7 +182,7 @@ class ActorOptions:
 
     Attributes:
         procs: ranks on each host.
-        hosts: on how many hosts; None means one, wherever there is window.
+        hosts: on how many hosts; None means one, wherever there is room.
         with_gpus: one GPU for each rank, held until the actor stops.
         mesh_name: a name for logs, metrics and error messages; the class's name by default.
         env: extra environment variables of its processes.

@@ -2,7 +2,7 @@
 
 A recorded CUDA graph has the addresses of its tensors in it, so memory that torch frees and takes again makes it
 worthless. Here a range of addresses is reserved once, and physical memory is put behind it and taken away again: what
-was recorded goes on working, and between the two the memory belongs to what asks the driver for it, torch's
+was recorded keeps working, and between the two the memory belongs to what asks the driver for it, torch's
 allocator and other processes included. These are calls of the driver's own library, made through ctypes.
 """
 
@@ -258,12 +258,12 @@ def release_dropped() -> None:
 
 
 class DeviceMemory:
-    """A range of addresses on a GPU, with memory behind it between `take` and `give_back`. For one thread at a time.
+    """A range of addresses on a GPU, with memory behind it between `restore` and `release`. For one thread at a time.
 
     A tensor of it keeps it alive. When neither is in use any more, the range is freed as soon as any other is made,
     taken or given back, or by `release_dropped`; `close` does it at once. Nothing may be computed with such a tensor
     while there is no memory: the GPU would report an error from which no process recovers. What memory holds is lost
-    with `give_back`, and what `take` brings holds anything.
+    with `release`, and what `restore` brings holds anything.
 
     Args:
         driver: the GPU.
@@ -293,7 +293,7 @@ class DeviceMemory:
         """Whether there is memory behind the addresses."""
         return self._range.handle is not None
 
-    def take(self) -> None:
+    def restore(self) -> None:
         """Put memory behind the addresses, if there is none. `OutOfDeviceMemory` leaves all as it was."""
         if self.is_held:
             return
@@ -318,8 +318,8 @@ class DeviceMemory:
                 repair=self.purpose.repair,
             ) from error
 
-    def give_back(self) -> None:
-        """Free the memory for everybody, when the GPU has done all that it was given. The addresses stay."""
+    def release(self) -> None:
+        """Free the physical memory once the GPU has finished its queued work. The addresses stay reserved."""
         self._range.empty()
         release_dropped()
 
@@ -346,6 +346,6 @@ class DeviceMemory:
             f"memory for {self.purpose.what} is not available: {why}",
             path=self.purpose.path,
             value=f"{self.num_bytes / _GIB:.4g} GiB at {self.address:#x}",
-            rule="memory is used between `take` and `give_back`",
+            rule="memory is used between `restore` and `release`",
             repair="call `take` before, and nothing after `close`",
         )

@@ -389,15 +389,15 @@ class RankGroup:
 
     def _return_everything(self) -> None:
         for host, lease in self._leases:
-            host.gpus.give_back(lease)
+            host.gpus.release(lease)
         self._leases.clear()
         for host in self._placed:
-            host.threads.give_back(self.spec.num_procs, self._num_threads)
+            host.threads.release(self.spec.num_procs, self._num_threads)
             host.num_groups -= 1
         self._placed.clear()
 
     def _forget_mesh(self) -> None:
-        """Drop the entries that Monarch keeps of this mesh for ever, which would grow with every restart."""
+        """Drop Monarch's entries for this mesh, which it never frees and which would grow with every restart."""
         if self._procs is None:
             return
         forget_faults(self.name)

@@ -110,7 +110,7 @@ class GpuPool:
             self._leases.update(dict.fromkeys(lease.devices, lease))
             return lease
 
-    def give_back(self, lease: GpuLease) -> None:
+    def release(self, lease: GpuLease) -> None:
         """Return a lease; giving it back twice does nothing."""
         with self._guard:
             for device in lease.devices:
@@ -147,7 +147,7 @@ class ThreadLedger:
             )
         return chosen
 
-    def give_back(self, num_procs: int, num_threads: int) -> None:
+    def release(self, num_procs: int, num_threads: int) -> None:
         self.num_claimed -= num_procs * num_threads
 
 

@@ -1,6 +1,6 @@
 """The reply channel of a process, on which the answers to all its calls arrive.
 
-Monarch opens a port for every call and keeps about a kilobyte of it for ever, which is a gigabyte after a million
+Monarch opens a port for every call and never frees about a kilobyte of it, which is a gigabyte after a million
 calls. One lasting port and a thread that reads it cost nothing in the long run and are faster. A call is a number;
 the answering process sends that number back with the outcome.
 """

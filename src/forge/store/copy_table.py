@@ -90,7 +90,7 @@ class CopyTable:
     """Rows of equally shaped rectangles: where to read, where to write, and where they lie in the tensor's image.
 
     Addresses are not part of it: a row names a base by its index, and the bases are given to each run. Sums of digests
-    go to numbered slots, and rows may part one. Several threads may run one table at the same time.
+    go to numbered slots, and rows may share one. Several threads may run one table at the same time.
     """
 
     __slots__ = ("_nbytes", "_slices", "_starts", "_table", "num_dst", "num_slots", "num_src", "total_bytes")

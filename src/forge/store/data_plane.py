@@ -183,7 +183,7 @@ class DataPlane:
         return held
 
     def _receive(self, size: int, label: str) -> str:
-        """Return a segment for somebody who sends a part."""
+        """Return a segment that a remote writer fills."""
         name = self.segments.create(size)
         self._label(name, label)
         return name

@@ -315,7 +315,7 @@ async def exists(key: str) -> bool:
 
 async def delete(key: str | None = None, *, prefix: str | None = None) -> int:
     """Forget a key, or every key that begins with a prefix; a key that ends with `/` is a prefix too. How many there
-    were: 0 if there was none. Who is reading the value goes on reading it."""
+    were: 0 if there was none. A reader of the value continues to read it."""
     if (key is None) == (prefix is None):
         raise StoreError(
             "say what to delete",

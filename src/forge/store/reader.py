@@ -47,7 +47,7 @@ class Fetched:
     """That were copied; views cost none."""
     seconds: float
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """By name, if no memory to fill was given. Where they are views, writing to them changes nobody else's."""
+    """By name, if no memory to fill was given. Where they are views, writing to them changes no other reader's data."""
     _release: Callable[[], None] | None = None
 
     def release(self) -> None:
@@ -109,7 +109,7 @@ class Reader:
         targets: LocalTensors | None = None,
     ) -> Fetched:
         """Copy what the places in `into` want, check it, and let the version go. `targets` are those of `into`, if
-        somebody has looked at it already."""
+        it was verified before."""
         began = time.perf_counter()
         version = lease.version
         try:

@@ -79,7 +79,7 @@ class SegmentRecord:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nobody holds the bytes any more."""
+        """Whether no process holds the bytes any more."""
         return self.inline is None and not self.holders
 
 

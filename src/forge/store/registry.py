@@ -430,7 +430,7 @@ class Registry:
                 for segment in gone.keys() - {
                     holder.segment for holder in part.segment.holders if holder.session != session
                 }:
-                    self._drop(segment, stored.openers)  # nobody can be asked for it any more
+                    self._drop(segment, stored.openers)  # no process that could serve it is left
             if any(holder.session == session for part in stored.version.parts for holder in part.segment.holders):
                 parts = tuple(part.without({session}) for part in stored.version.parts)
                 stored.version = replace(stored.version, parts=parts)

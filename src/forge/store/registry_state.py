@@ -85,7 +85,7 @@ class StoredVersion:
     has_spare: bool = True
     """Whether its memory stays for the next version. With keep=1 it does not: that needs twice the memory for good."""
     losses: dict[int, str] = field(default_factory=dict)
-    """For each rank whose part lost a copy, who shards that."""
+    """For each rank whose part lost a copy, who held that."""
 
 
 def no_such_rank(request: Begin) -> StoreError:

@@ -181,7 +181,7 @@ class SegmentPool:
             return self._segments.get(name)
 
     def drop(self, name: str) -> None:
-        """Let go of a segment; its memory is free when nobody has it mapped any more."""
+        """Release a segment; its memory is freed when no process has it mapped any more."""
         with self._guard:
             segment = self._segments.pop(name, None)
         if segment is not None:

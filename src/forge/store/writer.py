@@ -121,7 +121,7 @@ class Joiner:
             self._joining = None
 
     def withdraw(self) -> None:
-        """Wait for other ranks no longer, now and later: what is not begun is given up, what is goes on."""
+        """Stop waiting for other ranks: drop versions that have not begun, continue those that have."""
         with self._is_joining:
             self._is_withdrawn = True
             joining = self._joining
@@ -164,7 +164,7 @@ class Staged:
 
     @property
     def is_soon_done(self) -> bool:
-        """Whether nothing remains but to tell the registry: no copy, no volume, and nobody else to wait for."""
+        """Whether nothing remains but to tell the registry: no copy, no volume, and no other rank to wait for."""
         return self.on_gpu is None and not self.assignment.volumes and self.request.world_size == 1
 
 
@@ -231,7 +231,7 @@ class Writer:
             raise
 
     def withdraw(self) -> None:
-        """Wait for other ranks no longer, now and later: what is not begun is given up, what is goes on."""
+        """Stop waiting for other ranks: drop versions that have not begun, continue those that have."""
         self._joiner.withdraw()
 
     # looking

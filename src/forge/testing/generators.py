@@ -121,7 +121,7 @@ class FakeGenerator:
         self.stats = Routed(self._stats)
 
     def resume(self) -> None:
-        """Let the streams that wait go on; later ones do not wait."""
+        """Resume the waiting streams; later ones do not wait."""
         self._resumed.set()
 
     async def _generate(self, prompt: str | None = None, **options: Any) -> list[Completion]:

@@ -225,7 +225,7 @@ class Checkpoints:
         return folders.find_checkpoint(self.folder, resume=resume)
 
     def close(self) -> None:
-        """Wait for what is on its way, let go of the folder, raise what went wrong. A second call does nothing."""
+        """Wait for pending saves, release the folder, raise what went wrong. A second call does nothing."""
         if self._closed:
             return
         self._closed = True

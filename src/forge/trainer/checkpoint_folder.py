@@ -137,7 +137,7 @@ def best_checkpoint(infos: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
 
 
 def checkpoints_to_delete(infos: Sequence[CheckpointInfo], *, keep: int, keep_best: bool) -> tuple[CheckpointInfo, ...]:
-    """Return which of `infos`, in order of completion, the keep rule lets go. The newest always stays."""
+    """Return which of `infos`, in order of completion, the keep rule drops. The newest always stays."""
     best = best_checkpoint(infos) if keep_best else None
     return tuple(info for info in infos[: -max(1, keep)] if info is not best)
 
@@ -243,7 +243,7 @@ def delete(path: Path) -> None:
 
 
 def prune(folder: Path, *, keep: int, keep_best: bool) -> None:
-    """Delete what the keep rule lets go. A checkpoint whose record cannot be read is neither counted nor deleted."""
+    """Delete what the keep rule drops. A checkpoint whose record cannot be read is neither counted nor deleted."""
     infos = readable_checkpoints(folder)
     for info in checkpoints_to_delete(infos, keep=keep, keep_best=keep_best):
         delete(info.path)
@@ -272,7 +272,7 @@ def clean(folder: Path) -> None:
 class WriterLock:
     """Held by the one process that writes into a folder, checkpoints or a run's records.
 
-    The system lets go of it when that process ends.
+    The system releases it when that process ends.
 
     A child process that outlives it does not hold it. On a file system without locks there is a warning and no
     protection: `is_held` is False, and leftovers must not be removed.

@@ -51,7 +51,7 @@ class TrainerHandle(Protocol):
     async def state(self) -> dict[str, Any]: ...
 
     async def close(self) -> None:
-        """Complete what is being saved and let go of everything."""
+        """Complete pending saves and release everything."""
         ...
 
 
@@ -63,7 +63,7 @@ class PolicyTrainer(TrainerHandle, Protocol):
     async def publish_weights(self, version: int, *, name: str) -> None: ...
 
     async def release_memory(self) -> None:
-        """Let go of the device's memory that no tensor is in, for whoever uses the same device."""
+        """Return unused device memory to the driver, for other processes on the same device."""
         ...
 
 

@@ -25,8 +25,6 @@ from forge.types import Batch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forge.types import Batch
-
 
 EVEN_LENGTH = 24_576
 """Length at which attention costs as much as all else, for a width of 2048: 12 times the width."""
@@ -114,9 +112,9 @@ def plan_rows(
 
 
 def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] = ()) -> None:
-    """Refuse on every rank what only the rank with that sample, or the last stage of a pipeline, would stumble over.
+    """Refuse on every rank what only the rank with that sample, or the last stage of a pipeline, would reject.
 
-    The others would wait for it for ever.
+    Without this check the other ranks would wait for that rank indefinitely.
     """
     _check_shapes(batch)
     _check_signs(batch)

@@ -94,7 +94,7 @@ def plan_of(bench: SimpleNamespace, **changed: Any) -> Any:
 
 
 def test_operations_of_whole_samples_are_those_of_each_sample(bench: SimpleNamespace) -> None:
-    from forge.observe import flops_per_token, mean_context
+    from forge.models.sizes import flops_per_token, mean_context
 
     plan = plan_of(bench, num_prompts=3, group_size=4, prompt_tokens=10, max_tokens=6)
     facts = bench.plan.facts_of("tiny")

@@ -11,9 +11,10 @@ import pytest
 
 from forge.config import SFTConfig, load
 from forge.errors import ConfigError, ForgeError, ModelError
+from forge.loops import planning
 from forge.loops.planning import plan_run
 from forge.loops.sft import run_sft
-from forge.memory import Card
+from forge.memory import Card, resolve_run
 from grpo_runs import config
 
 REFUSED = {
@@ -131,6 +132,19 @@ def test_no_more_groups_are_in_flight_than_generators_have_room_for(tmp_path: Pa
 def test_without_a_number_of_steps_epochs_decide(tmp_path: Path) -> None:
     plan = plan_run(config(tmp_path / "run", "~training.max_steps", "training.num_epochs=2", "rollout.batch_groups=3"))
     assert (plan.num_groups, plan.num_steps, plan.trainer.total_steps) == (80, 27, 27)
+
+
+def test_gpus_whose_memory_the_driver_does_not_report_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with /dev/nvidia0 and without nvidia-smi."""
+    monkeypatch.setattr(planning, "num_usable_gpus", lambda: 2)
+    monkeypatch.setattr(planning, "find_card", lambda: None)
+    card = planning._card()
+    assert card is not None
+    assert card.num_gpus == 2
+    run = resolve_run(config(tmp_path / "run"), card=card)
+    assert (run.trainer_on_gpu, run.generator_on_gpu) == (True, True)
+    monkeypatch.setattr(planning, "num_usable_gpus", lambda: 0)
+    assert planning._card() is None
 
 
 def test_what_cannot_fit_into_the_gpu_is_refused_before_anything_starts(

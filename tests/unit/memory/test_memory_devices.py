@@ -67,6 +67,14 @@ def test_one_gpu_holds_both(placement: str) -> None:
     assert "generator/KV cache" in sizes(plan, phase="generating")
 
 
+@pytest.mark.parametrize("placement", ["turns", "beside"])
+def test_a_generator_on_the_cpu_is_counted_once_and_on_the_host(placement: str) -> None:
+    plan = planned(f"placement={placement}", "generator.with_gpus=false")
+    assert [device.name for device in plan.gpus] == ["trainer"]
+    assert not any(name.startswith("generator/") for name in sizes(plan))
+    assert any("generator" in str(part) for part in plan.host.peak.parts)
+
+
 def test_a_sleeping_generator_leaves_the_gpu_to_the_trainer() -> None:
     turns, beside = planned("placement=turns"), planned("placement=beside")
     assert "generator/KV cache" not in sizes(turns)

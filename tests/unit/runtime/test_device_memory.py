@@ -36,13 +36,13 @@ def test_memory_comes_back_to_its_address(gpu: StandIn) -> None:
     address = memory.address
     assert not memory.is_held
     assert gpu.used == 0
-    memory.take()
+    memory.restore()
     whole = memory.tensor()
     assert (gpu.used, whole.data_ptr(), len(whole)) == (2 * STEP, address, 2 * STEP)
     whole.fill_(7)
-    memory.give_back()
+    memory.release()
     assert (gpu.used, memory.is_held, is_there(address)) == (0, False, False)
-    memory.take()
+    memory.restore()
     assert (gpu.used, memory.address, is_there(address)) == (2 * STEP, address, True)
     assert int(whole.max()) == 0, "it is other memory"
     whole.fill_(9)
@@ -51,12 +51,12 @@ def test_memory_comes_back_to_its_address(gpu: StandIn) -> None:
 
 def test_taking_and_giving_back_twice_is_once(gpu: StandIn) -> None:
     memory = make(gpu)
-    memory.give_back()
-    memory.take()
-    memory.take()
+    memory.release()
+    memory.restore()
+    memory.restore()
     assert gpu.used == STEP
-    memory.give_back()
-    memory.give_back()
+    memory.release()
+    memory.release()
     assert gpu.used == 0
 
 
@@ -67,15 +67,15 @@ def test_sizes_are_what_a_driver_maps_at_once(gpu: StandIn, asked: int, given: i
 
 def test_the_device_is_waited_for_before_memory_goes(gpu: StandIn) -> None:
     memory = make(gpu)
-    memory.take()
+    memory.restore()
     before = gpu.num_waits
-    memory.give_back()
+    memory.release()
     assert gpu.num_waits == before + 1
 
 
 def test_every_thread_has_the_context_while_it_calls_and_no_longer(gpu: StandIn) -> None:
     memory = make(gpu)
-    thread = threading.Thread(target=memory.take)
+    thread = threading.Thread(target=memory.restore)
     thread.start()
     thread.join(600)
     assert memory.is_held
@@ -86,10 +86,10 @@ def test_every_thread_has_the_context_while_it_calls_and_no_longer(gpu: StandIn)
 def test_too_little_memory_is_told_with_sizes(gpu: StandIn) -> None:
     gpu.resize(3 * STEP)
     first = make(gpu, 2 * STEP)
-    first.take()
+    first.restore()
     second = make(gpu, 2 * STEP)
     with pytest.raises(OutOfDeviceMemory) as caught:
-        second.take()
+        second.restore()
     error = caught.value
     assert "GPU 0 has no room for a test" in str(error)
     assert (error.path, error.value, error.repair, error.code) == ("test.size", "0.003906 GiB", "ask for less", 2)
@@ -97,25 +97,25 @@ def test_too_little_memory_is_told_with_sizes(gpu: StandIn) -> None:
     assert isinstance(error, MemoryError)
     assert pickle.loads(pickle.dumps(error)).code == 2
     assert (second.is_held, gpu.used, gpu.depth) == (False, 2 * STEP, 0)
-    first.give_back()
-    second.take()
+    first.release()
+    second.restore()
     assert second.is_held
 
 
 def test_what_can_be_spared_is_freed_when_there_is_too_little(gpu: StandIn) -> None:
     gpu.resize(3 * STEP)
     idle = make(gpu, 2 * STEP)
-    idle.take()
+    idle.restore()
     calls: list[str] = []
 
     def spare() -> None:
         calls.append("spared")
-        idle.give_back()
+        idle.release()
 
     small, large = make(gpu, STEP, spare=spare), make(gpu, 2 * STEP, spare=spare)
-    small.take()
+    small.restore()
     assert calls == [], "there was enough"
-    large.take()
+    large.restore()
     assert calls == ["spared"]
 
 
@@ -124,27 +124,27 @@ def test_what_fails_half_way_leaves_nothing_behind(gpu: StandIn, name: str) -> N
     memory = make(gpu)
     gpu.fail(name, 1)
     with pytest.raises(DeviceMemoryError, match=f"refused {name}: CUDA_ERROR_INVALID_VALUE") as caught:
-        memory.take()
+        memory.restore()
     assert (caught.value.path, caught.value.code) == ("GPU 0", 1)
     assert (memory.is_held, gpu.used, gpu.depth, is_there(memory.address)) == (False, 0, 0, False)
     gpu.fail(name, 0)
-    memory.take()
+    memory.restore()
     assert is_there(memory.address)
 
 
 @pytest.mark.parametrize("name", ["cuCtxSynchronize", "cuMemUnmap"])
 def test_memory_that_a_driver_keeps_is_still_known(gpu: StandIn, name: str) -> None:
     memory = HostMemory(gpu.driver(), STEP, purpose=PURPOSE)
-    memory.take()
-    for refused in (memory.give_back, memory.close):
+    memory.restore()
+    for refused in (memory.release, memory.close):
         gpu.fail(name, 1)
         with pytest.raises(DeviceMemoryError, match=f"refused {name}"):
             refused()
         gpu.fail("", 0)
         assert (memory.is_held, gpu.used) == (True, STEP)
-    memory.give_back()
+    memory.release()
     assert (memory.is_held, gpu.used) == (False, 0)
-    memory.take()
+    memory.restore()
     assert gpu.used == STEP
 
 
@@ -160,12 +160,12 @@ def test_memory_that_is_not_there_is_refused(gpu: StandIn) -> None:
     with pytest.raises(DeviceMemoryError, match="there is no memory behind the addresses") as caught:
         memory.tensor()
     assert caught.value.path == "test.size"
-    memory.take()
+    memory.restore()
     memory.close()
     assert gpu.used == 0
     with pytest.raises(DeviceMemoryError, match="the range was closed") as caught:
-        memory.take()
-    assert "between `take` and `give_back`" in (caught.value.rule or "")
+        memory.restore()
+    assert "between `restore` and `release`" in (caught.value.rule or "")
 
 
 def test_torch_is_told_where_memory_is(gpu: StandIn) -> None:
@@ -176,7 +176,7 @@ def test_torch_is_told_where_memory_is(gpu: StandIn) -> None:
 
 def test_memory_goes_with_its_last_tensor(gpu: StandIn) -> None:
     memory = make(gpu)
-    memory.take()
+    memory.restore()
     address, gone, part = memory.address, weakref.ref(memory), memory.tensor()[5:9]
     del memory
     gc.collect()
@@ -192,9 +192,9 @@ def test_memory_goes_with_its_last_tensor(gpu: StandIn) -> None:
 
 def test_what_was_dropped_makes_room_for_the_next(gpu: StandIn) -> None:
     gpu.resize(STEP)
-    make(gpu).take()
+    make(gpu).restore()
     gc.collect()
-    make(gpu).take()
+    make(gpu).restore()
     assert gpu.used == STEP
 
 

@@ -78,7 +78,7 @@ def test_the_lowest_free_gpus_are_leased_and_come_back() -> None:
     assert free(pool) == ["5", "7"]
     second = pool.take(1, holder="reward")
     assert second.devices == ("5",)
-    pool.give_back(first)
+    pool.release(first)
     assert free(pool) == ["0", "1", "7"]
     assert pool.take(3, holder="policy").devices == ("0", "1", "7")
 
@@ -111,11 +111,11 @@ def test_a_host_without_gpus_says_so() -> None:
 def test_giving_back_twice_does_nothing() -> None:
     pool = GpuPool("box", ["0", "1"])
     lease = pool.take(1, holder="policy")
-    pool.give_back(lease)
-    pool.give_back(lease)
+    pool.release(lease)
+    pool.release(lease)
     assert free(pool) == ["0", "1"]
     pool.take(1, holder="judge")
-    pool.give_back(lease)
+    pool.release(lease)
     assert free(pool) == ["1"]
 
 
@@ -123,10 +123,10 @@ def test_an_old_lease_of_the_same_holder_frees_nothing() -> None:
     """Two actors of one class have the same label."""
     pool = GpuPool("box", ["0", "1"])
     old = pool.take(1, holder="Worker")
-    pool.give_back(old)
+    pool.release(old)
     new = pool.take(1, holder="Worker")
     assert new.devices == old.devices
-    pool.give_back(old)
+    pool.release(old)
     assert pool.free == ("1",)
 
 
@@ -148,10 +148,10 @@ def test_no_gpu_ever_has_two_holders(moves: list[tuple[bool, int, str]], num_gpu
                 with pytest.raises(PlacementError, match=f"where {num_free} of {num_gpus} are free"):
                     pool.take(number, holder=holder)
         elif number % 2 and returned:
-            pool.give_back(returned[number % len(returned)])  # a second time
+            pool.release(returned[number % len(returned)])  # a second time
         elif held:
             returned.append(held.pop(number % len(held)))
-            pool.give_back(returned[-1])
+            pool.release(returned[-1])
         taken = [device for lease in held for device in lease.devices]
         assert len(taken) == len(set(taken))
         assert sorted([*taken, *pool.free]) == sorted(pool.devices)
@@ -188,7 +188,7 @@ def test_threads_that_take_and_give_back_never_share_a_gpu() -> None:
             with guard:
                 for device in lease.devices:
                     del in_use[device]
-            pool.give_back(lease)
+            pool.release(lease)
         return served
 
     with ThreadPoolExecutor(4) as threads:
@@ -203,8 +203,8 @@ def test_each_process_gets_one_thread_unless_more_are_asked_for(caplog: pytest.L
     ledger = ThreadLedger("box", 4)
     assert [ledger.claim(8, None), ledger.claim(2, 3)] == [1, 3]
     assert ledger.num_claimed == 14
-    ledger.give_back(8, 1)
-    ledger.give_back(2, 3)
+    ledger.release(8, 1)
+    ledger.release(2, 3)
     assert ledger.num_claimed == 0
 
 

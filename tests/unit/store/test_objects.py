@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import threading
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import forge
 import forge.store as ts
 from forge.errors import StoreError
 from forge.store.objects import MAX_REST, Leaf, put_together, take_apart, write_structure
+from store_scenarios import alone
 
 DTYPES = sorted(
     {
@@ -35,20 +33,6 @@ Pair = namedtuple("Pair", ["left", "right"])
 class Record:
     number: int
     tensor: Tensor
-
-
-def alone(body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Run a scenario in a run of its own that ends with it."""
-
-    async def inside() -> Any:
-        torch.set_num_threads(1)
-        try:
-            async with asyncio.timeout(600):
-                return await body()
-        finally:
-            await forge.shutdown()
-
-    return asyncio.run(inside())
 
 
 def is_tensor(node: Any) -> bool:

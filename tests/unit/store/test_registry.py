@@ -245,7 +245,7 @@ def test_a_rank_outside_of_the_world_is_refused(driver: Driver, rank: int, world
 def test_a_version_in_the_past_is_refused_and_leaves_nothing(driver: Driver, number: int) -> None:
     driver.publish(1, request(version=5))
     before = set(driver.tables())
-    with pytest.raises(StoreError, match="too late") as caught:
+    with pytest.raises(StoreError, match="is too old") as caught:
         driver.registry.begin(1, request(version=number, layout=whole("other")))
     assert (caught.value.value, driver.numbers()) == (number, [5])
     assert "rewind" in str(caught.value.repair)
@@ -410,7 +410,7 @@ def test_retire_rewind_and_delete(driver: Driver) -> None:
     assert driver.registry.rewind(POLICY, to=2) == [3, 4]
     assert driver.numbers() == [1, 2]
     assert driver.registry.rewind(POLICY, to=7) == []
-    with pytest.raises(StoreError, match="version 2 is published"):
+    with pytest.raises(StoreError, match="version 2 is already published"):
         driver.begin(1, request(version=2))
     driver.publish(1, request(version=3, keep=9))
     assert driver.registry.delete("weights", ["policy", "nothing"]) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,27 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import forge
 import forge.store as ts
 from forge.errors import StoreError
 from forge.store.targets import allocate, is_place, resolve, stored_name
+from store_scenarios import alone
 
 FIXED = settings(derandomize=True, deadline=None, database=None, max_examples=200)
 VERIFY = ("cheap", "full", "off")
-
-
-def alone(body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """Run a scenario in a run of its own that ends with it."""
-
-    async def inside() -> Any:
-        torch.set_num_threads(1)
-        try:
-            async with asyncio.timeout(600):
-                return await body()
-        finally:
-            await forge.shutdown()
-
-    return asyncio.run(inside())
 
 
 @pytest.fixture(scope="module")

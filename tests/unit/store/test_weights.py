@@ -11,26 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import forge
 import forge.store as ts
 from forge.errors import MISSING, StoreError, StoreKeyError, WeightMismatch
 from forge.store.client import client
 from forge.store.objects import MAX_REST
+from store_scenarios import alone
 
 Body = Callable[[], Coroutine[Any, Any, Any]]
-
-
-def alone(body: Body) -> Any:
-    """Run a scenario in a run of its own that ends with it."""
-
-    async def inside() -> Any:
-        try:
-            async with asyncio.timeout(600):
-                return await body()
-        finally:
-            await forge.shutdown()
-
-    return asyncio.run(inside())
 
 
 def check_says_all(error: StoreError, *, has_path: bool = True) -> None:

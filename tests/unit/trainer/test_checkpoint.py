@@ -232,7 +232,7 @@ def test_extra_that_json_cannot_carry_is_refused(tmp_path: Path, extra: dict[Any
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="newest") as wrong_keep:
+    with pytest.raises(ConfigError, match="keep") as wrong_keep:
         Checkpoints(tmp_path, keep=0)
     assert (wrong_keep.value.path, wrong_keep.value.value) == ("checkpointing.keep", 0)
     checkpoints = Checkpoints(tmp_path)

@@ -102,7 +102,7 @@ class FixedAddressMemory(EngineMemory):
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
         _free_unused()
         self._weights = self._make(sum(map(_room, forms.values())), _WEIGHTS)
-        self._weights.take()
+        self._weights.restore()
         self._whole = self._weights.tensor()
         self._on_device = dict(zip(forms, carve(self._whole, forms.values()), strict=True))
         self._point_to(self._on_device)
@@ -116,16 +116,16 @@ class FixedAddressMemory(EngineMemory):
         if self._cache is None:
             forms = [(shape, dtype) for _ in range(num_layers) for shape in shapes]
             cache = self._make(sum(map(_room, forms)), _CACHE)
-            cache.take()
+            cache.restore()
             views = carve(cache.tensor(), forms)
             self._cache, self._caches = cache, list(zip(views[::2], views[1::2], strict=True))
-        self._cache.take()
+        self._cache.restore()
         return self._caches
 
     def release_cache(self) -> None:
         """Release the cache's memory."""
         if self._cache is not None:
-            self._cache.give_back()
+            self._cache.release()
 
     def release_weights(self) -> None:
         """Move the weights to one block of pinned host memory, in one copy. The block is kept for the next time."""
@@ -136,13 +136,13 @@ class FixedAddressMemory(EngineMemory):
                 self._on_host_views = dict(zip(self._on_device, carve(self._host, forms), strict=True))
             self._host.copy_(self._whole)
             self._point_to(self._on_host_views)
-            self._weights.give_back()
+            self._weights.release()
         _free_unused()
 
     def restore_weights(self) -> None:
         """Move the weights back to their addresses."""
         if self._weights is not None and not self._weights.is_held:
-            self._weights.take()
+            self._weights.restore()
             self._whole.copy_(self._host)
             self._point_to(self._on_device)
 

@@ -261,7 +261,7 @@ class EngineThread:
 
 
 def _is_fatal(error: Exception) -> bool:
-    """Return whether nothing can be computed after this error: a device that reported one reports it for ever."""
+    """Return whether nothing can be computed after this error: a device that reported one keeps reporting it."""
     import torch
 
     return isinstance(error, torch.AcceleratorError)

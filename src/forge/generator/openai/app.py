@@ -130,7 +130,7 @@ def _checked_key(config: ServeConfig) -> str | None:
     key = config.api_key or os.environ.get(KEY_VARIABLE) or None
     if key is None and not _is_loopback(config.host):
         raise ConfigError(
-            "without an API key, without an API key, everyone who reaches this address could use the model",
+            "without an API key, everyone who reaches this address could use the model",
             path="serve.host",
             value=config.host,
             rule="without an API key, the server listens on loopback only",

@@ -3,7 +3,7 @@
     from forge.observe.report import write_report
     write_report("runs/mine").path  # runs/mine/report.html
 
-The page is one file with everything in it. It asks no server for anything and may be sent to somebody.
+The page is one file with everything in it. It loads nothing from a server, so you can send it to others.
 """
 
 from forge.observe.report.page import Report, write_report

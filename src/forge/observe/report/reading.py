@@ -1,4 +1,4 @@
-"""What a run's folder holds, as far as it is there: a run that goes on or was killed is read like one that ended."""
+"""Reads what a run's folder holds. Runs that are still going or were killed are read like finished ones."""
 
 from __future__ import annotations
 

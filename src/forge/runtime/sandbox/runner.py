@@ -91,7 +91,7 @@ def _as_plain_numbers(limits: Limits) -> dict[str, int]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder whose contents somebody hostile has arranged: no link is followed, and rights are restored."""
+    """Remove a folder with hostile contents: follow no link, and restore permissions first."""
     if not folder.exists():
         return
     for parent, names, _ in os.walk(folder):

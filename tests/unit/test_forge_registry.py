@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,24 @@ def test_a_function_gets_what_its_signature_names() -> None:
         return first, a, b, c
 
     assert call(function, 0, args={"c": 30}, offered={"a": 1, "c": 9, "d": 4}) == (0, 1, 2, 30)
+
+
+def test_an_object_that_cannot_be_hashed_may_be_called() -> None:
+    @dataclass
+    class Scaled:
+        factor: int = 2
+
+        def __call__(self, value: int, *, bias: int) -> int:
+            return self.factor * value + bias
+
+    assert call(Scaled(), 3, args={}, offered={"bias": 1, "other": 5}) == 7
+
+
+def test_a_family_needs_the_name_of_its_member() -> None:
+    assert TASKS.is_built_in("reasoning_gym/leg_counting")
+    with pytest.raises(InvalidConfig) as caught:
+        read("prompts.sources=[{task: reasoning_gym}]")
+    assert "reasoning_gym/NAME" in str(caught.value.problems[0].rule)
 
 
 # ---- The kinds -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 from forge.runtime.hosts import free_port
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "security.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
 
 PROGRAM = """
 import asyncio, os, ssl, sys
