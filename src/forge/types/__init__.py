@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Prompt = Task
-"""The name of `Task` before 0.3; it goes with the next release."""
+"""The name of `Task` in release 0.1; it will be removed in the next."""
 
 __all__ = [
     "INITIAL_VERSION",
