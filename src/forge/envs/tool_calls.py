@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
+
+from forge.types import MalformedCall, ToolCall
 
 ToolFormat: TypeAlias = Literal["hermes", "llama", "json"]
 
@@ -23,35 +25,6 @@ _PYTHON_TAG: Final = "<|python_tag|>"
 _FENCE: Final = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL)
 _EXAMPLE: Final = '{"name": "tool", "arguments": {"x": 1}}'
 _LLAMA_EXAMPLE: Final = '{"name": "tool", "parameters": {"x": 1}}'
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the policy made.
-
-    Attributes:
-        id: names the call in its conversation; the tool's answer refers to it.
-        name: the tool.
-        arguments: the arguments by name.
-    """
-
-    id: str
-    name: str
-    arguments: Mapping[str, Any]
-
-    def as_message_part(self) -> dict[str, Any]:
-        """Return the call as an entry of a message's `tool_calls`."""
-        arguments = json.dumps(dict(self.arguments), ensure_ascii=False)
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
-
-
-@dataclass(frozen=True, slots=True)
-class MalformedCall:
-    """Text that was meant as a call and cannot be read, and the reason in words for the model."""
-
-    id: str
-    text: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)

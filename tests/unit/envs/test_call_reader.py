@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.envs.chat_api.requests import message_key
-from forge.envs.tool_calls import CallReader, MalformedCall, ToolCall, ToolFormat, parse_answer
+from forge.envs.tool_calls import CallReader, ToolFormat, parse_answer
+from forge.types import MalformedCall, ToolCall
 
 JSON = '{"name": "f", "arguments": {"x": 1}}'
 LLAMA = '{"name": "f", "parameters": {"x": 1}}'

@@ -10,8 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from forge.envs.chat_api.errors import request_error
-from forge.envs.tool_calls import CallReader, MalformedCall, ToolCall
-from forge.types import Completion
+from forge.envs.tool_calls import CallReader
+from forge.types import Completion, MalformedCall, ToolCall
 
 
 class AssistantMessage:
