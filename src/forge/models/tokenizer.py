@@ -175,6 +175,11 @@ class ChatTokenizer:
         """Whether conversations can be encoded."""
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def chat_template(self) -> str:
+        """The template of conversations with tools; empty where there is none."""
+        return str(self._tokenizer.get_chat_template(tools=[{}])) if self.has_chat_template else ""
+
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files and the chat template in use into a folder."""
         self._tokenizer.save_pretrained(str(folder))
