@@ -1,0 +1,337 @@
+"""The agent: a policy in a conversation, as an episode's program sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from forge.envs.history import ChatCodec, Extension, History
+from forge.envs.journal import Journal, TurnEntry
+from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault
+from forge.envs.tool_calls import ToolFormat, parse_answer
+from forge.envs.tools import Tool, ToolResult, as_tools, cut_middle, run_call
+from forge.envs.trace import Message, path_to
+from forge.errors import OptionError, RewardError
+from forge.types import Completion, EpisodeOutcome, Task, Turn
+
+T = TypeVar("T")
+
+
+class Policy(Protocol):
+    """What an agent needs from the generators."""
+
+    max_seq_len: int
+    """The longest prompt and completion together, in tokens."""
+
+    async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
+        """Sample one completion. Requests of one `session` go to the replica that has its cache, where it is up."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeKey:
+    """What an episode's randomness depends on, together with the weights: nothing else, and never arrival order."""
+
+    run_seed: int
+    group: int
+    member: int
+
+    def seed(self, *parts: object) -> int:
+        """Return 63 bits that depend on this key and `parts`."""
+        text = ":".join(map(str, (self.run_seed, self.group, self.member, *parts)))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    def __str__(self) -> str:
+        return f"{self.run_seed}-{self.group}-{self.member}"
+
+
+@dataclass(slots=True)
+class EpisodeCounts:
+    """What an episode used."""
+
+    num_turns: int = 0
+    num_sampled: int = 0
+    num_observed: int = 0
+    num_tool_calls: int = 0
+    tool_errors: Counter[str] = field(default_factory=Counter)
+    tools_s: float = 0.0
+    prefix_breaks: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class EpisodeState:
+    """What all branches of one episode share.
+
+    Attributes:
+        task, key, limits: what is done, what its randomness depends on, and what it may use.
+        policy, codec, tool_format: who answers, and how conversations become tokens.
+        sampling: options of every completion.
+        journal: what happened, for a replay.
+    """
+
+    task: Task
+    key: EpisodeKey
+    limits: EpisodeLimits
+    policy: Policy
+    codec: ChatCodec
+    tool_format: ToolFormat
+    sampling: Mapping[str, Any]
+    journal: Journal
+    turns: list[Turn] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
+    turn_rewards: dict[int, float] = field(default_factory=dict)
+    counts: EpisodeCounts = field(default_factory=EpisodeCounts)
+    outcome: EpisodeOutcome = "finished"
+    is_closed: bool = False
+
+
+class Agent:
+    """Talks to the policy for one branch of an episode.
+
+    Example:
+        >>> turn = await agent.generate(task.messages)
+        >>> turn = await agent.run_tools([{"role": "user", "content": "And now?"}], tools=[search], max_turns=8)
+        >>> agent.add_reward(0.5, name="style")
+    """
+
+    def __init__(self, state: EpisodeState, *, path: tuple[int, ...] = ()) -> None:
+        self._state, self.path = state, path
+        self._history = History()
+        self._last: int | None = None
+        self._num_turns = self._num_forks = self._num_records = 0
+        self._is_generating = False
+        self.rng = random.Random(state.key.seed("rng", *path))
+        """Random numbers that are the same when the episode is run again."""
+
+    @property
+    def task(self) -> Task:
+        return self._state.task
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation of this branch, with each answer as the text that was sampled."""
+        return self._history.messages
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns of the whole episode so far."""
+        return tuple(self._state.turns)
+
+    # ---- Talking ----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        messages: Sequence[Message] = (),
+        *,
+        tools: Sequence[Tool | Callable[..., Any]] = (),
+        template: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Turn:
+        """Append messages to the history, sample an answer and append it too.
+
+        `options` override the run's sampling for this turn (`max_tokens`, `temperature`, `stop`, …). `template` are
+        further arguments of the chat template. Raises `EpisodeOver` where a limit leaves no room for another turn.
+        """
+        return await self._generate(messages, as_tools(tools), template, options)
+
+    async def run_tools(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool | Callable[..., Any]],
+        max_turns: int | None = None,
+        template: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Turn:
+        """Generate, run the tools that the answer calls, and continue with their results until no tool is called.
+
+        Calls of one answer run at the same time. After `max_turns` turns it returns with the calls unanswered, and the
+        episode's outcome is `turn_limit`.
+        """
+        known = as_tools(tools)
+        turn = await self._generate(messages, known, template, options)
+        num_turns = 1
+        while turn.calls:
+            if max_turns is not None and num_turns >= max_turns:
+                self._state.outcome = "turn_limit"
+                break
+            results = await self._run_calls(turn, known)
+            turn = await self._generate([each.as_message() for each in results], known, template, options)
+            num_turns += 1
+        return turn
+
+    def replace_history(self, messages: Sequence[Message]) -> None:
+        """Continue with another history: a summary, or one without old reasoning. The next turn starts a new root."""
+        self._history = self._history.replaced(messages)
+
+    def fork(self) -> Agent:
+        """Return an agent with this history, whose turns are a branch of their own. Limits are shared."""
+        other = Agent(self._state, path=(*self.path, self._num_forks))
+        self._num_forks += 1
+        other._history, other._last = self._history, self._last
+        return other
+
+    # ---- Rewards and side effects -----------------------------------------------------------------------------------
+
+    def add_reward(self, value: float, *, name: str = "reward", turn: Turn | None = None) -> None:
+        """Add to the episode's reward `name`; with `turn`, to what that turn earned itself."""
+        number = check_reward(value, name)
+        self._check_open()
+        state = self._state
+        state.rewards[name] = state.rewards.get(name, 0.0) + number
+        if turn is not None:
+            state.turn_rewards[turn.index] = state.turn_rewards.get(turn.index, 0.0) + number
+
+    async def record(self, make: Callable[[], Awaitable[T] | T]) -> T:
+        """Return what `make()` returns, and keep it in the journal: a replay returns it without calling `make` again.
+
+        Use it for whatever a deterministic episode does that is not a turn or a tool call of `run_tools`. The value
+        must be plain (JSON).
+        """
+        key = (*self.path, self._num_records)
+        self._num_records += 1
+        return await self._state.journal.record(key, make)
+
+    # ---- One turn ---------------------------------------------------------------------------------------------------
+
+    async def _generate(
+        self,
+        messages: Sequence[Message],
+        tools: Mapping[str, Tool],
+        template: Mapping[str, Any] | None,
+        options: Mapping[str, Any],
+    ) -> Turn:
+        state = self._state
+        self._check_open()
+        if self._is_generating:
+            raise OptionError(
+                "a branch generates one turn at a time",
+                path="agent.generate",
+                value=f"branch {self.path}",
+                rule="await the turn under way first",
+                repair="fork the agent for turns at the same time",
+            )
+        self._is_generating = True
+        try:
+            words = dict(template or {})
+            if tools:
+                words["tools"] = [each.schema for each in tools.values()]
+            extension = self._history.extend(messages, state.codec, template=words)
+            turn = await self._sample(messages, extension, options)
+            if tools:
+                call_prefix = "call_" + "_".join(map(str, (*self.path, self._num_turns - 1)))
+                parsed = parse_answer(turn.text, state.tool_format, id_prefix=call_prefix)
+                turn = state.turns[turn.index] = replace(turn, calls=parsed.calls)
+            self._history = self._history.after(extension, messages, turn.token_ids, state.codec)
+            self._last = turn.index
+            return turn
+        finally:
+            self._is_generating = False
+
+    async def _sample(self, messages: Sequence[Message], extension: Extension, options: Mapping[str, Any]) -> Turn:
+        state, counts = self._state, self._state.counts
+        parent = None if extension.starts_over else self._last
+        before = [token for turn in path_to(state.turns, parent) for token in (*turn.context_ids, *turn.token_ids)]
+        prompt_ids = (*before, *extension.appended_ids)
+        sampling = self._allowed(options, len(prompt_ids))
+        seed = state.key.seed(*self.path, self._num_turns)
+        self._num_turns += 1
+        counts.num_turns += 1
+        entry = TurnEntry((*self.path, self._num_turns - 1), prompt_ids)
+        completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, {**sampling, "seed": seed}))
+        turn = Turn.of(
+            completion,
+            index=len(state.turns),
+            parent=parent,
+            previous=self._last,
+            path=self.path,
+            messages=tuple(messages),
+            context_ids=extension.appended_ids,
+            seed=seed,
+            prefix_break=extension.prefix_break,
+        )
+        state.turns.append(turn)
+        counts.num_sampled += len(turn)
+        counts.num_observed += len(turn.context_ids)
+        if turn.prefix_break is not None:
+            counts.prefix_breaks[turn.prefix_break] += 1
+        return turn
+
+    async def _ask(self, prompt_ids: Sequence[int], options: Mapping[str, Any]) -> Completion:
+        state = self._state
+        session = f"{state.key}-{'.'.join(map(str, self.path))}"
+        try:
+            async with asyncio.timeout(state.limits.turn_timeout_s) as timer:
+                return await state.policy.sample(prompt_ids, options=options, session=session)
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            limit_s = state.limits.turn_timeout_s
+            raise Fault(f"a turn took longer than {limit_s:g} s", kind="turn_timeout", path=str(state.key)) from None
+
+    def _allowed(self, options: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
+        """Return the options of a turn within what the limits leave, or raise `EpisodeOver`."""
+        state, limits, counts = self._state, self._state.limits, self._state.counts
+        if limits.max_turns is not None and counts.num_turns >= limits.max_turns:
+            raise EpisodeOver("turn_limit", f"{limits.max_turns} turns")
+        room = state.policy.max_seq_len - num_prompt_tokens
+        if room < 1:
+            raise EpisodeOver("context_full", f"{num_prompt_tokens} tokens of {state.policy.max_seq_len}")
+        chosen = {**state.sampling, **options, "n": 1}
+        wanted = chosen.get("max_tokens")
+        room = room if wanted is None else min(room, int(wanted))
+        if limits.max_tokens is not None:
+            left = limits.max_tokens - counts.num_sampled
+            if left < 1:
+                raise EpisodeOver("token_limit", f"{limits.max_tokens} tokens")
+            room = min(room, left)
+        return {**chosen, "max_tokens": room}
+
+    async def _run_calls(self, turn: Turn, tools: Mapping[str, Tool]) -> list[ToolResult]:
+        state, limits, counts = self._state, self._state.limits, self._state.counts
+        if limits.max_tool_calls is not None and counts.num_tool_calls + len(turn.calls) > limits.max_tool_calls:
+            raise EpisodeOver("tool_call_limit", f"{limits.max_tool_calls} tool calls")
+        counts.num_tool_calls += len(turn.calls)
+        results = await state.journal.tools(
+            [call.id for call in turn.calls],
+            lambda number: run_call(turn.calls[number], tools, timeout_s=limits.tool_timeout_s),
+            lambda number: turn.calls[number],
+        )
+        found = []
+        for result in results:
+            counts.tools_s += result.seconds
+            if result.error is not None:
+                counts.tool_errors[result.error] += 1
+            found.append(replace(result, text=cut_middle(result.text, limits.max_tool_tokens, state.codec)))
+        return found
+
+    def _check_open(self) -> None:
+        if self._state.is_closed:
+            raise OptionError(
+                "the episode is over",
+                path="agent",
+                value=str(self._state.key),
+                rule="an agent is used only inside its episode",
+                repair="await everything that uses the agent before the program returns",
+            )
+
+
+def check_reward(value: object, name: str) -> float:
+    """Return a reward as a number; `RewardError` if it is not a finite one."""
+    is_number = isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, str))
+    number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    if not math.isfinite(number):
+        raise RewardError(
+            f"the reward {name!r} is not a finite number",
+            path=f"add_reward(name={name!r})",
+            value=value,
+            rule="a finite number",
+            repair="return a number for every answer; raise Fault where there is none because something else failed",
+        )
+    return number

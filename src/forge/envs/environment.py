@@ -1,0 +1,122 @@
+"""Environments that are stepped: reset, step, close."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from forge.envs.agent import Agent
+from forge.envs.episode import EpisodeProgram, episode
+from forge.envs.tools import Tool
+from forge.envs.trace import Message
+from forge.errors import OptionError
+from forge.types import Task
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment shows.
+
+    Attributes:
+        messages: what the policy reads next.
+        reward: what the last answer earned; None if the environment says nothing about it.
+        terminated: whether the task has come to its own end.
+        truncated: whether the environment ended it before.
+        tools: tools that the policy may call in its next answer; their results are read before the environment steps.
+        name: the name of the reward.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float | None = None
+    terminated: bool = False
+    truncated: bool = False
+    tools: Sequence[Tool | Callable[..., Any]] = ()
+    name: str = "reward"
+
+    @property
+    def is_over(self) -> bool:
+        return self.terminated or self.truncated
+
+
+@runtime_checkable
+class Env(Protocol):
+    """An environment for one episode at a time. `forge.envs.limits.Fault` says that it failed itself."""
+
+    async def reset(self, task: Task) -> Observation:
+        """Begin a task."""
+        ...
+
+    async def step(self, message: Message) -> Observation:
+        """Take the policy's answer, a message of the role `assistant`."""
+        ...
+
+    async def close(self) -> None:
+        """Release everything. Called once at the end of every episode, however it ended."""
+        ...
+
+
+def episode_from_env(
+    make: Callable[..., Env | Awaitable[Env]], *, deterministic: bool = False, limit_reward: float = 0.0, **args: Any
+) -> EpisodeProgram:
+    """Return the episode that plays an environment to its end: `episode_from_env(Maze, size=5)`.
+
+    `make(**args)` makes one environment per episode, and may be a coroutine function. Each reward is that of the turn
+    before it.
+    """
+
+    async def play(task: Task, agent: Agent, **args: Any) -> None:
+        made = make(**args)
+        env = await made if inspect.isawaitable(made) else made
+        if not isinstance(env, Env):
+            raise OptionError(
+                "this is not an environment",
+                path=getattr(make, "__qualname__", repr(make)),
+                value=type(env).__name__,
+                rule="an object with the coroutine methods reset(task), step(message) and close()",
+                repair="add what is missing",
+            )
+        try:
+            await _play(env, task, agent)
+        finally:
+            await env.close()
+
+    play.__qualname__ = getattr(make, "__qualname__", "environment")
+    program = episode(deterministic=deterministic, limit_reward=limit_reward)(play)
+    return program.with_args(args) if args else program
+
+
+async def _play(env: Env, task: Task, agent: Agent) -> None:
+    seen = await env.reset(task)
+    if seen.reward is not None:
+        agent.add_reward(seen.reward, name=seen.name)
+    while not seen.is_over:
+        if seen.tools:
+            turn = await agent.run_tools(seen.messages, tools=seen.tools)
+        else:
+            turn = await agent.generate(seen.messages)
+        seen = await env.step(agent.messages[-1])
+        if seen.reward is not None:
+            agent.add_reward(seen.reward, name=seen.name, turn=turn)
+
+
+@dataclass(slots=True)
+class CountingEnv:
+    """The smallest environment, for examples and tests: count up to a number, one message at a time."""
+
+    goal: int = 3
+    _at: int = field(default=0, init=False)
+
+    async def reset(self, task: Task) -> Observation:
+        self._at = 0
+        return Observation([{"role": "user", "content": f"Count to {self.goal}, one number in each answer."}])
+
+    async def step(self, message: Message) -> Observation:
+        is_next = str(message["content"]).strip() == str(self._at + 1)
+        self._at += is_next
+        is_done = self._at == self.goal or not is_next
+        return Observation([{"role": "user", "content": "Next."}], reward=float(is_next), terminated=is_done)
+
+    async def close(self) -> None:
+        return None

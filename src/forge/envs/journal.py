@@ -1,0 +1,143 @@
+"""The journal of an episode: its completions, tool results and recorded values, in plain form.
+
+An episode that is declared deterministic can be continued after a crash: it runs again from its start, and whatever the
+journal has is returned instead of being done again. Turns must then be asked for with the same tokens as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import json
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from forge.envs.tools import ToolResult
+from forge.errors import OptionError
+from forge.types import Completion, MalformedCall, Timings, ToolCall, VersionSpan
+
+T = TypeVar("T")
+Entry = Mapping[str, Any]
+
+
+class ReplayMismatch(Exception):
+    """A replayed episode asked for another turn than its journal has: it must be run from its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEntry:
+    """A turn that is asked for: its branch and number, and its whole prompt."""
+
+    key: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """A digest of the prompt's tokens."""
+        return hashlib.blake2b(array("q", self.prompt_ids).tobytes(), digest_size=16).hexdigest()
+
+
+class Journal:
+    """Keeps what happened, and replays what an earlier journal has.
+
+    Args:
+        entries: the journal of the episode that is continued; none for a fresh one.
+        write: gets every new entry, before what it describes is used. Entries are plain (JSON).
+    """
+
+    def __init__(self, entries: Iterable[Entry] = (), *, write: Callable[[Entry], None] | None = None) -> None:
+        self._known = {(entry["kind"], tuple(entry["key"])): entry for entry in entries}
+        self._write = write
+        self.num_replayed = 0
+
+    async def turn(self, asked: TurnEntry, ask: Callable[[], Awaitable[Completion]]) -> Completion:
+        """Return the completion of a turn: the journal's, if it has one for the same prompt."""
+        known = self._take("turn", asked.key)
+        if known is not None:
+            if known["prompt"] != asked.digest:
+                raise ReplayMismatch(f"turn {asked.key}: the prompt differs from the journal's")
+            return _read_completion(known["completion"])
+        completion = await ask()
+        self._add("turn", asked.key, prompt=asked.digest, completion=_plain_completion(completion))
+        return completion
+
+    async def tools(
+        self,
+        ids: Sequence[str],
+        run: Callable[[int], Awaitable[ToolResult]],
+        call_of: Callable[[int], ToolCall | MalformedCall],
+    ) -> list[ToolResult]:
+        """Return the results of the calls of one answer, run at the same time. If one raises, the others are ended."""
+
+        async def one(number: int) -> ToolResult:
+            known = self._take("tool", (ids[number],))
+            if known is not None:
+                return ToolResult(call_of(number), known["text"], known["error"], known["seconds"])
+            result = await run(number)
+            self._add("tool", (ids[number],), text=result.text, error=result.error, seconds=result.seconds)
+            return result
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(number)) for number in range(len(ids))]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def record(self, key: tuple[int, ...], make: Callable[[], Awaitable[T] | T]) -> T:
+        """Return a recorded value, or make and record it."""
+        known = self._take("record", key)
+        if known is not None:
+            value: T = known["value"]
+            return value
+        made = make()
+        result: T = await made if inspect.isawaitable(made) else made
+        try:
+            same = json.loads(json.dumps(result)) == result
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise OptionError(
+                "a recorded value would not be the same after a replay",
+                path="agent.record",
+                value=result,
+                rule="plain values: None, numbers, text, and lists and dicts (with text as keys) of them",
+                repair="return plain values from the function, and build objects from them outside of it",
+            )
+        self._add("record", key, value=result)
+        return result
+
+    def _take(self, kind: str, key: tuple[Any, ...]) -> Entry | None:
+        known = self._known.pop((kind, key), None)
+        self.num_replayed += known is not None
+        return known
+
+    def _add(self, kind: str, key: tuple[Any, ...], **values: Any) -> None:
+        if self._write is not None:
+            self._write({"kind": kind, "key": list(key), **values})
+
+
+def _plain_completion(completion: Completion) -> dict[str, Any]:
+    plain = asdict(completion)
+    del plain["prompt_ids"]  # the journal has its digest; a replay brings the tokens
+    return plain
+
+
+def _read_completion(plain: Mapping[str, Any]) -> Completion:
+    full = plain["full_logprobs"]
+    return Completion(
+        prompt_ids=(),
+        token_ids=tuple(plain["token_ids"]),
+        logprobs=tuple(plain["logprobs"]),
+        full_logprobs=None if full is None else tuple(full),
+        text=plain["text"],
+        finish_reason=plain["finish_reason"],
+        stop_reason=plain["stop_reason"],
+        versions=tuple(VersionSpan(**span) for span in plain["versions"]),
+        timings=Timings(**plain["timings"]),
+        index=plain["index"],
+        num_shared=plain["num_shared"],
+    )

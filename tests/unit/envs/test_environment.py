@@ -1,0 +1,68 @@
+"""Environments that are stepped, as episodes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from forge.envs.environment import CountingEnv, Env, Observation, episode_from_env
+from forge.envs.episode import run_episode
+from forge.envs.tools import tool
+from forge.errors import OptionError
+from scripted_policy import END, ScriptedPolicy, state_of
+
+
+def run(program, policy):
+    return asyncio.run(run_episode(program, state_of(policy)))
+
+
+def test_an_environment_is_stepped_to_its_end(codec):
+    policy = ScriptedPolicy(codec, [f"{number}{END}" for number in (1, 2, 4)])
+    done = run(episode_from_env(CountingEnv, goal=3), policy)
+    assert (done.score.reward, dict(done.turn_rewards)) == (2.0, {0: 1.0, 1: 1.0, 2: 0.0})
+    assert len(done.turns) == 3
+    assert [turn.parent for turn in done.turns] == [None, 0, 1]
+
+
+class Shop:
+    """Asks for a tool, and must be closed whatever happens."""
+
+    closed = 0
+
+    @tool
+    async def price(self, item: str) -> int:
+        "Return the price of an item."
+        return len(item)
+
+    async def reset(self, task):
+        return Observation(task.messages, tools=[self.price])
+
+    async def step(self, message):
+        if message["content"] == "crash":
+            raise RuntimeError("lost")
+        return Observation(reward=float("5" in message["content"]), terminated=True)
+
+    async def close(self):
+        Shop.closed += 1
+
+
+async def open_shop():
+    return Shop()
+
+
+def test_tools_are_run_before_the_environment_steps_and_it_is_always_closed(codec):
+    call = '<tool_call>{"name": "price", "arguments": {"item": "bread"}}</tool_call>' + END
+    Shop.closed = 0
+    done = run(episode_from_env(open_shop), ScriptedPolicy(codec, [call, f"It is 5.{END}"]))
+    assert (done.score.reward, done.counts.num_tool_calls, Shop.closed) == (1.0, 1, 1)
+    with pytest.raises(RuntimeError, match="lost"):
+        run(episode_from_env(open_shop), ScriptedPolicy(codec, [f"crash{END}"]))
+    assert Shop.closed == 2
+
+
+def test_what_is_not_an_environment(codec):
+    with pytest.raises(OptionError, match="environment") as error:
+        run(episode_from_env(dict), ScriptedPolicy(codec, []))
+    assert error.value.value == "dict"
+    assert isinstance(CountingEnv(), Env)

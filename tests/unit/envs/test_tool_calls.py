@@ -1,0 +1,79 @@
+"""Tool calls in sampled text."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.envs.tool_calls import MalformedCall, ToolCall, detect_format, parse_answer
+
+CALL = '{"name": "add", "arguments": {"x": 1, "y": "zwei"}}'
+
+
+def parse(text: str, tool_format: str = "hermes"):
+    return parse_answer(text, tool_format, id_prefix="c")
+
+
+def test_hermes_calls_with_text_around_them():
+    answer = parse(f"Let me see.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call> So.")
+    assert answer.text == "Let me see.\n\n So."
+    assert answer.calls == tuple(ToolCall(f"c_{number}", "add", {"x": 1, "y": "zwei"}) for number in range(2))
+    assert parse("Nothing to call.").calls == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "name"),
+        ('{"name": ""}', "name"),
+        ('{"name": 3}', "name"),
+        ('{"name": "a", "arguments": [1]}', "arguments"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_malformed_calls_say_why(body, reason):
+    (call,) = parse(f"<tool_call>{body}</tool_call>").calls
+    assert isinstance(call, MalformedCall)
+    assert reason in call.reason
+    assert call.id == "c_0"
+
+
+def test_a_call_that_was_cut_off_is_malformed_and_those_before_it_are_not():
+    answer = parse(f"<tool_call>{CALL}</tool_call><tool_call>{CALL[:10]}")
+    assert isinstance(answer.calls[0], ToolCall)
+    assert isinstance(answer.calls[1], MalformedCall)
+    assert "</tool_call>" in answer.calls[1].reason
+
+
+def test_llama_calls():
+    call = '{"name": "add", "parameters": {"x": 1}}'
+    expected = ToolCall("c_0", "add", {"x": 1})
+    assert parse(call, "llama").calls == (expected,)
+    assert parse(f"<|python_tag|>{call}", "llama").calls == (expected,)
+    assert parse(f"{call}; {call}", "llama").calls == (expected, ToolCall("c_1", "add", {"x": 1}))
+    assert parse("The answer is {4}.", "llama") == parse("The answer is {4}.", "llama")
+    assert parse("The answer is {4}.", "llama").calls == ()
+    assert isinstance(parse("<|python_tag|>print(1)", "llama").calls[0], MalformedCall)
+    assert isinstance(parse(call[:-1], "llama").calls[0], MalformedCall)
+
+
+@pytest.mark.parametrize("text", [CALL, f"```json\n{CALL}\n```", f"```\n{CALL}```", f"[{CALL}]", f"  {CALL}\n"])
+def test_json_calls(text):
+    assert parse(text, "json").calls == (ToolCall("c_0", "add", {"x": 1, "y": "zwei"}),)
+
+
+def test_json_that_is_no_call():
+    assert parse("Four.", "json").calls == ()
+    assert isinstance(parse("[]", "json").calls[0], MalformedCall)
+    assert isinstance(parse("{", "json").calls[0], MalformedCall)
+
+
+def test_a_call_as_part_of_a_message():
+    part = ToolCall("c_0", "add", {"x": "ü"}).as_message_part()
+    assert part == {"id": "c_0", "type": "function", "function": {"name": "add", "arguments": '{"x": "ü"}'}}
+
+
+def test_the_format_of_a_template():
+    assert detect_format("… <tool_call>\n{{ call }}") == "hermes"
+    assert detect_format("<|python_tag|>") == "llama"
+    assert detect_format("{{ messages }}") == "json"

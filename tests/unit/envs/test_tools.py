@@ -1,0 +1,158 @@
+"""Tools: their schema, their arguments, and what a policy reads when something is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import pytest
+
+from forge.envs.limits import Fault
+from forge.envs.tool_calls import MalformedCall, ToolCall
+from forge.envs.tools import Tool, as_text, as_tools, cut_middle, run_call, tool
+from forge.errors import OptionError
+
+
+@tool(timeout_s=5)
+async def search(query: str, limit: int = 3, order: Literal["new", "old"] = "new") -> list[str]:
+    """Search the corpus.
+
+    Args:
+        query: what to look for,
+            in words.
+        limit (int): how many to return.
+
+    Returns:
+        texts: what was found.
+    """
+    return [query] * limit
+
+
+def call(name: str = "search", **arguments: object) -> ToolCall:
+    return ToolCall("c_0", name, arguments)
+
+
+def run(made: ToolCall | MalformedCall, *tools: object, timeout_s: float | None = 60.0):
+    return asyncio.run(run_call(made, as_tools(tools or [search]), timeout_s=timeout_s))
+
+
+def test_the_schema_comes_from_annotations_and_docstring():
+    function = search.schema["function"]
+    assert (function["name"], function["description"]) == ("search", "Search the corpus.")
+    assert function["parameters"]["required"] == ["query"]
+    assert function["parameters"]["properties"]["query"] == {
+        "type": "string",
+        "description": "what to look for, in words.",
+    }
+    assert function["parameters"]["properties"]["limit"]["description"] == "how many to return."
+    assert function["parameters"]["properties"]["order"]["enum"] == ["new", "old"]
+    assert asyncio.run(search("a", limit=1)) == ["a"]  # it is still the function
+
+
+def test_calls_with_good_arguments():
+    result = run(call(query="a", limit="2"))
+    assert (result.text, result.error) == ('["a", "a"]', None)
+    assert result.as_message() == {"role": "tool", "tool_call_id": "c_0", "name": "search", "content": '["a", "a"]'}
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "said"),
+    [
+        (call(), "bad_arguments", "query"),
+        (call(query="a", limit="many"), "bad_arguments", "limit"),
+        (call(query="a", order="any"), "bad_arguments", "order"),
+        (call(query="a", more=1), "bad_arguments", "more"),
+        (call("find", query="a"), "unknown_tool", "Tools: search"),
+        (MalformedCall("c_0", "{", "it is not JSON"), "malformed", "it is not JSON"),
+    ],
+)
+def test_what_the_policy_did_wrong_comes_back_as_text(made, error, said):
+    result = run(made)
+    assert result.error == error
+    assert said in result.text
+    assert result.as_message()["content"] == result.text
+
+
+def test_a_tool_that_raises_or_hangs_answers_its_own_call_only():
+    async def raises() -> str:
+        raise KeyError("x")
+
+    async def hangs() -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def times_out_itself() -> str:
+        raise TimeoutError("upstream")
+
+    assert run(call("raises"), raises).error == "raised"
+    hung = run(call("hangs"), hangs, timeout_s=0.01)
+    assert (hung.error, "0.01 s" in hung.text) == ("timeout", True)
+    assert run(call("times_out_itself"), times_out_itself).error == "raised"
+
+
+def test_a_fault_is_not_an_answer():
+    async def lost() -> str:
+        raise Fault("the server is gone", kind="server")
+
+    with pytest.raises(Fault, match="gone"):
+        run(call("lost"), lost)
+
+
+def test_plain_functions_run_and_methods_can_be_tools():
+    def double(x: int) -> int:
+        "Double."
+        return 2 * x
+
+    class Box:
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        @tool
+        async def write(self, text: str) -> str:
+            "Write."
+            self.seen.append(text)
+            return "done"
+
+    assert run(call("double", x=4), double).text == "8"
+    box = Box()
+    assert isinstance(box.write, Tool)
+    assert run(call("write", text="a"), box.write).text == "done"
+    assert box.seen == ["a"]
+
+
+def test_answers_of_any_kind_become_text():
+    assert as_text("a\ud800") == "a?"
+    assert as_text(b"\xff\xfea") == "\ufffd\ufffda"
+    assert as_text({"a": [1, None]}) == '{"a": [1, null]}'
+    assert as_text(None) == "null"
+    assert as_text({1, 2} - {1}) == "{2}"
+
+
+def test_a_long_output_keeps_its_ends(codec):
+    assert cut_middle("short", 8, codec) == "short"
+    assert cut_middle("x" * 10_000_000, None, codec) == "x" * 10_000_000
+    text = "begin " + "x" * 100_000_000 + " end"
+    cut = cut_middle(text, 8, codec)
+    assert cut.startswith("begin")
+    assert cut.endswith("end")
+    assert "100000010 characters" in cut
+    assert len(codec.encode_rendered(cut)) < 80
+
+
+def test_tools_that_cannot_be():
+    def unannotated(x) -> str:
+        return ""
+
+    def many(*x: int) -> str:
+        return ""
+
+    for function in (unannotated, many):
+        with pytest.raises(OptionError) as error:
+            Tool(function)
+        assert error.value.path == f"tool {function.__name__}: x"
+    with pytest.raises(OptionError, match="name"):
+        Tool(unannotated, name="9 lives")
+    with pytest.raises(OptionError, match="positive"):
+        tool(timeout_s=0)(search.function)
+    with pytest.raises(OptionError, match="same name"):
+        as_tools([search, search])
