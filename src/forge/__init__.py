@@ -17,6 +17,7 @@ from forge._lazy import lazy_names
 if TYPE_CHECKING:
     from forge._version import __version__
     from forge.config import GeneratorConfig, GRPOConfig, Sampling
+    from forge.envs.sandbox import sandbox
     from forge.errors import ActorFailure
     from forge.generator.actor import Generator
     from forge.observe import Reduce, record_metric
@@ -57,6 +58,7 @@ __all__ = [
     "endpoint",
     "record_metric",
     "run",
+    "sandbox",
     "shutdown",
 ]
 
@@ -67,6 +69,7 @@ _lazy = lazy_names(
     __name__,
     {
         "forge.errors": "ActorFailure",
+        "forge.envs.sandbox": "sandbox",
         "forge.types": "Batch Completion Episode Group Task Sample Score StepResult",
         "forge.service": "ForgeActor Service",
         "forge.config": "GRPOConfig GeneratorConfig Sampling",

@@ -22,21 +22,21 @@ from forge.envs.tools import Tool
 from forge.runtime.sandbox import open_sandbox
 from forge.runtime.sandbox.box import Box
 from forge.runtime.sandbox.box_records import (
-    SandboxError,
     CommandResult,
     Content,
     Files,
     PythonResult,
+    SandboxError,
     Snapshot,
     as_snapshot,
 )
 from forge.runtime.sandbox.records import SandboxLimits
 
 __all__ = [
-    "SandboxLimits",
     "CommandResult",
     "Files",
     "PythonResult",
+    "SandboxLimits",
     "SandboxTools",
     "Snapshot",
     "grade_in_fresh_sandbox",
@@ -142,8 +142,8 @@ async def sandbox(
 ) -> AsyncIterator[SandboxTools]:
     """Open a sandbox for an episode: `async with forge.sandbox() as box`.
 
-    It has no network and sees nothing of this machine but the interpreter and the system's folders. When the block ends,
-    or this process does, everything in it is killed and its files are gone.
+    It has no network and sees nothing of this machine but the interpreter and the system's folders. When the block
+    ends, or this process does, everything in it is killed and its files are gone.
 
     Args:
         files: what is in its work folder at the start.
@@ -239,7 +239,7 @@ def _faults() -> Iterator[None]:
 
 
 def _bash(command: str) -> None:
-    """Run a command in a bash shell and return its output and exit code. Directory and variables are kept between calls.
+    """Run a command in a bash shell and return its output and exit code. Directory and variables are kept.
 
     Args:
         command: The command to run.

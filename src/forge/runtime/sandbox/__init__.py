@@ -1,8 +1,9 @@
 """Run code that a model wrote, behind a boundary and within limits.
 
 `open_sandbox()` finds the best isolation that this machine has and refuses when there is none; `Sandbox.run` runs one
-program and says how it ended. `Box` is a sandbox that stays open, with a shell, a Python kernel and files. Only the standard library is used, here and in the processes that are started. Names are
-imported when first used: a launcher starts for every run, and needs few of them.
+program and says how it ended. `Box` is a sandbox that stays open, with a shell, a Python kernel and files. Only the
+standard library is used, here and in the processes that are started. Names are imported when first used: a launcher
+starts for every run, and needs few of them.
 """
 
 from __future__ import annotations

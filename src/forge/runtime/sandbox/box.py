@@ -17,12 +17,12 @@ from weakref import WeakKeyDictionary
 from forge.errors import LaunchError, OptionError
 from forge.runtime.sandbox import launching
 from forge.runtime.sandbox.box_records import (
-    SandboxError,
     CommandResult,
     Content,
     FailureKind,
     Files,
     PythonResult,
+    SandboxError,
     Snapshot,
     as_bytes,
     as_snapshot,
@@ -44,8 +44,8 @@ Answer = tuple[dict[str, Any], bytes]
 class Box:
     """A sandbox that stays open. Use it as an asynchronous context manager, in one event loop.
 
-    What runs in it comes back as a result, whatever it does. `SandboxError` is raised when the sandbox itself fails, and
-    `OSError` for files that cannot be read or written. Calls of `bash` run one after the other, and so do calls of
+    What runs in it comes back as a result, whatever it does. `SandboxError` is raised when the sandbox itself fails,
+    and `OSError` for files that cannot be read or written. Calls of `bash` run one after the other, and so do calls of
     `python`.
     """
 
@@ -62,11 +62,12 @@ class Box:
         self._is_open = False
         self._closing: asyncio.Task[None] | None = None
         self._heard_at = 0.0
+        self._crash: str | None = None
 
     def __repr__(self) -> str:
         return f"Box({self._sandbox.isolation}, {'open' if self._is_open else 'closed'})"
 
-    # ---- start and end ------------------------------------------------------------------------------------------------
+    # ---- start and end -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
@@ -162,7 +163,7 @@ class Box:
             if not self._ended.done():
                 self._ended.set_result(None)
 
-    # ---- messages -----------------------------------------------------------------------------------------------------
+    # ---- messages ----------------------------------------------------------------------------------------------------
 
     async def _receive(self) -> None:
         """Pass answers to the calls that wait for them, until the connection ends."""
@@ -173,6 +174,7 @@ class Box:
                 header = json.loads(await self._reader.readexactly(num_header))
                 payload = await self._reader.readexactly(num_payload)
                 self._heard_at = asyncio.get_running_loop().time()
+                self._crash = header.get("crash")
                 waiting = self._waiting.pop(header["id"], None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result((header, payload))
@@ -184,7 +186,11 @@ class Box:
         events = [json.loads(line) for line in bytes(self._report).splitlines() if line.endswith(b"}")]
         last: dict[str, Any] = events[-1] if events else {}
         kind: FailureKind = "sandbox_start" if 0 in self._waiting else "sandbox_died"
-        reason = last.get("reason") or ("its launcher died" if last.get("event") != "ended" else "its processes ended")
+        reason = (
+            self._crash
+            or last.get("reason")
+            or ("its launcher died" if last.get("event") != "ended" else "its processes ended")
+        )
         what = "could not be started" if kind == "sandbox_start" else "died"
         return SandboxError(f"a sandbox {what}: {reason}", kind=kind, repair="see `forge doctor` for what works here")
 
@@ -240,7 +246,7 @@ class Box:
         finally:
             self._waiting.pop(number, None)
 
-    # ---- what it is for -----------------------------------------------------------------------------------------------
+    # ---- what it is for ----------------------------------------------------------------------------------------------
 
     async def bash(self, command: str, *, timeout_s: float | None = None) -> CommandResult:
         """Run a command in the sandbox's shell, whose folder and variables stay from call to call.

@@ -83,7 +83,7 @@ class Files(dict[str, Content]):
         left_out: the paths that are not among them, with the reason: links, what is not a file, what does not fit.
     """
 
-    def __init__(self, files: Mapping[str, Content] = {}, *, left_out: Mapping[str, str] = {}) -> None:  # noqa: B006
+    def __init__(self, files: Mapping[str, Content] = {}, *, left_out: Mapping[str, str] = {}) -> None:
         super().__init__(files)
         self.left_out = dict(left_out)
 

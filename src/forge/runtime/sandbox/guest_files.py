@@ -20,7 +20,9 @@ _OPENAT2 = 437
 _BENEATH = 0x08 | 0x02
 """RESOLVE_BENEATH and RESOLVE_NO_MAGICLINKS."""
 
-MOST_ENTRIES = 10_000
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+_MOST_ENTRIES = 10_000
 """The most files and folders that are read at once."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,8 +31,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class WorkFolder:
     """The work folder, used as the sandbox's own user."""
 
-    def __init__(self, path: str, *, uid: int | None, most_bytes: int) -> None:
-        self.path, self._uid, self._most_bytes = path, uid, most_bytes
+    def __init__(self, path: str, *, uid: int | None, most_bytes: int, most_entries: int = _MOST_ENTRIES) -> None:
+        self.path, self._uid = path, uid
+        self._most_bytes, self._most_entries = most_bytes, most_entries
 
     @contextlib.contextmanager
     def _root(self) -> Iterator[int]:
@@ -112,8 +115,8 @@ class WorkFolder:
         room = self._most_bytes
         with self._root() as root:
             for path, error in _walk(root):
-                if error is None and len(entries) >= MOST_ENTRIES:
-                    error = f"more than {MOST_ENTRIES} files"
+                if error is None and len(entries) >= self._most_entries:
+                    error = f"more than {self._most_entries} files"
                 if error is not None:
                     left_out.append([path, error])
                     if len(left_out) >= 100:
@@ -205,8 +208,8 @@ def _walk(root: int) -> Iterator[tuple[str, str | None]]:
     while waiting:
         above = waiting.pop()
         try:
-            with _opened(root, above, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) as folder, os.scandir(folder) as all_:
-                found = itertools.islice(all_, MOST_ENTRIES + 100)
+            with _opened(root, above, _FOLDER) as folder, os.scandir(folder) as scan:
+                found = itertools.islice(scan, _MOST_ENTRIES + 100)
                 entries = sorted((each.name, each.is_dir(follow_symlinks=False)) for each in found)
         except OSError as error:
             yield above, error.strerror or str(error)
@@ -223,4 +226,3 @@ def _walk(root: int) -> Iterator[tuple[str, str | None]]:
 def describe(error: OSError) -> dict[str, Any]:
     """Return an error for the library."""
     return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
-

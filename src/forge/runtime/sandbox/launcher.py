@@ -218,11 +218,11 @@ def _inner_command(plan: Mapping[str, Any]) -> tuple[str, str]:
     if plan.get("box") is None:
         with open(confine.__file__, encoding="utf-8") as file:
             return file.read() + "\nmain()\n", json.dumps({name: plan[name] for name in names})
-    from forge.runtime.sandbox import frames, guest, guest_files
+    from forge.runtime.sandbox import frames, guest, guest_files, guest_programs
 
     sources = {}
-    for module in (confine, frames, guest_files, guest):
-        with open(module.__file__, encoding="utf-8") as file:
+    for module in (confine, frames, guest_files, guest_programs, guest):
+        with open(str(module.__file__), encoding="utf-8") as file:
             sources[module.__name__] = file.read()
     names += ["isolation", "folder", "work", "box"]
     return f"{_TRAVEL}\nload({sources!r}).serve_in_bubblewrap()\n", json.dumps({name: plan[name] for name in names})

@@ -12,10 +12,10 @@ import signal
 import socket
 import sys
 
-from forge.runtime.sandbox import frames, guest, guest_files, launcher
+from forge.runtime.sandbox import guest, launcher
 
 _MOST_BYTES = 1 << 18
-_imported_before_the_root_changes = (frames, guest, guest_files)
+_imported_before_the_root_changes = guest
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def _be_launcher(message: bytes, control: int, events: int) -> None:
         launcher.run_plan(json.loads(message), events, events)
     except BrokenPipeError:  # the library is gone
         os._exit(1)
-    except BaseException as error:  # whatever it is, the library has to know
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the library has to know
         launcher.send_event(events, event="failed", reason=f"{type(error).__name__}: {error}")
     finally:
         os._exit(0)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import forge
 from forge.errors import LaunchError
 from forge.runtime.sandbox.launcher import remove
-from forge.runtime.sandbox.records import SandboxLimits, Isolation, KilledFor, Limits, Outcome
+from forge.runtime.sandbox.records import Isolation, KilledFor, Limits, Outcome, SandboxLimits
 
 SETUP_S: Final = 60.0
 """How long a launcher may take to start a program, and to end everything: generous, for machines that are busy."""
