@@ -87,7 +87,8 @@ def test_answers_can_be_recorded() -> None:
     async def body() -> Evaluation:
         asked, config = Asked(), EvaluationConfig(fraction=0.5, num_samples=3, temperature=0.5)
         sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
-        evaluator = Evaluator(config, dataset=Book(), policy=asked, score=asked.score, sampling=sampling, at_once=2)
+        attempt = single_turn_attempts(config, policy=asked, score=asked.score, sampling=sampling)
+        evaluator = Evaluator(config, dataset=Book(), attempt=attempt, at_once=2)
         return await evaluator.run(record=groups.extend)
 
     asyncio.run(body())
