@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from forge.runtime import endpoint, run, shutdown
     from forge.service import ForgeActor, Service
     from forge.trainer.actor import ReferenceModel, Trainer
-    from forge.types import Batch, Completion, Episode, Group, Prompt, Sample, Score, StepResult
+    from forge.types import Batch, Completion, Episode, Group, Sample, Score, StepResult, Task
 
 _PACKAGES = (
     *("config", "data", "errors", "generator", "loops", "losses", "models", "observe", "rewards", "rollout"),
@@ -42,7 +42,6 @@ __all__ = [
     "Generator",
     "GeneratorConfig",
     "Group",
-    "Prompt",
     "Reduce",
     "ReferenceModel",
     "ReplayBuffer",
@@ -52,6 +51,7 @@ __all__ = [
     "Score",
     "Service",
     "StepResult",
+    "Task",
     "Trainer",
     "__version__",
     "endpoint",
@@ -67,7 +67,7 @@ _lazy = lazy_names(
     __name__,
     {
         "forge.errors": "ActorFailure",
-        "forge.types": "Batch Completion Episode Group Prompt Sample Score StepResult",
+        "forge.types": "Batch Completion Episode Group Task Sample Score StepResult",
         "forge.service": "ForgeActor Service",
         "forge.config": "GRPOConfig GeneratorConfig Sampling",
         "forge.generator.actor": "Generator",

@@ -208,7 +208,7 @@ TASKS: Final[Registry[Factory]] = Registry(
         "countdown": "forge.data.tasks.countdown:Countdown",
         f"reasoning_gym{ANY_NAME}": "forge.data.tasks.gym:GymTask",
     },
-    rule="must be a class or function that returns a forge.data.tasks.Task",
+    rule="must be a class or function that returns a forge.data.tasks.TaskGenerator",
 )
 REWARDS: Final[Registry[Callable[..., float]]] = Registry(
     "reward",

@@ -20,7 +20,7 @@ from forge.rewards.code import code
 from forge.runtime.sandbox import Limits, Sandbox, find, open_sandbox, survey
 from forge.runtime.sandbox.detection import _make
 from forge.runtime.sandbox.runner import LaunchedSandbox
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -350,7 +350,7 @@ def test_another_interpreter_brings_its_packages() -> None:
 
 def score(program: str, *tests: object, **args: object) -> float:
     completion = Completion((1,), (2,), (0.0,), None, f"So:\n```python\n{program}\n```\n", "stop")
-    return code(Prompt("p", metadata={"tests": tests, "setup": "import math"}), completion, **args)  # type: ignore[arg-type]
+    return code(Task("p", metadata={"tests": tests, "setup": "import math"}), completion, **args)  # type: ignore[arg-type]
 
 
 def test_the_reward_for_code() -> None:

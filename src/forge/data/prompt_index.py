@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from forge.data.mixing import Indices
 from forge.errors import DataError
-from forge.types import Prompt
+from forge.types import Task
 
 logger = logging.getLogger("forge.data")
 
@@ -29,7 +29,7 @@ class PromptSource(Protocol):
 
     name: str
 
-    def read(self, index: int) -> Prompt: ...
+    def read(self, index: int) -> Task: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class PromptIndex:
             self.num_skipped,
         )
 
-    def read(self, index: int) -> Prompt:
+    def read(self, index: int) -> Task:
         """One prompt, as its source words it; a DataError when the source no longer holds what it held."""
         prompt = self.sources[int(self.owners[index])].read(int(self.numbers[index]))
         if fingerprint(prompt) != self.prints[index].tobytes():
@@ -160,7 +160,7 @@ def gather(source: PromptSource, *, num_candidates: int, limit: int, distinct: b
     )
 
 
-def question_hash(prompt: Prompt) -> int:
+def question_hash(prompt: Task) -> int:
     """64 bits of what is asked. How it is spaced does not count, nor whether it is text or a user's only message."""
     turns = [(turn["role"], _squeezed(turn["content"])) for turn in prompt.messages]
     if not turns:
@@ -168,7 +168,7 @@ def question_hash(prompt: Prompt) -> int:
     return _hash64(json.dumps(turns))
 
 
-def fingerprint(prompt: Prompt) -> bytes:
+def fingerprint(prompt: Task) -> bytes:
     """16 bytes of the whole prompt but its id, so that files may move."""
     text = json.dumps([prompt.messages, prompt.text, prompt.answer, prompt.metadata], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=_PRINT_SIZE).digest()

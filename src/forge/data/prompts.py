@@ -28,7 +28,7 @@ from forge.data.prompt_files import ID, RecordPrompts
 from forge.data.prompt_index import PromptIndex, gather, joined
 from forge.data.tasks import open_task
 from forge.errors import ConfigError, DataError
-from forge.types import Prompt
+from forge.types import Task
 
 __all__ = ["PromptDataset", "PromptOrder", "PromptSplit", "Wording", "open_prompts", "save_prompts"]
 
@@ -45,20 +45,20 @@ class Wording:
     template: str | None = None
     chat: bool = True
 
-    def render(self, prompt: Prompt) -> Prompt:
+    def render(self, prompt: Task) -> Task:
         """A prompt as the policy is asked it.
 
         The template goes around a text, and around the last message of a conversation where a user says it. A
         conversation that has a system message keeps its own.
         """
         if prompt.text is not None and not self.chat:
-            return Prompt(prompt.id, text=self._framed(prompt.text), answer=prompt.answer, metadata=prompt.metadata)
+            return Task(prompt.id, text=self._framed(prompt.text), answer=prompt.answer, metadata=prompt.metadata)
         turns = prompt.messages or ({"role": "user", "content": prompt.text},)
         if turns[-1]["role"] == "user":
             turns = (*turns[:-1], {**turns[-1], "content": self._framed(turns[-1]["content"])})
         if self.system_prompt is not None and all(turn["role"] not in ("system", "developer") for turn in turns):
             turns = ({"role": "system", "content": self.system_prompt}, *turns)
-        return Prompt(prompt.id, messages=turns, answer=prompt.answer, metadata=prompt.metadata)
+        return Task(prompt.id, messages=turns, answer=prompt.answer, metadata=prompt.metadata)
 
     def _framed(self, text: str) -> str:
         return text if self.template is None else self.template.replace("{prompt}", text)
@@ -87,11 +87,11 @@ class PromptDataset:
         """The format of each source, by its name; `task` for one that makes its prompts up."""
         return {source.name: getattr(source, "format", "task") for source in self._index.sources}
 
-    def read(self, index: int) -> Prompt:
+    def read(self, index: int) -> Task:
         """One prompt, as the policy is asked it."""
         return self._wording.render(self.read_bare(index))
 
-    def read_bare(self, index: int) -> Prompt:
+    def read_bare(self, index: int) -> Task:
         """One prompt as its source words it: without system prompt and template."""
         if not 0 <= index < len(self):
             raise IndexError(f"there is no prompt {index}: there are {len(self)}")
@@ -167,7 +167,7 @@ def save_prompts(dataset: PromptDataset, path: str | Path) -> int:
     return len(dataset)
 
 
-def _record(prompt: Prompt) -> dict[str, object]:
+def _record(prompt: Task) -> dict[str, object]:
     words = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
     return {ID: prompt.id, **words, "answer": prompt.answer, "metadata": prompt.metadata}
 
@@ -263,7 +263,7 @@ class Readable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> Prompt: ...
+    def read(self, index: int) -> Task: ...
 
 
 class PromptOrder:
@@ -286,7 +286,7 @@ class PromptOrder:
         """Prompts in an epoch."""
         return len(self.dataset)
 
-    def at(self, number: int) -> tuple[int, Prompt]:
+    def at(self, number: int) -> tuple[int, Task]:
         """The epoch and the prompt of the number-th group; both count from 0."""
         epoch, index = self.place(number)
         return epoch, self.dataset.read(index)

@@ -13,12 +13,12 @@ from typing import Any, Protocol, TypeVar
 
 from forge.envs.history import ChatCodec, Extension, History
 from forge.envs.journal import Journal, TurnEntry
-from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault, Outcome
+from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault
 from forge.envs.tool_calls import ToolFormat, parse_answer
 from forge.envs.tools import Tool, ToolResult, as_tools, cut_middle, run_call
-from forge.envs.trace import Message, Turn, path_to
+from forge.envs.trace import Message, path_to
 from forge.errors import OptionError, RewardError
-from forge.types import Completion, Prompt
+from forge.types import Completion, EpisodeOutcome, Task, Turn
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class EpisodeState:
         journal: what happened, for a replay.
     """
 
-    task: Prompt
+    task: Task
     key: EpisodeKey
     limits: EpisodeLimits
     policy: Policy
@@ -87,7 +87,7 @@ class EpisodeState:
     rewards: dict[str, float] = field(default_factory=dict)
     turn_rewards: dict[int, float] = field(default_factory=dict)
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
-    outcome: Outcome = "finished"
+    outcome: EpisodeOutcome = "finished"
     is_closed: bool = False
 
 
@@ -110,7 +110,7 @@ class Agent:
         """Random numbers that are the same when the episode is run again."""
 
     @property
-    def task(self) -> Prompt:
+    def task(self) -> Task:
         return self._state.task
 
     @property
@@ -245,24 +245,16 @@ class Agent:
         counts.num_turns += 1
         entry = TurnEntry((*self.path, self._num_turns - 1), prompt_ids)
         completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, {**sampling, "seed": seed}))
-        turn = Turn(
+        turn = Turn.of(
+            completion,
             index=len(state.turns),
             parent=parent,
             previous=self._last,
             path=self.path,
             messages=tuple(messages),
             context_ids=extension.appended_ids,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            full_logprobs=completion.full_logprobs,
-            text=completion.text,
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-            versions=completion.versions,
             seed=seed,
             prefix_break=extension.prefix_break,
-            num_cached=completion.num_shared,
-            timings=completion.timings,
         )
         state.turns.append(turn)
         counts.num_sampled += len(turn)

@@ -12,7 +12,7 @@ from forge.envs.episode import EpisodeProgram, episode
 from forge.envs.tools import Tool
 from forge.envs.trace import Message
 from forge.errors import OptionError
-from forge.types import Prompt
+from forge.types import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Observation:
 class Env(Protocol):
     """An environment for one episode at a time. `forge.envs.limits.Fault` says that it failed itself."""
 
-    async def reset(self, task: Prompt) -> Observation:
+    async def reset(self, task: Task) -> Observation:
         """Begin a task."""
         ...
 
@@ -66,7 +66,7 @@ def episode_from_env(
     before it.
     """
 
-    async def play(task: Prompt, agent: Agent, **args: Any) -> None:
+    async def play(task: Task, agent: Agent, **args: Any) -> None:
         made = make(**args)
         env = await made if inspect.isawaitable(made) else made
         if not isinstance(env, Env):
@@ -87,7 +87,7 @@ def episode_from_env(
     return program.with_args(args) if args else program
 
 
-async def _play(env: Env, task: Prompt, agent: Agent) -> None:
+async def _play(env: Env, task: Task, agent: Agent) -> None:
     seen = await env.reset(task)
     if seen.reward is not None:
         agent.add_reward(seen.reward, name=seen.name)
@@ -108,7 +108,7 @@ class CountingEnv:
     goal: int = 3
     _at: int = field(default=0, init=False)
 
-    async def reset(self, task: Prompt) -> Observation:
+    async def reset(self, task: Task) -> Observation:
         self._at = 0
         return Observation([{"role": "user", "content": f"Count to {self.goal}, one number in each answer."}])
 

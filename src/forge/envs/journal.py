@@ -15,10 +15,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from forge.envs.tool_calls import MalformedCall, ToolCall
 from forge.envs.tools import ToolResult
 from forge.errors import OptionError
-from forge.types import Completion, Timings, VersionSpan
+from forge.types import Completion, MalformedCall, Timings, ToolCall, VersionSpan
 
 T = TypeVar("T")
 Entry = Mapping[str, Any]

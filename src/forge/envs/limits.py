@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from forge.errors import ForgeError
-
-Outcome: TypeAlias = Literal["finished", "turn_limit", "token_limit", "context_full", "tool_call_limit", "time_limit"]
-"""How the policy brought an episode to its end. `time_limit` only where the episode declares time part of the task."""
+from forge.types import EpisodeOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class EpisodeLimits:
 class EpisodeOver(Exception):
     """Raised by the agent when a limit leaves no room for another turn. It ends the episode, which is then scored."""
 
-    def __init__(self, outcome: Outcome, detail: str) -> None:
+    def __init__(self, outcome: EpisodeOutcome, detail: str) -> None:
         super().__init__(f"{outcome}: {detail}")
         self.outcome, self.detail = outcome, detail
 

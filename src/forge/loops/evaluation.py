@@ -132,7 +132,7 @@ class Evaluator:
                     completions = await self._policy.generate(prompt, sampling=sampling)
                     scores = await self._score(prompt, completions)
                     pairs = zip(completions, scores, strict=True)
-                    return Group(index, 0, tuple(Episode(prompt, *pair) for pair in pairs))
+                    return Group(index, 0, tuple(Episode.single(prompt, *pair) for pair in pairs))
                 except PromptError as error:
                     _log.warning("held-out prompt %s is left out: %s", prompt.id, error)
                     return None
@@ -152,7 +152,7 @@ class Evaluator:
             reward=math.fsum(episode.score.reward for episode in flat) / len(flat),
             solved=sum(solved) / len(flat),
             pass_at={k: math.fsum(pass_at_k(num_samples, right, k) for right in solved) / len(solved) for k in ks},
-            length=sum(len(episode.completion) for episode in flat) / len(flat),
+            length=sum(episode.num_tokens for episode in flat) / len(flat),
             num_failed=sum(bool(episode.score.failures) for episode in flat),
         )
 

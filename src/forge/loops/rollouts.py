@@ -110,7 +110,7 @@ class RolloutRunner:
         name, why = next(iter(failures.items()))
         if self._plan.config.rewards.on_error == "stop":
             raise RewardError(
-                f"the reward {name!r} failed on group {group.number} ({group.prompt.id}): {why}",
+                f"the reward {name!r} failed on group {group.number} ({group.task.id}): {why}",
                 path="rewards.on_error",
                 value="stop",
                 rule="with `stop` a reward that fails ends the run",

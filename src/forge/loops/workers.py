@@ -21,7 +21,7 @@ from forge.runtime.placement import GPU_VARIABLE
 from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
 from forge.trainer.handles import NEVER_REPLACED, PolicyTrainer, ServiceTrainer, trainer_options
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
 if TYPE_CHECKING:
     from forge.losses import Loss
@@ -144,7 +144,7 @@ class PolicyHandle:
         self._num_open = 0
         self._one_less = asyncio.Event()
 
-    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt: Task, *, sampling: Sampling) -> list[Completion]:
         """`sampling.n` completions of a prompt, in order."""
         if prompt.messages:
             return await self._ask(messages=[dict(message) for message in prompt.messages], sampling=sampling)

@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 from forge.errors import DataError
 from forge.rewards.numbers import last_number, only_number, plain_numbers, read_number
 from forge.rewards.regions import boxed, marked, needed_answer, region
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
 NumberPlace = Literal["auto", "boxed", "marker", "last", "whole"]
 """Where the number of a completion stands."""
@@ -22,7 +22,7 @@ _MATH_TAIL = 4000
 
 
 def number(
-    prompt: Prompt,
+    prompt: Task,
     completion: Completion,
     *,
     take: NumberPlace = "auto",
@@ -92,7 +92,7 @@ def find_number(text: str, *, take: NumberPlace = "auto", percent_as_fraction: b
 
 
 def math(
-    prompt: Prompt,
+    prompt: Task,
     completion: Completion,
     *,
     within: str | None = None,
@@ -155,7 +155,7 @@ def _verifier() -> Any:
 
 
 def answer_in_tags(
-    prompt: Prompt,
+    prompt: Task,
     completion: Completion,
     *,
     tag: str = "answer",

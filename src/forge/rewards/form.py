@@ -10,13 +10,13 @@ from annotated_types import Ge, MinLen
 
 from forge.errors import OptionError
 from forge.rewards.catalog import checks
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
 _TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def tags(
-    prompt: Prompt,
+    prompt: Task,
     completion: Completion,
     *,
     tags: Annotated[Sequence[str], MinLen(1)] = ("think", "answer"),
@@ -84,7 +84,7 @@ def check_tag_name(name: str, *, path: str) -> None:
 
 
 def length(
-    prompt: Prompt,
+    prompt: Task,
     completion: Completion,
     *,
     min_tokens: Annotated[int, Ge(0)] = 0,

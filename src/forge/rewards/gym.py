@@ -10,11 +10,11 @@ from typing import Any
 from forge.errors import ConfigError, DataError
 from forge.rewards.catalog import checks
 from forge.rewards.regions import Take, answer_text, needed_metadata
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
 
 def reasoning_gym(
-    prompt: Prompt,
+    prompt: Task,
     completion: Completion,
     *,
     take: Take = "all",

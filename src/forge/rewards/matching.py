@@ -13,7 +13,7 @@ from annotated_types import Ge, Le, MinLen
 from forge.errors import OptionError
 from forge.rewards.catalog import checks
 from forge.rewards.regions import Take, answer_text, needed_answer, region, tagged
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
 Ignored = Literal["case", "space", "punctuation", "accents", "articles"]
 """A difference between two texts that does not count."""
@@ -24,7 +24,7 @@ _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "M
 
 
 def exact(
-    prompt: Prompt,
+    prompt: Task,
     completion: Completion,
     *,
     take: Take = "all",
@@ -43,7 +43,7 @@ def exact(
 
 
 def fuzzy(
-    prompt: Prompt,
+    prompt: Task,
     completion: Completion,
     *,
     take: Take = "all",
@@ -99,7 +99,7 @@ def normalised(text: str, *, ignore: Sequence[Ignored] = ("space",)) -> str:
 
 
 def contains(
-    prompt: Prompt,
+    prompt: Task,
     completion: Completion,
     *,
     phrases: Annotated[Sequence[Annotated[str, MinLen(1)]], MinLen(1)] | None = None,
@@ -151,7 +151,7 @@ def _is_word(character: str) -> bool:
 
 
 def regex(
-    prompt: Prompt,
+    prompt: Task,
     completion: Completion,
     *,
     pattern: str,

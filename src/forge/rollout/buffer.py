@@ -51,8 +51,8 @@ class Scored:
 
     @classmethod
     def of(cls, episode: Episode) -> Scored:
-        completion, score = episode.completion, episode.score
-        return cls(score.reward, score.parts, len(completion), completion.finish_reason == "length")
+        score = episode.score
+        return cls(score.reward, score.parts, episode.num_tokens, episode.is_truncated)
 
 
 @dataclass(frozen=True, slots=True)

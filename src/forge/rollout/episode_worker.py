@@ -21,7 +21,7 @@ from forge.errors import ActorFailure, CallTimeout, EngineDead, PromptError
 from forge.observe import span
 from forge.runtime.endpoints import endpoint
 from forge.service.actor import ForgeActor
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
 if TYPE_CHECKING:
     from forge.envs.history import ChatCodec
@@ -97,7 +97,7 @@ class EpisodeWorker(ForgeActor):
         self._running: set[asyncio.Task[Any]] = set()
 
     @endpoint(concurrent=True)
-    async def run(self, task: Prompt, group: int, member: int, oldest_version: int = -1) -> EpisodeRun:
+    async def run(self, task: Task, group: int, member: int, oldest_version: int = -1) -> EpisodeRun:
         """Run one episode to its end. `Fault` says that it must be run again.
 
         A journal from before is replayed where the program is deterministic and no turn of it was sampled by weights
@@ -115,7 +115,7 @@ class EpisodeWorker(ForgeActor):
                     file.clear()
                     return await self._run(task, key, file, [])
 
-    async def _run(self, task: Prompt, key: EpisodeKey, file: JournalFile, entries: Sequence[Entry]) -> EpisodeRun:
+    async def _run(self, task: Task, key: EpisodeKey, file: JournalFile, entries: Sequence[Entry]) -> EpisodeRun:
         options = self._options
         state = EpisodeState(
             task=task,

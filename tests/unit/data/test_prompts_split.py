@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
 from forge.data.prompts import PromptDataset, PromptOrder, PromptSplit, open_prompts, save_prompts
 from forge.errors import ConfigError, DataError
-from forge.types import Prompt
+from forge.types import Task
 
 
 def written(path: Path, questions: Sequence[str], **more: Any) -> PromptSourceConfig:
@@ -219,8 +219,8 @@ class Letters:
     def __len__(self) -> int:
         return len(self._letters)
 
-    def read(self, index: int) -> Prompt:
-        return Prompt(id=self._letters[index], text=self._letters[index])
+    def read(self, index: int) -> Task:
+        return Task(id=self._letters[index], text=self._letters[index])
 
 
 def walk(order: PromptOrder, numbers: Sequence[int]) -> list[tuple[int, str]]:
