@@ -171,12 +171,6 @@ class ChatTokenizer:
         return len(self._tokenizer)
 
     @property
-    def chat_template(self) -> str | None:
-        """The Jinja text of the chat template; None without one."""
-        found = self._tokenizer.chat_template
-        return found if isinstance(found, str) else None
-
-    @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be encoded."""
         return bool(self._tokenizer.chat_template)
