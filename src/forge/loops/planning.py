@@ -162,6 +162,7 @@ def episode_options(plan: GRPOPlan) -> EpisodeOptions | None:
     config, section = plan.config, plan.config.episode
     assert config.generator.max_seq_len is not None  # see _completed
     sampling = plan.sampling.model_dump(exclude={"n", "seed"})
+    tool_format = section.tool_format
     return EpisodeOptions(
         program=plan.program,
         group_reward=plan.group_reward,
@@ -170,7 +171,7 @@ def episode_options(plan: GRPOPlan) -> EpisodeOptions | None:
         sampling=sampling,
         evaluation_sampling=sampling | {"temperature": config.evaluation.temperature},
         max_seq_len=config.generator.max_seq_len,
-        tool_format=detect_format(plan.tokenizer.chat_template) if section.tool_format == "auto" else section.tool_format,
+        tool_format=detect_format(plan.tokenizer.chat_template) if tool_format == "auto" else tool_format,
         run_seed=config.run.seed,
         journal_dir=str(journal_dir(config)),
     )
