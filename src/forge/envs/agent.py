@@ -71,6 +71,20 @@ class EpisodeCounts:
     prefix_breaks: Counter[str] = field(default_factory=Counter)
     num_undelivered: int = 0
 
+    def as_stats(self) -> dict[str, float]:
+        """Return the counts as plain numbers by name."""
+        found = {
+            "num_turns": float(self.num_turns),
+            "num_sampled": float(self.num_sampled),
+            "num_observed": float(self.num_observed),
+            "num_tool_calls": float(self.num_tool_calls),
+            "num_tool_errors": float(self.tool_errors.total()),
+            "num_prefix_breaks": float(self.prefix_breaks.total()),
+            "tools_s": self.tools_s,
+        }
+        found |= {f"tool_errors/{kind}": float(count) for kind, count in sorted(self.tool_errors.items())}
+        return found | {f"prefix_breaks/{kind}": float(count) for kind, count in sorted(self.prefix_breaks.items())}
+
 
 @dataclass(slots=True)
 class EpisodeState:
