@@ -64,19 +64,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One sequence to learn from.
+    """A line of tokens to learn from: a whole sequence, or one of the root-to-leaf paths of an episode.
 
     Attributes:
         token_ids: int64 [L], L >= 1.
         loss_weights: float32 [L]; 0 where a token is only read. `loss_weights[0]` is 0.
         fields: further values per token, each float32 [L], such as advantages or the sampler's logprobs.
         identity: where it came from, for messages: "train.jsonl:17", "prompt 12, sample 3".
+        sequence: which sequence of its batch it belongs to, any number; None for a sequence of its own. Losses that
+            average per sequence, or have one ratio per sequence, take all samples with the same number together.
     """
 
     token_ids: Tensor
     loss_weights: Tensor
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     identity: str = ""
+    sequence: int | None = None
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])
@@ -95,6 +98,7 @@ class Batch:
         lengths: the S lengths, in order; they add up to T.
         fields: further values per token, each [T].
         identities: the S identities.
+        sequences: S numbers: which sequence each sample belongs to. Empty where every sample is its own sequence.
     """
 
     token_ids: Tensor
@@ -102,10 +106,14 @@ class Batch:
     lengths: tuple[int, ...]
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     identities: tuple[str, ...] = ()
+    sequences: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Batch:
-        """Lay samples end to end. All must have the same fields."""
+        """Lay samples end to end. All must have the same fields.
+
+        Sequences are numbered from 0, in the order of their first samples; not at all where each has one sample.
+        """
         import torch
 
         if not samples:
@@ -122,6 +130,7 @@ class Batch:
             lengths=tuple(len(sample) for sample in samples),
             fields={name: torch.cat([sample.fields[name] for sample in samples]) for name in samples[0].fields},
             identities=tuple(sample.identity for sample in samples),
+            sequences=_numbered([sample.sequence for sample in samples]),
         )
 
     def __len__(self) -> int:
@@ -130,6 +139,15 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.shape[0])
+
+    @property
+    def sequence_numbers(self) -> tuple[int, ...]:
+        """The sequence of each sample, also where every sample is its own."""
+        return self.sequences or tuple(range(len(self)))
+
+    @property
+    def num_sequences(self) -> int:
+        return len(set(self.sequence_numbers))
 
     @property
     def total_weight(self) -> float:
@@ -146,8 +164,16 @@ class Batch:
                 self.loss_weights[part],
                 {name: values[part] for name, values in self.fields.items()},
                 self.identities[index] if self.identities else "",
+                self.sequences[index] if self.sequences else None,
             )
             start += length
+
+
+def _numbered(sequences: Sequence[int | None]) -> tuple[int, ...]:
+    """Return the sequences renumbered from 0 in order of appearance; nothing where each has one sample."""
+    keys = [("own", index) if sequence is None else ("shared", sequence) for index, sequence in enumerate(sequences)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return () if len(numbers) == len(keys) else tuple(numbers[key] for key in keys)
 
 
 @dataclass(frozen=True, slots=True)
