@@ -16,8 +16,6 @@ from forge.store import Weights
 from generator_bench import make_engine
 from vllm_kit import PROMPT, config, greedy, request, token_logprobs, weights
 
-pytestmark = pytest.mark.alone
-
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 REPEATING = [(3 * place) % 37 + 8 for place in range(64)]
 

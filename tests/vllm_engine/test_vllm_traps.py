@@ -17,8 +17,6 @@ import pytest
 
 from vllm_kit import PROMPT, greedy
 
-pytestmark = pytest.mark.alone
-
 PROGRAM = Path(__file__).parents[1] / "support" / "vllm_traps.py"
 
 
