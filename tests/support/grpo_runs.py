@@ -21,6 +21,7 @@ from forge.loops.workers import PolicyHandle, Workers, start_workers
 from forge.observe import read_jsonl
 from forge.rollout.ledger import LedgerLine, read_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
+from local_services import services_here
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 6
@@ -51,8 +52,14 @@ def config(folder: Path, *overrides: str) -> GRPOConfig:
 
 
 def train(chosen: GRPOConfig) -> GRPOResult:
-    """Run it in this process."""
+    """Run it with this process as its controller: every worker has its own."""
     return asyncio.run(asyncio.wait_for(run_grpo(chosen), LIMIT_S))
+
+
+def train_here(chosen: GRPOConfig) -> GRPOResult:
+    """Run it in this process, workers included: see `local_services`."""
+    with services_here():
+        return train(chosen)
 
 
 def train_watched(chosen: GRPOConfig, watch: Callable[[Workers, int], Any]) -> GRPOResult:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from forge.envs.agent import Agent
 from forge.envs.episode import EpisodeProgram, episode
 from forge.envs.tools import Tool
 from forge.envs.trace import Message
 from forge.errors import OptionError
+from forge.registry import EPISODES
 from forge.types import Task
 
 
@@ -85,6 +86,29 @@ def episode_from_env(
     play.__qualname__ = getattr(make, "__qualname__", "environment")
     program = episode(deterministic=deterministic, limit_reward=limit_reward)(play)
     return program.with_args(args) if args else program
+
+
+def load_program(name: str, args: Mapping[str, Any], *, path: str = "episode.kind") -> EpisodeProgram:
+    """Return the program that `module:attribute` names, with its arguments: an `@episode`, a coroutine function, or an
+    environment's class."""
+    return as_program(EPISODES.find(name, path=path), name=name, path=path).with_args(args)
+
+
+def as_program(found: Any, *, name: str, path: str = "episode.kind") -> EpisodeProgram:
+    """Return an object as a program: an `@episode`, a coroutine function, or an environment's class."""
+    if isinstance(found, EpisodeProgram):
+        return found
+    if inspect.iscoroutinefunction(found):
+        return episode(found)
+    if inspect.isclass(found) and all(hasattr(found, method) for method in ("reset", "step", "close")):
+        return episode_from_env(cast("Callable[..., Env]", found))
+    raise OptionError(
+        f"{name} is not an episode",
+        path=path,
+        value=type(found).__name__,
+        rule="an @forge.episode, a coroutine function (task, agent), or a class with reset, step and close",
+        repair="decorate the function with @forge.episode",
+    )
 
 
 async def _play(env: Env, task: Task, agent: Agent) -> None:
