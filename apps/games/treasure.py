@@ -1,4 +1,4 @@
-"""A game of several turns: walk to a treasure on a board of ten by ten squares.
+"""A game of several turns: walk to a treasure on a board of five by five squares.
 
 The first message says where the treasure is; every message says where the player is. An answer is one of `up`, `down`,
 `left` and `right`. The policy has to read the treasure's square in the first message and its own in the last one.
@@ -22,10 +22,10 @@ from typing import Any
 import forge
 from forge import Observation, Task
 
-SIZE = 10
+SIZE = 5
 MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}
 DISTANCES = range(2, 5)
-NUM_TRAIN, NUM_HELDOUT, NUM_SHOWN = 1000, 200, 2000
+NUM_TRAIN, NUM_HELDOUT, NUM_SHOWN = 280, 100, 2000
 NUM_SHOWN_MOVES = 5
 
 Square = tuple[int, int]
