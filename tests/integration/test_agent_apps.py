@@ -61,7 +61,11 @@ def test_an_application_runs_a_few_steps(app: str, program: ModuleType, tmp_path
             *("model.path=null", "model.preset=tiny", "model.num_layers=1", "run.seed=3", "record.rollouts=all"),
             *(f"run.output_dir={tmp_path}", f"prompts.sources.0.path={files}/prompts.jsonl", "record.report=false"),
             *("rollout.batch_groups=2", "rollout.group_size=2", "rollout.no_signal=keep", "training.max_steps=2"),
-            *(f"evaluation.sources.0.path={files}/heldout.jsonl", "evaluation.max_prompts=2", "training.warmup_steps=0"),
+            *(
+                f"evaluation.sources.0.path={files}/heldout.jsonl",
+                "evaluation.max_prompts=2",
+                "training.warmup_steps=0",
+            ),
         ],
     )
     result = train_here(config)

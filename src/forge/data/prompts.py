@@ -218,9 +218,7 @@ def _open_records(source: PromptSourceConfig, *, config: PromptsConfig, identify
     return prompt_index
 
 
-def _open_task(
-    source: PromptSourceConfig, *, where: str, seed: int, lenient: bool, identify: Identify
-) -> PromptIndex:
+def _open_task(source: PromptSourceConfig, *, where: str, seed: int, lenient: bool, identify: Identify) -> PromptIndex:
     wanted = source.num_prompts or DEFAULT_NUM_PROMPTS
     num_candidates = 20 * wanted + 1000
     task = open_task(str(source.task), args=source.task_args, seed=seed, where=where, size=num_candidates)
