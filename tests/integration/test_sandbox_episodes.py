@@ -118,7 +118,9 @@ def test_a_fork_has_the_files_alone() -> None:
         await box.bash("echo one >a; export X=1; cd /; sleep 1000 &")
         await box.python("y = 1")
         async with box.fork() as other:
-            assert (await other.bash("cat a; echo $X $PWD; pgrep sleep")).output == "one\n/sandbox\n"
+            assert (
+                await other.bash("cat a; echo $X $PWD; cat /proc/[0-9]*/comm | grep -c sleep")
+            ).output == "one\n/sandbox\n0\n"
             assert "NameError" in str(await other.python("y"))
             await other.write_file("a", "two")
             assert await box.read_file("a") == "one\n"
@@ -179,6 +181,27 @@ def test_a_cancelled_episode_closes_its_sandbox() -> None:
         with pytest.raises(asyncio.CancelledError):
             await running
         assert psutil.wait_procs(below, timeout=60)[1] == []
+
+    asyncio.run(main())
+
+
+def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    async def program() -> None:
+        async with forge.sandbox(limits=LIMITS):
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with forge.sandbox(limits=LIMITS) as box:
+            for num_steps in range(12):
+                starting = asyncio.create_task(program())
+                for _ in range(num_steps):
+                    await asyncio.sleep(0)
+                starting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await starting
+            (server,) = (each for each in psutil.Process().children() if "launcher_server" in " ".join(each.cmdline()))
+            assert len(server.children()) == 1
+            assert (await box.bash("echo alive")).output == "alive\n"
 
     asyncio.run(main())
 
