@@ -22,7 +22,7 @@ class Observation:
 
     Attributes:
         messages: what the policy reads next.
-        reward: what the last answer earned: a number, or several by name; None if the environment says nothing about it.
+        reward: what the last answer earned: a number, or several by name; None if there is nothing to say about it.
         terminated: whether the task has come to its own end.
         truncated: whether the environment ended it before.
         tools: tools that the policy may call in its next answer; their results are read before the environment steps.

@@ -46,7 +46,7 @@ def test_tasks_of_episodes_that_hide_something_else_are_different_ones(tmp_path:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asks))
     config = PromptsConfig(sources=(PromptSourceConfig(path=str(tmp_path / "a.jsonl")),), chat=False)
     evaluation = EvaluationConfig(fraction=0.5)
-    with pytest.raises(ConfigError, match="two different|every training prompt|different"):
+    with pytest.raises(ConfigError, match="different"):
         open_prompts(config, evaluation=evaluation, seed=0)
     sets = open_prompts(config, evaluation=evaluation, seed=0, for_episodes=True)
     assert sets.heldout is not None
