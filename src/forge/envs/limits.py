@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from forge.config.episodes import EpisodeLimits
 from forge.errors import ForgeError
 from forge.types import EpisodeOutcome
 
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """What an episode may use. All its branches share the counts. None means no limit.
-
-    Attributes:
-        max_turns: completions.
-        max_tokens: sampled tokens.
-        max_tool_calls: tool calls.
-        max_tool_tokens: tokens of one tool's output; what is longer is cut in the middle, and says so.
-        turn_timeout_s: seconds that one completion may take; beyond, it is a fault.
-        tool_timeout_s: seconds that one tool call may take, unless the tool sets its own; beyond, the policy is told.
-        timeout_s: seconds that the whole episode may take; beyond, it is a fault, or the outcome `time_limit` where
-            time is part of the task.
-    """
-
-    max_turns: int | None = 32
-    max_tokens: int | None = None
-    max_tool_calls: int | None = 64
-    max_tool_tokens: int | None = 2048
-    turn_timeout_s: float | None = 600.0
-    tool_timeout_s: float | None = 60.0
-    timeout_s: float | None = 3600.0
+__all__ = ["EpisodeLimits", "EpisodeOver", "Fault"]
 
 
 class EpisodeOver(Exception):

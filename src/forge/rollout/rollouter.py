@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from forge.config import AlgorithmConfig, Sampling
 from forge.observe import span
+from forge.rollout.progress import RolloutProgress
 from forge.rollout.references import LogprobsFunction, References
-from forge.types import Completion, Episode, Group, Score, Task
+from forge.types import INITIAL_VERSION, Completion, Episode, Group, Score, Task
 
 
 class Policy(Protocol):
@@ -39,13 +39,7 @@ class Prompts(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Stage:
-    name: str
-    since: float
-
-
-class Rollouter:
+class Rollouter(RolloutProgress):
     """Rolls groups out, and knows what each of them waits for.
 
     Args:
@@ -69,34 +63,26 @@ class Rollouter:
         algorithm: AlgorithmConfig,
         seed: int,
     ) -> None:
+        super().__init__()
         self._prompts, self._policy, self._score = prompts, policy, score
         self._sampling, self._seed = sampling, seed
         self._references = References(ref_logprobs, algorithm=algorithm, temperature=sampling.temperature)
-        self.num_samples = 0
-        """Completions that were sampled so far, whatever became of their groups."""
-        self.num_tokens = 0
-        """Tokens of those completions."""
-        self._stages: dict[int, _Stage] = {}
-        self._generating_s = 0.0
-        self._num_generating = 0
-        self._since = 0.0
 
-    async def roll_out(self, number: int) -> Group:
+    async def roll_out(self, number: int, *, oldest_version: int = INITIAL_VERSION, newest_version: int = 0) -> Group:
         """Generate, score and compare with the reference. Scores and reference are asked at the same time."""
         epoch, prompt = self._prompts.at(number)
         try:
             with span("rollout", group=number):
-                self._enter(number, "generating")
+                self.enter(number, "generating")
                 completions = await self._generate(number, prompt)
-                self.num_samples += len(completions)
-                self.num_tokens += sum(len(completion) for completion in completions)
-                self._enter(number, "scoring")
+                self.count(len(completions), sum(len(completion) for completion in completions))
+                self.enter(number, "scoring")
                 episodes = [Episode.single(prompt, completion, Score(0.0)) for completion in completions]
                 scores, references = await _both(
                     self._score(prompt, completions), self._references.logprobs(episodes, number=number)
                 )
         finally:
-            self._stages.pop(number, None)
+            self.leave(number)
         finished = [
             self._references.charged(replace(episode, score=score, ref_logprobs=reference))
             for episode, score, reference in zip(episodes, scores, references, strict=True)
@@ -105,7 +91,7 @@ class Rollouter:
 
     async def _generate(self, number: int, prompt: Task) -> list[Completion]:
         sampling = self._sampling.model_copy(update={"seed": group_seed(self._seed, number)})
-        with self._counted():
+        with self.generating():
             completions = await self._policy.generate(prompt, sampling=sampling)
             return list(await asyncio.gather(*(self._whole(each, sampling) for each in completions)))
 
@@ -119,42 +105,6 @@ class Rollouter:
             wish = {"n": 1, "seed": seed, "max_tokens": left, "min_tokens": 0}
             completion = await self._policy.extend(completion, sampling=sampling.model_copy(update=wish))
         return completion
-
-    # ---- What is being done ---------------------------------------------------------------------------------------
-
-    def _enter(self, number: int, stage: str) -> None:
-        self._stages[number] = _Stage(stage, time.monotonic())
-
-    def stages(self) -> dict[int, tuple[str, float]]:
-        """What every group in flight waits for, and for how many seconds."""
-        now = time.monotonic()
-        return {number: (stage.name, now - stage.since) for number, stage in sorted(self._stages.items())}
-
-    @property
-    def generating_s(self) -> float:
-        """Seconds so far in which at least one group was being generated."""
-        running = time.monotonic() - self._since if self._num_generating else 0.0
-        return self._generating_s + running
-
-    def _counted(self) -> _Counted:
-        return _Counted(self)
-
-
-class _Counted:
-    """While it is entered, a group is being generated."""
-
-    def __init__(self, rollouter: Rollouter) -> None:
-        self._of = rollouter
-
-    def __enter__(self) -> None:
-        if self._of._num_generating == 0:
-            self._of._since = time.monotonic()
-        self._of._num_generating += 1
-
-    def __exit__(self, *exception: object) -> None:
-        self._of._num_generating -= 1
-        if self._of._num_generating == 0:
-            self._of._generating_s += time.monotonic() - self._of._since
 
 
 async def _both(

@@ -43,12 +43,12 @@ def make_batch(groups: Sequence[Group], *, mask_truncated: bool = False, with_re
     With `mask_truncated`, episodes that were cut off count for nothing. Episodes without a token are left out: there is
     nothing that they did.
     """
-    samples = [
-        sample
-        for group in groups
-        for episode in group.episodes
-        for sample in _samples(episode, group.number, mask_truncated=mask_truncated, with_reference=with_reference)
-    ]
+    samples: list[Sample] = []
+    for group in groups:
+        for episode in group.episodes:
+            found = _samples(episode, group.number, mask_truncated=mask_truncated, with_reference=with_reference)
+            sequence = len(samples) if len(found) > 1 else None  # the rows of an episode are one sequence
+            samples += [replace(sample, sequence=sequence) for sample in found]
     return Batch.of(samples)
 
 

@@ -12,7 +12,7 @@ import pytest
 from episodes import make_completion
 from forge.config import EvaluationConfig, Sampling
 from forge.errors import ActorFailure, ConfigError, EngineDead, PromptError
-from forge.loops.evaluation import Evaluation, Evaluator, check_evaluation, pass_at_k
+from forge.loops.evaluation import Evaluation, Evaluator, check_evaluation, pass_at_k, single_turn_attempts
 from forge.types import Completion, Group, Score, Task
 
 
@@ -57,7 +57,12 @@ def evaluated(asked: Asked | None = None, **keys: Any) -> tuple[Any, Asked]:
         who = asked or Asked()
         config = EvaluationConfig(fraction=0.5, **keys)
         sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
-        evaluator = Evaluator(config, dataset=Book(), policy=who, score=who.score, sampling=sampling, at_once=2)
+        evaluator = Evaluator(
+            config,
+            dataset=Book(),
+            attempt=single_turn_attempts(config, policy=who, score=who.score, sampling=sampling),
+            at_once=2,
+        )
         return await evaluator.run(), who
 
     return asyncio.run(body())
@@ -82,7 +87,8 @@ def test_answers_can_be_recorded() -> None:
     async def body() -> Evaluation:
         asked, config = Asked(), EvaluationConfig(fraction=0.5, num_samples=3, temperature=0.5)
         sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
-        evaluator = Evaluator(config, dataset=Book(), policy=asked, score=asked.score, sampling=sampling, at_once=2)
+        attempt = single_turn_attempts(config, policy=asked, score=asked.score, sampling=sampling)
+        evaluator = Evaluator(config, dataset=Book(), attempt=attempt, at_once=2)
         return await evaluator.run(record=groups.extend)
 
     asyncio.run(body())
