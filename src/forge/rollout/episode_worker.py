@@ -9,7 +9,7 @@ import logging
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from forge.config.episodes import EpisodeLimits
 from forge.envs.agent import EpisodeKey, EpisodeState, check_reward
@@ -82,7 +82,7 @@ class ServicePolicy:
     """
 
     def __init__(self, service: Service[Generator], *, max_seq_len: int, session: str) -> None:
-        self._generate: Any = cast("Any", service.generate).options(session=session)
+        self._generate = service.generate.options(session=session)
         self.max_seq_len = max_seq_len
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
