@@ -110,7 +110,7 @@ def test_a_command_that_takes_too_long(backend: LaunchedSandbox) -> None:
     async def body(box: Box) -> None:
         await box.python("kept = 1")
         await box.bash("mkdir d; cd d; export KEPT=2; lost=3; (setsid sleep 1000 &) ; sleep 1000 &")
-        assert (await box.bash(SLEEPERS)).output == "2\n"
+        assert (await box.bash(f'until [ "$({SLEEPERS})" = 2 ]; do :; done')).exit_code == 0
         late = await box.bash(
             "echo half; trap '' TERM INT HUP; cd /; export KEPT=9; while :; do :; done", timeout_s=SHORT_S
         )
