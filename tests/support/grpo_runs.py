@@ -8,14 +8,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import forge
 from forge.config import GRPOConfig, load
 from forge.loops.grpo import GRPOLoop, GRPOResult, run_grpo
-from forge.loops.planning import plan_run
-from forge.loops.rollouts import single_turn
+from forge.loops.planning import episode_options, plan_run
+from forge.loops.rollouts import make_source
 from forge.loops.run_paths import run_dir
 from forge.loops.workers import PolicyHandle, Workers, start_workers
 from forge.observe import read_jsonl
@@ -74,9 +75,16 @@ def train_watched(chosen: GRPOConfig, watch: Callable[[Workers, int], Any]) -> G
         nonlocal workers
         plan = plan_run(chosen)
         async with asyncio.timeout(LIMIT_S), forge.run():
-            opened = await start_workers(plan.config, plan.trainer, loss=plan.loss, run=plan.run)
-            workers = Workers(opened.trainer, Watched(opened.policy.service), opened.rewards, opened.reference)
-            loop = GRPOLoop(plan, workers, single_turn(plan, workers))
+            opened = await start_workers(
+                plan.config,
+                plan.trainer,
+                loss=plan.loss,
+                run=plan.run,
+                episodes=episode_options(plan),
+                tokenizer=plan.tokenizer,
+            )
+            workers = replace(opened, policy=Watched(opened.policy.service))
+            loop = GRPOLoop(plan, workers, make_source(plan, workers))
             try:
                 return await loop.run()
             finally:

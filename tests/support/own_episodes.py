@@ -40,3 +40,11 @@ def longest_wins(task: Task, episodes: Sequence[Episode]) -> list[float]:
     """A group's reward: 1 for the longest."""
     most = max(episode.num_tokens for episode in episodes)
     return [float(episode.num_tokens == most) for episode in episodes]
+
+
+@forge.episode
+async def broken(task: Task, agent: Agent) -> float:
+    """A program with a mistake."""
+    turn = await agent.generate(task.messages)
+    table: dict[str, float] = {"here": float(len(turn.text))}
+    return table["nowhere"]
