@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from forge.envs.environment import Env, Observation, episode_from_env
     from forge.envs.episode import episode
     from forge.envs.limits import Fault
+    from forge.envs.sandbox import sandbox
     from forge.envs.tools import Tool, tool
     from forge.errors import ActorFailure
     from forge.generator.actor import Generator
@@ -70,6 +71,7 @@ __all__ = [
     "episode_from_env",
     "record_metric",
     "run",
+    "sandbox",
     "shutdown",
     "tool",
 ]
@@ -85,6 +87,7 @@ _lazy = lazy_names(
         "forge.envs.environment": "Env Observation episode_from_env",
         "forge.envs.episode": "episode",
         "forge.envs.limits": "Fault",
+        "forge.envs.sandbox": "sandbox",
         "forge.envs.tools": "Tool tool",
         "forge.types": "Batch Completion Episode Group Sample Score StepResult Task Turn",
         "forge.service": "ForgeActor Service",

@@ -164,6 +164,26 @@ def test_new_requests_never_use_old_keys(engine, on_loop, publisher):
     on_loop(body())
 
 
+@pytest.mark.parametrize("mode", ["drain", "keep", "recompute", "abort"])
+def test_a_turn_after_an_update_is_of_the_new_weights_alone(engine, on_loop, publisher, mode):
+    """Nothing is in progress between two turns: what old weights computed of a conversation is computed again."""
+
+    async def body() -> None:
+        await publisher.serve(1)
+        (first,) = await engine.generate(request(LONG, max_tokens=40))
+        history = [*LONG, *first.token_ids, *PROMPT]
+        new = await publisher.publish(weights(2))
+        await engine.update_weights("latest", mode)
+        for shared in (0, 256):
+            (turn,) = await engine.generate(request(history, max_tokens=40))
+            assert (turn.num_shared, turn.versions) == (shared, (VersionSpan(new, 0, 40),))
+            expected = token_logprobs(2, history, turn.token_ids)
+            assert max(abs(a - b) for a, b in zip(turn.logprobs, expected, strict=True)) < 1e-5
+            history += [*turn.token_ids, *PROMPT]
+
+    on_loop(body())
+
+
 def test_an_update_that_fails_changes_nothing(engine, on_loop, publisher):
     async def body() -> None:
         served = await publisher.serve(1)

@@ -182,8 +182,8 @@ class RolloutConfig(ConfigModel):
     )
     share_prompts: bool = Field(
         default=True,
-        description="Whether the prompt of a group goes through the trainer once instead of once per completion. "
-        "Gradients do not depend on it.",
+        description="Whether the prompt of a group goes through the trainer once instead of once per completion, and "
+        "the first turns of an episode once instead of once per branch. Gradients do not depend on it.",
     )
     report_wait_s: float = Field(
         default=60.0, gt=0, description="Seconds after which a trainer that waits for a batch logs what it waits for."

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from aiohttp import web
 
 from forge.envs.chat_api.errors import request_error
 from forge.envs.tool_calls import CallReader
 from forge.types import Completion, MalformedCall, ToolCall
+
+EVENT_HEADERS: Final = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+LAST_EVENT: Final = b"data: [DONE]\n\n"
 
 
 class AssistantMessage:
@@ -25,6 +28,7 @@ class AssistantMessage:
         self._reader = reader
         self._text = ""
         self._calls: list[ToolCall] = []
+        self._all_calls: list[ToolCall | MalformedCall] = []
         self.has_begun = False
 
     def add(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
@@ -35,12 +39,19 @@ class AssistantMessage:
         return [self._take(part) for part in parts]
 
     def _take(self, part: str | ToolCall | MalformedCall) -> dict[str, Any]:
+        if not isinstance(part, str):
+            self._all_calls.append(part)
         part = part.text if isinstance(part, MalformedCall) else part
         if isinstance(part, str):
             self._text += part
             return {"content": part}
         self._calls.append(part)
         return {"tool_calls": [{"index": len(self._calls) - 1, **part.as_message_part()}]}
+
+    @property
+    def calls(self) -> tuple[ToolCall | MalformedCall, ...]:
+        """All calls so far, those that cannot be read included."""
+        return tuple(self._all_calls)
 
     def whole(self) -> dict[str, Any]:
         """Return the message."""
@@ -62,7 +73,7 @@ async def send_events(request: web.Request, chunks: AsyncGenerator[Mapping[str, 
     """
     async with contextlib.aclosing(chunks):
         first = await anext(chunks)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(headers=EVENT_HEADERS)
         await response.prepare(request)
         try:
             await _send(response, first)
@@ -73,14 +84,19 @@ async def send_events(request: web.Request, chunks: AsyncGenerator[Mapping[str, 
         except Exception as error:  # noqa: BLE001 - sent to the client, and logged
             await _send(response, request_error(error).body)
         else:
-            await response.write(b"data: [DONE]\n\n")
+            await response.write(LAST_EVENT)
         await response.write_eof()
     return response
 
 
 async def _send(response: web.StreamResponse, chunk: Mapping[str, Any]) -> None:
+    await response.write(event(chunk))
+
+
+def event(chunk: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event."""
     # In ASCII: some clients take U+2028 and its like for the end of a line.
-    await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+    return f"data: {json.dumps(chunk)}\n\n".encode()
 
 
 def usage_of(completions: Iterable[Completion]) -> dict[str, Any]:
