@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from forge.config import GRPOConfig
@@ -18,16 +16,15 @@ from forge.rollout.ledger import check_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
 from grpo_runs import (
     NUM_STEPS,
-    app_command,
     config,
     kept_buffer,
     ledger,
     metrics,
+    run_app,
     train_here,
     train_watched,
     weights_digest,
 )
-from leftovers import is_running
 
 KILLED, INTERRUPTED = -signal.SIGKILL, 130
 LIMIT_S = 600
@@ -55,26 +52,6 @@ def same(chosen: GRPOConfig, whole: GRPOConfig) -> None:
     assert weights_digest(chosen) == weights_digest(whole)
     assert ledger(chosen) == ledger(whole)
     assert metrics(chosen, "rollout/reward_mean") == metrics(whole, "rollout/reward_mean")
-
-
-def run_app(folder: Path, *overrides: str, until: str | None = None, send: int = signal.SIGKILL) -> tuple[int, str]:
-    """Run the application, and send it a signal when a line comes by. Returns its exit code and its output."""
-    program = subprocess.Popen(
-        app_command(folder, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    children: list[psutil.Process] = []
-    told = []
-    assert program.stdout is not None
-    for line in program.stdout:
-        told.append(line)
-        if until is not None and line.startswith(until):
-            children = psutil.Process(program.pid).children(recursive=True)
-            os.kill(program.pid, send)
-            until = None
-    code = program.wait(LIMIT_S)
-    _, alive = psutil.wait_procs([child for child in children if is_running(child)], timeout=600)
-    assert [child.cmdline() for child in alive] == []
-    return code, "".join(told)
 
 
 def test_a_controller_that_is_killed_is_taken_up(whole: GRPOConfig, tmp_path: Path) -> None:

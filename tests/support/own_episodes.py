@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
 
 import forge
 from forge import Agent, Episode, Fault, Task
@@ -48,3 +53,17 @@ async def broken(task: Task, agent: Agent) -> float:
     turn = await agent.generate(task.messages)
     table: dict[str, float] = {"here": float(len(turn.text))}
     return table["nowhere"]
+
+
+@forge.episode(deterministic=True)
+async def killing(task: Task, agent: Agent, *, marker: str, victim: str, task_id: str) -> float:
+    """As `dialogue`; once, in the middle of one task's episode, it kills its own process or the controller."""
+    turn = await agent.generate(task.messages)
+    turn = await agent.generate([{"role": "user", "content": "Again?"}])
+    if task.id == task_id and not Path(marker).exists():
+        Path(marker).touch()
+        ancestors = psutil.Process().parents()
+        controller = next(each for each in ancestors if any(word.endswith("main.py") for word in each.cmdline()))
+        os.kill(os.getpid() if victim == "worker" else controller.pid, signal.SIGKILL)
+    turn = await agent.generate([{"role": "user", "content": "And again?"}])
+    return float(len(turn.text) % 2 == 0)
