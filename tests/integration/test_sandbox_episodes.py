@@ -183,6 +183,27 @@ def test_a_cancelled_episode_closes_its_sandbox() -> None:
     asyncio.run(main())
 
 
+def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    async def program() -> None:
+        async with forge.sandbox(limits=LIMITS):
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with forge.sandbox(limits=LIMITS) as box:
+            for num_steps in range(12):
+                starting = asyncio.create_task(program())
+                for _ in range(num_steps):
+                    await asyncio.sleep(0)
+                starting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await starting
+            (server,) = (each for each in psutil.Process().children() if "launcher_server" in " ".join(each.cmdline()))
+            assert len(server.children()) == 1
+            assert (await box.bash("echo alive")).output == "alive\n"
+
+    asyncio.run(main())
+
+
 def test_what_cannot_be_opened_says_so() -> None:
     async def body(box: SandboxTools) -> None:
         raise AssertionError("it is not opened")

@@ -152,7 +152,7 @@ def test_hostile_commands_are_outcomes(backend: LaunchedSandbox) -> None:
         assert (await box.bash("exec ls /")).exit_code == 0
         assert (await box.bash("kill -9 $$")).exit_code == -9
         await box.python("1")
-        await box.bash("kill -9 1; kill -INT 1; kill -TERM 1; kill -STOP 1; kill -9 -1")
+        await box.bash("kill -9 1; kill -INT 1; kill -TERM 1; kill -STOP 1; prlimit -p 1 -n1 -t1; kill -9 -1")
         assert (await box.bash("echo alive")).output == "alive\n"
         assert "ended (killed by signal 9)" in (await box.python("1")).note
         flood = await box.bash("head -c 100000000 /dev/zero | tr '\\0' x; echo end")
@@ -202,6 +202,10 @@ def test_hostile_code_is_an_outcome(backend: LaunchedSandbox) -> None:
         )
         assert deep.error is None
         await box.write_file("ok", "1")
+        await box.python(
+            "[open(f'/tmp/{name}.py', 'w').write('1 / 0') for name in ('ast', 'json', 'types')]; os._exit(0)"
+        )
+        assert (await box.python("6 * 7")).value == "42", "a file in /tmp is no module of the kernel"
         found = await box.files()
         assert found == {"ok": "1"}
         assert list(found.left_out.values())[-1] == "File name too long"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import itertools
 import json
 import os
@@ -36,6 +37,7 @@ from forge.runtime.sandbox.runner import SETUP_S, LaunchedSandbox
 _MOST_STARTING: Final = 4 * (os.cpu_count() or 1)
 """The most sandboxes of an event loop that start at once: more would only start more slowly."""
 
+_LATE_S: Final = 5.0
 _starting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 Answer = tuple[dict[str, Any], bytes]
@@ -52,7 +54,7 @@ class Box:
     def __init__(self, sandbox: LaunchedSandbox, *, limits: SandboxLimits | None = None) -> None:
         self.limits = limits or SandboxLimits()
         self._sandbox = sandbox
-        self._shell = shutil.which("bash", path="/usr/bin:/bin")
+        self._shell = _find_bash()
         plan = sandbox.box_plan(shell=self._shell, limits=self.limits)
         self.work: str = plan["work"]
         self._plan = plan
@@ -63,6 +65,9 @@ class Box:
         self._closing: asyncio.Task[None] | None = None
         self._heard_at = 0.0
         self._crash: str | None = None
+        self._report = bytearray()
+        self._writer: asyncio.StreamWriter | None = None
+        self._receiving: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"Box({self._sandbox.isolation}, {'open' if self._is_open else 'closed'})"
@@ -83,29 +88,34 @@ class Box:
     async def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             control, theirs = socket.socketpair()
-            self._events, their_events = socket.socketpair()
         except OSError as error:
             raise SandboxError(f"a sandbox cannot be started: {error}", kind="sandbox_start") from error
         try:
-            self._server = launching.launch(self._plan, theirs, their_events)
-        except BaseException:
+            self._events, their_events = socket.socketpair()
+            with their_events:
+                self._server = launching.launch(self._plan, theirs, their_events)
+        except OSError as error:
+            control.close()
+            raise SandboxError(f"a sandbox cannot be started: {error}", kind="sandbox_start") from error
+        except SandboxError:
             control.close()
             self._events.close()
             raise
         finally:
             theirs.close()
-            their_events.close()
         self._is_open = True
-        self._report, self._ended = bytearray(), loop.create_future()
+        self._ended = loop.create_future()
         self._events.setblocking(False)
         loop.add_reader(self._events.fileno(), self._read_events)
-        self._reader, self._writer = await asyncio.open_connection(sock=control)
-        ready = self._waiting[0] = loop.create_future()
-        self._receiving = asyncio.create_task(self._receive())
         self._timer = loop.call_later(self.limits.open_s, self._expire)
         try:
+            self._reader, self._writer = await asyncio.open_connection(sock=control)
+            ready = self._waiting[0] = loop.create_future()
+            self._receiving = asyncio.create_task(self._receive())
             await self._answer(0, ready, SETUP_S)
         except BaseException:
+            if self._writer is None:
+                control.close()
             await self.close()
             raise
 
@@ -120,7 +130,8 @@ class Box:
     async def _close(self) -> None:
         self._timer.cancel()
         self._hang_up()
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
         try:
             async with asyncio.timeout(SETUP_S):
                 await asyncio.shield(self._ended)
@@ -130,8 +141,9 @@ class Box:
             self._is_open = False
             asyncio.get_running_loop().remove_reader(self._events.fileno())
             self._events.close()
-            self._receiving.cancel()
-            await asyncio.wait([self._receiving])
+            if self._receiving is not None:
+                self._receiving.cancel()
+                await asyncio.wait([self._receiving])
             self._fail(SandboxError("the sandbox was closed", kind="sandbox_died"))
             launching.release(self._server)
         if self._failure is not None and self._failure.kind == "sandbox_hung":
@@ -205,7 +217,8 @@ class Box:
 
     async def _ask(self, header: Mapping[str, Any], payload: bytes = b"", *, timeout_s: float = 0.0) -> Answer:
         """Send a request and wait for its answer."""
-        if not self._is_open or self._closing is not None:
+        writer = self._writer
+        if not self._is_open or self._closing is not None or writer is None:
             raise OptionError(
                 "the sandbox is not open",
                 path="sandbox",
@@ -218,30 +231,33 @@ class Box:
         number = next(self._ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        self._writer.writelines([pack({**header, "id": number}, num_payload=len(payload)), payload])
+        writer.writelines([pack({**header, "id": number}, num_payload=len(payload)), payload])
         try:
             answer, data = await self._answer(number, future, timeout_s + SETUP_S)
         except asyncio.CancelledError:
-            if not self._writer.is_closing():
-                self._writer.write(pack({"op": "cancel", "id": number}))
+            if not writer.is_closing():
+                writer.write(pack({"op": "cancel", "id": number}))
             raise
         if "failure" in answer:
             raise SandboxError(f"a sandbox's {header['op']} {answer['failure']}", kind="sandbox_start")
         if "errno" in answer:
-            raise OSError(answer["errno"], answer["error"], header.get("path", self.work))
+            raise OSError(answer["errno"], answer["error"], answer["path"] or header.get("path", self.work))
         return answer, data
 
     async def _answer(self, number: int, future: asyncio.Future[Answer], patience_s: float) -> Answer:
         """Wait for an answer. While calls are pending the sandbox answers one at least every `patience_s`."""
         loop = asyncio.get_running_loop()
-        self._heard_at = max(self._heard_at, loop.time()) if len(self._waiting) == 1 else self._heard_at
+        if len(self._waiting) == 1:
+            self._heard_at = loop.time()
+        is_late = False
         try:
             while not future.done():
                 left_s = self._heard_at + patience_s - loop.time()
-                if left_s <= 0:
+                if left_s <= 0 and is_late:
                     self._fail(SandboxError(f"a sandbox does not answer for {patience_s:g} s", kind="sandbox_hung"))
                     break
-                await asyncio.wait([future], timeout=left_s)
+                is_late = left_s <= 0  # an answer may have arrived while something else kept the event loop
+                await asyncio.wait([future], timeout=_LATE_S if is_late else left_s)
             return future.result()
         finally:
             self._waiting.pop(number, None)
@@ -324,3 +340,8 @@ class Box:
         if whole != self.work and not whole.startswith(self.work + "/"):
             raise PermissionError(errno.EACCES, f"outside the work folder {self.work}", path)
         return posixpath.relpath(whole, self.work)
+
+
+@functools.cache
+def _find_bash() -> str | None:
+    return shutil.which("bash", path="/usr/bin:/bin")

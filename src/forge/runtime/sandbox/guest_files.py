@@ -225,4 +225,5 @@ def _walk(root: int) -> Iterator[tuple[str, str | None]]:
 
 def describe(error: OSError) -> dict[str, Any]:
     """Return an error for the library."""
-    return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error)}
+    name = error.filename if isinstance(error.filename, str) else None
+    return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error), "path": name}

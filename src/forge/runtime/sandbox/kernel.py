@@ -82,7 +82,8 @@ def main() -> None:
     os.chdir(work)
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
-    sys.argv[:], sys.path[0] = [""], ""
+    sys.argv[:] = [""]
+    sys.path.insert(0, "")
     owner, waiting, number = os.getpid(), b"", 0
     while True:
         while b"\0" not in waiting:

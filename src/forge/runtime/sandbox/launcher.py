@@ -55,6 +55,8 @@ def main() -> None:
 def run_plan(plan: dict[str, Any], events_fd: int, alive_fd: int) -> None:
     """Run a plan to its end and report it."""
     try:
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")  # where memory runs out, what runs here goes first
         confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
         report, status = _run(plan, events_fd, alive_fd)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import forge
+from forge import _amx
 from forge.errors import LaunchError
 from forge.runtime.sandbox.launcher import remove
 from forge.runtime.sandbox.records import Isolation, KilledFor, Limits, Outcome, SandboxLimits
@@ -24,7 +26,7 @@ from forge.runtime.sandbox.records import Isolation, KilledFor, Limits, Outcome,
 SETUP_S: Final = 60.0
 """How long a launcher may take to start a program, and to end everything: generous, for machines that are busy."""
 
-_HOME: Final = "FORGE_SANDBOX_HOME"
+_HOME: Final = "SANDBOX_LIBRARY"
 _FIND: Final = f"import os, sys; sys.path.append(os.environ.pop({_HOME!r})); "
 _START: Final = "from forge.runtime.sandbox.launcher import main; main()"
 _ENVIRONMENT: Final = {
@@ -83,7 +85,7 @@ class LaunchedSandbox:
             "environment": {**_ENVIRONMENT, "PATH": path, "HOME": work, "TMPDIR": folder},
             "box": {
                 "shell": shell,
-                "kernel": (Path(__file__).parent / "kernel.py").read_text(encoding="utf-8"),
+                "kernel": _kernel(),
                 "output_bytes": limits.output_bytes,
                 "most_bytes": limits.folder_bytes,
             },
@@ -94,6 +96,11 @@ class LaunchedSandbox:
         if self.isolation != "process":
             return "/tmp"
         return os.path.join(tempfile.gettempdir(), f"forge-sandbox-{secrets.token_hex(8)}")
+
+
+@functools.cache
+def _kernel() -> str:
+    return Path(__file__).with_name("kernel.py").read_text(encoding="utf-8")
 
 
 def _as_plain_numbers(limits: Limits) -> dict[str, int]:
@@ -115,7 +122,7 @@ def bare_interpreter(source: str, *descriptors: int) -> dict[str, Any]:
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     return {
         "args": [python, "-I", "-S", "-B", "-c", _FIND + source, *map(str, descriptors)],
-        "env": {_HOME: str(Path(forge.__file__).parents[1])},
+        "env": {_HOME: str(Path(forge.__file__).parents[1]), _amx.VARIABLE: os.environ.get(_amx.VARIABLE, "")},
         "cwd": "/",
         "pass_fds": descriptors,
         "start_new_session": True,
