@@ -1,4 +1,4 @@
-"""Episodes whose worker or controller is killed in the middle of a turn: nothing is lost, trained twice or different."""
+"""Episodes whose worker or controller is killed between two turns: nothing is lost, trained twice or different."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ GROUP = 5
 
 
 def overrides(marker: Path, victim: str, task_id: str) -> tuple[str, ...]:
-    return (
-        "rewards.functions=[]",
-        "episode.kind=own_episodes:killing",
-        f"episode.args={{marker: {marker}, victim: {victim}, task_id: '{task_id}'}}",
-        AT_ONCE,
-    )
+    checkpoint = marker.parent / "whole" / "checkpoints" / "step-00000002" / "checkpoint.json"
+    args = f"{{marker: {marker}, victim: {victim}, task_id: '{task_id}', checkpoint: {checkpoint}}}"
+    rollout = ("rollout.no_signal=keep", "training.max_seq_len=128", "training.max_steps=4")
+    return ("rewards.functions=[]", "episode.kind=own_episodes:killing", f"episode.args={args}", AT_ONCE, *rollout)
 
 
 @pytest.fixture(scope="module")

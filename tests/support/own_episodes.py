@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Sequence
@@ -56,14 +57,18 @@ async def broken(task: Task, agent: Agent) -> float:
 
 
 @forge.episode(deterministic=True)
-async def killing(task: Task, agent: Agent, *, marker: str, victim: str, task_id: str) -> float:
+async def killing(
+    task: Task, agent: Agent, *, marker: str, victim: str, task_id: str, checkpoint: str | None = None
+) -> float:
     """As `dialogue`; once, in the middle of one task's episode, it kills its own process or the controller."""
     turn = await agent.generate(task.messages)
     turn = await agent.generate([{"role": "user", "content": "Again?"}])
     if task.id == task_id and not Path(marker).exists():
         Path(marker).touch()
+        while checkpoint is not None and not Path(checkpoint).exists():  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
         ancestors = psutil.Process().parents()
         controller = next(each for each in ancestors if any(word.endswith("main.py") for word in each.cmdline()))
         os.kill(os.getpid() if victim == "worker" else controller.pid, signal.SIGKILL)
     turn = await agent.generate([{"role": "user", "content": "And again?"}])
-    return float(len(turn.text) % 2 == 0)
+    return sum(turn.token_ids) % 7 / 7  # hardly ever the same for all of a group

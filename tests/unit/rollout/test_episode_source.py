@@ -62,11 +62,11 @@ def source(worker: Worker, compare: Any = None, **keys: Any) -> EpisodeSource:
 def test_a_group_has_its_members_in_order_and_the_versions_that_journals_may_have() -> None:
     worker = Worker()
     made = source(worker)
-    group = asyncio.run(made.roll_out(12, oldest_version=3, newest_version=4))
+    group = asyncio.run(made.roll_out(12, oldest_version=3))
     assert (group.number, group.epoch, group.task.id) == (12, 1, "task:12")
     assert [episode.member for episode in group.episodes] == [0, 1, 2]
     assert group.rewards == (0.0, 1.0, 2.0)
-    assert worker.asked == [(12, member, {"oldest_version": 3, "newest_version": 4}) for member in range(3)]
+    assert worker.asked == [(12, member, {"oldest_version": 3}) for member in range(3)]
     assert (made.num_samples, made.num_tokens, made.stages()) == (3, 6, {})
 
 
