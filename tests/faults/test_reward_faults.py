@@ -19,7 +19,7 @@ from forge.rollout.reward_actor import RewardActor
 from forge.rollout.reward_workers import RewardFailed, RewardWorkers, pack
 from forge.types import Completion, Task
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 LIMIT_S = 600
 
 
@@ -90,6 +90,7 @@ def test_what_functions_answer_and_how_they_fail() -> None:
     run(functions, body)
 
 
+@pytest.mark.alone
 def test_a_call_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

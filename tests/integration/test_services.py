@@ -13,7 +13,7 @@ from actors import Caller, FailsInSetup, Owner, Scorer, TaskFailed, Worker
 from forge.errors import ActorFailure, CallTimeout, FanoutError, OptionError, Overloaded, ServiceStopped
 from forge.service import Outcome
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 async def settle() -> None:

@@ -45,9 +45,9 @@ class LocalService:
         )
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[str]:
-        """All replicas are here: any of them will do."""
-        yield "here"
+    async def session(self) -> AsyncIterator[None]:
+        """Do nothing: no replica holds anything for the calls of a session."""
+        yield
 
     async def shutdown(self) -> None:
         """Close the replicas, unless that was done."""

@@ -16,8 +16,6 @@ from forge.types import VersionSpan
 from generator_bench import make_engine
 from vllm_kit import PROMPT, config, greedy, judged, request, tiny, token_logprobs
 
-pytestmark = pytest.mark.alone
-
 DRAWN = Sampling(temperature=0.7, max_tokens=12, seed=11, ignore_eos=True)
 
 

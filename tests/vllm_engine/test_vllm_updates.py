@@ -17,8 +17,6 @@ from forge.store import Weights
 from forge.types import Delta, VersionSpan
 from vllm_kit import PROMPT, greedy, judge, judged, request, tiny, token_logprobs, weights
 
-pytestmark = pytest.mark.alone
-
 LONG = [(11 * place) % 450 + 20 for place in range(200)]
 
 

@@ -19,7 +19,7 @@ from aiohttp import web
 from forge.envs.agent import Agent, EpisodeState
 from forge.envs.chat_api.errors import RequestError, request_error
 from forge.envs.chat_api.requests import check_tools, read_body
-from forge.envs.chat_api.responses import EVENT_HEADERS
+from forge.envs.chat_api.responses import EVENT_HEADERS, event
 from forge.envs.endpoint_branches import BranchIndex, BranchPoint
 from forge.envs.endpoint_replies import Answer
 from forge.envs.endpoint_requests import ChatRequest, SamplingRules
@@ -38,6 +38,7 @@ RETRY_HEADER: Final = "x-stainless-retry-count"
 
 _CLOSE_LIMIT_S: Final = 10.0
 _DELIVERY_LIMIT_S: Final = 1.0
+_CLOSED_EARLY: Final = "The endpoint closed before the answer was complete."
 _MOST_CHARACTERS: Final = 128
 """Characters that no token has more of on average: what is longer than a context of them cannot fit."""
 
@@ -59,9 +60,16 @@ class Endpoint:
     """
 
     def __init__(
-        self, state: EpisodeState, server: EndpointServer, path: tuple[int, ...], rules: SamplingRules
+        self,
+        state: EpisodeState,
+        server: EndpointServer,
+        *,
+        path: tuple[int, ...],
+        rules: SamplingRules,
+        keep_alive_s: float,
     ) -> None:
         self._state, self._server, self._path, self._rules = state, server, path, rules
+        self._keep_alive_s = keep_alive_s
         self._branches = BranchIndex(f"{state.key}-{'.'.join(map(str, path))}")
         self._context = contextvars.copy_context()
         self._jobs: set[asyncio.Task[Answer]] = set()
@@ -92,12 +100,13 @@ class Endpoint:
         if self._is_closed:
             raise closed_error()
         # The task has the program's context: what the policy finds there, such as a session, is the episode's.
-        retry = _is_retry(request)
-        job = asyncio.create_task(self._answer(asked, is_retry=retry), context=self._context.copy())
+        coroutine = self._answer(asked, is_retry=_is_retry(request))
+        job = asyncio.create_task(coroutine, context=self._context.copy())
         self._jobs.add(job)
+        stream = web.StreamResponse(headers=EVENT_HEADERS) if asked.stream else None
         try:
-            await asyncio.wait({job})
-        except asyncio.CancelledError:  # the client is gone
+            await self._wait(job, request, stream)
+        except (ConnectionError, asyncio.CancelledError):  # the client is gone
             job.cancel()
             await asyncio.wait({job})
             if not job.cancelled() and job.exception() is None:
@@ -106,17 +115,22 @@ class Endpoint:
         finally:
             self._jobs.discard(job)
             self._state.counts.num_undelivered += job.cancelled()
-        if job.cancelled():
-            raise closed_error("The endpoint closed before the answer was complete.")
-        answer = job.result()
-        self._delivering[answer.turn.index] = asyncio.get_running_loop().create_future()
-        try:
-            return await self._deliver(request, answer, asked)
-        except (ConnectionError, asyncio.CancelledError):
-            self._mark(answer.turn.index, is_delivered=False)
-            raise
-        finally:
-            self._delivering.pop(answer.turn.index).set_result(None)
+        failed = closed_error(_CLOSED_EARLY) if job.cancelled() else job.exception()
+        if failed is not None:
+            return await _fail(failed, stream)
+        return await self._deliver(request, job.result(), asked, stream)
+
+    async def _wait(self, job: asyncio.Task[Answer], request: web.Request, stream: web.StreamResponse | None) -> None:
+        """Wait for an answer. A stream that takes long gets comments, so that its client does not think it lost."""
+        if stream is None:
+            await asyncio.wait({job})
+            return
+        done, _ = await asyncio.wait({job}, timeout=self._keep_alive_s)
+        while not done:
+            if not stream.prepared:
+                await stream.prepare(request)
+            await stream.write(b": sampling\n\n")
+            done, _ = await asyncio.wait({job}, timeout=self._keep_alive_s)
 
     async def close(self) -> None:
         """End the requests under way, and refuse later ones."""
@@ -130,6 +144,9 @@ class Endpoint:
             _, stuck = await asyncio.wait(set(self._jobs), timeout=_CLOSE_LIMIT_S)
             if stuck:
                 _log.warning("episode %s: %d requests could not be cancelled", self._state.key, len(stuck))
+        for job in self._jobs:  # its answer came too late to be sent
+            if job.done() and not job.cancelled() and job.exception() is None:
+                self._mark(job.result().turn.index, is_delivered=False)
         if self._delivering:
             await asyncio.wait(set(self._delivering.values()), timeout=_DELIVERY_LIMIT_S)
             for index in self._delivering:  # clients that do not read their answer
@@ -249,20 +266,28 @@ class Endpoint:
             return RequestError(error.message, status=503, kind="server_error", code=error.kind)
         return request_error(error)
 
-    async def _deliver(self, request: web.Request, answer: Answer, asked: ChatRequest) -> web.StreamResponse:
-        for _ in range(2):  # until the event loop has looked whether the client is still there
-            await asyncio.sleep(0)
-        if request.transport is None or request.transport.is_closing():
-            raise ConnectionResetError("the client is gone")
-        response: web.StreamResponse
-        if asked.stream:
-            response = web.StreamResponse(headers=EVENT_HEADERS)
+    async def _deliver(
+        self, request: web.Request, answer: Answer, asked: ChatRequest, stream: web.StreamResponse | None
+    ) -> web.StreamResponse:
+        index, ended = answer.turn.index, asyncio.get_running_loop().create_future()
+        self._delivering[index] = ended
+        try:
+            for _ in range(2):  # until the event loop has looked whether the client is still there
+                await asyncio.sleep(0)
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError("the client is gone")
+            codec = self._state.codec
+            response = stream or web.json_response(answer.whole(asked, codec))
             await response.prepare(request)
-            await response.write(answer.events(asked, self._state.codec))
-        else:
-            response = web.json_response(answer.whole(asked, self._state.codec))
-            await response.prepare(request)
-        await response.write_eof()
+            if stream is not None:
+                await stream.write(answer.events(asked, codec))
+            await response.write_eof()
+        except (ConnectionError, asyncio.CancelledError):
+            self._mark(index, is_delivered=False)
+            raise
+        finally:
+            del self._delivering[index]
+            ended.set_result(None)
         return response
 
     def _mark(self, index: int, *, is_delivered: bool) -> None:
@@ -274,11 +299,19 @@ class Endpoint:
 
 @contextlib.asynccontextmanager
 async def open_endpoint(
-    state: EpisodeState, *, path: tuple[int, ...], allow: Sequence[str] = (), ignore: Sequence[str] = ()
+    state: EpisodeState,
+    *,
+    path: tuple[int, ...],
+    allow: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    keep_alive_s: float = 15.0,
 ) -> AsyncIterator[Endpoint]:
-    """Open an endpoint whose turns are branches below `path`, until the block ends. See `Agent.endpoint`."""
+    """Open an endpoint whose turns are branches below `path`, until the block ends. See `Agent.endpoint`.
+
+    `keep_alive_s` is after how many seconds without an event a stream gets a comment.
+    """
     rules = SamplingRules.of(state.sampling, allow=allow, ignore=ignore)
-    endpoint = Endpoint(state, await shared_server(), path, rules)
+    endpoint = Endpoint(state, await shared_server(), path=path, rules=rules, keep_alive_s=keep_alive_s)
     try:
         yield endpoint
     except Exception as error:
@@ -301,6 +334,15 @@ def _limit_error(over: EpisodeOver) -> RequestError:
         return RequestError(text, kind="episode_over", param="messages", code=over.outcome)
     text = f"The episode is over: {over.outcome} ({over.detail})."
     return RequestError(text, status=403, kind="episode_over", code=over.outcome)
+
+
+async def _fail(error: BaseException, stream: web.StreamResponse | None) -> web.StreamResponse:
+    """Raise an error, or send it as an event on a stream that has started."""
+    if stream is None or not stream.prepared:
+        raise error
+    await stream.write(event(request_error(error).body))
+    await stream.write_eof()
+    return stream
 
 
 def _is_retry(request: web.Request) -> bool:

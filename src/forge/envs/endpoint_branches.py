@@ -207,7 +207,8 @@ class BranchIndex:
 def _key_of(message: Message) -> str:
     if message.get("role") != "assistant":
         return _digest(message)
-    return _digest(message_key(message) or {name: message.get(name) for name in _ANSWER_FIELDS})
+    trimmed = {**message, "content": str(message.get("content") or "").strip()}  # many clients trim what they keep
+    return _digest(message_key(trimmed) or {name: trimmed.get(name) for name in _ANSWER_FIELDS})
 
 
 def _chain(keys: Sequence[str]) -> list[str]:

@@ -148,6 +148,40 @@ def policy_prompt(turns, turn):
     return tuple(tokens[: len(tokens) - len(turn)])
 
 
+def test_white_space_that_a_client_trims_is_no_edit(thinking):
+    async def talk(client, endpoint):
+        first = (await ask(client, [USER])).choices[0].message.content
+        assert first == "  One.\n"
+        await ask(client, [USER, {"role": "assistant", "content": first.strip()}, MORE])
+        return 1.0
+
+    policy = ScriptedPolicy(thinking, [f"  One.\n{END}", f"Two.{END}"])
+    done = run(program_of(talk), policy)
+    assert done.turns[1].parent == 0
+    assert (
+        policy.prompts[1][: len(policy.prompts[0]) + len(done.turns[0])] == policy.prompts[0] + done.turns[0].token_ids
+    )
+
+
+def test_a_fork_from_the_middle_of_a_long_conversation_is_exact(thinking):
+    async def talk(client, endpoint):
+        messages, starts = [], []
+        for number in range(6):
+            messages.append({"role": "user", "content": f"Turn {number}"})
+            starts.append(list(messages))
+            messages.append({"role": "assistant", "content": (await ask(client, messages)).choices[0].message.content})
+        for start in starts[1::2]:
+            await ask(client, [*start[:-1], MORE])
+        return 1.0
+
+    policy = ScriptedPolicy(thinking, lambda text: f"{len(text)} is it.{END}")
+    done = run(program_of(talk), policy)
+    prompts = {policy_prompt(done.turns, turn) for turn in done.turns}
+    assert prompts == set(policy.prompts)
+    assert [turn.prefix_break for turn in done.turns] == [None] * 9
+    assert sum(turn.parent is None for turn in done.turns) == 1
+
+
 def test_branches_of_one_answer_share_its_tokens(thinking):
     async def talk(client, endpoint):
         first = (await ask(client, [USER])).choices[0].message.content
@@ -315,12 +349,14 @@ def test_a_program_that_a_limit_ends_is_scored_by_rule(thinking):
 
 def test_a_bug_of_the_program_is_not_taken_for_a_limit(thinking):
     async def talk(client, endpoint):
+        await ask(client, [USER])
         with pytest.raises(openai.PermissionDeniedError):
-            await ask(client, [USER])
+            await ask(client, [MORE])
         raise LookupError("a bug")
 
+    policy = ScriptedPolicy(thinking, lambda text: f"Yes.{END}")
     with pytest.raises(LookupError, match="a bug"):
-        run(program_of(talk), ScriptedPolicy(thinking, []), limits=EpisodeLimits(max_turns=0))
+        run(program_of(talk), policy, limits=EpisodeLimits(max_turns=1))
 
 
 def test_a_full_context_can_be_shortened_by_the_client(thinking):

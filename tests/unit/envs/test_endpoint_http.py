@@ -15,10 +15,11 @@ import aiohttp
 import pytest
 
 from endpoint_clients import LIMIT_S
+from forge.envs.endpoint import open_endpoint
 from forge.envs.endpoint_server import shared_server
 from forge.envs.episode import episode, run_episode
 from forge.envs.journal import Journal, ReplayMismatch
-from forge.envs.limits import EpisodeLimits, Fault
+from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault
 from forge.envs.trace import rows_of
 from scripted_policy import END, ScriptedPolicy, state_of
 
@@ -212,6 +213,43 @@ def test_closing_ends_requests_under_way(thinking):
     assert done.counts.num_undelivered >= 1
 
 
+@pytest.mark.parametrize("ending", ["answer", "limit", "close"])
+def test_a_stream_that_takes_long_is_kept_alive(thinking, ending):
+    async def talk(agent, policy):
+        opened = open_endpoint(agent._state, path=(0,), keep_alive_s=0.001)
+        async with aiohttp.ClientSession() as session:
+            async with opened as endpoint:
+                sent = session.post(url_of(endpoint), json={**BODY, "stream": True}, headers=key_of(endpoint))
+                response = await sent
+                assert (response.status, response.content_type) == (200, "text/event-stream")
+                assert await response.content.readline() == b": sampling\n"
+                if ending != "close":
+                    policy.may_answer.set()
+                    lines = (await response.text()).splitlines()
+            if ending == "close":
+                lines = (await response.text()).splitlines()
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        if ending == "answer":
+            assert [each["choices"][0]["delta"].get("content") for each in events] == ["", "Yes.", None]
+            assert lines[-2] == "data: [DONE]"
+        else:
+            assert [each["error"]["code"] for each in events] == [
+                "token_limit" if ending == "limit" else "endpoint_closed"
+            ]
+        return 1.0
+
+    class Policy(WaitingPolicy):
+        async def sample(self, token_ids, *, options, session):
+            completion = await super().sample(token_ids, options=options, session=session)
+            if ending == "limit":
+                raise EpisodeOver("token_limit", "enough")
+            return completion
+
+    done = run(talk, lambda: yes(thinking, Policy))
+    assert len(done.turns) == (ending == "answer")
+    assert done.outcome == ("token_limit" if ending == "limit" else "finished")
+
+
 def test_a_cancelled_program_closes_its_endpoint(thinking):
     async def main():
         policy = yes(thinking, WaitingPolicy)
@@ -340,7 +378,7 @@ def test_a_turn_that_takes_too_long_is_a_fault(thinking):
         raise AssertionError("closing raises it")
 
     with pytest.raises(Fault, match="took longer"):
-        run(talk, lambda: yes(thinking, WaitingPolicy), limits=EpisodeLimits(turn_timeout_s=0.0))
+        run(talk, lambda: yes(thinking, WaitingPolicy), limits=EpisodeLimits(turn_timeout_s=0.001))
 
 
 def test_a_replay_that_asks_for_something_else_starts_over(thinking):
