@@ -133,13 +133,12 @@ class EpisodeWorker(ForgeActor):
         member: int,
         *,
         oldest_version: int = 0,
-        newest_version: int = -1,
         evaluation: bool = False,
     ) -> Episode:
         """Run one episode to its end. `Fault` says that it must be run again.
 
-        A journal from before is replayed where the program is deterministic and every turn of it was sampled by weights
-        of `oldest_version` to `newest_version`; otherwise the episode starts over.
+        A journal from before is replayed where the program is deterministic and no turn of it was sampled by weights
+        older than `oldest_version`; otherwise the episode starts over.
         """
         options = self._options
         key = EpisodeKey(EVALUATION_SEED if evaluation else options.run_seed, group, member)
@@ -149,7 +148,7 @@ class EpisodeWorker(ForgeActor):
         assert current is not None
         self._running.add(current)
         try:
-            entries = file.read(oldest_version=oldest_version, newest_version=newest_version)
+            entries = file.read(oldest_version=oldest_version)
             with span("episode", group=group, member=member):
                 async with self._service.session() as session:
                     policy = ServicePolicy(self._service, max_seq_len=options.max_seq_len, session=session)
