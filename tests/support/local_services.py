@@ -41,7 +41,9 @@ class LocalService:
             return [SimpleNamespace(ok=True, value=value) for value in values] if is_partial else values
 
         return SimpleNamespace(
-            route=route, fanout=fanout, options=lambda partial=False: self._endpoint(name, is_partial=partial)
+            route=route,
+            fanout=fanout,
+            options=lambda partial=False, session=None: self._endpoint(name, is_partial=partial),
         )
 
     @asynccontextmanager
