@@ -226,11 +226,12 @@ def _settle_sums(part: LanguageModel, *, on_gpu: bool, is_alone: bool) -> None:
                 module.set_force_sum_reduction_for_comms(True)
 
 
-def head_function(*, chunk_tokens: int | None, fp32_logits: bool = False) -> HeadFunction:
-    """Return a head that never holds more than `chunk_tokens` rows of logits; None for what suits the device.
+def head_function(training: TrainingConfig, *, fp32_logits: bool = False) -> HeadFunction:
+    """Return a head that computes logits in chunks; `fp32_logits` is `model.head_precision: float32`.
 
-    `fp32_logits` is `model.head_precision: float32`: see `chunked_logprobs`.
+    See `chunked_logprobs` for what the settings do.
     """
+    chunk_tokens, cache_bytes = training.head_chunk_tokens, int(training.head_cache_gb * 2**30)
 
     def compute(hidden_ND: Tensor, weight_VD: Tensor, row: RowTask, group: Any) -> Any:
         start = 0 if group is None else dist.get_rank(group) * weight_VD.shape[0]
@@ -255,6 +256,7 @@ def head_function(*, chunk_tokens: int | None, fp32_logits: bool = False) -> Hea
             fp32_logits=fp32_logits,
             group=group,
             vocab_start=start,
+            cache_bytes=cache_bytes,
         )
         return _as_row(logprobs, entropy, row) if row.as_row else (logprobs, entropy)
 

@@ -87,7 +87,7 @@ class Engine:
             loss_fn=self._pipeline_loss,
         )
         is_wide = self.model.architecture.head_precision == "float32"
-        head = head_function(chunk_tokens=config.training.head_chunk_tokens, fp32_logits=is_wide)
+        head = head_function(config.training, fp32_logits=is_wide)
         for part in self.parts:
             part.use(self.row_registry, head)
             part.train(not config.frozen)

@@ -15,6 +15,7 @@ BASE = (
     "distributed.shard=1",
     "training.max_seq_len=1536",
     "generator.sampling.max_tokens=1024",
+    "training.head_cache_gb=0",
 )
 MIXED, PURE = "distributed.precision=bfloat16", "distributed.precision=bfloat16_pure"
 SELECTIVE, FULL = (f"training.activation_checkpointing={mode}" for mode in ("selective", "full"))
