@@ -67,6 +67,18 @@ def normalize(x, weight, out, num_rows, width, eps, ROWS: tl.constexpr, WIDTH: t
 
 
 @triton.jit
+def gate(gates, ups, out, total, BLOCK: tl.constexpr):
+    """BLOCK numbers: silu(gate), rounded to the dtype as torch's operation rounds it, times up."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < total
+    dtype = out.dtype.element_ty
+    x = tl.load(gates + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(ups + place, mask=inside, other=0.0).to(tl.float32)
+    activated = (x / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)
+    tl.store(out + place, (activated * up).to(dtype), mask=inside)
+
+
+@triton.jit
 def sum_shared(values, copies, starts, sums, width, WIDTH: tl.constexpr):
     """One place: its copies' rows of `width` values, added in order in float32."""
     place = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Norms and rotary embeddings on a GPU, without gradients: one kernel in place of many small ones.
+"""Norms, gates and rotary embeddings on a GPU, without gradients: one kernel in place of many small ones.
 
 torch gives every row of a norm a block of threads of its own. A head's norm has rows of 64 or 128 numbers, and there
 are as many of them as tokens times heads: most of such a block waits. Rotary embeddings take a dozen and a half
@@ -25,6 +25,7 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _NUMBERS: Final = 2048
 """What one program of a norm takes: as many rows as make up so many, or one."""
+_GATE_NUMBERS: Final = 1024
 
 
 @functools.cache
@@ -108,6 +109,23 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         normalize[(-(-num_rows // rows),)](
             x, weight, out, num_rows, width, eps, ROWS=rows, WIDTH=padded, num_warps=4 if padded <= 4096 else 8
         )
+    return out
+
+
+def gates(gate: Tensor, up: Tensor) -> bool:
+    """Return whether `gated` can take these."""
+    is_plain_pair = is_plain(gate) and is_plain(up) and gate.dtype == up.dtype and gate.shape == up.shape
+    return is_plain_pair and gate.is_contiguous() and up.is_contiguous() and not torch.is_grad_enabled()
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, each rounded to their dtype. It can be captured in a CUDA graph as `normed` can."""
+    from forge.models.gpu_layer_program import gate as program
+
+    out, total = torch.empty_like(gate), gate.numel()
+    if total:
+        with device_of(gate):
+            program[(-(-total // _GATE_NUMBERS),)](gate, up, out, total, BLOCK=_GATE_NUMBERS, num_warps=4)
     return out
 
 

@@ -183,12 +183,19 @@ def _split(
     if checkpointing is not None:
         checkpointing.Config().build().apply(part)
     if training.compile:
-        for layer in part.layers.values():
-            layer.compile(dynamic=True)
+        _compile_layers(part)
     if _needs_fsdp(dims, precision):
         _shard(part, dims=dims, precision=precision)
         _settle_sums(part, on_gpu=on_gpu, is_alone=_is_alone(dims))
     return part
+
+
+def _compile_layers(part: LanguageModel) -> None:
+    """Compile each layer for rows of any length. Attention is not compiled, and divides a layer into two graphs."""
+    torch._dynamo.config.nested_graph_breaks = True  # else four: one for the norm before it, one for the product after
+    torch._dynamo.config.specialize_int = True  # else the width of a head is a variable in every kernel
+    for layer in part.layers.values():
+        layer.compile(dynamic=True)
 
 
 def _is_alone(dims: ParallelDims) -> bool:
