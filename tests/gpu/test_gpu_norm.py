@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from forge.models import gpu_layers
-from forge.models.gpu_layers import GpuNorm, gated, normed
+from forge.models.gpu_layers import GpuNorm, add_into, gated, normed
 
 ON_GPU = torch.cuda.is_available()
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -87,3 +87,20 @@ def test_gates_with_gradients_or_gaps_are_left_to_torch() -> None:
         assert gpu_layers.gates(gate, up) is (DEVICE == "cuda")
         assert not gpu_layers.gates(gate.t(), up.t())
         assert not gpu_layers.gates(gate, up[:2])
+
+
+@pytest.mark.parametrize("shape", [(300, 301), (7,), (65_536,), (0,)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_values_are_added_to_wider_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(4)
+    sums = torch.randn(shape, generator=draw).to(DEVICE)
+    values = torch.randn(shape, generator=draw).to(DEVICE, dtype)
+    expected = sums + values.float()
+    add_into(sums, values)
+    assert torch.equal(sums, expected)
+
+
+def test_values_with_gaps_are_added_too() -> None:
+    sums, values = torch.zeros(400, 400, device=DEVICE), torch.randn(400, 400, device=DEVICE).to(HALF)
+    add_into(sums, values.t())
+    assert torch.equal(sums, values.t().float())

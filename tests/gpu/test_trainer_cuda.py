@@ -311,7 +311,9 @@ def test_the_kernel_of_the_head_differentiates(dtype: torch.dtype, bound: float,
 
 
 @pytest.mark.parametrize(
-    ("entropy", "room"), [(False, 0), (False, 200), (False, 600), (True, 0)], ids=["one kernel", "some", "all", "several"]
+    ("entropy", "room"),
+    [(False, 0), (False, 200), (False, 600), (True, 0)],
+    ids=["one kernel", "some", "all", "several"],
 )
 def test_the_head_in_float32_rounds_nothing(entropy: bool, room: int) -> None:
     """Logits of about 25, as trained models have them; with an entropy the kernel of one pass is not used."""

@@ -254,7 +254,9 @@ def _head(job: TrainerJob) -> tuple[Part, ...]:
 
 def _logits_text(job: TrainerJob) -> str:
     cached = _cached_tokens(job)
-    return f"logits of {cached:,} tokens, kept" if cached == job.row.tokens else f"logits of {cached + job.chunk:,} tokens"
+    return (
+        f"logits of {cached:,} tokens, kept" if cached == job.row.tokens else f"logits of {cached + job.chunk:,} tokens"
+    )
 
 
 def _layer(job: TrainerJob) -> tuple[Part, ...]:

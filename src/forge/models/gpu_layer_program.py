@@ -1,4 +1,4 @@
-"""The GPU programs of single layers: rotary embeddings, norms, sums. Imported only where there is a GPU (Triton)."""
+"""The GPU programs of single layers: rotary embeddings, norms, gates, sums. Imported only with a GPU (Triton)."""
 
 # mypy: ignore-errors
 import triton
@@ -76,6 +76,15 @@ def gate(gates, ups, out, total, BLOCK: tl.constexpr):
     up = tl.load(ups + place, mask=inside, other=0.0).to(tl.float32)
     activated = (x / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)
     tl.store(out + place, (activated * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def add_into(sums, values, total, BLOCK: tl.constexpr):
+    """BLOCK numbers of a sum in float32, and what is added to them in another precision."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < total
+    value = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + place, tl.load(sums + place, mask=inside, other=0.0) + value, mask=inside)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import forge.models.titan_setup  # noqa: F401
@@ -27,6 +28,7 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from forge.config import DistributedConfig, ModelConfig, TrainingConfig
 from forge.losses.head import chunked_logprobs, chunked_nll
+from forge.models.gpu_layers import add_into
 from forge.models.language_model import HeadFunction, LanguageModel, titan_config
 from forge.models.rows import RowTask
 from forge.trainer.layout import Layout
@@ -229,8 +231,24 @@ def _settle_sums(part: LanguageModel, *, on_gpu: bool, is_alone: bool) -> None:
         if isinstance(module, FSDPModule):
             if is_alone:
                 module.set_gradient_divide_factor(None)
+                _add_quickly(module)
             elif not on_gpu:
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def _add_quickly(module: FSDPModule) -> None:
+    """Add up the gradients of rows by a kernel that is faster than FSDP's own addition."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for each in group.fsdp_params:
+            each.accumulate_unsharded_grad_if_needed = partial(_accumulate, each)
+
+
+def _accumulate(parameter: Any) -> None:
+    """As `FSDPParam.accumulate_unsharded_grad_if_needed`."""
+    sums, gradient = parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
+    if sums is not None and gradient is not None:
+        add_into(sums, gradient)
+        parameter.unsharded_param.grad = None
 
 
 def head_function(training: TrainingConfig, *, fp32_logits: bool = False) -> HeadFunction:

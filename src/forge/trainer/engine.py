@@ -302,10 +302,10 @@ class Engine:
         return keep_activations_on_host() if self.config.training.activation_offload else nullcontext()
 
     def _through_model(self, row: Row, task: RowTask, *, backward: bool) -> None:
-        key = self._enter(row, task)
+        key = int(self._enter(row, task))
         with self._saving():
             output = self.parts[0](row.token_ids_L.unsqueeze(0), key)
-            scaled = self._row_loss(output, int(key))
+            scaled = self._row_loss(output, key)
         if backward:
             scaled.backward()
 
