@@ -61,7 +61,6 @@ class Tuning:
     programs: int = 1024
     merge_stages: int = 2
     part_bytes: int = 128 << 20
-    pairs: bool = True
 
 
 _TUNING: Final = Tuning()
@@ -154,8 +153,8 @@ def decode_attend(
     common are then read once for all of them. Rows that belong to sequences without keys may hold anything, so a CUDA
     graph may read a buffer of which only the beginning is overwritten.
     """
-    tuning = _TUNING_FLOAT32 if k_cache.dtype == torch.float32 else _TUNING
-    tuning = _TUNING_NARROW if k_cache.dtype in NARROW else tuning
+    tuning = _TUNING_NARROW if k_cache.dtype in NARROW else _TUNING
+    tuning = _TUNING_FLOAT32 if k_cache.dtype == torch.float32 else tuning
     _check(q_SHD, k_cache, v_cache, name="q_SHD")
     if table_SP.shape[1] > 1 and table_SP.stride(1) != 1:
         raise _refusal("table_SP", table_SP, "contiguous in the last dimension", "call contiguous() on it, once")
@@ -192,9 +191,6 @@ def attend_tuned(
 
     context_lens, table, shares = (*pages, None)[:3]
     num_sequences, num_kv_heads, head_dim = len(q), k_cache.shape[1], q.shape[2]
-    options = _options(q, k_cache, tuning)
-    if options["PAIRS"]:
-        k_cache, v_cache = (cache.view(torch.int16) for cache in (k_cache, v_cache))
     num_chunks = max(1, -(-table.shape[1] * PAGE_TOKENS // tuning.chunk))
     num_pairs = num_sequences * num_kv_heads
     num_splits, num_chunks = share_out(num_pairs, num_chunks, chunk_bytes=4 * q.numel(), tuning=tuning)
@@ -202,6 +198,7 @@ def attend_tuned(
     parts = (out, out, out) if is_solo and not is_shared else _scratch(q, num_chunks)
     seen = (context_lens, shares if is_shared else context_lens)
     strides: tuple[int, ...] = (*q.stride()[:2], *k_cache.stride()[:3], table.stride(0))
+    options = _options(q, k_cache, tuning)
     with device_of(q):
         if is_shared:
             most = num_sequences // 2 * num_kv_heads * num_chunks
@@ -241,7 +238,6 @@ def _options(q: Tensor, k_cache: Tensor, tuning: Tuning) -> dict[str, Any]:
         "CHUNK": tuning.chunk,
         "WHOLE": dims == head_dim,
         "NARROW": k_cache.dtype in NARROW,
-        "PAIRS": tuning.pairs and k_cache.dtype in NARROW and dims == head_dim,
         "num_warps": tuning.num_warps,
         "num_stages": tuning.num_stages,
         "enable_fp_fusion": False,

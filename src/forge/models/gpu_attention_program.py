@@ -4,8 +4,6 @@
 import triton
 import triton.language as tl
 
-from forge.models.gpu_attention_chunk import attend_chunk, merge
-
 
 @triton.jit
 def write_kv(
@@ -81,6 +79,75 @@ def gather_kv(
 
 
 @triton.jit
+def _merge(top, total, acc, next_top, next_total, next_acc):
+    """Two parts of a softmax as one. What is fused is written out, so that every caller rounds alike.
+
+    Merged into an empty part (-inf, 0, 0) a part keeps its bits.
+    """
+    higher = tl.maximum(top, next_top)
+    keep = tl.exp2(top - higher)
+    add = tl.exp2(next_top - higher)
+    total = tl.fma(total, keep, next_total * add)
+    acc = tl.fma(acc, keep[:, None], next_acc * add[:, None])
+    return higher, total, acc
+
+
+@triton.jit
+def _attend_chunk(
+    query,
+    k_head,
+    v_head,
+    pages,
+    begin,
+    end,
+    scale,
+    cache_page,
+    cache_row,
+    head_dim,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """The softmax of ROWS queries over the keys from begin to end, not yet divided by its sum.
+
+    Every block has at least one key, so `top` is finite after the first. `scale` contains log2(e). Keys and values
+    past the end are never read, whatever the memory holds. The numbers of the next block's pages are loaded one turn
+    ahead: loaded in the same turn they would take half of the pipeline's stages.
+    """
+    dims = tl.arange(0, DIMS)
+    lanes = tl.arange(0, BLOCK)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DIMS), tl.float32)
+    coming = tl.load(pages + (begin + lanes) // PAGE, mask=begin + lanes < end, other=0)
+    for start in range(begin, end, BLOCK):
+        keys = start + lanes
+        seen = keys < end
+        page = coming.to(tl.int64)
+        coming = tl.load(pages + (keys + BLOCK) // PAGE, mask=keys + BLOCK < end, other=0)
+        place = (page * cache_page + (keys % PAGE) * cache_row)[:, None] + dims[None, :]
+        inside = seen[:, None]
+        if not WHOLE:
+            inside = inside & (dims[None, :] < head_dim)
+        key = tl.load(k_head + place, mask=inside, other=0.0)
+        value = tl.load(v_head + place, mask=inside, other=0.0)
+        if key.dtype != query.dtype:  # 8-bit keys and values, which a query's precision holds exactly
+            key = key.to(query.dtype)
+            value = value.to(query.dtype)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        score = tl.where(seen[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        keep = tl.exp2(top - higher)
+        p = tl.exp2(score - higher[:, None])
+        total = tl.fma(total, keep, tl.sum(p, 1))
+        acc = tl.dot(p.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
+        top = higher
+    return top, total, acc
+
+
+@triton.jit
 def _num_shared(shares, sequence, length, num_chunks_max, CHUNK: tl.constexpr):
     """How many of a sequence's first chunks `attend_shared` computes; of those only that the sequence has in full."""
     told = tl.load(shares + (1 + sequence) * 4 + 3)
@@ -116,7 +183,6 @@ def attend_shared(
     CHUNK: tl.constexpr,
     WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):
     """Chunks that neighbouring sequences have in common, one key head at a time, each read once for all of them.
 
@@ -144,7 +210,7 @@ def attend_shared(
             query = query.to(tl.float16)
         begin = chunk * CHUNK
         end = tl.where(is_shared, tl.minimum(begin + CHUNK, tl.load(context_lens + first)), begin)
-        top, total, part = attend_chunk(
+        top, total, part = _attend_chunk(
             query,
             k_cache + kv_head.to(tl.int64) * cache_head,
             v_cache + kv_head.to(tl.int64) * cache_head,
@@ -160,7 +226,6 @@ def attend_shared(
             PAGE,
             BLOCK,
             WHOLE,
-            PAIRS,
         )
         target = (sequences * (num_kv_heads * GROUP) + heads) * num_chunks_max + chunk
         tl.store(part_tops + target, top, mask=kept)
@@ -204,7 +269,6 @@ def attend_decode(
     STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):
     """One sequence, one key head with its GROUP query heads, and every num_splits-th chunk of the context.
 
@@ -245,11 +309,11 @@ def attend_decode(
             part_top = tl.load(part_tops + place, mask=mine, other=0.0)
             part_total = tl.load(part_totals + place, mask=mine, other=0.0)
             part = tl.load(parts + place[:, None] * head_dim + dims[None, :], mask=inside, other=0.0)
-            top, total, acc = merge(top, total, acc, part_top, part_total, part)
+            top, total, acc = _merge(top, total, acc, part_top, part_total, part)
     for chunk in range(num_shared + split, num_chunks, num_splits):
         begin = chunk * CHUNK
         end = tl.minimum(begin + CHUNK, length)
-        part_top, part_total, part = attend_chunk(
+        part_top, part_total, part = _attend_chunk(
             query,
             k_head,
             v_head,
@@ -265,9 +329,8 @@ def attend_decode(
             PAGE,
             BLOCK,
             WHOLE,
-            PAIRS,
         )
-        top, total, acc = merge(top, total, acc, part_top, part_total, part)
+        top, total, acc = _merge(top, total, acc, part_top, part_total, part)
         if not SOLO:
             place = places + chunk
             kept = rows < tl.where(is_left, GROUP, 0)
@@ -322,7 +385,7 @@ def combine(
         part = tl.load(parts + place[:, None] * head_dim + dims[None, :], mask=inside, other=0.0)
         part_top = tl.load(part_tops + place)
         part_total = tl.load(part_totals + place)
-        top, total, acc = merge(top, total, acc, part_top, part_total, part)
+        top, total, acc = _merge(top, total, acc, part_top, part_total, part)
     result = acc * tl.div_rn(1.0, total)[:, None]
     where = out + sequence * out_row + head * out_head + dims[None, :]
     tl.store(where, result.to(out.dtype.element_ty), mask=inside)
