@@ -37,8 +37,8 @@ quickstart: env ## Teach a tiny model a task by reinforcement learning, on the C
 test: alone = $(shell grep -rl --include='test_*.py' 'pytest.mark.alone' tests | sort)
 test: env-test ## Run every test
 	@first=0; rest=0; \
-	$(py) scripts/run_tests.py --limit-s 2700 -n 2 -m "not alone" --durations 15 tests $(ARGS) || first=$$?; \
-	$(py) scripts/run_tests.py --limit-s 1800 -n 1 --no-loadscope-reorder -m alone --durations 20 $(alone) $(ARGS) || rest=$$?; \
+	$(py) scripts/run_tests.py --limit-s 3600 -n 2 -m "not alone" --durations 15 tests $(ARGS) || first=$$?; \
+	$(py) scripts/run_tests.py --limit-s 1200 -n 1 --no-loadscope-reorder -m alone --durations 20 $(alone) $(ARGS) || rest=$$?; \
 	if [[ $$first == [05] ]]; then exit $${rest/#5/$$first}; else exit $$first; fi
 
 coverage: env-test ## Run every test once more slowly, with a coverage report

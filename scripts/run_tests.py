@@ -2,6 +2,8 @@
 
     python scripts/run_tests.py --limit-s 5400 -n 2 tests/unit
 
+Tests start hundreds of processes. They share compiled modules in `__pycache__`, whatever PYTHONDONTWRITEBYTECODE says.
+
 All other arguments go to pytest, and its exit status is the result. With -n, each worker runs whole files, and is
 replaced when it dies, however often. A run that exceeds the limit, or that gets SIGTERM, is interrupted as by Ctrl-C:
 pytest then reports what it knows. A minute later it is killed. The exit status is 124, as from timeout(1).
@@ -42,7 +44,8 @@ class Run:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         self.status = STOPPED
         self.ended, self.all_ended = threading.Event(), threading.Event()
-        self._pid = os.posix_spawn(command[0], command, os.environ, setsigdef=ENDING_SIGNALS)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._pid = os.posix_spawn(command[0], command, environment, setsigdef=ENDING_SIGNALS)
         threading.Thread(target=self._reap, daemon=True).start()
 
     def interrupt(self) -> None:

@@ -17,6 +17,12 @@ from forge._lazy import lazy_names
 if TYPE_CHECKING:
     from forge._version import __version__
     from forge.config import GeneratorConfig, GRPOConfig, Sampling
+    from forge.envs.agent import Agent
+    from forge.envs.environment import Env, Observation, episode_from_env
+    from forge.envs.episode import episode
+    from forge.envs.limits import Fault
+    from forge.envs.sandbox import sandbox
+    from forge.envs.tools import Tool, tool
     from forge.errors import ActorFailure
     from forge.generator.actor import Generator
     from forge.observe import Reduce, record_metric
@@ -25,24 +31,27 @@ if TYPE_CHECKING:
     from forge.runtime import endpoint, run, shutdown
     from forge.service import ForgeActor, Service
     from forge.trainer.actor import ReferenceModel, Trainer
-    from forge.types import Batch, Completion, Episode, Group, Prompt, Sample, Score, StepResult
+    from forge.types import Batch, Completion, Episode, Group, Sample, Score, StepResult, Task, Turn
 
 _PACKAGES = (
-    *("config", "data", "errors", "generator", "loops", "losses", "models", "observe", "rewards", "rollout"),
+    *("config", "data", "envs", "errors", "generator", "loops", "losses", "models", "observe", "rewards", "rollout"),
     *("runtime", "service", "store", "trainer", "types"),
 )
 
 __all__ = [
     "ActorFailure",
+    "Agent",
     "Batch",
     "Completion",
+    "Env",
     "Episode",
+    "Fault",
     "ForgeActor",
     "GRPOConfig",
     "Generator",
     "GeneratorConfig",
     "Group",
-    "Prompt",
+    "Observation",
     "Reduce",
     "ReferenceModel",
     "ReplayBuffer",
@@ -52,12 +61,19 @@ __all__ = [
     "Score",
     "Service",
     "StepResult",
+    "Task",
+    "Tool",
     "Trainer",
+    "Turn",
     "__version__",
     "endpoint",
+    "episode",
+    "episode_from_env",
     "record_metric",
     "run",
+    "sandbox",
     "shutdown",
+    "tool",
 ]
 
 _amx.apply(os.environ)
@@ -67,7 +83,13 @@ _lazy = lazy_names(
     __name__,
     {
         "forge.errors": "ActorFailure",
-        "forge.types": "Batch Completion Episode Group Prompt Sample Score StepResult",
+        "forge.envs.agent": "Agent",
+        "forge.envs.environment": "Env Observation episode_from_env",
+        "forge.envs.episode": "episode",
+        "forge.envs.limits": "Fault",
+        "forge.envs.sandbox": "sandbox",
+        "forge.envs.tools": "Tool tool",
+        "forge.types": "Batch Completion Episode Group Sample Score StepResult Task Turn",
         "forge.service": "ForgeActor Service",
         "forge.config": "GRPOConfig GeneratorConfig Sampling",
         "forge.generator.actor": "Generator",

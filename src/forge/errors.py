@@ -184,6 +184,11 @@ class RolloutError(ForgeError, RuntimeError):
     """Rollouts bring nothing to learn from: every group lacks signal, or its rewards fail."""
 
 
+class GroupFailed(ForgeError, RuntimeError):
+    """A group was tried as often as the configuration allows, and failed each time for reasons that are not the
+    policy's. It is dropped."""
+
+
 INPUT_ERRORS: Final = (ConfigError, OptionError, ModelError, DataError, CheckpointError, PromptError)
 """What a user fixes without looking at the program: the text says all, and a command ends with exit code 2."""
 

@@ -60,6 +60,8 @@ class Registry(Generic[T]):
         """Return rule and repair for a name that is neither built in nor of the form `module:attribute`."""
         if self.is_built_in(name) or ":" in name:
             return None
+        if not self._built_in:
+            return "must be `module:attribute`", f"write the module of your {self.kind}, a colon, and its name"
         rule = f"must be one of {', '.join(self.names)}, or `module:attribute` of your own"
         return rule, did_you_mean(name, self.names) or self._repair
 
@@ -83,7 +85,7 @@ class Registry(Generic[T]):
                 path=path,
                 value=name,
                 rule=self._rule,
-                repair=f"write a {self.kind}, or name one of {', '.join(self.names)}",
+                repair=f"write a {self.kind}" + (f", or name one of {', '.join(self.names)}" if self.names else ""),
             )
         return cast("T", found)
 
@@ -198,7 +200,7 @@ SURROGATES: Final[Registry[Factory]] = Registry(
 )
 ADVANTAGES: Final[Registry[Factory]] = Registry(
     "advantage function",
-    {"baseline": "forge.rollout.credit:baseline"},
+    {"baseline": "forge.rollout.credit:baseline", "turn": "forge.rollout.turn_credit:turn"},
     rule="must be a function of groups that returns, for each group, a number for each episode",
 )
 TASKS: Final[Registry[Factory]] = Registry(
@@ -208,7 +210,17 @@ TASKS: Final[Registry[Factory]] = Registry(
         "countdown": "forge.data.tasks.countdown:Countdown",
         f"reasoning_gym{ANY_NAME}": "forge.data.tasks.gym:GymTask",
     },
-    rule="must be a class or function that returns a forge.data.tasks.Task",
+    rule="must be a class or function that returns a forge.data.tasks.TaskGenerator",
+)
+EPISODES: Final[Registry[Any]] = Registry(
+    "episode",
+    {},
+    rule="must be an @forge.episode, or a class with the methods reset, step and close",
+)
+GROUP_REWARDS: Final[Registry[Callable[..., Any]]] = Registry(
+    "group reward",
+    {},
+    rule="must be a function (task, episodes) -> a number for each episode",
 )
 REWARDS: Final[Registry[Callable[..., float]]] = Registry(
     "reward",

@@ -23,8 +23,6 @@ from forge.types import VersionSpan
 from generator_bench import MAX_BATCH, MAX_QUEUE, Bench, all_begun, covered, last_of, request, until
 from generator_models import FIRST, SECOND, prompt
 
-pytestmark = pytest.mark.alone
-
 TOLERANCE = {"native": 2e-5, "vllm": 1e-4}
 """Of a logprob, against transformers. Logits reach 40 here, where float32 has steps of 4e-6."""
 

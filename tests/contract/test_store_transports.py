@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -22,8 +22,6 @@ from store_actors import (
     publish_every_dtype,
     used,
 )
-
-pytestmark = pytest.mark.alone
 
 LIMIT_S = 600
 LARGE = {"embed": (96, 64), "norm": (48,), "odd": (7, 5, 6), "scalar": (), "large": (256, 300)}
@@ -43,14 +41,17 @@ class Way:
     copies: int = 1
     shapes: dict[str, tuple[int, ...]] = field(default_factory=lambda: LARGE)
 
+    def shares_processes(self, other: Way) -> bool:
+        return replace(self, name="", uses="", shapes={}) == replace(other, name="", uses="", shapes={})
+
 
 TCP = {"FORGE_STORE_WAYS": "tcp"}
 RDMA = {"FORGE_STORE_WAYS": "rdma", "FORGE_RDMA": "force"}
 WAYS = [
-    Way("shm", "shm"),
+    Way("inline", "", shapes=SMALL),
+    Way("shm", "shm"),  # in the processes of the one before, which have not yet read from shared memory
     Way("tcp", "tcp", TCP, TCP),
     Way("rdma", "rdma", RDMA, RDMA),
-    Way("inline", "", shapes=SMALL),
     Way("disk", "shm", {"FORGE_STORE_MEMORY_GB": "0.0001"}),
     Way("one volume", "shm", volumes=1),
     Way("two volumes", "shm", volumes=2, copies=2),
@@ -107,18 +108,45 @@ class Place:
         return [answer for _, answer in (await self.readers.run.call(function, *args)).items()]
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=lambda way: way.name.replace(" ", "-"))
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    before, children = shared_memory_files(), running_children()
-    opened = Place(request.param)
+class Places:
+    """Keeps the processes of one way until one comes that needs others."""
+
+    def __init__(self) -> None:
+        self._place: Place | None = None
+
+    def at(self, way: Way) -> Place:
+        if self._place is not None and self._place.transport.shares_processes(way):
+            self._place.transport = way
+            return self._place
+        self.close()
+        self._before, self._children = shared_memory_files(), running_children()
+        self._place = Place(way)
+        self._place.do(self._place.open())
+        return self._place
+
+    def close(self) -> None:
+        if self._place is None:
+            return
+        place, self._place = self._place, None
+        place.do(place.close())
+        place.end()
+        assert lasting_children(self._children) == []
+        assert lasting_orphans(self._before) == set()
+
+
+@pytest.fixture(scope="module")
+def places() -> Iterator[Places]:
+    opened = Places()
     try:
-        opened.do(opened.open())
         yield opened
     finally:
-        opened.do(opened.close())
-        opened.end()
-    assert lasting_children(children) == []
-    assert lasting_orphans(before) == set()
+        opened.close()
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: way.name.replace(" ", "-"))
+def place(request: pytest.FixtureRequest, places: Places) -> Place:
+    way: Way = request.param
+    return places.at(way)
 
 
 def test_disk_takes_what_memory_does_not_and_says_so(drive: Any, leaves_nothing: None) -> None:

@@ -18,7 +18,7 @@ from generator_actor import publish
 from generator_models import FIRST, SECOND, prompt
 from late_generator import LateGenerator
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 

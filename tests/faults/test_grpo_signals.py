@@ -19,6 +19,8 @@ from signals import hear_ctrl_c
 
 LIMIT_S = 600
 SAVE_NEVER = ("checkpointing.save_interval=null", "checkpointing.save_interval_s=null", "training.max_steps=1000")
+SHARED = "placement=shared"
+"""One worker process fewer, where only the controller gets the signal."""
 
 
 def listen() -> None:
@@ -67,7 +69,7 @@ def test_a_scheduler_that_terminates_every_process_loses_no_step(tmp_path: Path)
             os.kill(process.pid, signal.SIGTERM)
 
     folder = tmp_path / "run"
-    code, told = run_until(app_command(folder, *SAVE_NEVER), "Episode 2", terminate)
+    code, told = run_until(app_command(folder, *SAVE_NEVER), "Step 2", terminate)
     assert code == 128 + signal.SIGTERM, told
     saved = adds_up(folder)
     assert saved >= 2
@@ -79,11 +81,11 @@ def test_a_terminal_that_is_closed_loses_no_step(tmp_path: Path) -> None:
     """Its controller gets SIGHUP, and cannot print any more."""
     folder = tmp_path / "run"
     master, slave = pty.openpty()
-    command = ["setsid", "--ctty", *app_command(folder, *SAVE_NEVER, "metrics.progress=false")]
+    command = ["setsid", "--ctty", *app_command(folder, *SAVE_NEVER, SHARED, "metrics.progress=false")]
     program = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, preexec_fn=listen)
     os.close(slave)
     printed = b""
-    while b"Episode 2 " not in printed:
+    while b"Step 2 " not in printed:
         printed += os.read(master, 1 << 16)
     children = psutil.Process(program.pid).children(recursive=True)
     os.close(master)
@@ -100,8 +102,8 @@ def test_a_second_signal_names_the_checkpoint_that_is_complete(tmp_path: Path) -
             program.send_signal(signal.SIGINT)
 
     folder = tmp_path / "run"
-    command = app_command(folder, "checkpointing.save_interval=1", "training.max_steps=1000")
-    code, told = run_until(command, "Episode 4", press_twice)
+    command = app_command(folder, "checkpointing.save_interval=1", "training.max_steps=1000", SHARED)
+    code, told = run_until(command, "Step 4", press_twice)
     assert code == 130, told
     newest = list_checkpoints(folder / "checkpoints")[-1].step
     assert f"--resume continues after step {newest}" in told

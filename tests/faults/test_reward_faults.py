@@ -17,9 +17,9 @@ import pytest
 from forge.config.rewards import RewardConfig, RewardsConfig
 from forge.rollout.reward_actor import RewardActor
 from forge.rollout.reward_workers import RewardFailed, RewardWorkers, pack
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 LIMIT_S = 600
 
 
@@ -48,7 +48,7 @@ def run(
 
 
 async def ask(workers: RewardWorkers, index: int = 0, *, text: str = "2.5", timeout_s: float = LIMIT_S) -> float:
-    return await workers.call(index, payload=pack(Prompt("p"), completion(text)), timeout_s=timeout_s)
+    return await workers.call(index, payload=pack(Task("p"), completion(text)), timeout_s=timeout_s)
 
 
 async def failure(workers: RewardWorkers, index: int, **options: Any) -> str:
@@ -90,6 +90,7 @@ def test_what_functions_answer_and_how_they_fail() -> None:
     run(functions, body)
 
 
+@pytest.mark.alone
 def test_a_call_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -164,7 +165,7 @@ def test_a_function_that_kills_its_parent_does_not_reach_the_service(drive: Any)
         rewards = await RewardActor.options(num_threads=1, max_restarts=0).as_service(config)
         pids = (await rewards.get_metrics()).replicas[0].pids
         for _ in range(3):
-            scores = await rewards.score.route(Prompt("p"), [completion("1"), completion("2")])
+            scores = await rewards.score.route(Task("p"), [completion("1"), completion("2")])
             assert [score.reward for score in scores] == [1.0, 2.0]
             assert [score.failures for score in scores] == [{"rogue": "its process ended: signal 9 (SIGKILL)"}] * 2
         (replica,) = (await rewards.get_metrics()).replicas

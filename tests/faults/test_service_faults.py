@@ -13,7 +13,7 @@ import pytest
 from actors import Caller, DiesSoon, DiesWhenRestarted, Holder, Owner, SlowToStart, Worker
 from forge.errors import ActorFailure, LaunchError, ServiceStopped
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 NUM_CALLERS = 64
 
 
@@ -109,6 +109,7 @@ def test_calls_wait_while_the_only_replica_restarts(drive):
     drive(body())
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["blocked event loop", "SIGSTOP"])
 def test_a_hung_replica_is_found_by_its_heartbeat(drive, fault):
     async def body():
@@ -133,6 +134,7 @@ def test_a_hung_replica_is_found_by_its_heartbeat(drive, fault):
     drive(body())
 
 
+@pytest.mark.alone
 def test_a_busy_replica_is_not_taken_for_hung(drive, tmp_path):
     async def body():
         service = await Worker.options(heartbeat_s=0.05, heartbeat_timeout_s=2.0).as_service()
@@ -318,7 +320,7 @@ def test_a_rank_can_be_lost_while_it_boots(drive, sent):
     async def body():
         from forge.runtime.hosts import find_ranks
 
-        start = asyncio.ensure_future(Worker.options(mesh_name=f"boot{sent}", spawn_timeout_s=10).as_actor())
+        start = asyncio.ensure_future(Worker.options(mesh_name=f"boot{sent}", spawn_timeout_s=4).as_actor())
         found: list[int] = []
         while not found:
             await asyncio.sleep(0)
@@ -359,6 +361,7 @@ def test_ranks_are_known_whatever_the_users_code_does_to_the_environment(drive):
     drive(body())
 
 
+@pytest.mark.alone
 def test_a_handle_elsewhere_hears_of_the_end_of_its_service(drive):
     async def body():
         service = await Worker.options(heartbeat_s=0.1, heartbeat_timeout_s=4.0).as_service()
@@ -448,6 +451,7 @@ def test_an_actor_that_fails_in_a_living_process_is_replaced(drive):
     drive(body())
 
 
+@pytest.mark.alone
 def test_a_handle_elsewhere_recovers_from_a_stall_of_its_own_process(drive):
     async def body():
         service = await Worker.options(heartbeat_s=0.1, heartbeat_timeout_s=2.0).as_service()

@@ -30,8 +30,6 @@ from store_actors import (
     value,
 )
 
-pytestmark = pytest.mark.alone
-
 Drive = Callable[[Any], Any]
 SHAPES = {"a": (64, 300), "b": (300, 64), "c": (7,)}
 LARGE = {"a": (1024, 4096), "b": (1024, 4096)}

@@ -12,7 +12,7 @@ from forge.errors import ActorFailure
 from forge.runtime.streams import WINDOW
 from stream_actors import Impatient, Reader, Streamer
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_a_killed_replica_ends_its_streams_and_only_those(drive, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from forge.kernels.paged import shared_places
 from forge.models.attention import DocumentAttention, expand_shared, sum_shared
 from forge.models.flash_attention import Situation, choose_kernel, load_kernel
 from forge.models.rows import Documents, RowTask, Sharing
@@ -15,8 +16,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here"),
 ]
 
-LENGTHS = (700, 300, 650, 513, 1, 90, 128, 200)
-PREFIXES = (0, 256, 256, 256, 0, 0, 0, 77)
+LENGTHS = (700, 300, 650, 513, 520, 1, 90, 128, 200)
+PREFIXES = (0, 256, 256, 400, 499, 0, 0, 0, 77)
+"""Among them a tree: the fourth document takes tokens of the first and third, the fifth of these and the fourth."""
 NUM_PADDING = 3
 HEADS, KV_HEADS, WIDTH = 4, 2, 128
 BOUND = 2e-2
@@ -25,18 +27,11 @@ BOUND = 2e-2
 
 def row(*, num_padding: int = NUM_PADDING) -> RowTask:
     documents = Documents.of(LENGTHS, num_padding=num_padding, device="cuda")
-    places: list[int] = []
-    first = num_places = 0
-    for length, prefix in zip(LENGTHS, PREFIXES, strict=True):
-        first = num_places if prefix == 0 else first
-        places += [*range(first, first + prefix), *range(num_places, num_places + length - prefix)]
-        num_places += length - prefix
-    places += range(num_places, num_places + num_padding)
-    own = [places.index(place) for place in range(num_places + num_padding)]
+    places, own = shared_places(LENGTHS, PREFIXES)
+    padding = torch.arange(num_padding)
+    places, own = torch.cat([places, padding + len(own)]).cuda(), torch.cat([own, padding + len(places)]).cuda()
     nothing = torch.zeros(0, dtype=torch.int64, device="cuda")
-    sharing = Sharing.of(
-        documents, PREFIXES, places=torch.tensor(places, device="cuda"), own=torch.tensor(own, device="cuda")
-    )
+    sharing = Sharing.of(documents, PREFIXES, places=places, own=own)
     return RowTask(documents, nothing[None], nothing, nothing, sharing=sharing)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from episode_rows import episodes
 from forge.config import CheckpointConfig, DistributedConfig, TrainerConfig, TrainingConfig
 from forge.losses import chunked_logprobs, chunked_nll
 from forge.models.hf_config import read_hf_config
@@ -193,11 +194,13 @@ def groups_of(num_groups: int = 3, size: int = 4, *, seed: int = 0) -> Batch:
     return Batch.of(samples)
 
 
+@pytest.mark.parametrize(
+    "batch", [groups_of(), episodes(3, vocab=512, groups=[(5, 9, 2), (12,)])], ids=["groups", "trees"]
+)
 @pytest.mark.parametrize("options", [{}, {"compile": True}, {"microbatch_tokens": 500}], ids=str)
 def test_beginnings_that_are_computed_once_change_no_result(
-    tiny: Path, engine_of: Callable[..., Engine], options: dict[str, Any]
+    tiny: Path, engine_of: Callable[..., Engine], batch: Batch, options: dict[str, Any]
 ) -> None:
-    batch = groups_of()
     whole = engine_of(tiny, microbatch_tokens=4096)
     apart = torch.cat(whole.forward_logprobs(batch)), *result_of(whole, batch)
     sharing = engine_of(tiny, **{"microbatch_tokens": 4096, "share_prefixes": True, **options})

@@ -13,7 +13,7 @@ from actors import Cleaner, DiesInSetup, Extended, FailsInInit, FailsInSetup, Ha
 from forge import endpoint
 from forge.errors import ActorFailure, LaunchError, OptionError, PlacementError, RemoteError
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_one_actor_answers_with_monarchs_verbs(drive):
@@ -181,6 +181,7 @@ def test_serial_endpoints_keep_their_order_and_sync_ones_leave_the_loop_free(dri
     drive(body())
 
 
+@pytest.mark.alone
 def test_the_calling_thread_may_block_without_harm(drive):
     """Supervision has its own thread: a controller that blocks its loop neither loses nor suspects anybody."""
 

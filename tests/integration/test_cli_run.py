@@ -119,7 +119,7 @@ import asyncio
 import sys
 
 import forge
-from forge import Completion, ForgeActor, Prompt, RewardActor, endpoint
+from forge import Completion, ForgeActor, Task, RewardActor, endpoint
 from forge.config import ForgeConfig, RewardConfig, RewardsConfig, from_command_line
 
 
@@ -140,7 +140,7 @@ async def main() -> None:
         kinds = ("beside_the_config:score", "in_the_working_directory:score")
         functions = tuple(RewardConfig(kind=kind, name=f"r{number}") for number, kind in enumerate(kinds))
         rewards = await RewardActor.as_service(RewardsConfig(functions=functions))
-        (found,) = await rewards.score.route(Prompt("p", text="?"), [Completion((), (1,), (0.0,), None, "x", "stop")])
+        (found,) = await rewards.score.route(Task("p", text="?"), [Completion((), (1,), (0.0,), None, "x", "stop")])
         print(found.reward, dict(found.failures))
 
 

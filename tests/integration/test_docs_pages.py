@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from forge.runtime.sandbox import survey
+
 ROOT = Path(__file__).resolve().parents[2]
 Drive = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -23,6 +25,7 @@ FRAGMENTS = (
     "docs/concepts/rendezvous.md",
     "docs/concepts/store.md",
     "docs/guides/data.md",
+    "docs/guides/sandbox.md",
     "docs/guides/weights.md",
 )
 """Pages whose blocks run one after the other, except whole programs."""
@@ -53,6 +56,8 @@ def test_the_fragments_of_a_page_run_one_after_the_other(
     page: str, drive: Drive, leaves_nothing: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fragments = [block for block in blocks(page) if not is_program(block)]
+    if page.endswith("sandbox.md") and not any(finding.works for finding in survey()[:2]):
+        pytest.skip("there is no boundary here")
 
     async def scenario() -> None:
         names: dict[str, Any] = {"__name__": "page"}

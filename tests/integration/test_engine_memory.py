@@ -24,8 +24,6 @@ from forge.models.sizes import num_parameters
 from forge.models.weights import named_parameters
 from forge.types import Batch, StepResult
 
-pytestmark = pytest.mark.alone
-
 if TYPE_CHECKING:
     from forge.trainer.engine import Engine
 

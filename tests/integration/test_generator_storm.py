@@ -16,7 +16,7 @@ from forge.store.canary import Canary, canary_ids, put_canary
 from generator_actor import config, generator, publish
 from generator_models import FIRST, SECOND, prompt
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing", "one_thread")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing", "one_thread")
 Drive = Callable[[Coroutine[Any, Any, Any]], Any]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 SHORT = {**GREEDY, "max_tokens": 8}

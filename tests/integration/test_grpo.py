@@ -1,4 +1,8 @@
-"""The loop of reinforcement learning, whole, on real actors."""
+"""The loop of reinforcement learning, whole, on real actors.
+
+Runs of `train` have their workers in processes of their own. Those of `train_here` have the same workers in this one:
+they are for what a run computes, records and raises.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from forge.errors import ConfigError, NonFiniteError, RewardError, RolloutError
 from forge.loops.run_paths import run_dir
 from forge.observe import is_tracing
 from forge.rollout.ledger import check_ledger
-from grpo_runs import NUM_STEPS, config, episodes, kept_buffer, ledger, metrics, train, weights_digest
+from grpo_runs import NUM_STEPS, config, episodes, kept_buffer, ledger, metrics, train, train_here, weights_digest
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +92,14 @@ def test_one_process_learns_the_same_as_two(plain: GRPOConfig, tmp_path: Path) -
 
 def test_taking_turns_puts_generators_to_sleep_while_the_trainer_works(plain: GRPOConfig, tmp_path: Path) -> None:
     turns = config(tmp_path / "turns", "placement=turns", "evaluation.fraction=0.2", "training.max_steps=2")
-    train(turns)
+    train_here(turns)
     first = [episode["token_ids"] for episode in episodes(plain) if episode["step"] <= 2]
     assert [episode["token_ids"] for episode in episodes(turns)] == first
 
 
 def test_beside_the_trainer_generators_go_on_while_it_works(tmp_path: Path) -> None:
     chosen = config(tmp_path / "beside", "placement=beside", "rollout.staleness=1", "training.max_steps=3")
-    train(chosen)
+    train_here(chosen)
     stale, apart = metrics(chosen, "rollout/staleness_max"), metrics(chosen, "train/mismatch")
     assert (stale[0], apart[0]) == (0.0, 0.0)
     assert (stale[1], max(stale)) == (1.0, 1.0), "the second batch was begun with the first"
@@ -111,7 +115,7 @@ def test_one_process_may_keep_more_digits_than_it_generates_with(tmp_path: Path)
         # It also scores between two steps of generation.
         *("algorithm.loss.proximal=trainer", "rollout.iterations=2"),
     )
-    train(chosen)
+    train_here(chosen)
     assert max(metrics(chosen, "train/mismatch_max")) < 0.05, "every step generates with the weights of the last one"
     assert set(metrics(chosen, "train/mismatch_outside")) == {0.0}
 
@@ -119,7 +123,7 @@ def test_one_process_may_keep_more_digits_than_it_generates_with(tmp_path: Path)
 def test_asynchronous_training_keeps_its_bound(tmp_path: Path) -> None:
     chosen = config(
         tmp_path / "late",
-        *("rollout.staleness=2", "training.max_steps=12", "generator.num_replicas=2"),
+        *("rollout.staleness=2", "training.max_steps=8", "generator.num_replicas=2"),
         # Versions are kept twice, on volumes, and checked in full.
         *("store.volumes=2", "store.copies=2", "store.keep=3", "generator.update.verify=full"),
     )
@@ -139,6 +143,7 @@ def test_a_reference_holds_the_policy_and_batches_may_be_learned_from_twice(tmp_
         tmp_path / "held",
         *("algorithm.kl.coefficient=0.1", "rollout.iterations=2", "algorithm.loss.proximal=trainer"),
         *("training.max_steps=2", "algorithm.loss.correction.kind=truncate", "generator.sampling.temperature=0.7"),
+        "placement=shared",
     )
     train(chosen)
     divergence = metrics(chosen, "train/kl")
@@ -177,7 +182,7 @@ def test_the_divergence_in_the_reward_may_be_charged_to_single_tokens(tmp_path: 
 def test_rewards_whose_processes_die_are_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     reward = "rewards.functions=[{kind: 'grpo_rewards:dies_sometimes', name: even}]"
     zero = config(tmp_path / "zero", reward, "training.max_steps=3")
-    train(zero)
+    train_here(zero)
     assert sum(metrics(zero, "rollout/num_failed")) > 0
     assert any(episode["failures"] and episode["reward"] == 0.0 for episode in episodes(zero))
 
@@ -189,7 +194,7 @@ def test_a_reward_that_always_raises_is_named_and_what_it_was_given_can_be_read(
         *(reward, "rollout.max_no_signal_groups=6", "evaluation.fraction=0.1", "record.report=true"),
     )
     with pytest.raises(RolloutError, match="6 groups in a row") as caught:
-        train(chosen)
+        train_here(chosen)
     assert "rewards failed on 18 of 18 completions, most often (18 times) 'even': LookupError" in caught.value.value
     folder = run_dir(chosen)
     assert str(caught.value.repair).startswith(f"look at {folder / 'rollouts' / 'fruitless_000001.jsonl'}; correct the")
@@ -206,7 +211,7 @@ def test_a_reward_may_stop_the_run_and_nothing_is_lost(tmp_path: Path) -> None:
     reward = "rewards.functions=[{kind: 'grpo_rewards:fails_sometimes', name: even}]"
     chosen = config(tmp_path / "stop", reward, "rewards.on_error=stop")
     with pytest.raises(RewardError, match="cannot be scored") as caught:
-        train(chosen)
+        train_here(chosen)
     assert caught.value.path == "rewards.on_error"
     state = kept_buffer(chosen)
     check_ledger(ledger(chosen), pending=state["pending"], next_number=state["next_number"])
@@ -215,7 +220,7 @@ def test_a_reward_may_stop_the_run_and_nothing_is_lost(tmp_path: Path) -> None:
 def test_a_step_that_is_not_finite_ends_the_run_with_its_state_before_that_step(tmp_path: Path) -> None:
     chosen = config(tmp_path / "nan", "training.learning_rate=1e30")
     with pytest.raises(NonFiniteError, match="step 2"):
-        train(chosen)
+        train_here(chosen)
     state = kept_buffer(chosen)
     assert (state["num_taken"], state["pending"]) == (1, [2, 3])
     check_ledger(ledger(chosen), pending=state["pending"], next_number=state["next_number"])
@@ -226,14 +231,16 @@ def test_prompts_that_leave_no_room_are_left_out(tmp_path: Path) -> None:
     lines = [{"prompt": "x " * 200, "answer": "1"}, *({"prompt": f"{n}", "answer": "1"} for n in range(7))]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     chosen = config(tmp_path / "long", "~training.max_steps", f"prompts.sources=[{{path: {prompts}}}]")
-    assert train(chosen).step == 4
+    assert train_here(chosen).step == 4
     assert sorted(line.outcome for line in ledger(chosen)) == ["refused", *["trained"] * 7]
 
 
 def test_what_goes_wrong_at_the_start_is_raised_as_it_is(tmp_path: Path) -> None:
     """Not in groups of the tasks that start everyone: the application shows it in four lines, and exits with 2."""
     with pytest.raises(ConfigError) as caught:
-        train(config(tmp_path / "split", "generator.kv_cache_dtype=fp8"))  # only the generator's process can tell
+        train(
+            config(tmp_path / "split", "generator.kv_cache_dtype=fp8", "placement=shared")
+        )  # only the generator's process can tell
     assert caught.value.path == "generator.kv_cache_dtype"
 
 
@@ -244,7 +251,7 @@ def test_generators_under_way_at_an_update_go_on_as_the_mode_says(tmp_path: Path
         *("rollout.staleness=3", "generator.update.mode=abort", "generator.sampling.max_tokens=24"),
         *("training.max_steps=8", "generator.sampling.ignore_eos=true", "generator.max_batch=3"),
     )
-    train(chosen)
+    train_here(chosen)
     seen = list(episodes(chosen))
     assert all(len(episode["token_ids"]) == 24 for episode in seen)
     for episode in seen:

@@ -13,7 +13,7 @@ from forge.errors import StoreError
 from forge.store.transports import rdma
 from rdma_actors import Holds, Reads, pattern
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 SIZE = 1_000_003
 CHUNK = 1 << 16

@@ -22,8 +22,6 @@ from forge.runtime import rendezvous
 from forge.runtime.rendezvous import ConnectionFailure, connect
 from rendezvous_clients import Client
 
-pytestmark = pytest.mark.alone
-
 PROGRAM = Path(__file__).parents[1] / "support" / "rendezvous_clients.py"
 
 
@@ -112,6 +110,7 @@ def test_two_runs_at_once_do_not_meet(leaves_nothing):
         assert [pid for what, pid in facts["log"] if what == "joined"] == [mine["facts"]["pid"]]
 
 
+@pytest.mark.alone
 def test_hosts_meet_the_root_over_tcp(workers):  # noqa: F811
     said = run_program("pair", *workers.addresses)
     facts = said["facts"] + said["children"]
@@ -141,6 +140,7 @@ def test_the_run_of_a_rank_cannot_be_chosen_by_the_user(name):
     assert caught.value.value == [name]
 
 
+@pytest.mark.alone
 def test_the_secret_is_in_no_log(drive):
     """Monarch logs the environment that it starts processes with, for everyone on the machine to read."""
     log = Path("/tmp", getpass.getuser(), "monarch_log.log")

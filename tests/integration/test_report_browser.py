@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from devtools import Page, find_browser, open_browser
+from episodes import with_turn
 from forge.config import RecordConfig
 from forge.observe.report import write_report
 from forge.rollout.record import RolloutRecorder
@@ -188,9 +189,8 @@ def hostile_report(folder: Path) -> Path:
     (group,) = make_groups(1, num_groups=1, group_size=1)
     episode, ids = group.episodes[0], encode(HOSTILE)
     odd = replace(
-        episode,
-        prompt=replace(episode.prompt, id=HOSTILE, answer=HOSTILE, messages=({"role": HOSTILE, "content": HOSTILE},)),
-        completion=replace(episode.completion, token_ids=ids, logprobs=(-1.0,) * len(ids), text=HOSTILE),
+        with_turn(episode, token_ids=ids, logprobs=(-1.0,) * len(ids), text=HOSTILE),
+        task=replace(episode.task, id=HOSTILE, answer=HOSTILE, messages=({"role": HOSTILE, "content": HOSTILE},)),
         score=replace(episode.score, parts={HOSTILE: 1.0}, failures={HOSTILE: HOSTILE}),
         ref_logprobs=None,
     )

@@ -15,11 +15,11 @@ from forge.config.rewards import JudgeConfig, OverlongConfig, RewardConfig, Rewa
 from forge.errors import ConfigError, DataError, ModelError
 from forge.rollout.reward_actor import RewardActor, overlong_part
 from forge.rollout.reward_model import RewardModel
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 from reward_actors import PlainJudge
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
-PROMPT = Prompt("sum:1", messages=({"role": "user", "content": "2 + 2?"},), answer="4", metadata={"level": 3})
+PROMPT = Task("sum:1", messages=({"role": "user", "content": "2 + 2?"},), answer="4", metadata={"level": 3})
 
 
 def completion(text: str, num_tokens: int = 2) -> Completion:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,9 +17,8 @@ import pytest
 from forge.errors import LaunchError, OptionError
 from forge.rewards.code import code
 from forge.runtime.sandbox import Limits, Sandbox, find, open_sandbox, survey
-from forge.runtime.sandbox.detection import _make
-from forge.runtime.sandbox.runner import LaunchedSandbox
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
+from sandboxes import BOUNDARIES, boundary
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -28,31 +26,10 @@ MIB = 1024**2
 SMALL = Limits(wall_s=200, cpu_s=5, memory_bytes=256 * MIB, processes=4, output_bytes=64 * 1024)
 
 
-@pytest.fixture(scope="module", params=["namespaces", "user namespaces", "bubblewrap"])
+@pytest.fixture(scope="module", params=BOUNDARIES)
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     """Every isolation that is a boundary."""
-    if request.param == "user namespaces":
-        return in_user_namespaces()
-    finding = find(request.param)
-    if not finding.works:
-        pytest.skip(f"{request.param} does not work here: {finding.detail}")
-    return open_sandbox(request.param)
-
-
-def in_user_namespaces() -> Sandbox:
-    """What somebody without root gets. Root has to be told, and needs an interpreter that everybody may read."""
-    if os.geteuid() != 0:
-        pytest.skip("the isolation `namespaces` uses them already")
-    python = shutil.which("python3", path="/usr/bin")
-    if python is None:
-        pytest.skip("there is no interpreter in /usr/bin")
-    plan = {**_make("namespaces", python)._plan, "with_user": True}
-    found = LaunchedSandbox("namespaces", plan, python=python)
-    try:
-        found.run("pass")
-    except LaunchError as error:
-        pytest.skip(f"no user namespaces here: {error.message}")
-    return found
+    return boundary(request.param)
 
 
 @pytest.fixture
@@ -350,7 +327,7 @@ def test_another_interpreter_brings_its_packages() -> None:
 
 def score(program: str, *tests: object, **args: object) -> float:
     completion = Completion((1,), (2,), (0.0,), None, f"So:\n```python\n{program}\n```\n", "stop")
-    return code(Prompt("p", metadata={"tests": tests, "setup": "import math"}), completion, **args)  # type: ignore[arg-type]
+    return code(Task("p", metadata={"tests": tests, "setup": "import math"}), completion, **args)  # type: ignore[arg-type]
 
 
 def test_the_reward_for_code() -> None:

@@ -13,7 +13,7 @@ from actors import Caller, FailsInSetup, Owner, Scorer, TaskFailed, Worker
 from forge.errors import ActorFailure, CallTimeout, FanoutError, OptionError, Overloaded, ServiceStopped
 from forge.service import Outcome
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 async def settle() -> None:
@@ -90,6 +90,35 @@ def test_sessions_stick_and_belong_to_one_service(drive):
             service.pid.options(session=name)
         with pytest.raises(OptionError, match="has no session"):
             await service.terminate_session(name)
+
+    drive(body())
+
+
+def test_hundreds_of_sessions_at_once_stay_balanced_and_leave_nothing(drive):
+    async def body():
+        service = await Worker.options(num_replicas=2, routing="least_loaded").as_service()
+        started, looked_at = asyncio.Barrier(301), asyncio.Event()
+
+        async def conversation(number):
+            async with service.session():
+                first = await service.pid.route()
+                await started.wait()
+                await looked_at.wait()
+                if number % 10 == 0:
+                    raise asyncio.CancelledError
+                assert {await service.pid.route() for _ in range(2)} == {first}
+                return first
+
+        tasks = [asyncio.ensure_future(conversation(number)) for number in range(300)]
+        await started.wait()
+        metrics = await service.get_metrics()
+        assert metrics.num_sessions == 300
+        assert [replica.num_sessions for replica in metrics.replicas] == [150, 150]
+        looked_at.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sum(isinstance(each, asyncio.CancelledError) for each in found) == 30
+        metrics = await service.get_metrics()
+        assert (metrics.num_sessions, [replica.num_sessions for replica in metrics.replicas]) == (0, [0, 0])
 
     drive(body())
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from episode_rows import episodes
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
+from forge.errors import DataError
 from forge.losses import KLPenalty, PolicyLoss
 from forge.models.tiny import make_tiny
 from forge.trainer.engine import Engine
@@ -94,3 +96,45 @@ def test_fewer_tokens_are_computed(folder: Path) -> None:
         counts.append(sum(sum(lengths) for lengths in made._plan(batch).row_lengths))
         made.close()
     assert counts == [batch.num_tokens, batch.num_tokens - 3 * 21 - 2 * 6]
+
+
+def branching() -> Batch:
+    """Two groups of episodes whose branches share sampled tokens, at several depths."""
+    return episodes(2, vocab=500, groups=[(6, 4, 5), (20, 2)])
+
+
+def test_branches_that_share_turns_have_the_same_logprobs_and_gradient(folder: Path) -> None:
+    batch = branching()
+    scores, losses, gradients, counts = [], [], [], []
+    for share in (False, True):
+        made = engine(folder, share=share, max_tokens=256, precision="float32")
+        scores.append(torch.cat(made.forward_logprobs(batch, temperature=0.8)))
+        made.close()
+        made = engine(folder, share=share, max_tokens=256, precision="float64")
+        made._pass(batch, backward=True)
+        losses.append(made._sums().loss)
+        gradients.append({name: each.grad for name, each in made._parameters.items()})
+        counts.append(sum(sum(lengths) for lengths in made._plan(batch).row_lengths))
+        made.close()
+    assert torch.equal(*scores)
+    is_mixture = folder.name == "qwen3_moe"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6 if is_mixture else 1e-9)
+    close = {"rtol": 1e-4, "atol": 1e-6} if is_mixture else {"rtol": 1e-8, "atol": 1e-11}
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, **close)
+    assert counts[0] == batch.num_tokens
+    assert counts[1] < 0.6 * batch.num_tokens
+
+
+def test_a_sequence_that_does_not_fit_is_refused_before_anything_is_computed(folder: Path) -> None:
+    made = engine(folder, share=True, max_tokens=64, precision="float32")
+    made.loss = PolicyLoss(kind="gspo")
+    try:
+        with pytest.raises(DataError, match="too large for one micro-batch") as caught:
+            made.train_step(branching())
+        assert "training.microbatch_tokens" in (caught.value.repair or "")
+        assert made.step == 0
+        made.loss = PolicyLoss()
+        assert made.train_step(branching()).step == 1
+    finally:
+        made.close()

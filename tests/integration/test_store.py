@@ -6,13 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 import forge.store as ts
 from store_actors import Rank, value
-
-pytestmark = pytest.mark.alone
 
 Drive = Callable[[Any], Any]
 SHAPES = {"embed": (64, 48), "norm": (48,), "odd": (7, 5, 3), "scalar": (), "large": (512, 1024)}

@@ -61,8 +61,14 @@ def workers(leaves_nothing: None) -> Iterator[Workers]:
         started.stop()
 
 
-def test_other_shards_on_another_host_get_the_bytes_they_need(workers: Workers) -> None:
-    said = workers.run("reshard")
+def test_other_shards_on_another_host_and_the_loss_of_the_one_that_published(workers: Workers) -> None:
+    said = workers.run("reshard and lose")
+    check_reshard(said["reshard"])
+    check_loss(said["lose"])
+
+
+def check_reshard(said: dict[str, Any]) -> None:
+    """Check that other shards on another host got the bytes they needed."""
     assert said["hosts"] == list(HOSTS)
     version_0 = [0, said["digest"]]
     assert said["halves"] == said["full"] == said["rows"] == [version_0, version_0]
@@ -70,8 +76,8 @@ def test_other_shards_on_another_host_get_the_bytes_they_need(workers: Workers) 
     assert said["needed"] <= said["sent"] <= 1.02 * said["needed"], "each half travels once, with little around it"
 
 
-def test_the_loss_of_the_publishing_host_is_told_and_a_later_version_is_there(workers: Workers) -> None:
-    said = workers.run("lose")
+def check_loss(said: dict[str, Any]) -> None:
+    """Check that the loss of the publishing host was reported, and that a later version was found."""
     assert [version for version, _ in said["first"]] == [0, 0]
     for text in said["said"]:
         assert "on host first" in text

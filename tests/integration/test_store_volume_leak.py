@@ -15,8 +15,6 @@ from forge.store.records import HEADER, Begin, Layout, SegmentRecord
 from forge.store.snapshot import as_stored
 from forge.store.tensors import shards_of
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_a_volume_lets_go_of_what_was_never_committed(drive: Callable[[Any], Any], is_elsewhere: bool) -> None:

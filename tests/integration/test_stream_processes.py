@@ -13,7 +13,7 @@ from forge.runtime.replies import reply_channel
 from forge.runtime.streams import WINDOW, StreamReader
 from stream_actors import Reader, Streamer
 
-pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
 def test_streams_of_a_service(drive):

@@ -1,8 +1,10 @@
 """A pytest plugin: no test hangs the run, and a worker of pytest-xdist that crashes costs exactly one failed test.
 
-- Each phase of a test (set-up, call, tear-down) may take `test_limit_s` seconds (in `pyproject.toml`). Then the stacks
+- Each phase of a test (set-up, call, tear-down) may take `test_limit_s` seconds (in `pyproject.toml`), or up to 1 %
+  less: arming the timer starts a thread, so it stays armed over phases that follow each other at once. Then the stacks
   of all threads are printed and the process exits, also when C code holds the GIL. Under xdist (`-n`) it is a crash.
 - `crash_safe_scheduling` replaces xdist's own scheduler for `--dist loadfile`, which hangs after a crash.
+- The garbage collector leaves collected tests and imported modules alone. Most of its work would be to visit them.
 - What a worker started ends with it. A forked child would otherwise hold the worker's pipe open, and xdist would wait
   for its end for ever.
 """
@@ -11,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import select
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 _stderr = pytest.StashKey[int]()
 _watchers = pytest.StashKey[list[threading.Thread]]()
+_armed_at = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_stderr] = os.dup(2)  # in a test, pytest redirects 2
     config.stash[_watchers] = []
+    config.stash[_armed_at] = float("-inf")
     config.pluginmanager.register(RunningTests())
     if hasattr(config, "workerinput"):
         os.setsid()  # so that the processes it forks can be told from those of other workers
@@ -47,35 +53,56 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     for watcher in config.stash[_watchers]:
         watcher.join(30)
     os.close(config.stash[_stderr])
+    gc.unfreeze()  # at its end, the interpreter frees what is not frozen, and C++ bindings report the rest as leaked
 
 
 # ---- Time limit --------------------------------------------------------------------------------------------------
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
-    return (yield from _limited(item))
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    return (yield from _limited(item))
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    return (yield from _limited(item))
-
-
-def _limited(item: pytest.Item) -> Generator[None, object, object]:
-    limit_s = float(item.config.getini("test_limit_s"))
-    if limit_s <= 0:
-        return (yield)
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[_stderr])
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        item.config.stash[_armed_at] = float("-inf")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _limit(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    _limit(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    _limit(item)
+
+
+def _limit(item: pytest.Item) -> None:
+    """Start the time of a phase, unless it has only just been started."""
+    limit_s, now = float(item.config.getini("test_limit_s")), time.monotonic()
+    if limit_s > 0 and now - item.config.stash[_armed_at] > limit_s / 100:
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[_stderr])
+        item.config.stash[_armed_at] = now
+
+
+# ---- Garbage collection ------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 # ---- Crashes -----------------------------------------------------------------------------------------------------

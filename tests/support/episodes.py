@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from forge.types import Completion, Episode, Group, Prompt, Score, VersionSpan
+from forge.types import Completion, Episode, Group, Score, Task, VersionSpan
 
 
 def make_completion(token_ids: Sequence[int] = (5, 6, 7), *, version: int = 0, **changes: Any) -> Completion:
@@ -23,9 +24,15 @@ def make_completion(token_ids: Sequence[int] = (5, 6, 7), *, version: int = 0, *
 
 def make_group(number: int, rewards: Sequence[float] = (0.0, 1.0), *, version: int = 0, **changes: Any) -> Group:
     """A group with these rewards, made by these weights; `changes` are those of its completions."""
-    prompt = Prompt(f"made-up:{number}", messages=({"role": "user", "content": "?"},), answer="7")
+    prompt = Task(f"made-up:{number}", messages=({"role": "user", "content": "?"},), answer="7")
     episodes = [
-        Episode(prompt, make_completion(version=version, index=index, **changes), Score(reward))
+        Episode.single(prompt, make_completion(version=version, index=index, **changes), Score(reward))
         for index, reward in enumerate(rewards)
     ]
     return Group(number, 0, tuple(episodes))
+
+
+def with_turn(episode: Episode, **changes: Any) -> Episode:
+    """The episode of one turn with that turn changed."""
+    (turn,) = episode.turns
+    return replace(episode, turns=(replace(turn, **changes),))

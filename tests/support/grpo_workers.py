@@ -19,7 +19,7 @@ from forge.loops.planning import plan_run
 from forge.loops.rollouts import single_turn
 from forge.loops.stopping import Stop
 from forge.loops.workers import Workers
-from forge.types import Batch, Completion, Prompt, Score, StepResult, VersionSpan
+from forge.types import Batch, Completion, Score, StepResult, Task, VersionSpan
 
 
 def number_of(*parts: object) -> int:
@@ -78,7 +78,7 @@ class StandInPolicy:
     def __init__(self, trainer: StandInTrainer, *, on_update: Callable[[int], None] = lambda version: None) -> None:
         self._trainer, self._on_update, self.version = trainer, on_update, 0
 
-    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt: Task, *, sampling: Sampling) -> list[Completion]:
         await asyncio.sleep(0)
         version = self.choose()
         return [self._drawn(version, sampling.seed, index) for index in range(sampling.n)]
@@ -131,7 +131,7 @@ class StandInRewards:
     def __init__(self, score: Callable[[Completion], float] | None = None) -> None:
         self._score = score or (lambda completion: float(number_of(completion.token_ids) % 97))
 
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
         await asyncio.sleep(0)
         return [Score(self._score(completion), {"all": 1.0}) for completion in completions]
 

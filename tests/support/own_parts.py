@@ -12,7 +12,7 @@ from torch import Tensor
 from forge.data.tasks import Arguments
 from forge.generator.native.engine import NativeEngine
 from forge.losses import LossTerms, TokenView
-from forge.types import Batch, Completion, Group, Prompt
+from forge.types import Batch, Completion, Group, Task
 
 FOLDER = "OWN_PARTS_FOLDER"
 """Names the folder in which each part leaves a file when it is used."""
@@ -94,13 +94,13 @@ class Doubling:
         self._top, self._seed = arguments.whole("top", default=100, low=1, high=1000), seed
         self.name = arguments.label
 
-    def read(self, index: int) -> Prompt:
+    def read(self, index: int) -> Task:
         used("task")
         number = (index * 7 + self._seed) % self._top
-        return Prompt(f"{self.name}:{self._seed}:{index}", text=f"Twice {number} is", answer=str(2 * number))
+        return Task(f"{self.name}:{self._seed}:{index}", text=f"Twice {number} is", answer=str(2 * number))
 
 
-def even(prompt: Prompt, completion: Completion, *, mark: float = 1.0) -> float:
+def even(prompt: Task, completion: Completion, *, mark: float = 1.0) -> float:
     used("reward")
     return mark * (sum(completion.token_ids) % 2 == 0)
 

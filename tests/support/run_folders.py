@@ -6,13 +6,14 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from forge.config import RecordConfig
 from forge.observe import JsonlSink
 from forge.rollout.record import RolloutRecorder
 from forge.rollout.signal import NoSignalGroup
-from forge.types import Completion, Episode, Group, Prompt, Score, VersionSpan
+from forge.types import Completion, Episode, Group, Score, Task, VersionSpan
 
 HOSTILE = (
     "</script><script>document.title='broken'</script><!-- <img src=x onerror=alert(1)> &lt; \u2028\u2029 \x00 \ud800"
@@ -134,7 +135,7 @@ def make_groups(step: int, *, num_groups: int, group_size: int, seed: int = 0, s
     for place in range(num_groups):
         number = (step - 1) * num_groups + place
         one, other = chance.randint(10, 99), chance.randint(10, 99)
-        prompt = Prompt(
+        prompt = Task(
             id=f"arithmetic:{seed}:{number}",
             messages=(
                 {"role": "system", "content": "Think inside <think> tags, then answer inside <answer> tags."},
@@ -146,15 +147,12 @@ def make_groups(step: int, *, num_groups: int, group_size: int, seed: int = 0, s
             _episode(prompt, one + other, step=step, skill=skill, chance=chance, index=i) for i in range(group_size)
         ]
         mean = sum(episode.score.reward for episode in scored) / group_size
-        episodes = tuple(
-            Episode(e.prompt, e.completion, e.score, advantage=e.score.reward - mean, ref_logprobs=e.ref_logprobs)
-            for e in scored
-        )
+        episodes = tuple(replace(episode, advantage=episode.score.reward - mean) for episode in scored)
         groups.append(Group(number=number, epoch=number // 500, episodes=episodes))
     return groups
 
 
-def _episode(prompt: Prompt, total: int, *, step: int, skill: float, chance: random.Random, index: int) -> Episode:
+def _episode(prompt: Task, total: int, *, step: int, skill: float, chance: random.Random, index: int) -> Episode:
     is_right = chance.random() < 0.1 + 0.85 * skill
     said = total if is_right else total + chance.choice([-10, -1, 1, 10])
     thought = f"<think>Let me add the tens first: {total // 10 * 10} so that makes {said}. wait, check again."
@@ -181,7 +179,7 @@ def _episode(prompt: Prompt, total: int, *, step: int, skill: float, chance: ran
     )
     score = Score(reward=exact + 0.1 * form, parts={"exact": exact, "format": form}, failures=failures)
     ref_logprobs = tuple(value - abs(chance.gauss(0, 0.4 * skill)) for value in logprobs)
-    return Episode(prompt=prompt, completion=completion, score=score, ref_logprobs=ref_logprobs)
+    return Episode.single(prompt, completion, score, ref_logprobs=ref_logprobs)
 
 
 def trainer_logprobs(groups: Sequence[Group], *, seed: int = 0) -> dict[tuple[int, int], list[float]]:
@@ -189,8 +187,7 @@ def trainer_logprobs(groups: Sequence[Group], *, seed: int = 0) -> dict[tuple[in
     chance = random.Random(seed)
     return {
         (group.number, index): [
-            min(-1e-4, value + chance.gauss(0, 0.9 if chance.random() < 0.06 else 0.04))
-            for value in episode.completion.logprobs
+            min(-1e-4, value + chance.gauss(0, 0.9 if chance.random() < 0.06 else 0.04)) for value in episode.logprobs
         ]
         for group in groups
         for index, episode in enumerate(group.episodes)

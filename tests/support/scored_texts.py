@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
 
-def asked(answer: str | None = None, **metadata: Any) -> Prompt:
-    return Prompt(id="task:7", text="What is it?", answer=answer, metadata=metadata)
+def asked(answer: str | None = None, **metadata: Any) -> Task:
+    return Task(id="task:7", text="What is it?", answer=answer, metadata=metadata)
 
 
 def said(text: str, *, num_tokens: int = 3) -> Completion:

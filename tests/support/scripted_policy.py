@@ -11,7 +11,7 @@ from forge.envs.agent import EpisodeKey, EpisodeState
 from forge.envs.journal import Journal
 from forge.envs.limits import EpisodeLimits
 from forge.models.tokenizer import ChatTokenizer
-from forge.types import Completion, Prompt, VersionSpan
+from forge.types import Completion, Task, VersionSpan
 
 END = "<|im_end|>"
 
@@ -55,7 +55,7 @@ class ScriptedPolicy:
 def state_of(policy: ScriptedPolicy, **changes: Any) -> EpisodeState:
     """Return the state of a fresh episode."""
     values: dict[str, Any] = {
-        "task": Prompt("task:0", messages=({"role": "user", "content": "How many?"},), answer="4"),
+        "task": Task("task:0", messages=({"role": "user", "content": "How many?"},), answer="4"),
         "key": EpisodeKey(1, 2, 3),
         "limits": EpisodeLimits(),
         "policy": policy,

@@ -57,7 +57,7 @@ class Place:
         self.digest = next(iter(published.items()))[1].digest
 
 
-async def reshard(place: Place, workers: list[int]) -> dict[str, object]:
+async def reshard(place: Place) -> dict[str, object]:
     """Two ranks that publish rows, two that read columns on the other host."""
     before = sum(await answers(place.trainer, num_bytes_sent))
     halves = await fetched(place.readers, "s1")
@@ -109,7 +109,11 @@ async def lose_publisher_with_volumes(place: Place, workers: list[int]) -> dict[
     }
 
 
-SCENARIOS = {"reshard": reshard, "lose": lose_publisher, "volumes": lose_publisher_with_volumes}
+async def reshard_and_lose(place: Place, workers: list[int]) -> dict[str, object]:
+    return {"reshard": await reshard(place), "lose": await lose_publisher(place, workers)}
+
+
+SCENARIOS = {"reshard and lose": reshard_and_lose, "volumes": lose_publisher_with_volumes}
 
 
 async def main(scenario: str, addresses: list[str], workers: list[int]) -> None:

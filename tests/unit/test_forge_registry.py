@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from episodes import make_group
+from episodes import make_completion, make_group
 from forge.config import AlgorithmConfig, GRPOConfig, InvalidConfig, MetricsConfig, SFTConfig, load
 from forge.data.tasks import open_task
 from forge.errors import ConfigError, DataError
@@ -191,7 +191,7 @@ def test_an_advantage_function_of_ones_own() -> None:
     [
         ([[0.0, 1.0]], "one for each episode: 3"),
         ([[0.0, math.nan, 1.0]], "not a finite number"),
-        ([[0.0, 1.0, [0.5]]], "one for each token: 3"),
+        ([[0.0, 1.0, [0.5]]], "one for each sampled token: 3"),
         ([], "one entry for each group: 1"),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_task_of_ones_own() -> None:
 
 
 def test_a_reward_of_ones_own() -> None:
-    assert find("own_parts:even")(make_group(0).prompt, make_group(0).episodes[0].completion, mark=2.0) == 2.0
+    assert find("own_parts:even")(make_group(0).task, make_completion(), mark=2.0) == 2.0
 
 
 def test_an_engine_of_ones_own() -> None:

@@ -90,11 +90,11 @@ def test_a_rank_process_starts_light() -> None:
 
 
 def test_records_and_figures_load_no_torch() -> None:
-    names = "Prompt, Completion, Episode, Group, Score, Reduce, record_metric"
+    names = "Task, Completion, Episode, Group, Score, Reduce, record_metric"
     assert not packages(modules_after(f"from forge import {names}")) & {"torch", "monarch", "transformers"}
 
 
 def test_every_public_name_is_there_and_costs_no_torch() -> None:
-    names = "Trainer Generator ReferenceModel RewardActor ReplayBuffer record_metric Reduce Prompt Completion Episode"
+    names = "Trainer Generator ReferenceModel RewardActor ReplayBuffer record_metric Reduce Task Completion Episode"
     work = f"import forge; assert set({names.split()}) <= set(forge.__all__)\nfor n in forge.__all__: getattr(forge, n)"
     assert "torch" not in packages(modules_after(work))

@@ -16,7 +16,7 @@ from forge.store import Weights
 from generator_bench import make_engine
 from vllm_kit import PROMPT, config, greedy, request, token_logprobs, weights
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.alone  # engines that are killed leave semaphores, which other tests would take for theirs
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 REPEATING = [(3 * place) % 37 + 8 for place in range(64)]

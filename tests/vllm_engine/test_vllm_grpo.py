@@ -9,8 +9,6 @@ import pytest
 
 from grpo_runs import app_command, config, episodes, ledger, metrics
 
-pytestmark = pytest.mark.alone
-
 
 def test_the_loop_runs_on_vllm_and_its_weights_are_the_trainers(tmp_path: Path) -> None:
     overrides = ("generator.engine=vllm", "training.max_steps=3", "rollout.group_size=4")

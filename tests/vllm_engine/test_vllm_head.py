@@ -19,8 +19,6 @@ from forge.store import Weights
 from generator_bench import make_engine
 from hf_state import to_ours
 
-pytestmark = pytest.mark.alone
-
 IDS = tuple(range(5, 45))
 ROUNDED = 0.012
 """The mean error of a logprob where logits of 30 are rounded to bfloat16 is above it."""

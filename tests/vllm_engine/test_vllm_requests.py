@@ -16,8 +16,6 @@ from forge.types import VersionSpan
 from generator_bench import make_engine
 from vllm_kit import PROMPT, config, greedy, judged, request, tiny, token_logprobs
 
-pytestmark = pytest.mark.alone
-
 DRAWN = Sampling(temperature=0.7, max_tokens=12, seed=11, ignore_eos=True)
 
 
@@ -256,6 +254,24 @@ def test_prompts_that_begin_alike_share_the_beginning(engine, on_loop):
     assert (first.num_shared, second.num_shared) == (0, 128)
     assert second.token_ids == first.token_ids
     assert engine.stats().num_shared_tokens - before == 128
+
+
+def test_a_turn_finds_what_the_turns_before_it_computed(engine, on_loop):
+    """Completions too: the first prompt is shorter than one of vLLM's blocks of 128 tokens."""
+    history = [(13 * place) % 450 + 20 for place in range(60)]
+    before = engine.stats()
+    turns = []
+    for number in range(4):
+        (turn,) = on_loop(engine.generate(request(history, DRAWN, seed=number, max_tokens=70)))
+        near(turn.logprobs, token_logprobs(0, history, turn.token_ids, temperature=0.7))
+        turns.append(turn)
+        history = [*history, *turn.token_ids, *((17 * place + number) % 450 + 20 for place in range(30))]
+    assert [turn.num_shared for turn in turns] == [0, 128, 128, 256]
+    after = engine.stats()
+    num_prompt, num_shared = sum(len(turn.prompt_ids) for turn in turns), sum(turn.num_shared for turn in turns)
+    assert after.num_prompt_tokens - before.num_prompt_tokens == num_prompt
+    assert after.num_shared_tokens - before.num_shared_tokens == num_shared
+    assert after.num_prefill_tokens - before.num_prefill_tokens == num_prompt - num_shared
 
 
 def test_requests_wait_while_it_sleeps(engine, on_loop):

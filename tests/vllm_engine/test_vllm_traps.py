@@ -17,7 +17,7 @@ import pytest
 
 from vllm_kit import PROMPT, greedy
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.alone  # engines that are killed leave semaphores, which other tests would take for theirs
 
 PROGRAM = Path(__file__).parents[1] / "support" / "vllm_traps.py"
 

@@ -17,8 +17,6 @@ from forge.store import Weights
 from forge.types import Delta, VersionSpan
 from vllm_kit import PROMPT, greedy, judge, judged, request, tiny, token_logprobs, weights
 
-pytestmark = pytest.mark.alone
-
 LONG = [(11 * place) % 450 + 20 for place in range(200)]
 
 
@@ -160,6 +158,26 @@ def test_new_requests_never_use_old_keys(engine, on_loop, publisher):
         expected = token_logprobs(2, LONG, made.token_ids)
         assert max(abs(a - b) for a, b in zip(made.logprobs, expected, strict=True)) < 1e-5
         assert (await engine.generate(request(LONG)))[0].num_shared == 128
+
+    on_loop(body())
+
+
+@pytest.mark.parametrize("mode", ["drain", "keep", "recompute", "abort"])
+def test_a_turn_after_an_update_is_of_the_new_weights_alone(engine, on_loop, publisher, mode):
+    """Nothing is in progress between two turns: what old weights computed of a conversation is computed again."""
+
+    async def body() -> None:
+        await publisher.serve(1)
+        (first,) = await engine.generate(request(LONG, max_tokens=40))
+        history = [*LONG, *first.token_ids, *PROMPT]
+        new = await publisher.publish(weights(2))
+        await engine.update_weights("latest", mode)
+        for shared in (0, 256):
+            (turn,) = await engine.generate(request(history, max_tokens=40))
+            assert (turn.num_shared, turn.versions) == (shared, (VersionSpan(new, 0, 40),))
+            expected = token_logprobs(2, history, turn.token_ids)
+            assert max(abs(a - b) for a, b in zip(turn.logprobs, expected, strict=True)) < 1e-5
+            history += [*turn.token_ids, *PROMPT]
 
     on_loop(body())
 

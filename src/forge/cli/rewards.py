@@ -67,14 +67,14 @@ def _shown(value: object) -> str:
 def _try(arguments: argparse.Namespace) -> int:
     from forge.config import add_module_folders
     from forge.rewards import check_args, find
-    from forge.types import Prompt
+    from forge.types import Task
 
     add_module_folders(arguments.config)
     reward = find(arguments.kind)
     args = _read_args(arguments.args)
     check_args(arguments.kind, args)
     text = sys.stdin.read() if arguments.text == "-" else arguments.text
-    prompt = Prompt(
+    prompt = Task(
         id="(command line)",
         text=arguments.question,
         answer=arguments.answer,

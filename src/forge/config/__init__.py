@@ -14,6 +14,7 @@ from forge.config.algorithm import (
 )
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.command_line import add_module_folders, from_command_line
+from forge.config.episodes import EpisodeConfig, EpisodeLimits
 from forge.config.generator import (
     CanaryConfig,
     GenerationConfig,
@@ -77,6 +78,8 @@ __all__ = [
     "CorrectionConfig",
     "DataConfig",
     "DistributedConfig",
+    "EpisodeConfig",
+    "EpisodeLimits",
     "EvaluationConfig",
     "ForgeConfig",
     "FrozenDict",

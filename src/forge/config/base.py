@@ -23,7 +23,18 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from forge.config.fields import has_old_keys, move_old_keys, thaw
-from forge.registry import ADVANTAGES, ENGINES, LOSSES, REWARDS, SINKS, SURROGATES, TASKS, Registry
+from forge.registry import (
+    ADVANTAGES,
+    ENGINES,
+    EPISODES,
+    GROUP_REWARDS,
+    LOSSES,
+    REWARDS,
+    SINKS,
+    SURROGATES,
+    TASKS,
+    Registry,
+)
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -135,6 +146,8 @@ LossName = Annotated[str, registered(LOSSES)]
 SurrogateName = Annotated[str, registered(SURROGATES)]
 AdvantageName = Annotated[str, registered(ADVANTAGES)]
 TaskName = Annotated[str, registered(TASKS)]
+EpisodeName = Annotated[str, registered(EPISODES)]
+GroupRewardName = Annotated[str, registered(GROUP_REWARDS)]
 RewardName = Annotated[str, registered(REWARDS)]
 EngineName = Annotated[str, registered(ENGINES)]
 SinkName = Annotated[str, registered(SINKS)]

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from forge.config.algorithm import AlgorithmConfig
 from forge.config.base import ConfigModel, FrozenDict, PathText, TaskName, broken_rule
+from forge.config.episodes import EpisodeConfig
 from forge.config.generator import GeneratorServiceConfig
 from forge.config.rewards import RewardsConfig
 from forge.config.schema import ForgeConfig, ReplicatedWorkerConfig, StoreConfig, WorkerConfig
@@ -181,8 +182,8 @@ class RolloutConfig(ConfigModel):
     )
     share_prompts: bool = Field(
         default=True,
-        description="Whether the prompt of a group goes through the trainer once instead of once per completion. "
-        "Gradients do not depend on it.",
+        description="Whether the prompt of a group goes through the trainer once instead of once per completion, and "
+        "the first turns of an episode once instead of once per branch. Gradients do not depend on it.",
     )
     report_wait_s: float = Field(
         default=60.0, gt=0, description="Seconds after which a trainer that waits for a batch logs what it waits for."
@@ -215,6 +216,9 @@ class GRPOWorkersConfig(ConfigModel):
         default_factory=ReplicatedWorkerConfig, description="The reference models."
     )
     judge: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="The judges.")
+    episodes: ReplicatedWorkerConfig = Field(
+        default_factory=ReplicatedWorkerConfig, description="What runs episodes of several turns."
+    )
     reward_model: ReplicatedWorkerConfig = Field(
         default_factory=ReplicatedWorkerConfig, description="The reward models."
     )
@@ -246,6 +250,9 @@ class GRPOConfig(ForgeConfig):
 
     prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="What the policy is asked.")
     rewards: RewardsConfig = Field(default_factory=RewardsConfig, description="What completions are scored by.")
+    episode: EpisodeConfig = Field(
+        default_factory=EpisodeConfig, description="A program that makes episodes of several turns."
+    )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="From rewards to a loss.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="How completions become batches.")
     generator: GeneratorServiceConfig = Field(default_factory=GeneratorServiceConfig, description="What makes tokens.")
@@ -273,6 +280,14 @@ class GRPOConfig(ForgeConfig):
                 rule = "has no meaning here: a step learns from rollout.batch_groups groups"
                 repair = "remove it, and set rollout.batch_groups; for less memory lower training.microbatch_tokens"
                 raise broken_rule(rule, repair=repair, key=f"training.{key}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_episode(self) -> Self:
+        if self.episode.kind is not None and self.rewards.functions:
+            rule = "not with episode.kind: the program gives the rewards"
+            repair = "remove it, and call it in the program: forge.rewards.exact(task, turn)"
+            raise broken_rule(rule, repair=repair, key="rewards.functions")
         return self
 
     @model_validator(mode="after")

@@ -39,8 +39,8 @@ class TrainingConfig(ConfigModel):
 
     share_prefixes: bool = Field(
         default=False,
-        description="Whether a prefix that consecutive samples share, such as the prompt of a group of completions, "
-        "goes through the model once. Gradients do not depend on it. Not with a pipeline.",
+        description="Whether a prefix that consecutive samples share, such as the prompt of a group or the first turns "
+        "of an episode's branches, goes through the model once. Gradients do not depend on it. Not with a pipeline.",
     )
 
     learning_rate: float = Field(default=1e-5, gt=0, description="Highest learning rate of the schedule.")

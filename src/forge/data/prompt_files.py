@@ -14,7 +14,7 @@ from forge.data.files import Record, suffix_of
 from forge.data.formats import Layout, convert
 from forge.data.sources import find_files, is_saved_dataset, open_indexed
 from forge.errors import DataError, did_you_mean
-from forge.types import Prompt
+from forge.types import Task
 
 logger = logging.getLogger("forge.data")
 
@@ -49,7 +49,7 @@ class RecordPrompts:
     def __len__(self) -> int:
         return len(self._records)
 
-    def read(self, index: int) -> Prompt:
+    def read(self, index: int) -> Task:
         """The prompt of one record, as the record words it; a DataError that names its place if it has none."""
         record = self._records.read(index)
         try:
@@ -61,7 +61,7 @@ class RecordPrompts:
                 error.message, path=error.path, value=error.value, rule=error.rule, repair=_SKIP
             ) from error.__cause__
 
-    def _prompt(self, record: Record) -> Prompt:
+    def _prompt(self, record: Record) -> Task:
         value = record.value()
         used = {self._name(key) for key in _KEYS} | {ID, "metadata"}
         metadata = {key: item for key, item in value.items() if key not in used and item is not None}
@@ -76,7 +76,7 @@ class RecordPrompts:
             answer = final_answer(answer, place=record.place)
         messages, text = self._words(record, value)
         name = value.get(ID)
-        return Prompt(
+        return Task(
             id=name if isinstance(name, str) and name else record.place,
             messages=messages,
             text=text,

@@ -6,16 +6,16 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forge.data.mixing import Indices
 from forge.errors import DataError
-from forge.types import Prompt
+from forge.types import Task
 
 logger = logging.getLogger("forge.data")
 
@@ -29,7 +29,11 @@ class PromptSource(Protocol):
 
     name: str
 
-    def read(self, index: int) -> Prompt: ...
+    def read(self, index: int) -> Task: ...
+
+
+Identify: TypeAlias = Callable[[Task], int]
+"""Returns a hash of a prompt: equal ones ask the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class PromptIndex:
             self.num_skipped,
         )
 
-    def read(self, index: int) -> Prompt:
+    def read(self, index: int) -> Task:
         """One prompt, as its source words it; a DataError when the source no longer holds what it held."""
         prompt = self.sources[int(self.owners[index])].read(int(self.numbers[index]))
         if fingerprint(prompt) != self.prints[index].tobytes():
@@ -108,11 +112,20 @@ def joined(indexes: Sequence[PromptIndex]) -> PromptIndex:
     return whole
 
 
-def gather(source: PromptSource, *, num_candidates: int, limit: int, distinct: bool, lenient: bool) -> PromptIndex:
+def gather(
+    source: PromptSource,
+    *,
+    num_candidates: int,
+    limit: int,
+    distinct: bool,
+    lenient: bool,
+    identify: Identify,
+) -> PromptIndex:
     """The first `limit` prompts among the candidates 0, 1, … that can be used.
 
     With `distinct`, what is asked a second time is passed over, and the search ends early when nothing new has come for
-    long. With `lenient`, what cannot be read is passed over, counted and logged; otherwise it is raised.
+    long. With `lenient`, what cannot be read is passed over, counted and logged; otherwise it is raised. `identify`
+    says which prompts ask the same.
     """
     numbers: list[int] = []
     questions: list[int] = []
@@ -136,7 +149,7 @@ def gather(source: PromptSource, *, num_candidates: int, limit: int, distinct: b
             if num_bad <= _LOGGED:
                 logger.warning("skipped: %s", error.message)
             continue
-        question = question_hash(prompt)
+        question = identify(prompt)
         if distinct and question in seen:
             num_repeated += 1
             continue
@@ -160,7 +173,7 @@ def gather(source: PromptSource, *, num_candidates: int, limit: int, distinct: b
     )
 
 
-def question_hash(prompt: Prompt) -> int:
+def question_hash(prompt: Task) -> int:
     """64 bits of what is asked. How it is spaced does not count, nor whether it is text or a user's only message."""
     turns = [(turn["role"], _squeezed(turn["content"])) for turn in prompt.messages]
     if not turns:
@@ -168,7 +181,12 @@ def question_hash(prompt: Prompt) -> int:
     return _hash64(json.dumps(turns))
 
 
-def fingerprint(prompt: Prompt) -> bytes:
+def task_hash(prompt: Task) -> int:
+    """64 bits of what is asked, its answer and its metadata."""
+    return _hash64(json.dumps([question_hash(prompt), prompt.answer, prompt.metadata], sort_keys=True))
+
+
+def fingerprint(prompt: Task) -> bytes:
     """16 bytes of the whole prompt but its id, so that files may move."""
     text = json.dumps([prompt.messages, prompt.text, prompt.answer, prompt.metadata], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=_PRINT_SIZE).digest()

@@ -8,19 +8,26 @@ import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from forge.envs.history import ChatCodec, Extension, History
 from forge.envs.journal import Journal, TurnEntry
-from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault, Outcome
+from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault
 from forge.envs.tool_calls import ToolFormat, parse_answer
 from forge.envs.tools import Tool, ToolResult, as_tools, cut_middle, run_call
-from forge.envs.trace import Message, Turn, path_to
+from forge.envs.trace import Message, path_to
 from forge.errors import OptionError, RewardError
-from forge.types import Completion, Prompt
+from forge.types import Completion, EpisodeOutcome, Task, Turn
+
+if TYPE_CHECKING:
+    from forge.envs.endpoint import Endpoint
 
 T = TypeVar("T")
+_LONG_TEXT: Final = 16_384
+"""Characters whose tokenisation would keep other episodes waiting."""
 
 
 class Policy(Protocol):
@@ -53,7 +60,7 @@ class EpisodeKey:
 
 @dataclass(slots=True)
 class EpisodeCounts:
-    """What an episode used."""
+    """What an episode used. `num_undelivered` are requests over HTTP whose answer never reached the client."""
 
     num_turns: int = 0
     num_sampled: int = 0
@@ -62,6 +69,22 @@ class EpisodeCounts:
     tool_errors: Counter[str] = field(default_factory=Counter)
     tools_s: float = 0.0
     prefix_breaks: Counter[str] = field(default_factory=Counter)
+    num_undelivered: int = 0
+
+    def as_stats(self) -> dict[str, float]:
+        """Return the counts as plain numbers by name."""
+        found = {
+            "num_turns": float(self.num_turns),
+            "num_sampled": float(self.num_sampled),
+            "num_observed": float(self.num_observed),
+            "num_tool_calls": float(self.num_tool_calls),
+            "num_tool_errors": float(self.tool_errors.total()),
+            "num_prefix_breaks": float(self.prefix_breaks.total()),
+            "num_undelivered": float(self.num_undelivered),
+            "tools_s": self.tools_s,
+        }
+        found |= {f"tool_errors/{kind}": float(count) for kind, count in sorted(self.tool_errors.items())}
+        return found | {f"prefix_breaks/{kind}": float(count) for kind, count in sorted(self.prefix_breaks.items())}
 
 
 @dataclass(slots=True)
@@ -75,7 +98,7 @@ class EpisodeState:
         journal: what happened, for a replay.
     """
 
-    task: Prompt
+    task: Task
     key: EpisodeKey
     limits: EpisodeLimits
     policy: Policy
@@ -87,7 +110,7 @@ class EpisodeState:
     rewards: dict[str, float] = field(default_factory=dict)
     turn_rewards: dict[int, float] = field(default_factory=dict)
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
-    outcome: Outcome = "finished"
+    outcome: EpisodeOutcome = "finished"
     is_closed: bool = False
 
 
@@ -100,23 +123,37 @@ class Agent:
         >>> agent.add_reward(0.5, name="style")
     """
 
-    def __init__(self, state: EpisodeState, *, path: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        state: EpisodeState,
+        *,
+        path: tuple[int, ...] = (),
+        history: History | None = None,
+        last: int | None = None,
+        session: str | None = None,
+    ) -> None:
+        """`history` and its `last` turn are what the branch continues; `session` is a name for its requests."""
         self._state, self.path = state, path
-        self._history = History()
-        self._last: int | None = None
+        self._history, self._last = history or History(), last
+        self._session = session or f"{state.key}-{'.'.join(map(str, path))}"
         self._num_turns = self._num_forks = self._num_records = 0
         self._is_generating = False
         self.rng = random.Random(state.key.seed("rng", *path))
         """Random numbers that are the same when the episode is run again."""
 
     @property
-    def task(self) -> Prompt:
+    def task(self) -> Task:
         return self._state.task
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The conversation of this branch, with each answer as the text that was sampled."""
         return self._history.messages
+
+    @property
+    def history(self) -> History:
+        """The conversation of this branch as the engine has it."""
+        return self._history
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -172,10 +209,27 @@ class Agent:
 
     def fork(self) -> Agent:
         """Return an agent with this history, whose turns are a branch of their own. Limits are shared."""
-        other = Agent(self._state, path=(*self.path, self._num_forks))
+        return Agent(self._state, path=self._next_fork(), history=self._history, last=self._last)
+
+    def endpoint(
+        self, *, allow: Sequence[str] = (), ignore: Sequence[str] = ()
+    ) -> AbstractAsyncContextManager[Endpoint]:
+        """Open an OpenAI-compatible endpoint for programs that talk to the policy over HTTP, until the block ends.
+
+        Requests with another `temperature` or the like than the run's are refused, because what is sampled is trained
+        on. Parameters in `allow` are honoured instead; those in `ignore` are accepted without effect.
+
+        Example:
+            >>> async with agent.endpoint() as endpoint:
+            ...     client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        """
+        from forge.envs.endpoint import open_endpoint  # loads a web server
+
+        return open_endpoint(self._state, path=self._next_fork(), allow=allow, ignore=ignore)
+
+    def _next_fork(self) -> tuple[int, ...]:
         self._num_forks += 1
-        other._history, other._last = self._history, self._last
-        return other
+        return (*self.path, self._num_forks - 1)
 
     # ---- Rewards and side effects -----------------------------------------------------------------------------------
 
@@ -222,7 +276,7 @@ class Agent:
             words = dict(template or {})
             if tools:
                 words["tools"] = [each.schema for each in tools.values()]
-            extension = self._history.extend(messages, state.codec, template=words)
+            extension = await self._extend(messages, words)
             turn = await self._sample(messages, extension, options)
             if tools:
                 call_prefix = "call_" + "_".join(map(str, (*self.path, self._num_turns - 1)))
@@ -233,6 +287,12 @@ class Agent:
             return turn
         finally:
             self._is_generating = False
+
+    async def _extend(self, messages: Sequence[Message], words: Mapping[str, Any]) -> Extension:
+        """Return what to append. Long texts are tokenised on a thread, so that other episodes go on."""
+        extend = partial(self._history.extend, messages, self._state.codec, template=words)
+        is_long = sum(len(str(message.get("content") or "")) for message in messages) > _LONG_TEXT
+        return await asyncio.to_thread(extend) if is_long else extend()
 
     async def _sample(self, messages: Sequence[Message], extension: Extension, options: Mapping[str, Any]) -> Turn:
         state, counts = self._state, self._state.counts
@@ -245,24 +305,16 @@ class Agent:
         counts.num_turns += 1
         entry = TurnEntry((*self.path, self._num_turns - 1), prompt_ids)
         completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, {**sampling, "seed": seed}))
-        turn = Turn(
+        turn = Turn.of(
+            completion,
             index=len(state.turns),
             parent=parent,
             previous=self._last,
             path=self.path,
             messages=tuple(messages),
             context_ids=extension.appended_ids,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            full_logprobs=completion.full_logprobs,
-            text=completion.text,
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-            versions=completion.versions,
             seed=seed,
             prefix_break=extension.prefix_break,
-            num_cached=completion.num_shared,
-            timings=completion.timings,
         )
         state.turns.append(turn)
         counts.num_sampled += len(turn)
@@ -273,10 +325,9 @@ class Agent:
 
     async def _ask(self, prompt_ids: Sequence[int], options: Mapping[str, Any]) -> Completion:
         state = self._state
-        session = f"{state.key}-{'.'.join(map(str, self.path))}"
         try:
             async with asyncio.timeout(state.limits.turn_timeout_s) as timer:
-                return await state.policy.sample(prompt_ids, options=options, session=session)
+                return await state.policy.sample(prompt_ids, options=options, session=self._session)
         except TimeoutError:
             if not timer.expired():
                 raise

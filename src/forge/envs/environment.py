@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from forge.envs.agent import Agent
 from forge.envs.episode import EpisodeProgram, episode
 from forge.envs.tools import Tool
 from forge.envs.trace import Message
 from forge.errors import OptionError
-from forge.types import Prompt
+from forge.registry import EPISODES
+from forge.types import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +22,15 @@ class Observation:
 
     Attributes:
         messages: what the policy reads next.
-        reward: what the last answer earned; None if the environment says nothing about it.
+        reward: what the last answer earned: a number, or several by name; None if there is nothing to say about it.
         terminated: whether the task has come to its own end.
         truncated: whether the environment ended it before.
         tools: tools that the policy may call in its next answer; their results are read before the environment steps.
-        name: the name of the reward.
+        name: the name of a reward that is one number.
     """
 
     messages: Sequence[Message] = ()
-    reward: float | None = None
+    reward: float | Mapping[str, float] | None = None
     terminated: bool = False
     truncated: bool = False
     tools: Sequence[Tool | Callable[..., Any]] = ()
@@ -39,12 +40,19 @@ class Observation:
     def is_over(self) -> bool:
         return self.terminated or self.truncated
 
+    @property
+    def rewards(self) -> Mapping[str, float]:
+        """The rewards by name; empty if there is none."""
+        if self.reward is None:
+            return {}
+        return self.reward if isinstance(self.reward, Mapping) else {self.name: self.reward}
+
 
 @runtime_checkable
 class Env(Protocol):
     """An environment for one episode at a time. `forge.envs.limits.Fault` says that it failed itself."""
 
-    async def reset(self, task: Prompt) -> Observation:
+    async def reset(self, task: Task) -> Observation:
         """Begin a task."""
         ...
 
@@ -66,7 +74,7 @@ def episode_from_env(
     before it.
     """
 
-    async def play(task: Prompt, agent: Agent, **args: Any) -> None:
+    async def play(task: Task, agent: Agent, **args: Any) -> None:
         made = make(**args)
         env = await made if inspect.isawaitable(made) else made
         if not isinstance(env, Env):
@@ -87,18 +95,41 @@ def episode_from_env(
     return program.with_args(args) if args else program
 
 
-async def _play(env: Env, task: Prompt, agent: Agent) -> None:
+def load_program(name: str, args: Mapping[str, Any], *, path: str = "episode.kind") -> EpisodeProgram:
+    """Return the program that `module:attribute` names, with its arguments: an `@episode`, a coroutine function, or an
+    environment's class."""
+    return as_program(EPISODES.find(name, path=path), name=name, path=path).with_args(args)
+
+
+def as_program(found: Any, *, name: str, path: str = "episode.kind") -> EpisodeProgram:
+    """Return an object as a program: an `@episode`, a coroutine function, or an environment's class."""
+    if isinstance(found, EpisodeProgram):
+        return found
+    if inspect.iscoroutinefunction(found):
+        return episode(found)
+    if inspect.isclass(found) and all(hasattr(found, method) for method in ("reset", "step", "close")):
+        return episode_from_env(cast("Callable[..., Env]", found))
+    raise OptionError(
+        f"{name} is not an episode",
+        path=path,
+        value=type(found).__name__,
+        rule="an @forge.episode, a coroutine function (task, agent), or a class with reset, step and close",
+        repair="decorate the function with @forge.episode",
+    )
+
+
+async def _play(env: Env, task: Task, agent: Agent) -> None:
     seen = await env.reset(task)
-    if seen.reward is not None:
-        agent.add_reward(seen.reward, name=seen.name)
+    for name, value in seen.rewards.items():
+        agent.add_reward(value, name=name)
     while not seen.is_over:
         if seen.tools:
             turn = await agent.run_tools(seen.messages, tools=seen.tools)
         else:
             turn = await agent.generate(seen.messages)
         seen = await env.step(agent.messages[-1])
-        if seen.reward is not None:
-            agent.add_reward(seen.reward, name=seen.name, turn=turn)
+        for name, value in seen.rewards.items():
+            agent.add_reward(value, name=name, turn=turn)
 
 
 @dataclass(slots=True)
@@ -108,7 +139,7 @@ class CountingEnv:
     goal: int = 3
     _at: int = field(default=0, init=False)
 
-    async def reset(self, task: Prompt) -> Observation:
+    async def reset(self, task: Task) -> Observation:
         self._at = 0
         return Observation([{"role": "user", "content": f"Count to {self.goal}, one number in each answer."}])
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, overload
 
 from forge.envs.agent import Agent, EpisodeCounts, EpisodeState, check_reward
-from forge.envs.limits import EpisodeOver, Fault, Outcome
-from forge.envs.trace import Turn
+from forge.envs.limits import EpisodeOver, Fault
 from forge.errors import OptionError, RewardError
-from forge.types import Prompt, Score
+from forge.types import EpisodeOutcome, Score, Task, Turn
 
-Program = Callable[[Prompt, Agent], Awaitable[float | Score | None]]
+Program = Callable[[Task, Agent], Awaitable[float | Score | None]]
 RETURNED: Final = "reward"
 """The name of the reward that a program returns as a number."""
 
@@ -35,11 +34,11 @@ class EpisodeRun:
         num_replayed: entries that came from a journal.
     """
 
-    task: Prompt
+    task: Task
     turns: tuple[Turn, ...]
     score: Score
     turn_rewards: Mapping[int, float]
-    outcome: Outcome
+    outcome: EpisodeOutcome
     counts: EpisodeCounts
     seconds: float
     num_replayed: int = 0
@@ -66,7 +65,7 @@ class EpisodeProgram:
     time_is_task: bool = False
     args: Mapping[str, Any] = field(default_factory=dict)
 
-    async def __call__(self, task: Prompt, agent: Agent) -> float | Score | None:
+    async def __call__(self, task: Task, agent: Agent) -> float | Score | None:
         return await self.function(task, agent, **self.args)
 
     def with_args(self, args: Mapping[str, Any]) -> EpisodeProgram:

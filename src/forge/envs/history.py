@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from forge.envs.trace import Message, PrefixBreakKind
+from forge.envs.trace import Message
+from forge.types import PrefixBreakKind
 
 _JOINT: Final = 16
 """Tokens before a joint that are decoded again to see whether the tokens on both sides can be joined."""

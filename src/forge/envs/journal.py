@@ -12,13 +12,12 @@ import inspect
 import json
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
-from forge.envs.tool_calls import MalformedCall, ToolCall
 from forge.envs.tools import ToolResult
 from forge.errors import OptionError
-from forge.types import Completion, Timings, VersionSpan
+from forge.types import Completion, MalformedCall, Timings, ToolCall, VersionSpan
 
 T = TypeVar("T")
 Entry = Mapping[str, Any]
@@ -62,7 +61,8 @@ class Journal:
                 raise ReplayMismatch(f"turn {asked.key}: the prompt differs from the journal's")
             return _read_completion(known["completion"])
         completion = await ask()
-        self._add("turn", asked.key, prompt=asked.digest, completion=_plain_completion(completion))
+        if self._write is not None:
+            self._add("turn", asked.key, prompt=asked.digest, completion=_plain_completion(completion))
         return completion
 
     async def tools(
@@ -122,9 +122,10 @@ class Journal:
 
 
 def _plain_completion(completion: Completion) -> dict[str, Any]:
-    plain = asdict(completion)
-    del plain["prompt_ids"]  # the journal has its digest; a replay brings the tokens
-    return plain
+    # The journal has a digest of prompt_ids; a replay brings the tokens.
+    plain = {each.name: getattr(completion, each.name) for each in fields(completion) if each.name != "prompt_ids"}
+    spans = [asdict(span) for span in completion.versions]
+    return {**plain, "versions": spans, "timings": asdict(completion.timings)}
 
 
 def _read_completion(plain: Mapping[str, Any]) -> Completion:

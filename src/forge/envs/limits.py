@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
-
+from forge.config.episodes import EpisodeLimits
 from forge.errors import ForgeError
+from forge.types import EpisodeOutcome
 
-Outcome: TypeAlias = Literal["finished", "turn_limit", "token_limit", "context_full", "tool_call_limit", "time_limit"]
-"""How the policy brought an episode to its end. `time_limit` only where the episode declares time part of the task."""
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """What an episode may use. All its branches share the counts. None means no limit.
-
-    Attributes:
-        max_turns: completions.
-        max_tokens: sampled tokens.
-        max_tool_calls: tool calls.
-        max_tool_tokens: tokens of one tool's output; what is longer is cut in the middle, and says so.
-        turn_timeout_s: seconds that one completion may take; beyond, it is a fault.
-        tool_timeout_s: seconds that one tool call may take, unless the tool sets its own; beyond, the policy is told.
-        timeout_s: seconds that the whole episode may take; beyond, it is a fault, or the outcome `time_limit` where
-            time is part of the task.
-    """
-
-    max_turns: int | None = 32
-    max_tokens: int | None = None
-    max_tool_calls: int | None = 64
-    max_tool_tokens: int | None = 2048
-    turn_timeout_s: float | None = 600.0
-    tool_timeout_s: float | None = 60.0
-    timeout_s: float | None = 3600.0
+__all__ = ["EpisodeLimits", "EpisodeOver", "Fault"]
 
 
 class EpisodeOver(Exception):
     """Raised by the agent when a limit leaves no room for another turn. It ends the episode, which is then scored."""
 
-    def __init__(self, outcome: Outcome, detail: str) -> None:
+    def __init__(self, outcome: EpisodeOutcome, detail: str) -> None:
         super().__init__(f"{outcome}: {detail}")
         self.outcome, self.detail = outcome, detail
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from forge.envs.history import ChatCodec, History
-from forge.envs.trace import Message, PrefixBreakKind
+from forge.envs.trace import Message
 from forge.errors import ForgeError
+from forge.types import PrefixBreakKind
 
 _USER: Final = {"role": "user", "content": "What is the weather in Oslo?"}
 _NEXT: Final = {"role": "user", "content": "And in Rome?"}

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
+
+from forge.types import MalformedCall, ToolCall
 
 ToolFormat: TypeAlias = Literal["hermes", "llama", "json"]
 
@@ -22,40 +24,12 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG: Final = "<|python_tag|>"
 _FENCE: Final = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL)
 _EXAMPLE: Final = '{"name": "tool", "arguments": {"x": 1}}'
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A call that the policy made.
-
-    Attributes:
-        id: names the call in its conversation; the tool's answer refers to it.
-        name: the tool.
-        arguments: the arguments by name.
-    """
-
-    id: str
-    name: str
-    arguments: Mapping[str, Any]
-
-    def as_message_part(self) -> dict[str, Any]:
-        """Return the call as an entry of a message's `tool_calls`."""
-        arguments = json.dumps(dict(self.arguments), ensure_ascii=False)
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
-
-
-@dataclass(frozen=True, slots=True)
-class MalformedCall:
-    """Text that was meant as a call and cannot be read, and the reason in words for the model."""
-
-    id: str
-    text: str
-    reason: str
+_LLAMA_EXAMPLE: Final = '{"name": "tool", "parameters": {"x": 1}}'
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """An answer split into what is said and what is called, in order."""
+    """An answer split into what is said and what is called, in order. Without calls, `text` is the whole answer."""
 
     text: str
     calls: tuple[ToolCall | MalformedCall, ...]
@@ -63,21 +37,83 @@ class ParsedAnswer:
 
 def parse_answer(text: str, tool_format: ToolFormat, *, id_prefix: str) -> ParsedAnswer:
     """Split an answer. Calls get the ids `{id_prefix}_0`, `{id_prefix}_1`, …, the same for the same answer."""
-    found: list[_Found]
-    if tool_format == "hermes":
-        said, found = _parse_hermes(text)
-    elif tool_format == "llama":
-        said, found = _parse_llama(text)
-    else:
-        said, found = _parse_json(text)
-    calls: list[ToolCall | MalformedCall] = []
-    for number, each in enumerate(found):
-        call_id = f"{id_prefix}_{number}"
-        if isinstance(each, str):
-            calls.append(MalformedCall(call_id, text, each))
-        else:
-            calls.append(ToolCall(call_id, *each))
-    return ParsedAnswer(said, tuple(calls))
+    reader = CallReader(tool_format, id_prefix=id_prefix)
+    parts = [*reader.add(text), *reader.finish()]
+    calls = tuple(part for part in parts if not isinstance(part, str))
+    said = "".join(part for part in parts if isinstance(part, str))
+    return ParsedAnswer(said.strip() if calls else said, calls)
+
+
+class CallReader:
+    """Splits an answer that arrives in pieces into what is said and what is called.
+
+    Wherever the pieces are cut, `add` and `finish` return the same parts in the same order. Text that may still become
+    a call is held back. White space next to calls is dropped, except between two texts. An answer without calls stays
+    exactly as it is. Calls get the ids `{id_prefix}_0`, `{id_prefix}_1`, ….
+    """
+
+    def __init__(self, tool_format: ToolFormat = "hermes", *, id_prefix: str) -> None:
+        self._format, self._id_prefix = tool_format, id_prefix
+        self._num_calls = 0
+        self._held = ""
+        self._space = ""
+        self._is_inside = self._after_call = self._has_text = False
+        self._is_plain = False
+
+    def add(self, text: str) -> list[str | ToolCall | MalformedCall]:
+        """Return the parts that are final now."""
+        self._held += text
+        if self._format == "hermes":
+            return [part for part in self._parts() if part != ""]
+        if not self._is_plain and _may_be_call(self._held, self._format):
+            return []  # such an answer is one call, or none: its end decides
+        self._is_plain = True
+        text, self._held = self._held, ""
+        return [text] if text else []
+
+    def finish(self) -> list[str | ToolCall | MalformedCall]:
+        """Return the rest. A call without an end is malformed."""
+        rest, self._held = self._held, ""
+        if self._format != "hermes":
+            found = None if self._is_plain else _parse_whole(rest, self._format)
+            return [rest] if found is None and rest else [self._call(each) for each in found or ()]
+        if self._is_inside:
+            bad = self._call(_Bad(_OPEN + rest, f"the call is not closed by {_CLOSE}"))
+            return [self._space, bad] if self._space else [bad]
+        return [self._said(rest)] if rest and not (self._after_call and rest.isspace()) else []
+
+    def _parts(self) -> Iterator[str | ToolCall | MalformedCall]:
+        while True:
+            if self._is_inside:
+                body, close, rest = self._held.partition(_CLOSE)
+                if not close:
+                    return
+                self._held, self._is_inside = rest, False
+                call = self._call(_read_call(body, raw=_OPEN + body + _CLOSE))
+                self._after_call = isinstance(call, ToolCall)
+                if isinstance(call, MalformedCall):
+                    yield self._said("")
+                yield call
+            before, opening, rest = self._held.partition(_OPEN)
+            size = len(before.rstrip()) if opening else _sure_length(self._held)
+            if size:
+                yield self._said(before[:size])
+            if not opening:
+                self._held = self._held[size:]
+                return
+            self._space += before[size:]
+            self._held, self._is_inside = rest, True
+
+    def _said(self, text: str) -> str:
+        """Return a text with the white space before it, which is dropped only between a first call and a text."""
+        said = text.lstrip() if self._after_call and not self._has_text else self._space + text
+        self._space, self._after_call, self._has_text = "", False, True
+        return said
+
+    def _call(self, found: _Found) -> ToolCall | MalformedCall:
+        call_id = f"{self._id_prefix}_{self._num_calls}"
+        self._num_calls += 1
+        return MalformedCall(call_id, found.raw, found.reason) if isinstance(found, _Bad) else ToolCall(call_id, *found)
 
 
 def detect_format(chat_template: str) -> ToolFormat:
@@ -89,71 +125,89 @@ def detect_format(chat_template: str) -> ToolFormat:
     return "json"
 
 
-_Found: TypeAlias = tuple[str, dict[str, Any]] | str
-"""A name and its arguments, or the reason why there are none."""
+@dataclass(frozen=True, slots=True)
+class _Bad:
+    """The text of a call that cannot be read, and the reason."""
+
+    raw: str
+    reason: str
 
 
-def _parse_hermes(text: str) -> tuple[str, list[_Found]]:
-    said, rest = "", text
-    found: list[_Found] = []
-    while True:
-        before, opening, rest = rest.partition(_OPEN)
-        said += before
-        if not opening:
-            return said.strip(), found
-        body, closing, rest = rest.partition(_CLOSE)
-        if not closing:
-            found.append(f"the call is not closed by {_CLOSE}")
-            return said.strip(), found
-        found.append(_read_call(body, "arguments"))
+_Found: TypeAlias = tuple[str, dict[str, Any]] | _Bad
+"""A name and its arguments, or why there are none."""
 
 
-def _parse_llama(text: str) -> tuple[str, list[_Found]]:
+def _sure_length(text: str) -> int:
+    """Return how much of a text is certainly not the start of a call, nor white space before one."""
+    end = len(text)
+    for size in range(min(len(text), len(_OPEN) - 1), 0, -1):
+        if _OPEN.startswith(text[-size:]):
+            end -= size
+            break
+    return len(text[:end].rstrip())
+
+
+def _may_be_call(text: str, tool_format: ToolFormat) -> bool:
+    """Return whether an answer that starts like this can be a call in a format where the whole answer is one."""
+    body = text.strip()
+    starts = ("{", _PYTHON_TAG) if tool_format == "llama" else ("{", "[", "```")
+    return not body or body.startswith(starts) or any(start.startswith(body) for start in starts)
+
+
+def _parse_whole(text: str, tool_format: ToolFormat) -> list[_Found] | None:
+    """Return the calls that an answer is, or None for an answer that is none."""
+    return _parse_llama(text) if tool_format == "llama" else _parse_json(text)
+
+
+def _parse_llama(text: str) -> list[_Found] | None:
     body = text.strip()
     is_marked = body.startswith(_PYTHON_TAG)
     body = body.removeprefix(_PYTHON_TAG).strip()
     if not is_marked and not body.startswith("{"):
-        return text.strip(), []
+        return None
     decoder, found, at = json.JSONDecoder(), list[_Found](), 0
     while at < len(body):
         try:
-            value, at = decoder.raw_decode(body, at)
+            value, end = decoder.raw_decode(body, at)
         except (ValueError, RecursionError):
-            found.append(f"it is not JSON like {_EXAMPLE.replace('arguments', 'parameters')}")
+            found.append(_Bad(body[at:] if found else text, f"it is not JSON like {_LLAMA_EXAMPLE}"))
             break
-        found.append(_check_call(value, "parameters"))
+        found.append(_check_call(value, "parameters", raw=body[at:end]))
+        at = end
         while at < len(body) and body[at] in "; \n\t\r":
             at += 1
-    return "", found
+    return found or [_Bad(text, f"it is not JSON like {_LLAMA_EXAMPLE}")]
 
 
-def _parse_json(text: str) -> tuple[str, list[_Found]]:
+def _parse_json(text: str) -> list[_Found] | None:
     body = text.strip()
     fenced = _FENCE.match(body)
     body = fenced.group(1).strip() if fenced else body
     if not body.startswith(("{", "[")):
-        return text.strip(), []
+        return None
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        return "", [f"it is not JSON like {_EXAMPLE}"]
-    if isinstance(value, list):
-        return "", [_check_call(each, "arguments") for each in value] if value else ["the list of calls is empty"]
-    return "", [_check_call(value, "arguments")]
+        return [_Bad(text, f"it is not JSON like {_EXAMPLE}")]
+    if not isinstance(value, list):
+        return [_check_call(value, "arguments", raw=text)]
+    if not value:
+        return [_Bad(text, "the list of calls is empty")]
+    return [_check_call(each, "arguments", raw=json.dumps(each, ensure_ascii=False)) for each in value]
 
 
-def _read_call(body: str, key: str) -> _Found:
+def _read_call(body: str, *, raw: str) -> _Found:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        return f"it is not JSON like {_EXAMPLE}"
-    return _check_call(value, key)
+        return _Bad(raw, f"it is not JSON like {_EXAMPLE}")
+    return _check_call(value, "arguments", raw=raw)
 
 
-def _check_call(value: Any, key: str) -> _Found:
+def _check_call(value: Any, key: str, *, raw: str) -> _Found:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        return 'it must be an object with the key "name", whose value is text'
+        return _Bad(raw, 'it must be an object with the key "name", whose value is text')
     arguments = value.get(key, {})
     if not isinstance(arguments, dict):
-        return f'the value of "{key}" must be an object'
+        return _Bad(raw, f'the value of "{key}" must be an object')
     return value["name"], arguments

@@ -18,8 +18,8 @@ from typing import Any, Final, Literal, Protocol, overload
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from forge.envs.limits import Fault
-from forge.envs.tool_calls import MalformedCall, ToolCall
 from forge.errors import OptionError
+from forge.types import MalformedCall, ToolCall
 
 _NAME: Final = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
 _ARGUMENT: Final = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")

@@ -8,71 +8,12 @@ history extends another turn's is its child; a history that changed starts at a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from forge.envs.tool_calls import MalformedCall, ToolCall
-from forge.types import FinishReason, Timings, VersionSpan
+from forge.types import Turn
 
 Message: TypeAlias = Mapping[str, Any]
-
-PrefixBreakKind: TypeAlias = Literal["template", "retokenization", "client_edit", "compaction"]
-"""Why a history could not be extended token by token.
-
-- `template`: the chat template renders earlier messages differently once later ones follow.
-- `retokenization`: the text continues the history, but its tokens cannot be joined to the sampled ones.
-- `client_edit`: a client of the HTTP endpoint sent another history than it was given.
-- `compaction`: the program replaced its history.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One completion of an episode.
-
-    Attributes:
-        index: the turn's position in the episode, in the order in which turns were requested.
-        parent: the index of the turn whose tokens this one extends; None for a root.
-        previous: the index of the turn before it in its branch, whose tokens it need not extend; None for the first.
-        path: the branch that requested it: () for the agent itself, (0,) for its first fork.
-        messages: the messages appended before it.
-        context_ids: the tokens appended since the parent's last token; the whole prompt of a root.
-        token_ids: the sampled tokens, an end token included.
-        logprobs: the sampler's logprob of each sampled token.
-        full_logprobs: the same before truncation and penalties; None where the engine does not report them.
-        text: the sampled tokens as text, without special tokens and without what ended it.
-        finish_reason, stop_reason: why the completion ended.
-        versions: the weight versions that produced the sampled tokens.
-        seed: the seed that it was sampled with.
-        prefix_break: why the turn does not extend the branch's previous turn; None where it does, and for first turns.
-        calls: the tool calls in it, where the policy was given tools.
-        is_delivered: False for a response that never reached its client: it is not trained on.
-        num_cached: context tokens, the parent's included, that the engine did not have to compute again.
-        timings: how long the engine took.
-    """
-
-    index: int
-    parent: int | None
-    previous: int | None
-    path: tuple[int, ...]
-    messages: tuple[Message, ...]
-    context_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    full_logprobs: tuple[float, ...] | None
-    text: str
-    finish_reason: FinishReason
-    versions: tuple[VersionSpan, ...]
-    seed: int
-    stop_reason: int | str | None = None
-    prefix_break: PrefixBreakKind | None = None
-    calls: tuple[ToolCall | MalformedCall, ...] = ()
-    is_delivered: bool = True
-    num_cached: int = 0
-    timings: Timings = field(default_factory=Timings)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +58,15 @@ def path_to(turns: Sequence[Turn], index: int | None) -> list[Turn]:
 def rows_of(turns: Sequence[Turn]) -> list[Row]:
     """Return one row per leaf, in the order of the leaves. Every delivered sampled token counts exactly once.
 
-    Rows in which nothing counts are left out.
+    Turns of which nothing counts are in a row only where a turn that counts extends them.
     """
-    parents = {turn.parent for turn in turns}
+    learned = [turn for turn in turns if turn.is_delivered and len(turn) > 0]
+    extended = {before.index for turn in learned for before in path_to(turns, turn.parent)}
     counted: set[int] = set()
     rows = []
-    for leaf in (turn for turn in turns if turn.index not in parents):
+    for leaf in (turn for turn in learned if turn.index not in extended):
         path = path_to(turns, leaf.index)
         counts = tuple(turn.is_delivered and len(turn) > 0 and turn.index not in counted for turn in path)
         counted.update(turn.index for turn, counts_here in zip(path, counts, strict=True) if counts_here)
-        if any(counts):
-            rows.append(Row(tuple(path), counts))
+        rows.append(Row(tuple(path), counts))
     return rows

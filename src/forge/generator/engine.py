@@ -80,8 +80,10 @@ class EngineStats:
         version: the version of the weights in use.
         num_running, num_waiting: completions in progress, and in the queue.
         num_done, num_aborted: completions that finished, and completions that were cut short.
-        num_prompt_tokens, num_shared_tokens, num_tokens: tokens of prompts, how many of them were found in the cache,
-            and sampled tokens.
+        num_prompt_tokens, num_tokens: tokens of prompts, and sampled tokens.
+        num_shared_tokens, num_prefill_tokens: tokens whose keys and values were found in the cache (or computed for
+            another completion of the request), and tokens that were read instead; also those read again after a
+            preemption or an update of the weights.
         num_preempted: how often a completion lost its memory to another and was recomputed.
         cache_used: the part of the cache that is in use, from 0 to 1.
         is_asleep: whether its memory was released with `sleep`.
@@ -95,6 +97,7 @@ class EngineStats:
     num_aborted: int = 0
     num_prompt_tokens: int = 0
     num_shared_tokens: int = 0
+    num_prefill_tokens: int = 0
     num_tokens: int = 0
     num_preempted: int = 0
     cache_used: float = 0.0

@@ -1,9 +1,10 @@
 /* The gradient of attention within documents in float32, on a CPU: one call for all documents of a row.
 
-   A document may begin with tokens of an earlier one, its owner, which the row holds once. Every document and head of
-   keys and values is one piece of work, computed by one thread from start to end. What a document adds to the gradient
-   of its owner's tokens is kept apart; the thread that finishes the last of an owner's documents adds it up, in the order of
-   the documents. So results do not depend on the number of threads, nor on other documents that share nothing.
+   A document may begin with tokens of the one before it, which the row holds once; that one may have taken them itself.
+   Documents that are linked in this way are a tree, the first of them its root. Every document and head of keys and
+   values is one piece of work, computed by one thread from start to end. What a document adds to the gradient of tokens
+   that it takes is kept apart; the thread that finishes the last document of a tree adds it up, in the order of the
+   documents. So results do not depend on the number of threads, nor on other documents that share nothing.
 
    Compile with -ffp-contract=off. */
 
@@ -26,8 +27,9 @@ struct backward {
     const float *out, *lse;        /* [places, heads, width] and [places, heads], without gaps */
     float *dq, *dk, *dv;           /* without gaps; all of their places are written */
     const int32_t *starts;         /* [documents + 1]: the places that a document has for itself */
-    const int32_t *lengths;        /* its tokens, those that it takes from its owner included */
-    const int32_t *owners;         /* the document whose first tokens it begins with; itself if there are none */
+    const int32_t *lengths;        /* its tokens, those that it takes included */
+    const int32_t *roots;          /* the first document of its tree; itself if it takes nothing */
+    const int64_t *sources;        /* [tokens of all documents]: their places; NULL if no document takes any */
     int64_t q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head; /* strides, in floats */
     int64_t num_places, num_documents, heads, kv_heads, width;
     float scale;
@@ -36,9 +38,10 @@ struct backward {
 
 struct work {
     const struct backward *of;
-    float *shared;       /* [taken tokens, kv_heads, 2, width]: what documents add to their owners' tokens */
+    float *shared;        /* [taken tokens, kv_heads, 2, width]: what documents add to tokens that they take */
     int64_t *first_taken; /* [documents]: where those of a document begin */
-    int32_t *remaining;  /* [documents, kv_heads]: how many documents of an owner are still to be done */
+    int64_t *first_token; /* [documents]: where its tokens begin among those of all documents */
+    int32_t *remaining;   /* [documents, kv_heads]: how many documents of a root's tree are still to be done */
     int64_t num_units, next_unit, longest;
     int32_t out_of_memory;
 };
@@ -46,7 +49,8 @@ struct work {
 /* One document and one head of keys and values. */
 struct piece {
     const struct backward *of;
-    int64_t document, head, prefix, length, owner_start, start;
+    int64_t document, head, prefix, length, start;
+    const int64_t *sources; /* the places of its tokens; NULL if they are consecutive */
     int64_t span; /* between two rows of scores, and two dimensions of turned keys: not a power of two, for the caches */
     float *k, *k_turned, *v_turned, *dk, *dv;                  /* of all keys */
     float *q, *grad, *dq, *weights, *slopes, *lse, *delta;     /* of a block of query rows */
@@ -105,7 +109,7 @@ static void multiply(const struct product *p) {
 }
 
 INLINE int64_t place_of(const struct piece *p, int64_t token) {
-    return token < p->prefix ? p->owner_start + token : p->start + token - p->prefix;
+    return p->sources ? p->sources[token] : p->start + token;
 }
 
 INLINE int64_t span_of(int64_t length) { return least(CHUNK_KEYS, padded(length)) + STEP; }
@@ -229,14 +233,14 @@ static int64_t prefix_of(const struct backward *of, int64_t document) {
     return of->lengths[document] - (of->starts[document + 1] - of->starts[document]);
 }
 
-/* What all documents of an owner add to its tokens, in their order. */
-static void add_shared(const struct work *work, int64_t owner, int64_t head) {
+/* What all documents of a tree add to tokens that they take, in their order. */
+static void add_shared(const struct work *work, int64_t root, int64_t head) {
     const struct backward *of = work->of;
     int64_t width = of->width;
-    for (int64_t s = owner + 1; s < of->num_documents && of->owners[s] == owner; s++)
+    for (int64_t s = root + 1; s < of->num_documents && of->roots[s] == root; s++)
         for (int64_t t = 0, end = prefix_of(of, s); t < end; t++) {
             const float *from = work->shared + ((work->first_taken[s] + t) * of->kv_heads + head) * 2 * width;
-            int64_t at = ((of->starts[owner] + t) * of->kv_heads + head) * width;
+            int64_t at = (of->sources[work->first_token[s] + t] * of->kv_heads + head) * width;
             for (int64_t d = 0; d < width; d++) of->dk[at + d] += from[d];
             for (int64_t d = 0; d < width; d++) of->dv[at + d] += from[width + d];
         }
@@ -266,30 +270,42 @@ static void work_on(void *argument) {
     p.delta = p.lse + rows;
     int64_t unit;
     while ((unit = __atomic_fetch_add(&work->next_unit, 1, __ATOMIC_RELAXED)) < work->num_units) {
-        int64_t owner;
+        int64_t root;
         p.document = unit / of->kv_heads;
         p.head = unit % of->kv_heads;
         p.prefix = prefix_of(of, p.document);
         p.length = of->lengths[p.document];
         p.start = of->starts[p.document];
         p.span = span_of(p.length);
-        owner = of->owners[p.document];
-        p.owner_start = of->starts[owner];
+        p.sources = of->sources ? of->sources + work->first_token[p.document] : NULL;
+        root = of->roots[p.document];
         differentiate(&p);
         keep(work, &p);
-        if (__atomic_sub_fetch(&work->remaining[owner * of->kv_heads + p.head], 1, __ATOMIC_ACQ_REL) == 0)
-            add_shared(work, owner, p.head);
+        if (__atomic_sub_fetch(&work->remaining[root * of->kv_heads + p.head], 1, __ATOMIC_ACQ_REL) == 0)
+            add_shared(work, root, p.head);
     }
     free(memory);
 }
 
-/* Whether all that would be read exists, and the documents of an owner follow it. */
+/* Whether the places of a document's tokens are those of its predecessor's and then its own. */
+static int are_sources(const struct backward *of, int64_t document, int64_t first) {
+    int64_t prefix = prefix_of(of, document), start = of->starts[document];
+    if (!of->sources) return prefix == 0;
+    for (int64_t t = 0; t < of->lengths[document]; t++) {
+        int64_t before = t < prefix ? of->sources[first - of->lengths[document - 1] + t] : start + t - prefix;
+        if (of->sources[first + t] != before) return 0;
+    }
+    return 1;
+}
+
+/* Whether all that would be read exists, and documents take tokens from the one before them. */
 static int is_sound(const struct backward *of) {
     if (of->starts[0] != 0 || of->starts[of->num_documents] != of->num_places) return 0;
-    for (int64_t s = 0; s < of->num_documents; s++) {
-        int64_t owner = of->owners[s], prefix = prefix_of(of, s);
+    for (int64_t s = 0, first = 0; s < of->num_documents; first += of->lengths[s], s++) {
+        int64_t root = of->roots[s], prefix = prefix_of(of, s);
         if (of->starts[s + 1] < of->starts[s] || prefix < 0) return 0;
-        if (owner == s ? prefix != 0 : s == 0 || owner != of->owners[s - 1] || prefix > of->lengths[owner]) return 0;
+        if (root == s ? prefix != 0 : s == 0 || root != of->roots[s - 1] || prefix > of->lengths[s - 1]) return 0;
+        if (!are_sources(of, s, first)) return 0;
     }
     return 1;
 }
@@ -299,20 +315,25 @@ int forge_attend_backward(const struct backward *of) {
     if (!is_sound(of)) return 1;
     struct work work = {.of = of, .num_units = of->num_documents * of->kv_heads, .longest = 1};
     work.first_taken = malloc((size_t)(of->num_documents + 1) * sizeof(int64_t));
+    work.first_token = malloc((size_t)(of->num_documents + 1) * sizeof(int64_t));
     work.remaining = calloc((size_t)(work.num_units + 1), sizeof(int32_t));
-    int64_t taken = 0;
+    int has_tables = work.first_taken && work.first_token && work.remaining;
+    int64_t taken = 0, tokens = 0;
     double size = 0;
-    for (int64_t s = 0; work.first_taken && work.remaining && s < of->num_documents; s++) {
+    for (int64_t s = 0; has_tables && s < of->num_documents; s++) {
         work.first_taken[s] = taken;
+        work.first_token[s] = tokens;
         taken += prefix_of(of, s);
+        tokens += of->lengths[s];
         if (of->lengths[s] > work.longest) work.longest = of->lengths[s];
         size += (double)(of->starts[s + 1] - of->starts[s]) * of->lengths[s] * of->heads * of->width;
-        for (int64_t h = 0; h < of->kv_heads; h++) work.remaining[of->owners[s] * of->kv_heads + h]++;
+        for (int64_t h = 0; h < of->kv_heads; h++) work.remaining[of->roots[s] * of->kv_heads + h]++;
     }
     work.shared = malloc((size_t)(taken * of->kv_heads * 2 * of->width + 1) * sizeof(float));
-    work.out_of_memory = !work.first_taken || !work.remaining || !work.shared;
+    work.out_of_memory = !has_tables || !work.shared;
     if (!work.out_of_memory) run_on_threads(work_on, &work, size > SMALL_WORK ? of->num_threads : 1);
     free(work.first_taken);
+    free(work.first_token);
     free(work.remaining);
     free(work.shared);
     return work.out_of_memory ? 2 : 0;

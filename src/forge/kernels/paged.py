@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -59,6 +60,28 @@ class PagedLayout:
 def num_pages_of(lengths: tuple[int, ...]) -> int:
     """Return how many pages `PagedLayout.of_documents` lays these documents out in."""
     return sum(-(-length // PAGE_TOKENS) for length in lengths)
+
+
+def shared_places(lengths: Sequence[int], prefixes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return where the tokens of documents are computed, in a row that holds each shared prefix once.
+
+    Each document takes so many first tokens from the document before it, which may have taken them itself: documents in
+    the order of a tree, depth first, share prefixes of any depth. The others are computed for it, one place after the
+    other.
+
+    Returns:
+        int64 [T]: the place of each token of the documents; int64 [P]: for each place, the token it is computed for.
+    """
+    places: list[Tensor] = []
+    own: list[Tensor] = []
+    num_places = num_tokens = 0
+    for length, prefix in zip(lengths, prefixes, strict=True):
+        fresh = torch.arange(num_places, num_places + length - prefix)
+        places.append(torch.cat([places[-1][:prefix], fresh]) if prefix else fresh)
+        own.append(torch.arange(num_tokens + prefix, num_tokens + length))
+        num_places, num_tokens = num_places + length - prefix, num_tokens + length
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return torch.cat([nothing, *places]), torch.cat([nothing, *own])
 
 
 def find_shares(table_SP: np.ndarray, context_lens_S: np.ndarray, *, chunk: int, max_members: int) -> np.ndarray:

@@ -42,7 +42,7 @@ from forge.rollout.credit import find_advantage
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import planned_ranks
 from forge.trainer.layout import check_layout
-from forge.types import Prompt
+from forge.types import Task
 
 _log = logging.getLogger("forge.dry_run")
 _MOST_CHARACTERS = 100
@@ -206,7 +206,7 @@ def _describe_grpo(plan: GRPOPlan) -> Facts:
     return [*facts, *_describe_memory(config)]
 
 
-def _shown(prompt: Prompt) -> str:
+def _shown(prompt: Task) -> str:
     asked = prompt.text if prompt.text is not None else " / ".join(str(turn["content"]) for turn in prompt.messages)
     answer = "" if prompt.answer is None else f" -> {_cut(str(prompt.answer))}"
     return f"{prompt.id}: {_cut(asked)}{answer}"

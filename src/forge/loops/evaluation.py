@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from forge.config import EvaluationConfig, Sampling
+from forge.envs.limits import Fault
 from forge.errors import ActorFailure, CallTimeout, ConfigError, EngineDead, PromptError
 from forge.observe import span
+from forge.rollout.episode_source import EpisodeSource
 from forge.rollout.rollouter import Policy, ScoreFunction, group_seed
-from forge.types import Episode, Group, Score
+from forge.types import Episode, Group, Score, Task
 
 if TYPE_CHECKING:
     from forge.data.prompts import PromptDataset
@@ -68,15 +70,52 @@ class Evaluation:
         return metrics | {f"evaluation/pass@{k}": value for k, value in self.pass_at.items()}
 
 
+AttemptFunction = Callable[[int, Task], Awaitable[list[Episode]]]
+"""Makes `num_samples` episodes of a held-out prompt, which is known by its place among them."""
+
+
+def num_attempts(config: EvaluationConfig) -> int:
+    """Return how often a prompt is attempted: once where all attempts would be the same."""
+    return 1 if config.temperature == 0 else config.num_samples
+
+
+def single_turn_attempts(
+    config: EvaluationConfig, *, policy: Policy, score: ScoreFunction, sampling: Sampling
+) -> AttemptFunction:
+    """Return what asks the policy once for all completions of a prompt, always with the same seeds.
+
+    `sampling` is that of rollouts; only temperature, number and seed differ.
+    """
+    changed = sampling.model_copy(update={"temperature": config.temperature, "n": num_attempts(config)})
+
+    async def attempt(index: int, prompt: Task) -> list[Episode]:
+        seeded = changed.model_copy(update={"seed": group_seed(0, index)})
+        completions = await policy.generate(prompt, sampling=seeded)
+        scores = await score(prompt, completions)
+        return [Episode.single(prompt, *pair) for pair in zip(completions, scores, strict=True)]
+
+    return attempt
+
+
+def episode_attempts(config: EvaluationConfig, source: EpisodeSource) -> AttemptFunction:
+    """Return what runs the episodes of a prompt, with seeds of their own."""
+
+    async def attempt(index: int, task: Task) -> list[Episode]:
+        members = range(num_attempts(config))
+        return list(
+            await asyncio.gather(*(source.run_member(index, member, task, evaluation=True) for member in members))
+        )
+
+    return attempt
+
+
 class Evaluator:
     """Asks the held-out prompts, always with the same seeds.
 
     Args:
         config: the section `evaluation`.
         dataset: the held-out prompts.
-        policy: generates completions.
-        score: scores them.
-        sampling: how tokens are sampled in rollouts; only temperature, number and seed differ here.
+        attempt: makes the episodes of one of them.
         at_once: how many prompts are under way at the same time.
     """
 
@@ -85,15 +124,10 @@ class Evaluator:
         config: EvaluationConfig,
         *,
         dataset: PromptDataset,
-        policy: Policy,
-        score: ScoreFunction,
-        sampling: Sampling,
+        attempt: AttemptFunction,
         at_once: int,
     ) -> None:
-        self._config, self._dataset, self._policy, self._score = config, dataset, policy, score
-        self._sampling = sampling.model_copy(
-            update={"temperature": config.temperature, "n": 1 if config.temperature == 0 else config.num_samples}
-        )
+        self._config, self._dataset, self._attempt = config, dataset, attempt
         self._slots = asyncio.Semaphore(at_once)
 
     @property
@@ -126,14 +160,10 @@ class Evaluator:
         """Return the answers to a prompt; None where no generator can answer it."""
         async with self._slots:
             prompt = self._dataset.read(index)
-            sampling = self._sampling.model_copy(update={"seed": group_seed(0, index)})
             for tries_left in reversed(range(MAX_TRIES)):
                 try:
-                    completions = await self._policy.generate(prompt, sampling=sampling)
-                    scores = await self._score(prompt, completions)
-                    pairs = zip(completions, scores, strict=True)
-                    return Group(index, 0, tuple(Episode(prompt, *pair) for pair in pairs))
-                except PromptError as error:
+                    return Group(index, 0, tuple(await self._attempt(index, prompt)))
+                except (PromptError, Fault) as error:
                     _log.warning("held-out prompt %s is left out: %s", prompt.id, error)
                     return None
                 except (ActorFailure, EngineDead, CallTimeout) as error:
@@ -152,27 +182,27 @@ class Evaluator:
             reward=math.fsum(episode.score.reward for episode in flat) / len(flat),
             solved=sum(solved) / len(flat),
             pass_at={k: math.fsum(pass_at_k(num_samples, right, k) for right in solved) / len(solved) for k in ks},
-            length=sum(len(episode.completion) for episode in flat) / len(flat),
+            length=sum(episode.num_tokens for episode in flat) / len(flat),
             num_failed=sum(bool(episode.score.failures) for episode in flat),
         )
 
     def _is_solved(self, score: Score) -> bool:
         name = self._config.reward
-        return (score.reward if name is None else score.parts[name]) >= self._config.solved_at - 1e-9
+        return (score.reward if name is None else score.parts.get(name, 0.0)) >= self._config.solved_at - 1e-9
 
 
-def make_evaluator(plan: GRPOPlan, workers: Workers) -> Evaluator | None:
-    """Return the evaluator of a run; None where there are no held-out prompts."""
+def make_evaluator(plan: GRPOPlan, workers: Workers, source: object) -> Evaluator | None:
+    """Return the evaluator of a run; None where there are no held-out prompts. `source` makes the run's groups."""
     if plan.heldout is None:
         return None
-    return Evaluator(
-        plan.config.evaluation,
-        dataset=plan.heldout,
-        policy=workers.policy,
-        score=workers.rewards.score.route,
-        sampling=plan.sampling,
-        at_once=plan.prompts_at_once,
-    )
+    section = plan.config.evaluation
+    if isinstance(source, EpisodeSource):
+        attempt = episode_attempts(section, source)
+    else:
+        assert workers.rewards is not None
+        score = workers.rewards.score.route
+        attempt = single_turn_attempts(section, policy=workers.policy, score=score, sampling=plan.sampling)
+    return Evaluator(section, dataset=plan.heldout, attempt=attempt, at_once=plan.prompts_at_once)
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:

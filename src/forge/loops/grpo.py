@@ -29,11 +29,11 @@ from forge.config import GRPOConfig, save
 from forge.errors import CheckpointError, NonFiniteError, RecordError, RolloutError, StepAbandoned
 from forge.loops.evaluation import Evaluation, make_evaluator
 from forge.loops.learning import Learner
-from forge.loops.planning import GRPOPlan
+from forge.loops.planning import GRPOPlan, episode_options
 from forge.loops.preflight import check_grpo
 from forge.loops.recording import Records, tracing
 from forge.loops.resuming import SaveRule, check_continues, group_keys, ledger_before, report_changes, where_it_stopped
-from forge.loops.rollouts import RolloutRunner, RolloutSource, single_turn
+from forge.loops.rollouts import RolloutRunner, RolloutSource, make_source
 from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.step_metrics import StepClock, StepMetrics
 from forge.loops.stopping import Reminder, Stop, stopped_by_signals
@@ -105,11 +105,18 @@ async def _run(plan: GRPOPlan) -> GRPOResult:
     async with stopped_by_signals(save_hint=hint, grace_s=grace_s) as (stop, _):
         try:
             async with run(plan.config.launcher):
-                starting = start_workers(plan.config, plan.trainer, loss=plan.loss, run=plan.run)
+                starting = start_workers(
+                    plan.config,
+                    plan.trainer,
+                    loss=plan.loss,
+                    run=plan.run,
+                    episodes=episode_options(plan),
+                    tokenizer=plan.tokenizer,
+                )
                 workers = await stop.unless(starting)
                 if workers is None:
                     return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
-                loop = GRPOLoop(plan, workers, single_turn(plan, workers), stop=stop)
+                loop = GRPOLoop(plan, workers, make_source(plan, workers), stop=stop)
                 try:
                     result = await loop.run()
                 finally:
@@ -128,7 +135,7 @@ class GRPOLoop:
     Args:
         plan: what is to be done.
         workers: the services that do it.
-        source: makes the groups that are trained on; `single_turn` is the one of `run_grpo`.
+        source: makes the groups that are trained on; `make_source` gives the one of `run_grpo`.
         stop: says when the run is asked to end.
         clock: seconds, for the time between two checkpoints and for throughput.
     """
@@ -152,7 +159,7 @@ class GRPOLoop:
             on_no_signal=self._note_no_signal,
         )
         self._source, self._learner = source, Learner(plan, workers)
-        self._evaluator = make_evaluator(plan, workers)
+        self._evaluator = make_evaluator(plan, workers, source)
         self._records: Records | None = None
         self._has_begun = False
         self._metrics = StepMetrics(source, self._buffer, clock=clock)
@@ -358,6 +365,7 @@ class GRPOLoop:
         """Write everything of a step, before the checkpoint that depends on it."""
         assert self._records is not None
         self._records.step(self._step, groups, dropped=taken.drops, logprobs=result.logprobs)
+        self._source.forget([*(group.number for group in groups), *(number for number, _ in taken.drops)])
         values = self._metrics.of_step(taken, result, clock=self._clock)
         await self._records.metrics(self._step, values)
 

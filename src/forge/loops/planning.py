@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING
 
 from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
 from forge.data.prompts import PromptDataset, PromptOrder, open_prompts
+from forge.envs.environment import load_program
+from forge.envs.episode import EpisodeProgram
+from forge.envs.tool_calls import detect_format
 from forge.errors import ConfigError
 from forge.loops.evaluation import check_evaluation
 from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger, resumed_state
-from forge.loops.run_paths import checkpoint_dir, load_tokenizer, run_dir
+from forge.loops.run_paths import checkpoint_dir, journal_dir, load_tokenizer, run_dir
 from forge.loops.worker_checks import check_workers
 from forge.memory import Card, ResolvedRun, check_at_start, find_card, resolve_run
 from forge.memory.resolved import context_lengths
 from forge.models.locate import ResolvedModel, resolve
 from forge.models.tokenizer import ChatTokenizer
+from forge.registry import GROUP_REWARDS
 from forge.rewards import check as check_rewards
 from forge.rollout.credit import AdvantageFunction, find_advantage
+from forge.rollout.episode_worker import EpisodeOptions, GroupReward
 from forge.runtime.placement import num_usable_gpus
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import is_rank
@@ -49,6 +54,8 @@ class GRPOPlan:
         num_steps: how many steps there will be.
         prompts_at_once: how many prompts an evaluation asks at the same time.
         checkpoint: what the run resumes from; None to start anew.
+        program: the episode that a program plays; None for prompts and rewards.
+        group_reward: compares the episodes of a group, if anything does.
     """
 
     config: GRPOConfig
@@ -66,6 +73,8 @@ class GRPOPlan:
     num_steps: int
     prompts_at_once: int
     checkpoint: CheckpointInfo | None
+    program: EpisodeProgram | None = None
+    group_reward: GroupReward | None = None
 
     @property
     def resume_step(self) -> int:
@@ -90,10 +99,12 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
         raise refuse_ranks()
     model = resolve(config.model)
     config = _completed(config, model.architecture)
-    check_rewards(config.rewards)
-    if not config.rewards.functions:
-        raise _needed("rewards.functions", "at least one reward", "such as [{kind: number}]")
-    check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
+    program = find_program(config)
+    if program is None:
+        check_rewards(config.rewards)
+        if not config.rewards.functions:
+            raise _needed("rewards.functions", "at least one reward, or episode.kind", "such as [{kind: number}]")
+        check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
     run = resolve_run(config, card=_card(), facts=model.architecture)
     check_at_start(config, run=run, log=_log)
     check_workers(config)
@@ -102,7 +113,9 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     tokenizer = load_tokenizer(model, chat_template=template, purpose="reinforcement learning")
     if not config.prompts.sources:
         raise _needed("prompts.sources", "at least one source", "such as [{task: arithmetic}]")
-    datasets = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
+    datasets = open_prompts(
+        config.prompts, evaluation=config.evaluation, seed=config.run.seed, for_episodes=program is not None
+    )
     order = PromptOrder(datasets.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
     if checkpoint is not None:
         state = resumed_state(checkpoint, "reinforcement learning")
@@ -127,6 +140,42 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
         num_steps=num_steps,
         prompts_at_once=max(1, _capacity(config) // max(1, config.evaluation.num_samples)),
         checkpoint=checkpoint,
+        program=program,
+        group_reward=find_group_reward(config),
+    )
+
+
+def find_program(config: GRPOConfig) -> EpisodeProgram | None:
+    """Return the program that the section `episode` names; None for prompts and rewards."""
+    section = config.episode
+    return None if section.kind is None else load_program(section.kind, section.args)
+
+
+def find_group_reward(config: GRPOConfig) -> GroupReward | None:
+    """Return the function that compares the episodes of a group, if one is named."""
+    name = config.episode.group_reward
+    return None if name is None else GROUP_REWARDS.find(name, path="episode.group_reward")
+
+
+def episode_options(plan: GRPOPlan) -> EpisodeOptions | None:
+    """Return what all episodes of a run share; None for prompts and rewards."""
+    if plan.program is None:
+        return None
+    config, section = plan.config, plan.config.episode
+    assert config.generator.max_seq_len is not None  # see _completed
+    sampling = plan.sampling.model_dump(exclude={"n", "seed"})
+    tool_format = section.tool_format
+    return EpisodeOptions(
+        program=plan.program,
+        group_reward=plan.group_reward,
+        limits=section.limits,
+        evaluation_limits=section.evaluation_limits or section.limits,
+        sampling=sampling,
+        evaluation_sampling=sampling | {"temperature": config.evaluation.temperature},
+        max_seq_len=config.generator.max_seq_len,
+        tool_format=detect_format(plan.tokenizer.chat_template) if tool_format == "auto" else tool_format,
+        run_seed=config.run.seed,
+        journal_dir=str(journal_dir(config)),
     )
 
 

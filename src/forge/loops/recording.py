@@ -17,7 +17,7 @@ from forge.observe.trace_file import TraceFile
 from forge.observe.tracing import drain_trace
 from forge.rollout.ledger import Ledger, LedgerLine, recording
 from forge.rollout.record import RolloutRecorder
-from forge.rollout.samples import completion_logprobs
+from forge.rollout.samples import logprobs_by_episode
 from forge.rollout.signal import DropReason, NoSignalGroup
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
@@ -86,9 +86,9 @@ class Records:
         logprobs: Sequence[Tensor] | None,
     ) -> None:
         """Write what became of a step's groups, and the episodes with the trainer's logprobs."""
-        trained = [LedgerLine(step, group.number, group.epoch, group.prompt.id, "trained") for group in groups]
+        trained = [LedgerLine(step, group.number, group.epoch, group.task.id, "trained") for group in groups]
         self.ledger.write([*trained, *self._dropped_lines(step, dropped)])
-        self._rollouts.write(step, groups, None if logprobs is None else completion_logprobs(groups, logprobs))
+        self._rollouts.write(step, groups, None if logprobs is None else logprobs_by_episode(groups, logprobs))
 
     def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, DropReason]]) -> list[LedgerLine]:
         places = [(self._plan.prompts.at(number), number, outcome) for number, outcome in dropped]

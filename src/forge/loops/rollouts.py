@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from forge.errors import ActorFailure, CallTimeout, EngineDead, PromptError, RewardError
+from forge.errors import ActorFailure, CallTimeout, EngineDead, GroupFailed, PromptError, RewardError
 from forge.loops.planning import GRPOPlan
+from forge.loops.run_paths import journal_dir
 from forge.loops.step_metrics import StepMetrics
 from forge.loops.workers import Workers
 from forge.rollout.buffer import ReplayBuffer
+from forge.rollout.episode_source import EpisodeSource
+from forge.rollout.journal_file import prune_journals
+from forge.rollout.references import LogprobsFunction, References
 from forge.rollout.rollouter import Rollouter
 from forge.types import Group
 
@@ -37,12 +42,13 @@ class RolloutSource(Protocol):
         """Seconds so far in which at least one group was being generated."""
         ...
 
-    async def roll_out(self, number: int) -> Group:
+    async def roll_out(self, number: int, *, oldest_version: int) -> Group:
         """Make the group of that number, with a reward for each episode.
 
         The number and the weights alone decide what is sampled: after a crash, the same number is asked for again.
-        Raise `PromptError` for a group that can never be made, and `ActorFailure`, `EngineDead` or `CallTimeout` for
-        one that may succeed when it is tried again.
+        What was sampled before a crash, and kept, may be used again unless its weights are older than
+        `oldest_version`. Raise `PromptError` for a group that can never be made, `GroupFailed` for one that was tried
+        often enough, and `ActorFailure`, `EngineDead` or `CallTimeout` for one that may succeed when it is tried again.
         """
         ...
 
@@ -50,14 +56,53 @@ class RolloutSource(Protocol):
         """Return what every group in flight waits for, and for how many seconds."""
         ...
 
+    def take_metrics(self) -> Mapping[str, float]:
+        """Return what happened since the last call, by the names of metrics."""
+        ...
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Drop what was kept to resume groups: these were trained on or dropped."""
+        ...
+
+
+def make_source(plan: GRPOPlan, workers: Workers) -> RolloutSource:
+    """Return what makes the groups of a run: single-turn episodes, or those of the program that `episode` names."""
+    return single_turn(plan, workers) if workers.episodes is None else episodes(plan, workers)
+
+
+def episodes(plan: GRPOPlan, workers: Workers) -> EpisodeSource:
+    """Return the source of groups of episodes that a program makes."""
+    assert workers.episodes is not None
+    section = plan.config.episode
+    if plan.checkpoint is None:
+        shutil.rmtree(journal_dir(plan.config), ignore_errors=True)  # of another run in this folder
+    else:
+        prune_journals(journal_dir(plan.config), newest_version=plan.resume_step)
+    return EpisodeSource(
+        plan.prompts,
+        run=workers.episodes.run.route,
+        compare=None if section.group_reward is None else workers.episodes.compare.route,
+        references=References(
+            _reference_logprobs(workers), algorithm=plan.config.algorithm, temperature=plan.temperature
+        ),
+        config=section,
+        group_size=plan.rollout.group_size,
+        journal_dir=journal_dir(plan.config),
+    )
+
+
+def _reference_logprobs(workers: Workers) -> LogprobsFunction | None:
+    return None if workers.reference is None else workers.reference.forward_logprobs.route
+
 
 def single_turn(plan: GRPOPlan, workers: Workers) -> RolloutSource:
     """Return the source of groups with one prompt and one completion for each episode."""
+    assert workers.rewards is not None
     return Rollouter(
         plan.prompts,
         policy=workers.policy,
         score=workers.rewards.score.route,
-        ref_logprobs=None if workers.reference is None else workers.reference.forward_logprobs.route,
+        ref_logprobs=_reference_logprobs(workers),
         sampling=plan.sampling,
         algorithm=plan.config.algorithm,
         seed=plan.config.run.seed,
@@ -86,10 +131,14 @@ class RolloutRunner:
 
     async def _roll_out(self, number: int) -> None:
         try:
-            group = await self._source.roll_out(number)
+            group = await self._source.roll_out(number, oldest_version=self._buffer.oldest_version)
         except PromptError as error:
             _log.warning("group %d is dropped: %s", number, error)
             self._buffer.drop(number, "refused")
+            return
+        except GroupFailed as error:
+            _log.warning("group %d is dropped: %s", number, error)
+            self._buffer.drop(number, "failed")
             return
         except (ActorFailure, EngineDead, CallTimeout) as error:
             self._tries[number] += 1
@@ -110,7 +159,7 @@ class RolloutRunner:
         name, why = next(iter(failures.items()))
         if self._plan.config.rewards.on_error == "stop":
             raise RewardError(
-                f"the reward {name!r} failed on group {group.number} ({group.prompt.id}): {why}",
+                f"the reward {name!r} failed on group {group.number} ({group.task.id}): {why}",
                 path="rewards.on_error",
                 value="stop",
                 rule="with `stop` a reward that fails ends the run",

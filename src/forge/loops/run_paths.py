@@ -34,6 +34,11 @@ def checkpoint_dir(config: HasRunPaths) -> Path:
     return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
 
 
+def journal_dir(config: HasRunPaths) -> Path:
+    """Return where the journals of deterministic episodes are until their groups are done with."""
+    return run_dir(config) / "journals"
+
+
 def load_tokenizer(model: ResolvedModel, *, chat_template: str | None, purpose: str) -> ChatTokenizer:
     """Return the tokenizer beside a model's weights. `purpose` begins the sentence that refuses a model without one."""
     if model.folder is None:

@@ -96,6 +96,7 @@ class StepMetrics:
         values["rollout/tokens_per_s"] = (num_tokens - self._num_tokens) / seconds
         self._num_samples, self._num_tokens, self._last_at = num_samples, num_tokens, now
         values["rollout/num_ready"] = self._buffer.num_ready
+        values |= self._source.take_metrics()
         return values
 
 
@@ -117,9 +118,24 @@ def _of_rollouts(taken: TakenBatch) -> dict[str, Value]:
         "rollout/staleness_max": max(staleness),
         "rollout/epoch": max(group.epoch for group in taken.groups),
     }
+    values |= _of_episodes([episode for group in taken.groups for episode in group.episodes])
     for name in sorted({name for each in scored for name in each.parts}):
         parts = [each.parts.get(name, 0.0) for each in scored]
         values[f"reward/{name}"] = math.fsum(parts) / len(parts)
+    return values
+
+
+def _of_episodes(episodes: Sequence[Episode]) -> dict[str, Value]:
+    """Return the means of what episodes of a program used, and how they ended; nothing for prompts and rewards."""
+    made = [episode for episode in episodes if episode.stats]
+    if not made:
+        return {}
+    names = sorted({name for episode in made for name in episode.stats})
+    values: dict[str, Value] = {
+        f"episode/{name}": math.fsum(episode.stats.get(name, 0.0) for episode in made) / len(made) for name in names
+    }
+    for outcome in sorted({episode.outcome for episode in made}):
+        values[f"episode/outcome/{outcome}"] = sum(episode.outcome == outcome for episode in made) / len(made)
     return values
 
 

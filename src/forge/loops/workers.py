@@ -16,12 +16,14 @@ from forge.generator.engine import UpdateReport
 from forge.generator.native.cache_size import ColocatedGeneratorConfig
 from forge.loops.colocated import SharedPolicy
 from forge.memory import ResolvedRun
+from forge.models.tokenizer import ChatTokenizer
+from forge.rollout.episode_worker import EpisodeOptions, EpisodeWorker
 from forge.rollout.reward_actor import RewardActor
 from forge.runtime.placement import GPU_VARIABLE
 from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
 from forge.trainer.handles import NEVER_REPLACED, PolicyTrainer, ServiceTrainer, trainer_options
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
 if TYPE_CHECKING:
     from forge.losses import Loss
@@ -31,16 +33,20 @@ _log = logging.getLogger("forge.grpo")
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The workers of a run. `reference` is None where the algorithm has no KL term."""
+    """The workers of a run. `reference` is None where the algorithm has no KL term. `episodes` run a program, and
+    `rewards` score prompts without one: one of the two is None."""
 
     trainer: PolicyTrainer
     policy: PolicyHandle
-    rewards: Service[RewardActor]
+    rewards: Service[RewardActor] | None
     reference: Service[ReferenceModel] | None
+    episodes: Service[EpisodeWorker] | None = None
 
     async def close(self) -> None:
         """Shut all workers down in order. `forge.run` ends the ones that are left, however a run ends."""
-        services = [self.rewards] if self.reference is None else [self.rewards, self.reference]
+        if self.episodes is not None:  # before the generators that they ask
+            await _shut_down(self.episodes)
+        services = [service for service in (self.rewards, self.reference) if service is not None]
         closing = [self.trainer.close(), self.policy.close(), *(_shut_down(service) for service in services)]
         ends = await asyncio.gather(*closing, return_exceptions=True)
         for end in ends[1:]:
@@ -50,21 +56,35 @@ class Workers:
             raise ends[0]
 
 
-async def start_workers(config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, run: ResolvedRun) -> Workers:
+async def start_workers(
+    config: GRPOConfig,
+    trainer_config: TrainerConfig,
+    *,
+    loss: Loss,
+    run: ResolvedRun,
+    episodes: EpisodeOptions | None = None,
+    tokenizer: ChatTokenizer | None = None,
+) -> Workers:
     """Start all workers concurrently. Call it inside `async with forge.run(...)`, which ends them.
 
-    `run` is the configuration, resolved: it says which workers use GPUs, and what weights are published in.
+    `run` is the configuration, resolved: it says which workers use GPUs, and what weights are published in. With
+    `episodes`, workers run a program, whose conversations become tokens with `tokenizer`.
     """
     if config.store.volumes:
         await store.setup(volumes=config.store.volumes, copies=config.store.copies)
     try:
         async with asyncio.TaskGroup() as tasks:
-            rewards = tasks.create_task(_start_rewards(config, run))
+            rewards = None if episodes is not None else tasks.create_task(_start_rewards(config, run))
             reference = tasks.create_task(_start_reference(config, trainer_config, run))
             policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss, run=run))
     except BaseExceptionGroup as errors:
         raise _first_of(errors) from None
-    return Workers(*policy.result(), rewards.result(), reference.result())
+    trainer, generators = policy.result()
+    playing = None
+    if episodes is not None:
+        assert tokenizer is not None
+        playing = await _start_episodes(config, episodes, tokenizer, generators)
+    return Workers(trainer, generators, None if rewards is None else rewards.result(), reference.result(), playing)
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -144,7 +164,7 @@ class PolicyHandle:
         self._num_open = 0
         self._one_less = asyncio.Event()
 
-    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt: Task, *, sampling: Sampling) -> list[Completion]:
         """`sampling.n` completions of a prompt, in order."""
         if prompt.messages:
             return await self._ask(messages=[dict(message) for message in prompt.messages], sampling=sampling)
@@ -256,6 +276,17 @@ async def _start_shared(
         **config.workers.trainer.options(),
     ).as_service(trainer_config, loss, generator)
     return ServiceTrainer(service), SharedHandle(service)
+
+
+async def _start_episodes(
+    config: GRPOConfig, options: EpisodeOptions, tokenizer: ChatTokenizer, policy: PolicyHandle
+) -> Service[EpisodeWorker]:
+    return await EpisodeWorker.options(
+        num_replicas=config.episode.num_replicas,
+        routing="least_loaded",
+        mesh_name="episodes",
+        **config.workers.episodes.options(),
+    ).as_service(options, tokenizer, policy.service)
 
 
 # ---- Rewards and reference ------------------------------------------------------------------------------------------

@@ -42,6 +42,11 @@ class TokenView:
         logprobs_T: the policy's logprob of each token; the gradient flows through it.
         weights_T: how much each token counts.
         lengths: the lengths of the samples, in order; they add up to T.
+        sequences: the sequence of each sample, numbered from 0 within the micro-batch. Empty where every sample is its
+            own sequence. A sequence may have further samples in other micro-batches, unless the loss declares
+            `needs_whole_sequences`.
+        sequence_weights_T: the summed weight of each token's sequence, over the whole global batch. None where every
+            sample is its own sequence.
         entropy_T: the entropy of the distribution that each token was predicted from, if the loss needs it.
         fields: what the loss's `fields` name.
     """
@@ -51,10 +56,13 @@ class TokenView:
     lengths: tuple[int, ...]
     entropy_T: Tensor | None = None
     fields: Mapping[str, Tensor] = field(default_factory=dict)
+    sequences: tuple[int, ...] = ()
+    sequence_weights_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens = int(self.logprobs_T.shape[0])
         others = {"weights_T": self.weights_T, "entropy_T": self.entropy_T}
+        others |= {"sequence_weights_T": self.sequence_weights_T}
         others |= {f"fields[{name!r}]": values for name, values in self.fields.items()}
         for path, values in others.items():
             if values is not None and values.shape != self.logprobs_T.shape:
@@ -72,6 +80,16 @@ class TokenView:
                 value=self.lengths,
                 rule=f"a sum of {num_tokens}",
                 repair="give the length of each whole sample of the micro-batch",
+            )
+        if self.sequences and (
+            len(self.sequences) != len(self.lengths) or set(self.sequences) != set(range(max(self.sequences) + 1))
+        ):
+            raise DataError(
+                "the sequences are not those of the samples",
+                path="sequences",
+                value=self.sequences,
+                rule=f"none, or {len(self.lengths)} numbers, one per sample, from 0 on without gaps",
+                repair="leave it empty where every sample is its own sequence",
             )
 
     @property
@@ -92,16 +110,20 @@ class TokenView:
         """The weighted sum over tokens that count."""
         return (self.weights_T * self.counted(values_T)).sum()
 
-    def sample_sums(self, values_T: Tensor) -> Tensor:
-        """The sums over each sample: [S]."""
-        sums = torch.zeros(len(self.lengths), dtype=values_T.dtype, device=values_T.device)
-        return sums.index_add(0, self.sample_index(), values_T)
+    def sequence_sums(self, values_T: Tensor) -> Tensor:
+        """The sums over what is here of each sequence."""
+        num_sequences = max(self.sequences) + 1 if self.sequences else len(self.lengths)
+        sums = torch.zeros(num_sequences, dtype=values_T.dtype, device=values_T.device)
+        return sums.index_add(0, self.sequence_index(), values_T)
 
-    def sample_index(self) -> Tensor:
-        """Which sample each token belongs to: int64 [T]."""
+    def sequence_index(self) -> Tensor:
+        """Which sequence each token belongs to: int64 [T]."""
         device = self.logprobs_T.device
         lengths = torch.tensor(self.lengths, dtype=torch.int64, device=device)
-        index = torch.arange(len(self.lengths), device=device)
+        if self.sequences:
+            index = torch.tensor(self.sequences, dtype=torch.int64, device=device)
+        else:
+            index = torch.arange(len(self.lengths), device=device)
         return torch.repeat_interleave(index, lengths, output_size=int(self.logprobs_T.shape[0]))
 
 
@@ -122,7 +144,11 @@ class LossTerms:
 
 @runtime_checkable
 class Loss(Protocol):
-    """Turns logprobs into something to minimise. Stateless: called for every micro-batch, on every rank."""
+    """Turns logprobs into something to minimise. Stateless: called for every micro-batch, on every rank.
+
+    Optional attributes: `temperature`, what the trainer divides logits by (default 1); and `needs_whole_sequences`,
+    whether all samples of a sequence must be in one micro-batch (default False), as a ratio per sequence requires.
+    """
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ tokens were sampled with p_sampler, and what is learned from is p_trainer. With 
 | `truncate` | w, at least `low` and at most `high` | truncated importance sampling, TIS |
 | `mask` | w where low <= w <= high, else 0 | masked importance sampling, MIS; IcePop |
 
-At the level `sequence`, w is the product over the tokens of a sample that count, and the same for all of them. What is
-masked still counts in what the batch is divided by: that must be known before anything is computed.
+At the level `sequence`, w is the product over the tokens of a sequence that count, and the same for all of them. What
+is masked still counts in what the batch is divided by: that must be known before anything is computed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Correction:
 
     Attributes:
         kind: `none`, `truncate` or `mask`; with `none` the ratio is only reported.
-        level: whether the ratio is a token's or that of a whole sample.
+        level: whether the ratio is a token's or that of a whole sequence: a sample, or all samples of an episode.
         low: the smallest ratio: what `truncate` raises smaller ones to, and the smallest that `mask` lets pass.
         high: the largest ratio: what `truncate` cuts larger ones to, and the largest that `mask` lets pass; infinity
             for no limit.
@@ -63,10 +63,10 @@ class Correction:
             )
 
     def ratio(self, tokens: TokenView, log_ratio: Tensor) -> Tensor:
-        """The ratio at each token, of the token or of its sample; without gradient. Finite where it counts."""
+        """The ratio at each token, of the token or of its sequence; without gradient. Finite where it counts."""
         log_ratio = tokens.counted(log_ratio.detach().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
         if self.level == "sequence":
-            log_ratio = tokens.sample_sums(log_ratio)[tokens.sample_index()]
+            log_ratio = tokens.sequence_sums(log_ratio)[tokens.sequence_index()]
         return ratio_of(log_ratio)
 
     def is_outside(self, ratio: Tensor) -> Tensor:

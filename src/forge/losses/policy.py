@@ -6,11 +6,13 @@ another loss per token with the same rest. `forge.losses.make_loss` puts one tog
 
 How a loss per token becomes one number for a batch (`average`), by a weight for every token and a divisor:
 
-| name | the loss of a batch | long samples |
+| name | the loss of a batch | long sequences |
 |---|---|---|
 | `token_mean` | the mean over all tokens | count more, by their tokens |
-| `sequence_mean` | the mean over samples of each one's mean over its tokens | count as much as short ones |
-| `constant` | the sum over all tokens / (samples x a fixed length) | count more, whatever else is in the batch |
+| `sequence_mean` | the mean over sequences of each one's mean over its tokens | count as much as short ones |
+| `constant` | the sum over all tokens / (sequences x a fixed length) | count more, whatever else is in the batch |
+
+A sequence is a sample, or all samples of an episode (`Sample.sequence`).
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class PolicyLoss:
         dual_clip: for `clip` and `gspo`, the loss of a negative advantage is at most so many times its size.
         average: how tokens become one number; see the table at the top of this module.
         length: the fixed length of `average="constant"`.
-        count_masked: whether `average="sequence_mean"` divides by all samples, also those of which no token counts.
+        count_masked: whether `average="sequence_mean"` divides by all sequences, also those of which no token counts.
         proximal: whose logprobs the ratio is taken against. For `trainer` with one iteration these are the policy's
             own of the moment, and the ratio is 1 with the gradient of the logprob. `reinforce` has no ratio.
         iterations: how many optimizer steps a batch is used for.
@@ -138,6 +140,11 @@ class PolicyLoss:
     @property
     def is_nll(self) -> bool:
         return False
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether a sequence has one ratio, so that all of its samples must be in one micro-batch."""
+        return self.surrogate.per_sequence or self.correction.level == "sequence"
 
     @property
     def surrogate(self) -> Surrogate:
@@ -221,23 +228,26 @@ def token_weights(tokens: TokenView, average: Average) -> Tensor:
     """What each token's loss is multiplied by before it is added up: [T], 0 where a token does not count."""
     if average != "sequence_mean":
         return tokens.weights_T
-    sums = tokens.sample_sums(tokens.weights_T)[tokens.sample_index()]
+    sums = tokens.sequence_weights_T
+    if sums is None:
+        sums = tokens.sequence_sums(tokens.weights_T)[tokens.sequence_index()]
     return torch.where(tokens.counted_T, tokens.weights_T / sums, 0.0)
 
 
 def divisor(batch: Batch, average: Average, *, length: int | None = None, count_masked: bool = False) -> float:
     """Return what the sum over the whole batch is divided by.
 
-    `sequence_mean` divides by the samples of which a token counts; with `count_masked` by all samples, as long as
-    anything counts at all. `constant` always divides by all samples.
+    `sequence_mean` divides by the sequences of which a token counts; with `count_masked` by all sequences, as long as
+    anything counts at all. `constant` always divides by all sequences.
     """
     if average == "token_mean":
         return batch.total_weight
     if average == "sequence_mean":
-        num_counted = sum(bool((sample.loss_weights != 0).any()) for sample in batch.samples())
-        return float(len(batch) if count_masked and num_counted else num_counted)
+        rows = zip(batch.sequence_numbers, batch.samples(), strict=True)
+        num_counted = len({sequence for sequence, sample in rows if bool((sample.loss_weights != 0).any())})
+        return float(batch.num_sequences if count_masked and num_counted else num_counted)
     assert length is not None
-    return float(len(batch) * length)
+    return float(batch.num_sequences * length)
 
 
 def check_average(average: str, length: int | None) -> None:

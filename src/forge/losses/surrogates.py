@@ -5,7 +5,7 @@ In all of them r is the ratio p_policy / p_proximal, given as its logarithm, and
 | name | loss of a token | gradient where r leaves the bounds |
 |---|---|---|
 | `clip` | -min(r A, clip(r) A) (PPO) | none, where the bound cuts |
-| `gspo` | the same, with one r for a whole sample | none for the whole sample |
+| `gspo` | the same, with one r for a whole sequence | none for the whole sequence |
 | `cispo` | -sg(clip(r)) A logprob | of a bounded size |
 | `reinforce` | -A logprob | r is not used |
 
@@ -37,7 +37,7 @@ class Surrogate:
             `log_ratio`, `advantages` (each [T], 0 where a token does not count), `clip_low`, `clip_high`, `dual_clip`
             and the arguments of the configuration.
         uses_ratio: whether the ratio is in the loss, so that a correction must not multiply it in again.
-        per_sequence: whether `log_ratio` is the mean over each sample instead of a token's own.
+        per_sequence: whether `log_ratio` is the mean over each sequence instead of a token's own.
         bounds: which tokens the metrics `clip_low` and `clip_high` count: those whose ratio is outside the bounds
             (`always`), of these only those whose advantage makes the bound cut (`by_sign`), or none.
     """
@@ -83,14 +83,14 @@ def clipped_surrogate(
 
 
 def sequence_log_ratio(tokens: TokenView, log_ratio: Tensor) -> Tensor:
-    """The mean of `log_ratio` over the tokens of each sample that count, at every token of it: [T].
+    """The mean of `log_ratio` over the tokens of each sequence that count, at every token of it: [T].
 
-    Its exponential is GSPO's ratio, the geometric mean of the tokens' ratios. Samples are never split over
-    micro-batches, so that any split gives the same.
+    Its exponential is GSPO's ratio, the geometric mean of the tokens' ratios. With such a surrogate sequences are never
+    split over micro-batches, so that any split gives the same.
     """
     bounded = tokens.counted(log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
-    num_counted = tokens.sample_sums(tokens.counted_T.to(bounded.dtype)).clamp(min=1.0)
-    return (tokens.sample_sums(bounded) / num_counted)[tokens.sample_index()]
+    num_counted = tokens.sequence_sums(tokens.counted_T.to(bounded.dtype)).clamp(min=1.0)
+    return (tokens.sequence_sums(bounded) / num_counted)[tokens.sequence_index()]
 
 
 def weighted_logprobs(

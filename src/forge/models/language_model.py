@@ -17,8 +17,9 @@ from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, update_ep_token_dispatcher_config
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.protocols.sharding import ShardingConfig
 
 from forge.config import ModelConfig
@@ -69,7 +70,17 @@ class LanguageModel(Qwen3Model):  # type: ignore[misc]
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):  # type: ignore[misc]
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
+            """Say how the model is split over ranks, as TorchTitan's method of this name does for a Qwen3 model.
+
+            That method also imports TorchTitan's trainer, and with it `datasets` and pandas, to check a configuration
+            that ours is not. What it checks of the layout, `forge.trainer.layout` has checked.
+            """
+            update_ep_token_dispatcher_config(self, config)
+            set_qwen3_sharding_config(
+                self,
+                enable_sp=config.parallelism.enable_sequence_parallel,
+                enable_ep=config.parallelism.expert_parallel_degree > 1,
+            )
             # The head takes what the norm gives and keeps its part of the vocabulary to itself.
             self.lm_head.sharding_config = ShardingConfig(state_shardings=self.lm_head.sharding_config.state_shardings)
 

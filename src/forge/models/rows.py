@@ -47,8 +47,8 @@ class Sharing:
     Attributes:
         places: int64 [E]: which place of the row each token of the documents, and of padding, is computed at.
         own: int64 [L]: for each place of the row, the token among those E that it stands for.
-        prefixes: how many tokens each document takes from the last document before it that takes none. The same in
-            other words, for a kernel that wants no copies.
+        prefixes: how many of its first tokens each document takes from the document before it, which may have taken
+            them itself. The same in other words, for a kernel that wants no copies.
         queries: the row itself, cut into what is computed for each document: its last tokens.
     """
 
@@ -59,7 +59,7 @@ class Sharing:
 
     @classmethod
     def of(cls, documents: Documents, prefixes: tuple[int, ...], *, places: Tensor, own: Tensor) -> Sharing:
-        """Make it for documents that take so many tokens each from one before them."""
+        """Make it for documents that take so many tokens each from the one before them."""
         fresh = (length - prefix for length, prefix in zip(documents.lengths, prefixes, strict=True))
         queries = Documents.of(tuple(fresh), num_padding=documents.num_padding, device=places.device)
         return cls(places, own, prefixes, queries)

@@ -18,6 +18,17 @@ from forge.models.hf_config import SpecialIds
 from forge.models.long_text import LONG_TEXT, TextTooLong, characters_per_token, encode_long
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_CLASSES = {
+    **{(family, name): "TokenizersBackend" for family in ("llama", "qwen3", "qwen3_moe") for name in _GENERIC},
+    **{
+        (family, name): "Qwen2Tokenizer"
+        for family in ("qwen2", "qwen3", "qwen3_moe")
+        for name in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+    },
+}
+"""Maps `model_type` of config.json and `tokenizer_class` of tokenizer_config.json to the class that `AutoTokenizer`
+chooses. Importing `AutoTokenizer` imports torch and takes seconds, and a controller needs nothing of it."""
 
 
 class ChatTokenizer:
@@ -48,8 +59,6 @@ class ChatTokenizer:
 
         A folder without a chat template loads; only conversations then raise.
         """
-        from transformers import AutoTokenizer
-
         folder = Path(folder)
         if not any((folder / name).is_file() for name in _FILES):
             raise ModelError(
@@ -59,7 +68,7 @@ class ChatTokenizer:
                 repair="check the path, or fetch the model with `forge download`",
             )
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = _class_of(folder).from_pretrained(str(folder), local_files_only=True)
         except Exception as error:
             raise ModelError(
                 "The tokenizer cannot be loaded.",
@@ -151,6 +160,12 @@ class ChatTokenizer:
         return self._all_stops
 
     @property
+    def end_of_turn(self) -> str:
+        """The text of the token that ends an assistant's turn: EOS where the template shows none."""
+        end = self._template({}).end_of_turn() if self.has_chat_template else None
+        return end or self.decode([self.eos_token_id])
+
+    @property
     def special_ids(self) -> SpecialIds:
         """What `write_hf_config` writes into a config.json."""
         found = self._tokenizer
@@ -165,6 +180,11 @@ class ChatTokenizer:
     def has_chat_template(self) -> bool:
         """Whether conversations can be encoded."""
         return bool(self._tokenizer.chat_template)
+
+    @property
+    def chat_template(self) -> str:
+        """The template of conversations with tools; empty where there is none."""
+        return str(self._tokenizer.get_chat_template(tools=[{}])) if self.has_chat_template else ""
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files and the chat template in use into a folder."""
@@ -302,3 +322,23 @@ def _read_template(path: Path) -> str:
         ) from None
     ChatTemplate(text, str(path)).check()
     return text
+
+
+def _class_of(folder: Path) -> Any:
+    """Return the class of `transformers` that loads this folder's tokenizer, without torch where that is known."""
+    import transformers
+
+    settings, model = (_read_settings(folder / name) for name in ("tokenizer_config.json", "config.json"))
+    name = _CLASSES.get((str(model.get("model_type")), str(settings.get("tokenizer_class"))))
+    if name is None or "auto_map" in settings or not (folder / "tokenizer.json").is_file():
+        return transformers.AutoTokenizer
+    return getattr(transformers, name)
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return what a JSON file of a model holds; nothing where `transformers` is to say what is wrong with it."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

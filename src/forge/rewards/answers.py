@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 from forge.errors import DataError
 from forge.rewards.numbers import last_number, only_number, plain_numbers, read_number
 from forge.rewards.regions import boxed, marked, needed_answer, region
-from forge.types import Completion, Prompt
+from forge.types import Answer, Task
 
 NumberPlace = Literal["auto", "boxed", "marker", "last", "whole"]
 """Where the number of a completion stands."""
@@ -22,8 +22,8 @@ _MATH_TAIL = 4000
 
 
 def number(
-    prompt: Prompt,
-    completion: Completion,
+    prompt: Task,
+    completion: Answer,
     *,
     take: NumberPlace = "auto",
     within: str | None = None,
@@ -92,8 +92,8 @@ def find_number(text: str, *, take: NumberPlace = "auto", percent_as_fraction: b
 
 
 def math(
-    prompt: Prompt,
-    completion: Completion,
+    prompt: Task,
+    completion: Answer,
     *,
     within: str | None = None,
     digits: Annotated[int, Ge(1), Le(15)] = 6,
@@ -155,8 +155,8 @@ def _verifier() -> Any:
 
 
 def answer_in_tags(
-    prompt: Prompt,
-    completion: Completion,
+    prompt: Task,
+    completion: Answer,
     *,
     tag: str = "answer",
     match: Literal["number", "math", "exact"] = "number",

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from forge.errors import DataError, OptionError
 from forge.rewards.catalog import checks
 from forge.runtime.sandbox import Limits, Outcome, Sandbox, open_sandbox
-from forge.types import Completion, Prompt
+from forge.types import Answer, Task
 
 Isolation = Literal["auto", "bubblewrap", "namespaces", "process"]
 
@@ -58,8 +58,8 @@ class StreamTest:
 
 
 def code(
-    prompt: Prompt,
-    completion: Completion,
+    prompt: Task,
+    completion: Answer,
     *,
     tests: Sequence[Any] | None = None,
     credit: Literal["fraction", "all"] = "fraction",
@@ -100,7 +100,7 @@ def code(
 def check_code(args: Mapping[str, Any]) -> None:
     """Refuse tests and limits that cannot be read, and an isolation that this machine does not have, before a run."""
     if args.get("tests") is not None:
-        read_tests(Prompt(id="args"), args["tests"])
+        read_tests(Task(id="args"), args["tests"])
     read_limits(args.get("limits", {}))
     _sandbox(args.get("isolation", "auto"))
 
@@ -129,7 +129,7 @@ def _sandbox(isolation: str) -> Sandbox:
     return open_sandbox(isolation)
 
 
-def read_tests(prompt: Prompt, tests: Sequence[Any] | None) -> list[str | StreamTest]:
+def read_tests(prompt: Task, tests: Sequence[Any] | None) -> list[str | StreamTest]:
     """The tests of a prompt; at least one."""
     given: Any = prompt.metadata.get("tests") if tests is None else tests
     path = f"{prompt.id}: metadata.tests" if tests is None else "tests"

@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 
 from forge.errors import DataError
 from forge.rewards.regions import boxed, last_line, needed_metadata, region
-from forge.types import Completion, Prompt
+from forge.types import Answer, Task
 
 _LONGEST_EXPRESSION = 400
 _SIGNS = str.maketrans("×·⋅∗÷∕−–[]{}$`", "****//--()()  ")
@@ -30,8 +30,8 @@ class _Refused(Exception):
 
 
 def countdown(
-    prompt: Prompt,
-    completion: Completion,
+    prompt: Task,
+    completion: Answer,
     *,
     use: Literal["exactly_once", "at_most_once"] = "exactly_once",
     within: str | None = None,
@@ -125,7 +125,7 @@ def _value(node: ast.expr, *, operators: str, used: list[int]) -> Fraction:
     raise _Refused(f"{type(node).__name__} is not allowed")
 
 
-def _task(prompt: Prompt) -> tuple[list[int], Fraction]:
+def _task(prompt: Task) -> tuple[list[int], Fraction]:
     numbers = needed_metadata(prompt, "numbers", reward="countdown")
     target = needed_metadata(prompt, "target", reward="countdown")
     whole = isinstance(numbers, list | tuple) and all(type(number) is int and number >= 0 for number in numbers)

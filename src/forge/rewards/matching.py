@@ -13,7 +13,7 @@ from annotated_types import Ge, Le, MinLen
 from forge.errors import OptionError
 from forge.rewards.catalog import checks
 from forge.rewards.regions import Take, answer_text, needed_answer, region, tagged
-from forge.types import Completion, Prompt
+from forge.types import Answer, Task
 
 Ignored = Literal["case", "space", "punctuation", "accents", "articles"]
 """A difference between two texts that does not count."""
@@ -24,8 +24,8 @@ _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "M
 
 
 def exact(
-    prompt: Prompt,
-    completion: Completion,
+    prompt: Task,
+    completion: Answer,
     *,
     take: Take = "all",
     within: str | None = None,
@@ -43,8 +43,8 @@ def exact(
 
 
 def fuzzy(
-    prompt: Prompt,
-    completion: Completion,
+    prompt: Task,
+    completion: Answer,
     *,
     take: Take = "all",
     within: str | None = None,
@@ -99,8 +99,8 @@ def normalised(text: str, *, ignore: Sequence[Ignored] = ("space",)) -> str:
 
 
 def contains(
-    prompt: Prompt,
-    completion: Completion,
+    prompt: Task,
+    completion: Answer,
     *,
     phrases: Annotated[Sequence[Annotated[str, MinLen(1)]], MinLen(1)] | None = None,
     need: Literal["all", "any", "fraction"] = "all",
@@ -151,8 +151,8 @@ def _is_word(character: str) -> bool:
 
 
 def regex(
-    prompt: Prompt,
-    completion: Completion,
+    prompt: Task,
+    completion: Answer,
     *,
     pattern: str,
     whole: bool = False,

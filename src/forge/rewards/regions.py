@@ -9,7 +9,7 @@ import re
 from typing import Any, Literal
 
 from forge.errors import DataError
-from forge.types import Prompt
+from forge.types import Task
 
 Take = Literal["all", "boxed", "marker", "last_line"]
 """Which part of a text is the answer."""
@@ -21,7 +21,7 @@ _BOXED = re.compile(r"\\f?boxed\s{0,9}\{")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
-def needed_answer(prompt: Prompt, *, reward: str) -> str:
+def needed_answer(prompt: Task, *, reward: str) -> str:
     """The prompt's answer, or an error that says which prompt has none and which reward needs it."""
     if prompt.answer is None or not prompt.answer.strip():
         raise DataError(
@@ -34,7 +34,7 @@ def needed_answer(prompt: Prompt, *, reward: str) -> str:
     return prompt.answer
 
 
-def needed_metadata(prompt: Prompt, key: str, *, reward: str) -> Any:
+def needed_metadata(prompt: Task, key: str, *, reward: str) -> Any:
     """A value of the prompt's metadata, or an error that says which prompt lacks it and which reward needs it."""
     if key not in prompt.metadata:
         raise DataError(

@@ -51,8 +51,8 @@ class Scored:
 
     @classmethod
     def of(cls, episode: Episode) -> Scored:
-        completion, score = episode.completion, episode.score
-        return cls(score.reward, score.parts, len(completion), completion.finish_reason == "length")
+        score = episode.score
+        return cls(score.reward, score.parts, episode.num_tokens, episode.is_truncated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,12 @@ class ReplayBuffer:
 
     def is_stale(self, group: Group) -> bool:
         """Whether it is too old for the next batch, and so for all."""
-        return group.version < self.num_taken - self._config.staleness
+        return group.version < self.oldest_version
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights whose tokens the next batch may hold."""
+        return self.num_taken - self._config.staleness
 
     def drop(self, number: int, why: Literal["failed", "refused"], *, group: Group | None = None) -> None:
         """Drop a group; `group` is what was sampled of it."""

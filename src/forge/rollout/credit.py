@@ -11,7 +11,7 @@ from forge.config.problems import argument_problems
 from forge.errors import DataError
 from forge.registry import ADVANTAGES, call
 from forge.rollout.advantage import Credit, advantages, token_advantages, token_kl
-from forge.rollout.samples import is_masked, name_of, sampler_logprobs
+from forge.rollout.samples import is_masked, name_of
 from forge.types import Episode, Group
 
 Advantage = float | Sequence[float]
@@ -97,7 +97,7 @@ def baseline(groups: Sequence[Group], *, algorithm: AlgorithmConfig, mask_trunca
         tokens = token_advantages(rewards, algorithm.advantage, costs=costs, credit=credit, is_counted=is_counted)
         return [list(group) for group in tokens]
     num_tokens = [
-        [len(each.completion) if counted else 0 for each, counted in zip(group.episodes, counts, strict=True)]
+        [each.num_tokens if counted else 0 for each, counted in zip(group.episodes, counts, strict=True)]
         for group, counts in zip(groups, is_counted, strict=True)
     ]
     return [list(group) for group in advantages(rewards, algorithm.advantage, num_tokens=num_tokens)]
@@ -114,8 +114,9 @@ def _costs(episode: Episode, algorithm: AlgorithmConfig, *, group: Group) -> lis
             rule="needed with algorithm.kl.place `reward`",
             repair="roll groups out with a reference model",
         )
-    logprobs = sampler_logprobs(episode.completion)
-    return [kl.coefficient * each for each in token_kl(logprobs, episode.ref_logprobs, kl.estimator, clamp=kl.clamp)]
+    return [
+        kl.coefficient * each for each in token_kl(episode.logprobs, episode.ref_logprobs, kl.estimator, clamp=kl.clamp)
+    ]
 
 
 def _with_advantage(episode: Episode, value: Advantage, *, group: Group) -> Episode:
@@ -131,7 +132,7 @@ def _with_advantage(episode: Episode, value: Advantage, *, group: Group) -> Epis
         )
     if isinstance(value, int | float):
         return replace(episode, advantage=float(value))
-    _check_number(len(values), len(episode.completion), path=where, what="one for each token")
+    _check_number(len(values), episode.num_tokens, path=where, what="one for each sampled token")
     mean = math.fsum(values) / len(values) if values else 0.0
     return replace(episode, advantage=mean, token_advantages=values)
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
+import inspect
 import logging
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from forge.envs.agent import EpisodeKey, EpisodeState
-from forge.envs.episode import EpisodeProgram, EpisodeRun, run_episode
+from forge.config.episodes import EpisodeLimits
+from forge.envs.agent import EpisodeKey, EpisodeState, check_reward
+from forge.envs.episode import EpisodeProgram, run_episode
 from forge.envs.journal import Entry, Journal, ReplayMismatch
-from forge.envs.limits import EpisodeLimits, Fault
+from forge.envs.limits import Fault
 from forge.envs.tool_calls import ToolFormat
-from forge.errors import ActorFailure, CallTimeout, EngineDead, PromptError
+from forge.errors import ActorFailure, CallTimeout, EngineDead, ForgeError, Overloaded, PromptError, RewardError
 from forge.observe import span
+from forge.rollout.journal_file import JournalFile
 from forge.runtime.endpoints import endpoint
 from forge.service.actor import ForgeActor
-from forge.types import Completion, Prompt
+from forge.types import Completion, Episode, Task
 
 if TYPE_CHECKING:
     from forge.envs.history import ChatCodec
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("forge.episodes")
 
+GroupReward = Callable[[Task, Sequence[Episode]], Sequence[float] | Awaitable[Sequence[float]]]
+"""Returns one number for each episode of a group, which is added to what it earned."""
+
+EVALUATION_SEED = -1
+"""Takes the place of the run's seed in evaluations: no rollout has the same seeds."""
+
+_MAX_TRACEBACK = 4000
+_ROOM_S = 0.05
+"""How long a request waits before it asks again for room in the queues of the generators."""
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOptions:
@@ -37,8 +48,9 @@ class EpisodeOptions:
 
     Attributes:
         program: the episode.
-        limits: what one episode may use.
-        sampling: options of every completion.
+        group_reward: compares the episodes of a group; None for no comparison.
+        limits: what one episode may use; `evaluation_limits` in evaluations.
+        sampling: options of every completion; `evaluation_sampling` in evaluations.
         max_seq_len: the policy's context.
         tool_format: how the policy writes tool calls.
         run_seed: what all seeds derive from.
@@ -47,21 +59,34 @@ class EpisodeOptions:
 
     program: EpisodeProgram
     limits: EpisodeLimits
+    evaluation_limits: EpisodeLimits
     sampling: Mapping[str, Any]
+    evaluation_sampling: Mapping[str, Any]
     max_seq_len: int
     tool_format: ToolFormat
     run_seed: int
+    group_reward: GroupReward | None = None
     journal_dir: str | None = None
 
 
 class ServicePolicy:
-    """The generators as an agent's policy: completions that an update of the weights cut short are continued."""
+    """The generators as the policy of one episode: completions that an update of the weights cut short are continued.
 
-    def __init__(self, service: Service[Generator], *, max_seq_len: int) -> None:
-        self._service, self.max_seq_len = service, max_seq_len
+    All branches of the episode go to the replica that has its history in the cache, also when they are sampled outside
+    the episode's own task, as requests to its HTTP endpoint are.
+
+    Args:
+        service: the generators.
+        max_seq_len: their context.
+        session: the service session of the episode.
+    """
+
+    def __init__(self, service: Service[Generator], *, max_seq_len: int, session: str) -> None:
+        self._generate = service.generate.options(session=session)
+        self.max_seq_len = max_seq_len
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.agent.Policy.sample`. The session is that of the task: see `EpisodeWorker.run`."""
+        """See `forge.envs.agent.Policy.sample`. Branches share the episode's session: they share their prefixes."""
         try:
             completion = await self._ask(token_ids, options)
             while completion.finish_reason == "abort":
@@ -77,8 +102,13 @@ class ServicePolicy:
         return completion
 
     async def _ask(self, token_ids: Sequence[int], options: Mapping[str, Any]) -> Completion:
-        (completion,) = await self._service.generate.route(token_ids=list(token_ids), sampling=dict(options))
-        return completion
+        while True:
+            try:
+                (completion,) = await self._generate.route(token_ids=list(token_ids), sampling=dict(options))
+            except Overloaded:  # other episodes are being answered; the turn's own time limit bounds the wait
+                await asyncio.sleep(_ROOM_S)
+                continue
+            return completion
 
 
 class EpisodeWorker(ForgeActor):
@@ -93,113 +123,119 @@ class EpisodeWorker(ForgeActor):
     def __init__(self, options: EpisodeOptions, codec: ChatCodec, policy: Service[Generator]) -> None:
         self._options, self._codec = options, codec
         self._service = policy
-        self._policy = ServicePolicy(policy, max_seq_len=options.max_seq_len)
         self._running: set[asyncio.Task[Any]] = set()
 
     @endpoint(concurrent=True)
-    async def run(self, task: Prompt, group: int, member: int, oldest_version: int = -1) -> EpisodeRun:
+    async def run(
+        self,
+        task: Task,
+        group: int,
+        member: int,
+        *,
+        oldest_version: int = 0,
+        evaluation: bool = False,
+    ) -> Episode:
         """Run one episode to its end. `Fault` says that it must be run again.
 
         A journal from before is replayed where the program is deterministic and no turn of it was sampled by weights
         older than `oldest_version`; otherwise the episode starts over.
         """
-        key = EpisodeKey(self._options.run_seed, group, member)
-        file = JournalFile.of(self._options, key)
-        entries = file.read(oldest_version=oldest_version)
-        with span("episode", group=group, member=member):
-            async with self._service.session():
-                try:
-                    return await self._run(task, key, file, entries)
-                except ReplayMismatch as mismatch:
-                    _log.warning("episode %s starts over: %s", key, mismatch)
-                    file.clear()
-                    return await self._run(task, key, file, [])
+        options = self._options
+        key = EpisodeKey(EVALUATION_SEED if evaluation else options.run_seed, group, member)
+        keeps_journal = options.program.deterministic and not evaluation
+        file = JournalFile.of(options.journal_dir if keeps_journal else None, key)
+        current = asyncio.current_task()
+        assert current is not None
+        self._running.add(current)
+        try:
+            entries = file.read(oldest_version=oldest_version)
+            with span("episode", group=group, member=member):
+                async with self._service.session() as session:
+                    policy = ServicePolicy(self._service, max_seq_len=options.max_seq_len, session=session)
+                    try:
+                        return await self._run(task, key, policy, file, entries, evaluation=evaluation)
+                    except ReplayMismatch as mismatch:
+                        _log.warning("episode %s starts over: %s", key, mismatch)
+                        file.clear()
+                        return await self._run(task, key, policy, file, [], evaluation=evaluation, num_mismatches=1)
+        finally:
+            self._running.discard(current)
 
-    async def _run(self, task: Prompt, key: EpisodeKey, file: JournalFile, entries: Sequence[Entry]) -> EpisodeRun:
+    async def _run(
+        self,
+        task: Task,
+        key: EpisodeKey,
+        policy: ServicePolicy,
+        file: JournalFile,
+        entries: Sequence[Entry],
+        *,
+        evaluation: bool,
+        num_mismatches: int = 0,
+    ) -> Episode:
         options = self._options
         state = EpisodeState(
             task=task,
             key=key,
-            limits=options.limits,
-            policy=self._policy,
+            limits=options.evaluation_limits if evaluation else options.limits,
+            policy=policy,
             codec=self._codec,
             tool_format=options.tool_format,
-            sampling=options.sampling,
+            sampling=options.evaluation_sampling if evaluation else options.sampling,
             journal=Journal(entries, write=file.write),
         )
         try:
-            return await run_episode(options.program, state)
-        except PromptError as error:
-            raise Fault(f"the policy refused a prompt: {error}", kind="prompt") from error
+            made = await run_episode(options.program, state)
+        except (ForgeError, ReplayMismatch) as error:
+            if isinstance(error, PromptError):
+                raise Fault(f"the policy refused a prompt: {error}", kind="prompt", path=str(key)) from error
+            raise
+        except Exception as error:
+            text = traceback.format_exc()[-_MAX_TRACEBACK:]
+            message = f"the program raised {type(error).__name__}: {error}\n{text}"
+            raise Fault(message, kind="raised", path=f"{options.program.name}, episode {key}") from error
         finally:
             file.close()
+        stats = made.counts.as_stats() | {"seconds": made.seconds, "num_replayed": float(made.num_replayed)}
+        return Episode(
+            task,
+            made.turns,
+            made.score,
+            member=key.member,
+            turn_rewards=made.turn_rewards,
+            outcome=made.outcome,
+            stats=stats | {"num_replay_mismatches": float(num_mismatches)},
+        )
 
     @endpoint(concurrent=True)
-    async def forget(self, groups: Sequence[int]) -> None:
-        """Remove the journals of groups that are done with."""
-        if self._options.journal_dir is not None:
-            await asyncio.to_thread(_remove_journals, Path(self._options.journal_dir), groups)
+    async def compare(self, task: Task, episodes: Sequence[Episode]) -> list[float]:
+        """Return what the group's reward adds to each episode; 0 for each without one."""
+        function = self._options.group_reward
+        if function is None:
+            return [0.0] * len(episodes)
+        found = function(task, episodes)
+        values = list(await found if inspect.isawaitable(found) else found)
+        if len(values) != len(episodes):
+            raise RewardError(
+                "the group reward did not return a number for each episode",
+                path="episode.group_reward",
+                value=len(values),
+                rule=f"{len(episodes)} numbers",
+                repair="return one for each episode, in their order",
+            )
+        return [check_reward(value, "group") for value in values]
 
+    @endpoint(concurrent=True)
+    async def num_running(self) -> int:
+        """Return how many episodes are under way in this process."""
+        return len(self._running)
 
-@dataclass(slots=True)
-class JournalFile:
-    """The journal of one episode on disk: one JSON object per line. A torn last line is left out."""
-
-    path: Path | None = None
-    _file: Any = field(default=None, init=False)
-
-    @classmethod
-    def of(cls, options: EpisodeOptions, key: EpisodeKey) -> JournalFile:
-        """Return the file of an episode; none where its program is not deterministic or no folder is given."""
-        if options.journal_dir is None or not options.program.deterministic:
-            return cls()
-        return cls(Path(options.journal_dir) / f"{key.group}-{key.member}.jsonl")
-
-    def read(self, *, oldest_version: int) -> list[Entry]:
-        """Return the entries; none, and the file is cleared, if a turn is older than `oldest_version`."""
-        if self.path is None or not self.path.exists():
-            return []
-        entries: list[Entry] = []
-        size = 0
-        for line in self.path.read_bytes().splitlines(keepends=True):
-            try:
-                entries.append(json.loads(line))
-            except ValueError:
-                break
-            size += len(line)
-        spans = (part for entry in entries if entry["kind"] == "turn" for part in entry["completion"]["versions"])
-        if any(part["version"] < oldest_version for part in spans):
-            _log.warning("%s: its turns are too old; the episode starts over", self.path)
-            self.clear()
-            return []
-        os.truncate(self.path, size)
-        return entries
-
-    def write(self, entry: Entry) -> None:
-        """Append an entry. It is in the file when this returns, also if the process is killed afterwards."""
-        if self.path is None:
-            return
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
-        self._file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
-
-    def clear(self) -> None:
-        """Remove what is in the file."""
-        self.close()
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-def _remove_journals(folder: Path, groups: Sequence[int]) -> None:
-    for group in groups:
-        for path in folder.glob(f"{group}-*.jsonl"):
-            path.unlink(missing_ok=True)
+    @endpoint(concurrent=True)
+    async def close(self) -> None:
+        """Cancel all episodes that are under way, and wait until they have ended."""
+        running = [task for task in self._running if task is not asyncio.current_task()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _seed_of(seed: int, position: int) -> int:

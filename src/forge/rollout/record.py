@@ -23,7 +23,7 @@ from forge.config import RecordConfig
 from forge.errors import DataError
 from forge.rollout.ledger import append, recording
 from forge.rollout.signal import REASONS, NoSignalGroup
-from forge.types import Episode, Group
+from forge.types import Episode, Group, MalformedCall, ToolCall, Turn
 
 TrainerLogprobs = Mapping[tuple[int, int], Sequence[float]]
 """For (group's number, place of the episode in it): the trainer's logprobs of the T sampled tokens."""
@@ -57,7 +57,7 @@ class RolloutRecorder:
         that every token has a piece of text."""
         self.folder = Path(folder)
         self._config = config
-        self._splitter = PieceSplitter(decode)
+        self._decode, self._splitter = decode, PieceSplitter(decode)
         self._no_signal_step, self._num_no_signal = 0, 0
         try:
             _set_aside(self.folder, after=-1 if resume_step is None else resume_step)
@@ -136,9 +136,15 @@ class RolloutRecorder:
                 fields: dict[str, Any] = {"step": step, "group": group.number, "epoch": group.epoch, "index": index}
                 fields |= {"outcome": outcome, "reason": reason}
                 fields |= _fields(episode, known.get((group.number, index)), where=f"group {group.number}, {index}")
-                fields["pieces"] = self._splitter.split(episode.completion.token_ids)
+                if episode.stats:  # it was made by a program: see `forge.envs.episode`
+                    fields |= self._program_fields(episode)
+                fields["pieces"] = [piece for turn in episode.turns for piece in self._splitter.split(turn.token_ids)]
                 text = json.dumps(fields, ensure_ascii=False, allow_nan=False, default=_plain)
                 yield text.encode("utf-8", "backslashreplace") + b"\n"
+
+    def _program_fields(self, episode: Episode) -> dict[str, Any]:
+        turns = [_turn_fields(episode, turn, start, self._decode) for turn, start in _starts(episode)]
+        return {"ending": episode.outcome, "stats": dict(episode.stats), "turns": turns}
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
@@ -151,28 +157,73 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 
 
 def _fields(episode: Episode, trainer_logprobs: Sequence[float] | None, *, where: str) -> dict[str, Any]:
-    prompt, completion, score = episode.prompt, episode.completion, episode.score
+    task, score = episode.task, episode.score
     for name, values in (("trainer_logprobs", trainer_logprobs), ("ref_logprobs", episode.ref_logprobs)):
-        if values is not None and len(values) != len(completion):
-            raise ValueError(f"{name} of {where} has {len(values)} numbers for {len(completion)} tokens")
+        if values is not None and len(values) != episode.num_tokens:
+            raise ValueError(f"{name} of {where} has {len(values)} numbers for {episode.num_tokens} tokens")
     return {
-        "prompt_id": prompt.id,
-        "prompt": prompt.text if prompt.text is not None else list(prompt.messages),
-        "answer": prompt.answer,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "logprobs": _numbers(completion.logprobs),
+        "prompt_id": task.id,
+        "prompt": task.text if task.text is not None else list(task.messages),
+        "answer": task.answer,
+        "text": episode.text,
+        "token_ids": episode.token_ids,
+        "logprobs": _numbers([value for turn in episode.turns for value in turn.logprobs]),
         "trainer_logprobs": _numbers(trainer_logprobs),
         "ref_logprobs": _numbers(episode.ref_logprobs),
-        "versions": [[span.version, span.start, span.end] for span in completion.versions],
+        "versions": [span for turn, start in _starts(episode) for span in _spans(turn, start)],
         "reward": _number(score.reward),
         "unshaped_reward": _number(score.reward if score.unshaped is None else score.unshaped),
         "parts": {name: _number(value) for name, value in score.parts.items()},
         "failures": dict(score.failures),
         "advantage": _number(episode.advantage),
-        "finish_reason": completion.finish_reason,
-        "num_prompt_tokens": len(completion.prompt_ids),
+        "finish_reason": episode.turns[-1].finish_reason if episode.turns else None,
+        "num_prompt_tokens": len(episode.turns[0].context_ids) if episode.turns else 0,
     }
+
+
+def _turn_fields(episode: Episode, turn: Turn, start: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Return what a line has of one turn. Its tokens are those from `start` on of the line's. After a prefix break,
+    `context` is the whole text that the policy read instead of the history that it had."""
+    own = episode.token_advantages
+    return {
+        "index": turn.index,
+        "parent": turn.parent,
+        "previous": turn.previous,
+        "path": list(turn.path),
+        "messages": list(turn.messages),
+        "text": turn.text,
+        "start": start,
+        "end": start + len(turn),
+        "num_context_tokens": len(turn.context_ids),
+        "num_cached": turn.num_cached,
+        "seed": turn.seed,
+        "finish_reason": turn.finish_reason,
+        "prefix_break": turn.prefix_break,
+        "context": None if turn.prefix_break is None else decode(turn.context_ids),
+        "is_delivered": turn.is_delivered,
+        "calls": [_call_fields(call) for call in turn.calls],
+        "reward": _number(episode.turn_rewards[turn.index]) if turn.index in episode.turn_rewards else None,
+        "advantage": None if own is None or not len(turn) else _number(own[start]),
+        "seconds": _number(turn.timings.total_s),
+    }
+
+
+def _call_fields(call: ToolCall | MalformedCall) -> dict[str, Any]:
+    if isinstance(call, MalformedCall):
+        return {"id": call.id, "malformed": call.reason}
+    return {"id": call.id, "name": call.name, "arguments": dict(call.arguments)}
+
+
+def _starts(episode: Episode) -> Iterator[tuple[Turn, int]]:
+    """Yield each turn with the place of its first token among all sampled tokens."""
+    start = 0
+    for turn in episode.turns:
+        yield turn, start
+        start += len(turn)
+
+
+def _spans(turn: Turn, start: int) -> list[list[int]]:
+    return [[span.version, start + span.start, start + span.end] for span in turn.versions]
 
 
 def _numbers(values: Sequence[float] | None) -> list[float | None] | None:

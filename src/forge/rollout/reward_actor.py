@@ -16,7 +16,7 @@ from forge.rollout.reward_worker_main import as_number, explain
 from forge.rollout.reward_workers import RewardFailed, RewardWorkers, pack
 from forge.runtime.endpoints import endpoint
 from forge.service.actor import ForgeActor
-from forge.types import Completion, Prompt, Score
+from forge.types import Completion, Score, Task
 
 if TYPE_CHECKING:
     from forge.generator.actor import Generator
@@ -78,7 +78,7 @@ class RewardActor(ForgeActor):
             await self._workers.close()
 
     @endpoint(retry=True, concurrent=True)
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
         """The score of each completion, in order. Never raises for a reward that fails."""
         with span("score", prompt=prompt.id, num_completions=len(completions)):
             return list(await asyncio.gather(*(self._score(prompt, completion) for completion in completions)))
@@ -96,7 +96,7 @@ class RewardActor(ForgeActor):
             "worker_pids": [] if workers is None else workers.pids,
         }
 
-    async def _score(self, prompt: Prompt, completion: Completion) -> Score:
+    async def _score(self, prompt: Task, completion: Completion) -> Score:
         payload = pack(prompt, completion) if self._workers is not None else b""
         functions = self.config.functions
         answers = await asyncio.gather(
@@ -117,14 +117,14 @@ class RewardActor(ForgeActor):
         self._num_scored += 1
         return Score(reward, parts, failures, unshaped=unshaped)
 
-    def _count(self, name: str, prompt: Prompt, reason: str) -> None:
+    def _count(self, name: str, prompt: Task, reason: str) -> None:
         self._num_failures[name] += 1
         number = self._num_failures[name]
         if number & (number - 1) == 0:  # the first, second, fourth, eighth, …: seen, and never a flood
             _log.warning("the reward %s failed for prompt %s (failure %d of it): %s", name, prompt.id, number, reason)
 
     async def _part(
-        self, function: RewardConfig, prompt: Prompt, completion: Completion, *, payload: bytes
+        self, function: RewardConfig, prompt: Task, completion: Completion, *, payload: bytes
     ) -> float | str:
         """The reward, or as text why there is none."""
         try:
@@ -140,7 +140,7 @@ class RewardActor(ForgeActor):
         except Exception as error:  # noqa: BLE001 - a service that failed is a reward that failed
             return explain(error)
 
-    async def _ask_judge(self, function: RewardConfig, prompt: Prompt, completion: Completion) -> float:
+    async def _ask_judge(self, function: RewardConfig, prompt: Task, completion: Completion) -> float:
         judge = self._judge
         assert judge is not None  # see setup
         messages = judge_messages(prompt, completion, **function.args)
@@ -150,7 +150,7 @@ class RewardActor(ForgeActor):
             raise RewardFailed(f"the judge gave no score; it ended with {answers[0].text[-200:]!r}")
         return score
 
-    async def _ask_model(self, function: RewardConfig, prompt: Prompt, completion: Completion) -> float:
+    async def _ask_model(self, function: RewardConfig, prompt: Task, completion: Completion) -> float:
         model = self._reward_model
         assert model is not None  # see setup
         asked: str | list[Any] = prompt.text + completion.text if prompt.text is not None else [

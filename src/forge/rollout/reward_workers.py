@@ -20,7 +20,7 @@ from forge.config.rewards import RewardConfig
 from forge.errors import ForgeError
 from forge.rollout.reward_worker_main import CALL, SETUP
 from forge.runtime import framing
-from forge.types import Completion, Prompt
+from forge.types import Completion, Task
 
 START_TIMEOUT_S = 120.0
 """How long a worker may take to import its functions: generous, for large packages and busy machines."""
@@ -102,7 +102,7 @@ class RewardWorkers:
         await asyncio.gather(*(worker.end() for worker in self._alive))
 
 
-def pack(prompt: Prompt, completion: Completion) -> bytes:
+def pack(prompt: Task, completion: Completion) -> bytes:
     """What a worker needs of one completion, once for all its rewards."""
     return pickle.dumps((prompt, completion), protocol=pickle.HIGHEST_PROTOCOL)
 

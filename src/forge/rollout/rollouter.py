@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 from forge.config import AlgorithmConfig, Sampling
 from forge.observe import span
-from forge.rollout.advantage import completion_kl
-from forge.rollout.samples import sampler_logprobs, sequence
-from forge.types import Batch, Completion, Episode, Group, Prompt, Score
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from forge.rollout.progress import RolloutProgress
+from forge.rollout.references import LogprobsFunction, References
+from forge.types import INITIAL_VERSION, Completion, Episode, Group, Score, Task
 
 
 class Policy(Protocol):
     """What a rollout needs of the generators."""
 
-    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt: Task, *, sampling: Sampling) -> list[Completion]:
         """`sampling.n` completions of a prompt, in order."""
         ...
 
@@ -31,28 +27,19 @@ class Policy(Protocol):
         ...
 
 
-ScoreFunction = Callable[[Prompt, Sequence[Completion]], Awaitable[list[Score]]]
+ScoreFunction = Callable[[Task, Sequence[Completion]], Awaitable[list[Score]]]
 """Returns one score for each completion; a reward that fails is reported in it, not raised."""
-
-LogprobsFunction = Callable[[Batch, float], Awaitable["list[Tensor] | None"]]
-"""Returns one float tensor [L] for each sample, at a temperature."""
 
 
 class Prompts(Protocol):
     """The prompts in their order."""
 
-    def at(self, number: int) -> tuple[int, Prompt]:
+    def at(self, number: int) -> tuple[int, Task]:
         """The epoch and the prompt of a group."""
         ...
 
 
-@dataclass(slots=True)
-class _Stage:
-    name: str
-    since: float
-
-
-class Rollouter:
+class Rollouter(RolloutProgress):
     """Rolls groups out, and knows what each of them waits for.
 
     Args:
@@ -76,41 +63,35 @@ class Rollouter:
         algorithm: AlgorithmConfig,
         seed: int,
     ) -> None:
-        self._prompts, self._policy, self._score, self._ref_logprobs = prompts, policy, score, ref_logprobs
-        self._sampling, self._algorithm, self._seed = sampling, algorithm, seed
-        self.num_samples = 0
-        """Completions that were sampled so far, whatever became of their groups."""
-        self.num_tokens = 0
-        """Tokens of those completions."""
-        self._stages: dict[int, _Stage] = {}
-        self._generating_s = 0.0
-        self._num_generating = 0
-        self._since = 0.0
+        super().__init__()
+        self._prompts, self._policy, self._score = prompts, policy, score
+        self._sampling, self._seed = sampling, seed
+        self._references = References(ref_logprobs, algorithm=algorithm, temperature=sampling.temperature)
 
-    async def roll_out(self, number: int) -> Group:
+    async def roll_out(self, number: int, *, oldest_version: int = INITIAL_VERSION) -> Group:
         """Generate, score and compare with the reference. Scores and reference are asked at the same time."""
         epoch, prompt = self._prompts.at(number)
         try:
             with span("rollout", group=number):
-                self._enter(number, "generating")
+                self.enter(number, "generating")
                 completions = await self._generate(number, prompt)
-                self.num_samples += len(completions)
-                self.num_tokens += sum(len(completion) for completion in completions)
-                self._enter(number, "scoring")
+                self.count(len(completions), sum(len(completion) for completion in completions))
+                self.enter(number, "scoring")
+                episodes = [Episode.single(prompt, completion, Score(0.0)) for completion in completions]
                 scores, references = await _both(
-                    self._score(prompt, completions), self._references(number, prompt, completions)
+                    self._score(prompt, completions), self._references.logprobs(episodes, number=number)
                 )
         finally:
-            self._stages.pop(number, None)
-        episodes = [
-            Episode(prompt, completion, score, ref_logprobs=reference)
-            for completion, score, reference in zip(completions, scores, references, strict=True)
+            self.leave(number)
+        finished = [
+            self._references.charged(replace(episode, score=score, ref_logprobs=reference))
+            for episode, score, reference in zip(episodes, scores, references, strict=True)
         ]
-        return Group(number, epoch, tuple(self._punished(episode) for episode in episodes))
+        return Group(number, epoch, tuple(finished))
 
-    async def _generate(self, number: int, prompt: Prompt) -> list[Completion]:
+    async def _generate(self, number: int, prompt: Task) -> list[Completion]:
         sampling = self._sampling.model_copy(update={"seed": group_seed(self._seed, number)})
-        with self._counted():
+        with self.generating():
             completions = await self._policy.generate(prompt, sampling=sampling)
             return list(await asyncio.gather(*(self._whole(each, sampling) for each in completions)))
 
@@ -124,71 +105,6 @@ class Rollouter:
             wish = {"n": 1, "seed": seed, "max_tokens": left, "min_tokens": 0}
             completion = await self._policy.extend(completion, sampling=sampling.model_copy(update=wish))
         return completion
-
-    async def _references(
-        self, number: int, prompt: Prompt, completions: Sequence[Completion]
-    ) -> list[tuple[float, ...] | None]:
-        if self._ref_logprobs is None:
-            return [None] * len(completions)
-        samples = [sequence(Episode(prompt, each, Score(0.0)), number=number) for each in completions]
-        temperature = self._sampling.temperature or 1.0
-        logprobs = await self._ref_logprobs(Batch.of(samples), temperature)
-        assert logprobs is not None  # rank 0 answers
-        pairs = zip(completions, logprobs, strict=True)
-        return [tuple(found[len(completion.prompt_ids) :].tolist()) for completion, found in pairs]
-
-    def _punished(self, episode: Episode) -> Episode:
-        """Take the divergence from the reward where the algorithm says so; where single tokens are charged, only report
-        it here."""
-        kl = self._algorithm.kl
-        if kl.place != "reward" or episode.ref_logprobs is None:
-            return episode
-        logprobs = sampler_logprobs(episode.completion)
-        divergence = completion_kl(logprobs, episode.ref_logprobs, kl.estimator, clamp=kl.clamp)
-        score = replace(episode.score, parts={**episode.score.parts, "kl": -divergence})
-        if kl.credit == "completion":
-            score = replace(
-                score,
-                reward=score.reward - kl.coefficient * divergence,
-                unshaped=score.reward if score.unshaped is None else score.unshaped,
-            )
-        return replace(episode, score=score)
-
-    # ---- What is being done ---------------------------------------------------------------------------------------
-
-    def _enter(self, number: int, stage: str) -> None:
-        self._stages[number] = _Stage(stage, time.monotonic())
-
-    def stages(self) -> dict[int, tuple[str, float]]:
-        """What every group in flight waits for, and for how many seconds."""
-        now = time.monotonic()
-        return {number: (stage.name, now - stage.since) for number, stage in sorted(self._stages.items())}
-
-    @property
-    def generating_s(self) -> float:
-        """Seconds so far in which at least one group was being generated."""
-        running = time.monotonic() - self._since if self._num_generating else 0.0
-        return self._generating_s + running
-
-    def _counted(self) -> _Counted:
-        return _Counted(self)
-
-
-class _Counted:
-    """While it is entered, a group is being generated."""
-
-    def __init__(self, rollouter: Rollouter) -> None:
-        self._of = rollouter
-
-    def __enter__(self) -> None:
-        if self._of._num_generating == 0:
-            self._of._since = time.monotonic()
-        self._of._num_generating += 1
-
-    def __exit__(self, *exception: object) -> None:
-        self._of._num_generating -= 1
-        if self._of._num_generating == 0:
-            self._of._generating_s += time.monotonic() - self._of._since
 
 
 async def _both(

@@ -1,4 +1,7 @@
-"""From episodes to what a trainer learns from: tokens as they were sampled, with a value for each."""
+"""From episodes to what a trainer learns from: tokens as they were sampled, with a value for each.
+
+An episode gives one sample for each row: each path from a root of its turns to a leaf. A single-turn episode has one.
+"""
 
 from __future__ import annotations
 
@@ -6,75 +9,92 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from forge.types import Batch, Completion, Episode, Group, Sample
+from forge.envs.trace import Row, rows_of
+from forge.types import Batch, Episode, Group, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def sampler_logprobs(completion: Completion) -> tuple[float, ...]:
-    """Return the sampler's logprobs, before truncation where it has them: a trainer computes the same.
-
-    With top_p, top_k, min_p or penalties the policy that is learned is the one without them.
-    """
-    return completion.logprobs if completion.full_logprobs is None else completion.full_logprobs
+def episode_rows(episode: Episode) -> list[Row]:
+    """Return the rows of an episode: none where nothing was sampled, or nothing of it was delivered."""
+    return rows_of(episode.turns)
 
 
-def sequence(episode: Episode, *, number: int) -> Sample:
-    """Prompt and completion as tokens, for a reference model to score."""
+def plain_samples(episode: Episode, *, number: int) -> list[Sample]:
+    """Return the rows of an episode as tokens, for a reference model to score. Sampled tokens have weight 1, once."""
+    return [
+        replace(_plain(row, identity=name_of(episode, number)), sequence=episode.member)
+        for row in episode_rows(episode)
+    ]
+
+
+def _plain(row: Row, *, identity: str) -> Sample:
     import torch
 
-    completion = episode.completion
-    token_ids = torch.tensor(completion.prompt_ids + completion.token_ids, dtype=torch.int64)
+    token_ids = torch.tensor(row.token_ids, dtype=torch.int64)
     weights = torch.zeros(len(token_ids))
-    weights[len(completion.prompt_ids) :] = 1.0
-    return Sample(token_ids, weights, identity=name_of(episode, number))
+    for start, end, _, is_counted in row.sampled_spans():
+        if is_counted:
+            weights[start:end] = 1.0
+    return Sample(token_ids, weights, identity=identity)
 
 
 def make_batch(groups: Sequence[Group], *, mask_truncated: bool = False, with_reference: bool = False) -> Batch:
     """The episodes of several groups in order, with the fields that policy losses read.
 
-    With `mask_truncated`, completions that were cut off by length count for nothing. Completions without a token are
-    left out: there is nothing that they did.
+    With `mask_truncated`, episodes that were cut off count for nothing. Episodes without a token are left out: there is
+    nothing that they did.
     """
-    samples = [
-        _sample(episode, group.number, mask_truncated=mask_truncated, with_reference=with_reference)
-        for group in groups
-        for episode in group.episodes
-        if len(episode.completion)
-    ]
+    samples: list[Sample] = []
+    for group in groups:
+        for episode in group.episodes:
+            found = _samples(episode, group.number, mask_truncated=mask_truncated, with_reference=with_reference)
+            sequence = len(samples) if len(found) > 1 else None  # the rows of an episode are one sequence
+            samples += [replace(sample, sequence=sequence) for sample in found]
     return Batch.of(samples)
 
 
-def _sample(episode: Episode, number: int, *, mask_truncated: bool, with_reference: bool) -> Sample:
+def _samples(episode: Episode, number: int, *, mask_truncated: bool, with_reference: bool) -> list[Sample]:
     import torch
 
-    completion = episode.completion
-    plain = sequence(episode, number=number)
-    start = len(completion.prompt_ids)
-
-    def spread(values: Sequence[float] | float) -> Tensor:
-        field = torch.zeros(len(plain))
-        field[start:] = torch.tensor(values, dtype=torch.float32)
-        return field
-
     own = episode.token_advantages
-    fields = {
-        "advantages": spread(episode.advantage if own is None else own),
-        "old_logprobs": spread(sampler_logprobs(completion)),
+    values = {
+        "advantages": (episode.advantage,) * episode.num_tokens if own is None else own,
+        "old_logprobs": episode.logprobs,
     }
     if with_reference:
         assert episode.ref_logprobs is not None
-        fields["ref_logprobs"] = spread(episode.ref_logprobs)
-    weights = plain.loss_weights
-    if is_masked(episode, mask_truncated=mask_truncated):
-        weights = torch.zeros_like(weights)
-    return replace(plain, loss_weights=weights, fields=fields)
+        values["ref_logprobs"] = episode.ref_logprobs
+    flat = {name: torch.tensor(each, dtype=torch.float32) for name, each in values.items()}
+    places = _places(episode)
+    is_left_out = is_masked(episode, mask_truncated=mask_truncated)
+    found = []
+    for row in episode_rows(episode):
+        plain = _plain(row, identity=name_of(episode, number))
+        fields = {name: torch.zeros(len(plain)) for name in flat}
+        for start, end, turn, is_counted in row.sampled_spans():
+            if is_counted:
+                place = places[turn.index]
+                for name, field in fields.items():
+                    field[start:end] = flat[name][place : place + len(turn)]
+        weights = torch.zeros_like(plain.loss_weights) if is_left_out else plain.loss_weights
+        found.append(replace(plain, loss_weights=weights, fields=fields))
+    return found
+
+
+def _places(episode: Episode) -> dict[int, int]:
+    """Return where each turn's tokens begin among the T sampled tokens of the episode."""
+    places, place = {}, 0
+    for turn in episode.turns:
+        places[turn.index] = place
+        place += len(turn)
+    return places
 
 
 def is_masked(episode: Episode, *, mask_truncated: bool) -> bool:
-    """Whether a completion counts for nothing because it was cut off by length."""
-    return mask_truncated and episode.completion.finish_reason == "length"
+    """Whether an episode counts for nothing because it was cut off."""
+    return mask_truncated and episode.is_truncated
 
 
 def with_field(batch: Batch, name: str, values: Sequence[Tensor]) -> Batch:
@@ -84,18 +104,31 @@ def with_field(batch: Batch, name: str, values: Sequence[Tensor]) -> Batch:
     return replace(batch, fields={**batch.fields, name: torch.cat(list(values))})
 
 
-def completion_logprobs(groups: Sequence[Group], logprobs: Sequence[Tensor]) -> Mapping[tuple[int, int], list[float]]:
-    """Return the trainer's logprobs of tokens, by group number and index; `logprobs` has a tensor per sample."""
+def sampled_values(episode: Episode, rows: Sequence[Tensor]) -> tuple[float, ...]:
+    """Return values of an episode's T sampled tokens from those of its rows; 0 where a token counts in none."""
+    found = [0.0] * episode.num_tokens
+    places = _places(episode)
+    for row, values in zip(episode_rows(episode), rows, strict=True):
+        for start, end, turn, is_counted in row.sampled_spans():
+            if is_counted:
+                place = places[turn.index]
+                found[place : place + len(turn)] = values[start:end].tolist()
+    return tuple(found)
+
+
+def logprobs_by_episode(groups: Sequence[Group], logprobs: Sequence[Tensor]) -> Mapping[tuple[int, int], list[float]]:
+    """Return the trainer's logprobs of sampled tokens, by group number and member; `logprobs` has a tensor per sample
+    of the groups' batch."""
     found: dict[tuple[int, int], list[float]] = {}
     each = iter(logprobs)
     for group in groups:
         for episode in group.episodes:
-            if len(episode.completion):
-                key = (group.number, episode.completion.index)
-                found[key] = next(each)[len(episode.completion.prompt_ids) :].tolist()
+            rows = [next(each) for _ in episode_rows(episode)]
+            if rows:
+                found[group.number, episode.member] = list(sampled_values(episode, rows))
     return found
 
 
 def name_of(episode: Episode, number: int) -> str:
     """What messages call an episode."""
-    return f"group {number}, sample {episode.completion.index} ({episode.prompt.id})"
+    return f"group {number}, sample {episode.member} ({episode.task.id})"

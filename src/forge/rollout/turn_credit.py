@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from forge.types import Episode, Group
+
 
 @dataclass(frozen=True, slots=True)
 class TurnRewards:
@@ -86,3 +88,27 @@ def _by_depth(episode: TurnRewards, returns: Sequence[float]) -> dict[int, float
     for depth, value in zip(episode.depths(), returns, strict=True):
         found.setdefault(depth, []).append(value)
     return {depth: math.fsum(values) / len(values) for depth, values in found.items()}
+
+
+def turn(groups: Sequence[Group], *, gamma: float = 1.0, baseline: bool = True) -> list[list[list[float]]]:
+    """Return the advantage of every sampled token: that of its turn, compared with the others of its group.
+
+    This is the advantage function `turn` (`algorithm.advantage.function`). Without scaling and with gamma 1 the
+    gradient is unbiased.
+    """
+    return [_of_tokens(group, gamma=gamma, baseline=baseline) for group in groups]
+
+
+turn.needs_batch = False  # type: ignore[attr-defined]
+
+
+def _of_tokens(group: Group, *, gamma: float, baseline: bool) -> list[list[float]]:
+    values = turn_advantages([_rewards(each) for each in group.episodes], gamma=gamma, baseline=baseline)
+    return [
+        [value for each, value in zip(episode.turns, of_turns, strict=True) for _ in each.token_ids]
+        for episode, of_turns in zip(group.episodes, values, strict=True)
+    ]
+
+
+def _rewards(episode: Episode) -> TurnRewards:
+    return TurnRewards(tuple(each.previous for each in episode.turns), episode.score.reward, episode.turn_rewards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import logging
 import os
@@ -58,7 +59,12 @@ def count_gpus() -> int:
 
 def num_usable_gpus() -> int:
     """Return how many GPUs this process may use: none where torch, which is not loaded here, was built without CUDA."""
-    return 0 if "+cpu" in metadata.version("torch") else len(visible_gpus(os.environ, count_gpus()))
+    return 0 if _is_torch_for_cpus() else len(visible_gpus(os.environ, count_gpus()))
+
+
+@functools.cache
+def _is_torch_for_cpus() -> bool:
+    return "+cpu" in metadata.version("torch")
 
 
 def wants_gpus(chosen: bool | None) -> bool:

@@ -102,16 +102,18 @@ class Service:
     async def session(self) -> AsyncIterator[str]:
         """Inside `async with service.session():` this task's calls (and those of tasks it starts) go to one replica.
 
-        The first call chooses it as usual; if it is lost, the next call chooses another. Calls of other services are
-        not affected.
+        The first call chooses the one with the fewest sessions of this process, and among those as usual. If the
+        replica is lost, the next call chooses another. Calls of other services are not affected.
         """
         session = await self.start_session()
         token = self._path.session.set(session)
         try:
             yield session
         finally:
-            self._path.session.reset(token)
-            await self.terminate_session(session)
+            try:
+                self._path.session.reset(token)
+            finally:
+                await self.terminate_session(session)
 
     async def start_session(self) -> str:
         """Begin a session that is used by name: `service.f.options(session=name).route(...)`."""
@@ -155,6 +157,7 @@ class Service:
                     num_errors=target.num_errors if target is not None else 0,
                     num_lost=target.num_lost if target is not None else 0,
                     last_failure=entry.failure,
+                    num_sessions=self._table.num_sessions_at(index),
                 )
             )
         return ServiceMetrics(

@@ -18,6 +18,7 @@ class ReplicaState:
         in_flight: calls of this process that it has not answered yet.
         last_used: the number of the last call that this process sent to it; larger is later, 0 is never.
         host: the name of the host it runs on.
+        num_sessions: sessions of this process that are pinned to it.
     """
 
     index: int
@@ -25,6 +26,7 @@ class ReplicaState:
     in_flight: int
     last_used: int
     host: str
+    num_sessions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class ReplicaMetrics:
     num_errors: int
     num_lost: int
     last_failure: str | None
+    num_sessions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,9 +67,9 @@ class Target:
         self.is_connected = True
         self.entry.actor._forge_connect.broadcast(channel.caller, channel.port)
 
-    def state(self) -> ReplicaState:
+    def state(self, num_sessions: int) -> ReplicaState:
         entry = self.entry
-        return ReplicaState(entry.index, entry.generation, self.in_flight, self.last_used, entry.host)
+        return ReplicaState(entry.index, entry.generation, self.in_flight, self.last_used, entry.host, num_sessions)
 
 
 @dataclass(slots=True)
@@ -95,6 +95,7 @@ class RoutingTable:
         self._waiting: deque[_Waiter] = deque()
         self._watching: list[tuple[asyncio.Future[None], asyncio.AbstractEventLoop]] = []
         self._pins: dict[str, int | None] = {}
+        self._num_pinned: Counter[int] = Counter()
         self._used = 0
         self._guard = threading.Lock()
 
@@ -151,12 +152,29 @@ class RoutingTable:
 
     def unpin(self, session: str) -> bool:
         with self._guard:
-            was_known = self._pins.pop(session, self) is not self
+            was_known = session in self._pins
+            if was_known:
+                self._move(session, None)
+                del self._pins[session]
             self._wake_next()  # its waiting calls may go anywhere now
             return was_known
 
     def knows_session(self, session: str) -> bool:
         return session in self._pins
+
+    def num_sessions_at(self, index: int) -> int:
+        """Return how many sessions are pinned to a replica."""
+        return self._num_pinned[index]
+
+    def _move(self, session: str, index: int | None) -> None:
+        """Pin a session to a replica, or to none."""
+        before = self._pins[session]
+        if before != index:
+            self._pins[session] = index
+            if before is not None:
+                self._num_pinned[before] -= 1
+            if index is not None:
+                self._num_pinned[index] += 1
 
     # ---- slots
 
@@ -178,18 +196,22 @@ class RoutingTable:
         candidates = self._candidates(request.session)
         if not candidates:
             return None
+        if len(candidates) > 1 and self._is_built_in and request.session in self._pins:
+            # Its later calls will come here too. Between two of them nothing is in flight that would show it.
+            fewest = min(self._num_pinned[target.index] for target in candidates)
+            candidates = [target for target in candidates if self._num_pinned[target.index] == fewest]
         if len(candidates) == 1:
             target = candidates[0]
         elif self._is_built_in:
             target = self.targets[self._router(candidates)]
         else:
-            states = tuple(target.state() for target in candidates)
+            states = tuple(target.state(self._num_pinned[target.index]) for target in candidates)
             target = self.targets[check_choice(self._router(states, request), states, self._router)]
         self._used += 1
         target.last_used = self._used
         target.in_flight += 1
         if request.session in self._pins:  # not one that has been terminated meanwhile
-            self._pins[request.session] = target.index
+            self._move(request.session, target.index)
         return target
 
     def _candidates(self, session: str | None) -> Sequence[Target]:

@@ -26,7 +26,7 @@ from forge.models.sizes import num_parameters
 from forge.models.weights import draw_weights, load_hf, named_parameters
 from forge.trainer.assembly import Assembled, Precision, assemble, from_row, head_function, keep_activations_on_host
 from forge.trainer.layout import check_layout
-from forge.trainer.microbatches import RowPlan, check_batch, plan_rows, plan_shared_rows, scatter_back
+from forge.trainer.microbatches import RowPlan, check_batch, plan_batch, scatter_back
 from forge.trainer.optimizer import Optimizer, gradient_norm, scale_gradients
 from forge.trainer.ranks import Ranks
 from forge.trainer.row_building import Row, Sums, build_rows
@@ -208,7 +208,7 @@ class Engine:
         check_batch(batch, vocab_size=self.model.architecture.vocab_size, fields=self.loss.fields)
         self._normalizer = self._normalizer_of(batch)
         self._row_losses = {}
-        plan = self._plan(batch)
+        plan = self._plan(batch, whole_sequences=getattr(self.loss, "needs_whole_sequences", False))
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         with torch.set_grad_enabled(backward):
             self._run(rows, self._loss_task, backward=backward)
@@ -250,25 +250,18 @@ class Engine:
         if is_training and self.should_abandon is not None and self.ranks.any(self.should_abandon()):
             raise StepAbandoned("the training step was abandoned on request", path=f"step {self.step + 1}")
 
-    def _plan(self, batch: Batch) -> RowPlan:
-        training = self.config.training
-        max_tokens = training.microbatch_tokens or training.max_seq_len
-        if training.share_prefixes and self.assembled.schedule is None and not self.layout.fixed_shape:
-            return plan_shared_rows(
-                batch,
-                num_ranks=self.layout.data_parallel,
-                max_tokens=max_tokens,
-                row_multiple=self.layout.row_multiple,
-            )
-        plan = plan_rows(
-            batch.lengths,
-            num_ranks=self.layout.data_parallel,
-            max_tokens=max_tokens,
-            row_multiple=self.layout.row_multiple,
-            fixed_shape=self.layout.fixed_shape,
-            identities=batch.identities,
+    def _plan(self, batch: Batch, *, whole_sequences: bool = False) -> RowPlan:
+        training, layout = self.config.training, self.layout
+        plan = plan_batch(
+            batch,
+            num_ranks=layout.data_parallel,
+            max_tokens=training.microbatch_tokens or training.max_seq_len,
+            row_multiple=layout.row_multiple,
+            fixed_shape=layout.fixed_shape,
+            share_prefixes=training.share_prefixes and self.assembled.schedule is None and not layout.fixed_shape,
+            whole_sequences=whole_sequences,
         )
-        return plan.rounded_up(self.layout.pipeline_microbatches)
+        return plan.rounded_up(layout.pipeline_microbatches)
 
     def _enter(self, row: Row, task: RowTask) -> Tensor:
         key = self.row_registry.enter(task)
@@ -331,6 +324,8 @@ class Engine:
                 weights_T=row.weights_T,
                 lengths=row.sample_lengths,
                 fields=row.fields,
+                sequences=row.sequences,
+                sequence_weights_T=row.sequence_weights_T,
             )
         )
         scaled = terms.total / self._normalizer

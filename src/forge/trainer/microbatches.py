@@ -13,13 +13,14 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forge.errors import ConfigError, DataError
 from forge.losses.base import check_field
+from forge.trainer.bundles import find_bundles, sequence_bundles
 from forge.types import Batch
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ class RowPlan:
 
     Attributes:
         lengths: the length of every sample, in the batch's order.
-        rows: `rows[rank][row]` holds indices of samples, ascending. All ranks have the same number of rows; one without
-            samples is there so that its rank keeps step with the others.
+        rows: `rows[rank][row]` holds indices of samples, in the order in which they lie in the row. All ranks have the
+            same number of rows; one without samples is there so that its rank keeps step with the others.
         row_lengths: `row_lengths[rank][row]`: tokens that are computed, padding included.
         empty_length: the length of a row without samples.
-        prefixes: for each sample, how many of its first tokens are computed with the last sample before it in its row
-            that has a 0 here; see `forge.trainer.microbatches`. Empty where nothing is shared.
+        prefixes: for each sample, how many of its first tokens it shares with the sample before it in its row, and
+            takes from there; see `forge.trainer.bundles`. Empty where nothing is shared.
     """
 
     lengths: tuple[int, ...]
@@ -117,6 +118,7 @@ def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] =
     Without this check the other ranks would wait for that rank indefinitely.
     """
     _check_shapes(batch)
+    _check_sequences(batch)
     _check_signs(batch)
     for name in fields:
         check_field(name, batch.fields)
@@ -186,6 +188,17 @@ def _check_shapes(batch: Batch) -> None:
                 rule=f"[{num_tokens}], the sum of the batch's lengths",
                 repair="make batches with Batch.of(samples), and give every tensor of a sample the same length",
             )
+
+
+def _check_sequences(batch: Batch) -> None:
+    if len(batch.sequences) not in (0, len(batch)):
+        raise DataError(
+            "the batch does not have one sequence number for each sample",
+            path="sequences",
+            value=len(batch.sequences),
+            rule=f"{len(batch)} numbers, one per sample, or none where every sample is its own sequence",
+            repair="make batches with Batch.of(samples), and give samples of one sequence the same Sample.sequence",
+        )
 
 
 def _check_signs(batch: Batch) -> None:
@@ -273,80 +286,42 @@ def _deal(
     return tuple(tuple(rank_rows) for rank_rows in dealt)
 
 
-LEAST = 4
-"""Tokens that samples must have in common for sharing to be worth it."""
+def plan_batch(
+    batch: Batch,
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    row_multiple: int = 1,
+    fixed_shape: bool = False,
+    share_prefixes: bool = False,
+    whole_sequences: bool = False,
+) -> RowPlan:
+    """As `plan_rows`, for samples that share prefixes or belong together.
 
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """Consecutive samples that begin with the same `prefix` tokens; all but the first take them from the first."""
-
-    samples: tuple[int, ...]
-    prefix: int
-    num_computed: int
-
-
-def plan_shared_rows(batch: Batch, *, num_ranks: int, max_tokens: int, row_multiple: int = 1) -> RowPlan:
-    """As `plan_rows`, with each prefix that samples share counted, and computed, once.
-
-    The completions of one prompt are samples with the same first tokens. Attention is causal, so these tokens get the
-    same values in each of them, and the gradient of what is computed once is the sum of theirs. All layers but
+    With `share_prefixes` a prefix that samples share is counted, and computed, once. The completions of one prompt are
+    samples with the same first tokens, and so are the branches of an episode. Attention is causal, so these tokens get
+    the same values in each of them, and the gradient of what is computed once is the sum of theirs. All layers but
     attention work on the tokens that differ; attention sees whole samples. Loss and gradient are the same.
-
-    Samples are compared with those before them in the batch: those of one prompt must follow each other.
+    `forge.trainer.bundles` says which samples share what. With `whole_sequences` all samples of a sequence are in one
+    row.
     """
+    options: dict[str, Any] = {
+        "num_ranks": num_ranks,
+        "max_tokens": max_tokens,
+        "row_multiple": row_multiple,
+        "fixed_shape": fixed_shape,
+    }
+    if not share_prefixes and not (whole_sequences and batch.sequences):
+        return plan_rows(batch.lengths, **options, identities=batch.identities)
     check_lengths(batch.lengths, max_tokens=max_tokens, identities=batch.identities)
-    bundles = find_bundles(batch, max_tokens=max_tokens)
-    plan = plan_rows(
-        [bundle.num_computed for bundle in bundles],
-        num_ranks=num_ranks,
-        max_tokens=max_tokens,
-        row_multiple=row_multiple,
-    )
-    prefixes = [0] * len(batch)
-    for bundle in bundles:
-        for sample in bundle.samples[1:]:
-            prefixes[sample] = bundle.prefix
+    if share_prefixes:
+        bundles = find_bundles(batch, max_tokens=max_tokens, whole_sequences=whole_sequences)
+    else:
+        bundles = sequence_bundles(batch, max_tokens=max_tokens)
+    plan = plan_rows([bundle.num_computed for bundle in bundles], **options)
+    prefixes = {sample: prefix for each in bundles for sample, prefix in zip(each.samples, each.prefixes, strict=True)}
     rows = tuple(
         tuple(tuple(sample for bundle in row for sample in bundles[bundle].samples) for row in rank_rows)
         for rank_rows in plan.rows
     )
-    return replace(plan, lengths=batch.lengths, rows=rows, prefixes=tuple(prefixes))
-
-
-def find_bundles(batch: Batch, *, max_tokens: int) -> list[Bundle]:
-    """Return the samples of a batch in bundles, each of at most `max_tokens` tokens that are computed.
-
-    Only tokens before the first that counts are shared: what completions happen to begin with alike is their own.
-    """
-    ends = list(accumulate(batch.lengths, initial=0))
-    tokens = [batch.token_ids[start:end] for start, end in pairwise(ends)]
-    leads = _leads(batch, ends)
-    bundles: list[Bundle] = []
-    for sample, length in enumerate(batch.lengths):
-        last = bundles[-1] if bundles else None
-        if last is not None:
-            first = last.samples[0]
-            most = min(leads[first], leads[sample]) if len(last.samples) == 1 else min(last.prefix, leads[sample])
-            prefix = _num_alike(tokens[first], tokens[sample], most)
-            is_alike = prefix >= LEAST and (len(last.samples) == 1 or prefix == last.prefix)
-            computed = last.num_computed + length - prefix
-            if is_alike and computed <= max_tokens:
-                bundles[-1] = Bundle((*last.samples, sample), prefix, computed)
-                continue
-        bundles.append(Bundle((sample,), 0, length))
-    return bundles
-
-
-def _leads(batch: Batch, ends: Sequence[int]) -> list[int]:
-    """Return how many tokens of each sample come before the first that counts; at least one is always left over."""
-    leads: list[int] = []
-    for start, end in pairwise(ends):
-        counted = batch.loss_weights[start:end].nonzero()
-        leads.append(int(counted[0]) if counted.numel() else end - start - 1)
-    return leads
-
-
-def _num_alike(one: Tensor, other: Tensor, most: int) -> int:
-    differing = (one[:most] != other[:most]).nonzero()
-    return int(differing[0]) if differing.numel() else most
+    return replace(plan, lengths=batch.lengths, rows=rows, prefixes=tuple(prefixes[each] for each in range(len(batch))))

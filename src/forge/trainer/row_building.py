@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forge.errors import DataError
+from forge.kernels.paged import shared_places
 from forge.models.rows import Documents, Sharing
 from forge.trainer.microbatches import RowPlan
 from forge.types import Batch
@@ -38,8 +39,12 @@ class Row:
         document_lengths: of the samples, then a 1 for each padding token.
         sample_indices: which samples of the batch these are.
         weights_T: float32 or wider, the weight of each token as a *target*; 0 for the first of a sample.
-        prefixes: how many tokens each sample takes from the last sample before it that takes none.
+        prefixes: how many of its first tokens each sample takes from the sample before it.
         fields: further values of the samples' tokens, each [T].
+        sequences: the sequence of each sample, numbered from 0 within the row; empty where every sample of the batch is
+            its own sequence.
+        sequence_weights_T: the summed weight of each token's sequence, over the whole batch; None where every sample of
+            the batch is its own sequence.
     """
 
     token_ids_L: Tensor
@@ -54,6 +59,8 @@ class Row:
     weights_T: Tensor
     prefixes: tuple[int, ...]
     fields: Mapping[str, Tensor] = field(default_factory=dict)
+    sequences: tuple[int, ...] = ()
+    sequence_weights_T: Tensor | None = None
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
@@ -102,6 +109,8 @@ class Row:
         """Return the same row on a device. The copies do not wait where memory is pinned."""
         names = ("token_ids_L", "positions_L", "tokens_T", "places_T", "predicted_P", "counted_N", "own_U", "weights_T")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        if self.sequence_weights_T is not None:
+            moved["sequence_weights_T"] = self.sequence_weights_T.to(device, non_blocking=True)
         fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
         return replace(self, fields=fields, **moved)
 
@@ -118,10 +127,31 @@ def build_rows(batch: Batch, plan: RowPlan, rank: int) -> list[Row]:
         )
     starts = list(accumulate(batch.lengths, initial=0))
     _check_first_weights(batch, starts[:-1])
-    return [
+    rows = [
         _build_row(batch, samples, starts=starts, length=length, prefixes=plan.prefixes)
         for samples, length in zip(plan.rows[rank], plan.row_lengths[rank], strict=True)
     ]
+    return _with_sequences(rows, batch) if batch.sequences else rows
+
+
+def _with_sequences(rows: Sequence[Row], batch: Batch) -> list[Row]:
+    """Return the rows with their samples' sequences, and how much these weigh in the whole batch."""
+    totals: dict[int, float] = {}
+    for sequence, sample in zip(batch.sequences, batch.samples(), strict=True):
+        totals[sequence] = totals.get(sequence, 0.0) + float(sample.loss_weights.double().sum())
+
+    def completed(row: Row) -> Row:
+        sequences = [batch.sequences[index] for index in row.sample_indices]
+        numbers = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
+        of_samples = row.weights_T.new_tensor([totals[sequence] for sequence in sequences])
+        lengths = torch.tensor(row.sample_lengths, dtype=torch.int64, device=row.weights_T.device)
+        return replace(
+            row,
+            sequences=tuple(numbers[sequence] for sequence in sequences),
+            sequence_weights_T=of_samples.repeat_interleave(lengths),
+        )
+
+    return [completed(row) for row in rows]
 
 
 def _check_first_weights(batch: Batch, starts: Sequence[int]) -> None:
@@ -151,7 +181,7 @@ def _build_row(
 
     tokens = of_samples(batch.token_ids)
     positions = _joined([torch.arange(each) for each in sample_lengths]).to(device)
-    places, own = (each.to(device) for each in _places(sample_lengths, shared))
+    places, own = (each.to(device) for each in shared_places(sample_lengths, shared))
     token_ids = torch.full((length,), PAD_TOKEN, dtype=torch.int64, device=device)
     token_ids[: own.shape[0]] = tokens[own]
     computed_at = torch.zeros_like(token_ids)
@@ -173,21 +203,6 @@ def _build_row(
         prefixes=shared,
         fields={name: of_samples(values) for name, values in batch.fields.items()},
     )
-
-
-def _places(lengths: Sequence[int], shared: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return where each token of the samples is computed, and which tokens are computed for themselves."""
-    places: list[Tensor] = []
-    own: list[Tensor] = []
-    first = num_places = num_tokens = 0
-    for length, prefix in zip(lengths, shared, strict=True):
-        if prefix == 0:
-            first = num_places
-        fresh = length - prefix
-        places += [torch.arange(first, first + prefix), torch.arange(num_places, num_places + fresh)]
-        own.append(torch.arange(num_tokens + prefix, num_tokens + length))
-        num_places, num_tokens = num_places + fresh, num_tokens + length
-    return _joined(places), _joined(own)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import functools
+import re
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,9 +19,10 @@ from pydantic.fields import FieldInfo
 import forge
 from forge.config import ForgeConfig, GRPOConfig, InvalidConfig, ModelConfig, PolicyConfig, SFTConfig, load
 from forge.config.fields import _options, elements_of, sections_of, walk_fields
+from forge.config.grpo import GRPOWorkersConfig
 from forge.errors import ForgeError
 from forge.loops import workers
-from forge.loops.planning import plan_run
+from forge.loops.planning import GRPOPlan, episode_options, plan_run
 from forge.memory import Card, resolve_run
 from forge.models.locate import resolve
 from forge.service import ForgeActor
@@ -55,6 +57,7 @@ READ_OTHERWISE: Mapping[str, str] = {
     "metrics.tensorboard": "the sink of this name: `forge.observe`",
     "metrics.wandb": "the same",
     "workers": "become options whole: `WorkerConfig.options`",
+    "episode.evaluation_limits": "are `limits` in evaluations: `forge.rollout.episode_worker`",
 }
 """Keys, or all keys below a section, whose names are not written where they act, and where that is."""
 
@@ -105,6 +108,8 @@ def test_the_exceptions_are_keys() -> None:
 UNSEEN: Mapping[str, str] = {
     "algorithm.advantage": "acts when a batch is complete: tests/unit/rollout/test_advantage.py",
     "algorithm.kl.credit": "the same",
+    "episode.max_retries": "acts after a fault: tests/unit/rollout/test_episode_source.py",
+    "episode.max_failed_groups": "the same",
 }
 """Keys, or keys below a section, that act later than the start of workers, and the tests that show it."""
 
@@ -162,6 +167,17 @@ class Recorder:
         self.calls.append(f"store {keywords}")
 
 
+async def _started(plan: GRPOPlan) -> workers.Workers:
+    return await workers.start_workers(
+        plan.config,
+        plan.trainer,
+        loss=plan.loss,
+        run=plan.run,
+        episodes=episode_options(plan),
+        tokenizer=plan.tokenizer,
+    )
+
+
 def observed(overrides: list[str]) -> list[str]:
     """What a run with these overrides resolves to and starts; the error where it is refused."""
     recorder = Recorder()
@@ -171,7 +187,7 @@ def observed(overrides: list[str]) -> list[str]:
         try:
             config = load(GRPOConfig, overrides=overrides)
             plan = plan_run(config)
-            started = asyncio.run(workers.start_workers(plan.config, plan.trainer, loss=plan.loss, run=plan.run))
+            started = asyncio.run(_started(plan))
             resolved = resolve_run(config, card=Card(80 << 30, 8), facts=plan.trainer.model)
         except InvalidConfig as error:
             return [f"{problem.path}: {problem.rule}" for problem in error.problems]
@@ -186,7 +202,8 @@ def observed(overrides: list[str]) -> list[str]:
         plan.advantage,
         vars(started.trainer),
     ]
-    return [*sorted(recorder.calls), *(repr(each) for each in (resolved, *made))]
+    found = [*sorted(recorder.calls), *(repr(each) for each in (resolved, *made))]
+    return [re.sub(r" at 0x[0-9a-f]+", "", each) for each in found]
 
 
 def test_a_changed_key_changes_what_is_resolved_started_or_refused(tmp_path: Path) -> None:
@@ -196,13 +213,27 @@ def test_a_changed_key_changes_what_is_resolved_started_or_refused(tmp_path: Pat
         "rewards.functions=[{kind: number}, {kind: judge}, {kind: reward_model}]",
         *(f"rewards.judge.path={folder}", f"rewards.reward_model.path={folder}", "algorithm.kl.coefficient=0.1"),
     ]
+    assert _unseen(base, [each for each in SECTIONS_SEEN_BY_WORKERS if each != "workers"]) == []
+    assert _unseen(base, [f"workers.{name}" for name in GRPOWorkersConfig.model_fields if name != "episodes"]) == []
+
+
+def test_a_changed_key_of_episodes_changes_what_workers_are_started_with(tmp_path: Path) -> None:
+    base = [
+        *("model.preset=tiny", "prompts.sources=[{task: arithmetic, num_prompts: 8}]", f"run.output_dir={tmp_path}"),
+        "episode.kind=own_episodes:dialogue",
+    ]
+    assert _unseen(base, ["episode", "workers.episodes"]) == []
+
+
+def _unseen(base: list[str], sections: list[str]) -> list[str]:
+    """The keys of sections whose change changes nothing that can be observed."""
     present = observed(base)
     assert len(present) > 8, present
     assert observed(base) == present
     same = []
     for key, info in leaves(GRPOConfig):
-        if any(key == section or key.startswith(f"{section}.") for section in SECTIONS_SEEN_BY_WORKERS):
+        if any(key == section or key.startswith(f"{section}.") for section in sections):
             value = VALUES.get(key) or other_value(info)
             if observed([*base, f"{key.replace('<index>', '0')}={value}"]) == present:
                 same.append(key)
-    assert [key for key in same if not key.startswith(tuple(UNSEEN))] == []
+    return [key for key in same if not key.startswith(tuple(UNSEEN))]

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
 from forge.data.prompts import PromptDataset, open_prompts
 from forge.errors import DataError
-from forge.types import Prompt
+from forge.types import Task
 
 NOTHING_HELD = EvaluationConfig()
 ROWS = [{"question": f"How many are {n} and {n}?", "answer": f"{2 * n}", "tests": [n, f"{n}"]} for n in range(7)]
@@ -33,7 +33,7 @@ def dataset_of(path: Path, *, source: dict[str, Any] | None = None, **prompts: A
     return open_prompts(config, evaluation=NOTHING_HELD, seed=0).train
 
 
-def everything(dataset: PromptDataset) -> list[Prompt]:
+def everything(dataset: PromptDataset) -> list[Task]:
     return [dataset.read(index) for index in range(len(dataset))]
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
 from forge.data.prompts import PromptDataset, PromptOrder, PromptSplit, open_prompts, save_prompts
 from forge.errors import ConfigError, DataError
-from forge.types import Prompt
+from forge.types import Task
 
 
 def written(path: Path, questions: Sequence[str], **more: Any) -> PromptSourceConfig:
@@ -39,6 +39,23 @@ def test_without_evaluation_nothing_is_held_out(tmp_path: Path) -> None:
     sets = opened(written(tmp_path / "a.jsonl", ["a", "b"]), written(tmp_path / "b.jsonl", ["c"]))
     assert texts(sets.train) == ["a", "b", "c"]
     assert sets.heldout is None
+
+
+def test_tasks_of_episodes_that_hide_something_else_are_different_ones(tmp_path: Path) -> None:
+    asks = [{"prompt": "Guess.", "answer": str(number), "secret": number} for number in (1, 2, 3, 4, 4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asks))
+    config = PromptsConfig(sources=(PromptSourceConfig(path=str(tmp_path / "a.jsonl")),), chat=False)
+    evaluation = EvaluationConfig(fraction=0.5)
+    with pytest.raises(ConfigError, match="different"):
+        open_prompts(config, evaluation=evaluation, seed=0)
+    sets = open_prompts(config, evaluation=evaluation, seed=0, for_episodes=True)
+    assert sets.heldout is not None
+    held, trained = (
+        [each.read(index).metadata["secret"] for index in range(len(each))] for each in (sets.heldout, sets.train)
+    )
+    assert len(held) == len(set(held)) == 2
+    assert not set(held) & set(trained)
+    assert set(held) | set(trained) == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(("fraction", "count"), [(0.001, 1), (0.1, 10), (0.25, 25), (0.999, 99)])
@@ -219,8 +236,8 @@ class Letters:
     def __len__(self) -> int:
         return len(self._letters)
 
-    def read(self, index: int) -> Prompt:
-        return Prompt(id=self._letters[index], text=self._letters[index])
+    def read(self, index: int) -> Task:
+        return Task(id=self._letters[index], text=self._letters[index])
 
 
 def walk(order: PromptOrder, numbers: Sequence[int]) -> list[tuple[int, str]]:

@@ -15,7 +15,7 @@ from forge.data.prompts import PromptDataset, open_prompts
 from forge.data.tasks import open_task, permuted
 from forge.data.tasks.arithmetic import place_in_turns
 from forge.errors import ConfigError
-from forge.types import Prompt
+from forge.types import Task
 
 OPERATIONS = {
     ast.Add: Fraction.__add__,
@@ -39,7 +39,7 @@ def value_of(text: str) -> tuple[Fraction, list[int]]:
     return visit(ast.parse(text, mode="eval").body), numbers
 
 
-def make(name: str, count: int, *, seed: int = 0, **args: Any) -> list[Prompt]:
+def make(name: str, count: int, *, seed: int = 0, **args: Any) -> list[Task]:
     task = open_task(name, args=args, seed=seed, where="prompts.sources[0]", size=count)
     return [task.read(index) for index in range(count)]
 

@@ -359,7 +359,7 @@ def test_a_request_that_vllm_gives_up_raises(tokenizer):
 def test_counts_add_up():
     counts = Counts()
     done = [SimpleNamespace(finish_reason="stop"), SimpleNamespace(finish_reason="abort")]
-    tokens = SimpleNamespace(total=10, cached_tokens=4)
+    tokens = SimpleNamespace(total=10, cached_tokens=4, computed=6)
     iteration = SimpleNamespace(
         num_generation_tokens=3, prompt_token_stats=tokens, num_preempted_reqs=1, finished_requests=done
     )
@@ -368,6 +368,7 @@ def test_counts_add_up():
         counts.add(scheduler, iteration)
     counts.add(None, None)  # neither is always there
     assert (counts.num_done, counts.num_aborted, counts.num_tokens, counts.num_shared_tokens) == (2, 2, 6, 8)
+    assert (counts.num_prompt_tokens, counts.num_prefill_tokens) == (20, 12)
     assert (counts.num_running, counts.cache_used, counts.num_preempted) == (2, 0.25, 2)
     counts.reset()
     assert counts == Counts()

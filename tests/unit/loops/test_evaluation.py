@@ -12,8 +12,8 @@ import pytest
 from episodes import make_completion
 from forge.config import EvaluationConfig, Sampling
 from forge.errors import ActorFailure, ConfigError, EngineDead, PromptError
-from forge.loops.evaluation import Evaluation, Evaluator, check_evaluation, pass_at_k
-from forge.types import Completion, Group, Prompt, Score
+from forge.loops.evaluation import Evaluation, Evaluator, check_evaluation, pass_at_k, single_turn_attempts
+from forge.types import Completion, Group, Score, Task
 
 
 class Book:
@@ -22,8 +22,8 @@ class Book:
     def __len__(self) -> int:
         return 4
 
-    def read(self, index: int) -> Prompt:
-        return Prompt(f"p{index}", text="?", answer=str(index))
+    def read(self, index: int) -> Task:
+        return Task(f"p{index}", text="?", answer=str(index))
 
 
 class Asked:
@@ -33,7 +33,7 @@ class Asked:
         self.samplings: list[Sampling] = []
         self.running = self.most = 0
 
-    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt: Task, *, sampling: Sampling) -> list[Completion]:
         self.samplings.append(sampling)
         self.running += 1
         self.most = max(self.most, self.running)
@@ -44,7 +44,7 @@ class Asked:
     async def extend(self, completion: Completion, *, sampling: Sampling) -> Completion:
         raise AssertionError
 
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
         right = int(prompt.answer or 0)
         return [
             Score(2.0 * (index < right), {"right": float(index < right), "other": 1.0})
@@ -57,7 +57,12 @@ def evaluated(asked: Asked | None = None, **keys: Any) -> tuple[Any, Asked]:
         who = asked or Asked()
         config = EvaluationConfig(fraction=0.5, **keys)
         sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
-        evaluator = Evaluator(config, dataset=Book(), policy=who, score=who.score, sampling=sampling, at_once=2)
+        evaluator = Evaluator(
+            config,
+            dataset=Book(),
+            attempt=single_turn_attempts(config, policy=who, score=who.score, sampling=sampling),
+            at_once=2,
+        )
         return await evaluator.run(), who
 
     return asyncio.run(body())
@@ -82,11 +87,12 @@ def test_answers_can_be_recorded() -> None:
     async def body() -> Evaluation:
         asked, config = Asked(), EvaluationConfig(fraction=0.5, num_samples=3, temperature=0.5)
         sampling = Sampling(max_tokens=9, temperature=1.0, n=8)
-        evaluator = Evaluator(config, dataset=Book(), policy=asked, score=asked.score, sampling=sampling, at_once=2)
+        attempt = single_turn_attempts(config, policy=asked, score=asked.score, sampling=sampling)
+        evaluator = Evaluator(config, dataset=Book(), attempt=attempt, at_once=2)
         return await evaluator.run(record=groups.extend)
 
     asyncio.run(body())
-    assert [(group.number, group.prompt.id, len(group.episodes)) for group in groups] == [
+    assert [(group.number, group.task.id, len(group.episodes)) for group in groups] == [
         (number, f"p{number}", 3) for number in range(4)
     ]
     assert groups[1].rewards == (2.0, 0.0, 0.0)
@@ -110,7 +116,7 @@ class Failing(Asked):
         super().__init__()
         self.errors = list(errors)
 
-    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt: Task, *, sampling: Sampling) -> list[Completion]:
         if self.errors:
             raise self.errors.pop()
         return await super().generate(prompt, sampling=sampling)
@@ -132,7 +138,7 @@ def test_a_prompt_that_nobody_can_answer_is_left_out_and_not_all_may_be() -> Non
 
 def test_rewards_that_fail_are_counted() -> None:
     class Broken(Asked):
-        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
             return [Score(0.0, {}, failures={"right": "it raised"} if prompt.id == "p2" else {}) for _ in completions]
 
     found, _ = evaluated(Broken())

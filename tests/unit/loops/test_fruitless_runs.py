@@ -16,7 +16,7 @@ from forge.errors import CheckpointError, NonFiniteError, RolloutError
 from forge.loops.run_paths import run_dir
 from forge.loops.stopping import Stop
 from forge.rollout.ledger import check_ledger
-from forge.types import Batch, Completion, Prompt, Score, StepResult
+from forge.types import Batch, Completion, Score, StepResult, Task
 from grpo_runs import config, ledger, metrics
 from grpo_workers import StandInPolicy, StandInRewards, StandInTrainer, make_loop, number_of, run_loop
 
@@ -26,7 +26,7 @@ NO_STEP = ("rollout.max_no_signal_groups=20", "record.report=true")
 class Raising(StandInRewards):
     """Fails on every completion, as a function that raises does: the message differs from call to call."""
 
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
         why = f"ValueError: no answer in {prompt.id} (my_rewards.py:3)"
         return [Score(0.0, {"mine": 0.0}, {"mine": why}, unshaped=0.0) for _ in completions]
 
@@ -162,7 +162,7 @@ def test_throughput_counts_what_was_sampled_and_not_only_what_was_learned_from(t
     """Half of all groups have no signal: the tokens were sampled all the same."""
 
     class Half(StandInRewards):
-        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
             scores = await super().score(prompt, completions)
             is_flat = number_of(prompt.id) % 2
             return [Score(0.5, {"all": 0.5}) if is_flat else score for score in scores]
@@ -173,7 +173,7 @@ def test_throughput_counts_what_was_sampled_and_not_only_what_was_learned_from(t
             return await super().train_step(batch, keep_logprobs=keep_logprobs)
 
     class SlowAnswers(StandInPolicy):
-        async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+        async def generate(self, prompt: Task, *, sampling: Sampling) -> list[Completion]:
             now[0] += 15 * (sampling.n == 1)  # four prompts are held out, and asked once
             return await super().generate(prompt, sampling=sampling)
 
@@ -218,7 +218,7 @@ def test_a_run_that_is_stopped_before_its_first_step_leaves_a_report(is_cancelle
         assert task is not None
 
         class Stopping(StandInRewards):
-            async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+            async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
                 seen.append(prompt.id)
                 if len(seen) == 12:
                     task.cancel() if is_cancelled else stop.ask()

@@ -13,7 +13,7 @@ from forge.errors import ActorFailure, CheckpointError, RolloutError, SyncError
 from forge.loops.planning import plan_run
 from forge.loops.recording import Records
 from forge.rollout.ledger import check_ledger
-from forge.types import Completion, Prompt, Score
+from forge.types import Completion, Score, Task
 from grpo_runs import config, ledger, metrics
 from grpo_workers import StandInPolicy, StandInRewards, StandInTrainer, run_loop
 
@@ -70,7 +70,7 @@ def test_a_reward_that_fails_on_what_is_too_old_decides_nothing(on_error: str, t
             return 1 if self.version == 2 and not seen else self.version
 
     class Failing(StandInRewards):
-        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
             if trainer.step == 2 and completions[0].version == 1:
                 seen.append(prompt.id)
                 return [Score(0.0, {}, failures={"all": "it raised"}) for _ in completions]
@@ -101,7 +101,7 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
     trainer = StandInTrainer()
 
     class Second(StandInRewards):
-        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
             if not refused:
                 elsewhere = config(tmp_path / "run", f"checkpointing.output_dir={tmp_path / 'elsewhere'}")
                 with pytest.raises(CheckpointError, match="Another run is writing") as caught:
@@ -147,7 +147,7 @@ def test_other_prompts_are_not_taken_for_the_same_run(tmp_path: Path) -> None:
 
 def test_a_group_whose_rewards_fail_may_be_skipped(tmp_path: Path) -> None:
     class Failing(StandInRewards):
-        async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
             scores = await super().score(prompt, completions)
             is_bad = sum(completions[0].token_ids) % 2 == 0
             return [replace(score, failures={"all": "it raised"}) if is_bad else score for score in scores]
@@ -166,7 +166,7 @@ class Dying(StandInPolicy):
         self._left = num_deaths
         self.victim: str | None = None
 
-    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt: Task, *, sampling: Sampling) -> list[Completion]:
         self.victim = self.victim or prompt.id
         if prompt.id == self.victim and self._left:
             self._left -= 1

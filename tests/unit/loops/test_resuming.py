@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -66,9 +67,22 @@ def resumed(folder: Path) -> StandInTrainer:
     return trainer
 
 
+@pytest.fixture(scope="module")
+def finished_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder of a finished run, and a copy of it."""
+    folder = run_dir(finished(tmp_path_factory.mktemp("finished") / "run"))
+    copy = tmp_path_factory.mktemp("copy") / "run"
+    shutil.copytree(folder, copy)
+    return folder, copy
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return run_dir(finished(tmp_path / "run"))
+def run(finished_once: tuple[Path, Path]) -> Path:
+    """A finished run, as it was: always in the same folder, whose name is in its configuration."""
+    folder, copy = finished_once
+    shutil.rmtree(folder)
+    shutil.copytree(copy, folder)
+    return folder
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

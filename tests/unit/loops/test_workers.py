@@ -23,10 +23,10 @@ from forge.loops.workers import (
 from forge.memory import resolve_run
 from forge.service.records import Outcome
 from forge.trainer.handles import ServiceTrainer
-from forge.types import Prompt
+from forge.types import Task
 from grpo_workers import StandInService
 
-PROMPT = Prompt("p", text="hello")
+PROMPT = Task("p", text="hello")
 
 
 class Full:

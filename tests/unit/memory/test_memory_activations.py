@@ -15,7 +15,7 @@ from forge.models.language_model import titan_config
 from forge.models.rows import Documents, RowRegistry, RowTask, Sharing
 from forge.models.sizes import Sizes
 from forge.trainer.assembly import head_function
-from forge.trainer.microbatches import plan_shared_rows
+from forge.trainer.microbatches import plan_batch
 from forge.trainer.row_building import build_rows
 from forge.types import Batch, Sample
 
@@ -118,7 +118,7 @@ def test_shared_beginnings_are_repeated_in_attention_alone() -> None:
     prompt, first, second = torch.arange(64), torch.arange(64, 128), torch.arange(32, 96)
     weights = torch.cat([torch.zeros(64), torch.ones(64)])
     batch = Batch.of([Sample(torch.cat([prompt, each]), weights) for each in (first, second)])
-    (row,) = build_rows(batch, plan_shared_rows(batch, num_ranks=1, max_tokens=TOKENS), 0)
+    (row,) = build_rows(batch, plan_batch(batch, num_ranks=1, max_tokens=TOKENS, share_prefixes=True), 0)
     assert len(row.token_ids_L) == TOKENS
     found = bytes_per_layer({}, torch.bfloat16, row.sample_lengths, row.sharing(row.documents()))
     sizes = Sizes.of(ModelConfig(**DENSE))

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from episodes import with_turn
 from forge.cli import main
 from forge.config import RecordConfig
 from forge.errors import DataError
@@ -66,9 +67,8 @@ def hostile_run(folder: Path) -> Path:
     episode = group.episodes[0]
     ids = encode(HOSTILE)
     odd = replace(
-        episode,
-        prompt=replace(episode.prompt, id=HOSTILE, answer=HOSTILE, messages=({"role": HOSTILE, "content": HOSTILE},)),
-        completion=replace(episode.completion, token_ids=ids, logprobs=(-1.0,) * len(ids), text=HOSTILE),
+        with_turn(episode, token_ids=ids, logprobs=(-1.0,) * len(ids), text=HOSTILE),
+        task=replace(episode.task, id=HOSTILE, answer=HOSTILE, messages=({"role": HOSTILE, "content": HOSTILE},)),
         score=replace(episode.score, parts={HOSTILE: 1.0}, failures={HOSTILE: HOSTILE}),
         ref_logprobs=None,
     )

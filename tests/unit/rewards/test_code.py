@@ -9,7 +9,7 @@ import pytest
 from forge.errors import DataError, OptionError
 from forge.rewards.code import StreamTest, check_code, passes, program_in, read_limits, read_tests
 from forge.runtime.sandbox import Outcome
-from forge.types import Prompt
+from forge.types import Task
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_text_of_fences_takes_no_time() -> None:
 
 
 def test_tests_are_statements_or_pairs() -> None:
-    prompt = Prompt("p", metadata={"tests": ["assert f(1)", {"stdin": "1", "stdout": "2"}, {"stdout": "3"}]})
+    prompt = Task("p", metadata={"tests": ["assert f(1)", {"stdin": "1", "stdout": "2"}, {"stdout": "3"}]})
     assert read_tests(prompt, None) == ["assert f(1)", StreamTest("1", "2"), StreamTest("", "3")]
     assert read_tests(prompt, ("assert True",)) == ["assert True"]
 
@@ -48,7 +48,7 @@ def test_tests_are_statements_or_pairs() -> None:
 @pytest.mark.parametrize("tests", [None, [], "assert f(1)", 3])
 def test_a_prompt_without_tests_is_named(tests: Any) -> None:
     with pytest.raises(DataError) as caught:
-        read_tests(Prompt("train.jsonl:3", metadata={"tests": tests}), None)
+        read_tests(Task("train.jsonl:3", metadata={"tests": tests}), None)
     assert (caught.value.path, caught.value.value) == ("train.jsonl:3: metadata.tests", tests)
     assert caught.value.rule
     assert caught.value.repair

@@ -322,9 +322,9 @@ def test_a_closed_gate_spares_the_reward() -> None:
 def test_importing_and_scoring_loads_nothing_heavy() -> None:
     program = (
         "import json, sys, forge.rewards as r\n"
-        "from forge.types import Completion, Prompt\n"
+        "from forge.types import Completion, Task\n"
         "for kind, args in json.loads(sys.argv[1]):\n"
-        "    r.find(kind)(Prompt('a', answer='1'), Completion((), (1,), (0.0,), None, '1', 'stop'), **args)\n"
+        "    r.find(kind)(Task('a', answer='1'), Completion((), (1,), (0.0,), None, '1', 'stop'), **args)\n"
         "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))\n"
     )
     kinds = [["number", {}], ["exact", {}], ["fuzzy", {}], ["contains", {}], ["tags", {}], ["length", {"target": 1}]]

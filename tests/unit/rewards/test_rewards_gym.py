@@ -6,22 +6,22 @@ import pytest
 
 from forge.errors import DataError
 from forge.rewards.gym import reasoning_gym
-from forge.types import Prompt
+from forge.types import Task
 from scored_texts import asked, said
 
 
 @pytest.fixture
-def sum_prompt() -> Prompt:
+def sum_prompt() -> Task:
     """A prompt as the task `reasoning_gym/chain_sum` makes it."""
     gym = pytest.importorskip("reasoning_gym")
     entry = gym.create_dataset("chain_sum", seed=3, size=1, min_terms=2, max_terms=2)[0]
     details = {"args": {"min_terms": 2, "max_terms": 2}, "question": entry["question"]}
-    return Prompt(
+    return Task(
         "a", text=entry["question"], answer=entry["answer"], metadata={**entry["metadata"], "reasoning_gym": details}
     )
 
 
-def test_its_own_verdict(sum_prompt: Prompt) -> None:
+def test_its_own_verdict(sum_prompt: Task) -> None:
     answer = sum_prompt.answer or ""
     assert reasoning_gym(sum_prompt, said(f" {answer}\n")) == 1
     assert reasoning_gym(sum_prompt, said(f"<think>hm</think><answer>{answer}</answer>"), within="answer") == 1
@@ -32,9 +32,9 @@ def test_its_own_verdict(sum_prompt: Prompt) -> None:
     assert reasoning_gym(sum_prompt, said(" ")) == 0
 
 
-def test_a_task_that_cannot_be_made_again_is_named(sum_prompt: Prompt) -> None:
+def test_a_task_that_cannot_be_made_again_is_named(sum_prompt: Task) -> None:
     details = {"args": {"min_terms": -1}, "question": "?"}
-    broken = Prompt("a", answer="1", metadata={"source_dataset": "chain_sum", "reasoning_gym": details})
+    broken = Task("a", answer="1", metadata={"source_dataset": "chain_sum", "reasoning_gym": details})
     with pytest.raises(DataError) as caught:
         reasoning_gym(broken, said("1"))
     assert caught.value.path == "reasoning_gym/chain_sum"

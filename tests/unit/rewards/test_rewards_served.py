@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forge.errors import OptionError
 from forge.rewards import judge_messages, judge_score, model_score
 from forge.rewards.served import check_judge, question_text
-from forge.types import Prompt
+from forge.types import Task
 from scored_texts import asked, said
 
 
@@ -46,9 +46,9 @@ def test_a_response_cannot_fill_places_or_leave_its_quotation() -> None:
 
 
 def test_the_question_of_a_conversation() -> None:
-    one = Prompt("a", messages=({"role": "system", "content": "be brief"}, {"role": "user", "content": "Why?"}))
+    one = Task("a", messages=({"role": "system", "content": "be brief"}, {"role": "user", "content": "Why?"}))
     parts = ({"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"})
-    several = Prompt(
+    several = Task(
         "b",
         messages=(
             {"role": "user", "content": "Hi"},

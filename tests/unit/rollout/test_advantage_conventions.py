@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from episodes import make_completion, make_group
+from episodes import make_completion, make_group, with_turn
 from forge.config import AlgorithmConfig
 from forge.errors import DataError
 from forge.rollout.advantage import advantages, charged, token_advantages, token_kl
 from forge.rollout.credit import assign_advantages
 from forge.rollout.samples import make_batch
-from forge.types import Group
+from forge.types import Group, Turn
 
 # Two groups of two completions, of 3, 1, 2 and 2 tokens. The last token is so unlikely for the reference that its k1 is
 # 14, its k2 98 and its k3 13.
@@ -33,10 +33,10 @@ def groups(**changes: Any) -> list[Group]:
         episodes = [
             replace(
                 episode,
-                completion=make_completion(range(len(own)), index=index, logprobs=tuple(own), **changes),
+                turns=(Turn.of(make_completion(range(len(own)), logprobs=tuple(own), **changes)),),
                 ref_logprobs=tuple(reference),
             )
-            for index, (episode, own, reference) in enumerate(zip(plain.episodes, logprobs, references, strict=True))
+            for episode, own, reference in zip(plain.episodes, logprobs, references, strict=True)
         ]
         made.append(replace(plain, episodes=tuple(episodes)))
     return made
@@ -310,7 +310,7 @@ def test_tokens_that_do_not_count_are_left_out_of_mean_and_deviation() -> None:
     """As in NeMo RL, whose mask is that of the loss. Without the first completion, 0, 0.5 and 0.1 are left."""
     config = AlgorithmConfig.model_validate({"convention": "nemo", "preset": "reinforce_pp"})
     made = groups()
-    cut = replace(made[0].episodes[0], completion=replace(made[0].episodes[0].completion, finish_reason="length"))
+    cut = with_turn(made[0].episodes[0], finish_reason="length")
     made[0] = replace(made[0], episodes=(cut, made[0].episodes[1]))
     mean = (0 + 2 * 0.5 + 2 * 0.1) / 5
     std = math.sqrt((mean**2 + 2 * (0.5 - mean) ** 2 + 2 * (0.1 - mean) ** 2) / 5)

@@ -450,7 +450,7 @@ def test_what_was_dropped_since_the_last_step_is_known_wherever_it_waits() -> No
     run(body())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     batch_groups=st.integers(1, 4),

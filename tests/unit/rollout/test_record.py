@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from episodes import with_turn
 from forge.config import RecordConfig
 from forge.errors import DataError
 from forge.rollout.record import PieceSplitter, RolloutRecorder, spread
@@ -48,12 +49,12 @@ def test_a_line_has_everything_about_an_episode(tmp_path: Path) -> None:
     lines = strict(path)
     assert [(line["group"], line["index"]) for line in lines] == [(6, 0), (6, 1), (6, 2), (7, 0), (7, 1), (7, 2)]
     line, episode = lines[1], groups[0].episodes[1]
-    completion = episode.completion
+    (completion,) = episode.turns
     assert line["step"] == 4
     assert line["epoch"] == 0
-    assert line["prompt_id"] == episode.prompt.id
-    assert line["prompt"] == [dict(message) for message in episode.prompt.messages]
-    assert line["answer"] == episode.prompt.answer
+    assert line["prompt_id"] == episode.task.id
+    assert line["prompt"] == [dict(message) for message in episode.task.messages]
+    assert line["answer"] == episode.task.answer
     assert line["text"] == completion.text
     assert line["token_ids"] == list(completion.token_ids)
     assert "".join(line["pieces"]) == decode(completion.token_ids)
@@ -68,7 +69,7 @@ def test_a_line_has_everything_about_an_episode(tmp_path: Path) -> None:
     assert line["failures"] == dict(episode.score.failures)
     assert line["advantage"] == episode.advantage
     assert line["finish_reason"] == completion.finish_reason
-    assert line["num_prompt_tokens"] == len(completion.prompt_ids)
+    assert line["num_prompt_tokens"] == len(completion.context_ids)
 
 
 def test_of_groups_that_taught_nothing_ever_fewer_are_written(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_a_resume_moves_all_kinds_of_files_of_later_steps_aside(tmp_path: Path) 
 
 def test_what_nobody_computed_is_null(tmp_path: Path) -> None:
     group = two_groups()[0]
-    bare = replace(group.episodes[0], ref_logprobs=None, prompt=replace(group.prompt, text="Go on", answer=None))
+    bare = replace(group.episodes[0], ref_logprobs=None, task=replace(group.task, text="Go on", answer=None))
     path = recorder(tmp_path).write(4, [replace(group, episodes=(bare,))])
     assert path is not None
     (line,) = strict(path)
@@ -131,10 +132,9 @@ def test_numbers_that_json_lacks_are_null_and_odd_texts_come_through(tmp_path: P
     group = two_groups()[0]
     first = group.episodes[0]
     odd = replace(
-        first,
-        prompt=replace(first.prompt, messages=(UserDict(role="user", content=HOSTILE, time=Path("x")),)),
+        with_turn(first, logprobs=(-math.inf, *first.logprobs[1:])),
+        task=replace(first.task, messages=(UserDict(role="user", content=HOSTILE, time=Path("x")),)),
         score=replace(first.score, reward=math.nan, parts={"exact": math.inf}),
-        completion=replace(first.completion, logprobs=(-math.inf, *first.completion.logprobs[1:])),
     )
     path = recorder(tmp_path).write(1, [replace(group, episodes=(odd,))])
     assert path is not None

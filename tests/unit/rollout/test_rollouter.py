@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from episodes import make_completion, make_group
+from episodes import make_completion, make_group, with_turn
 from forge.config import AlgorithmConfig, KLConfig, Sampling
 from forge.rollout.rollouter import Rollouter, group_seed
-from forge.rollout.samples import completion_logprobs, make_batch, sampler_logprobs, with_field
-from forge.types import Batch, Completion, Prompt, Score, VersionSpan
+from forge.rollout.samples import logprobs_by_episode, make_batch, with_field
+from forge.types import Batch, Completion, Score, Task, Turn, VersionSpan
 
 
 def run(body: Coroutine[Any, Any, Any]) -> Any:
@@ -24,8 +24,8 @@ def run(body: Coroutine[Any, Any, Any]) -> Any:
 class Numbered:
     """Prompts that are their numbers."""
 
-    def at(self, number: int) -> tuple[int, Prompt]:
-        return number // 10, Prompt(f"p{number}", text=str(number), answer=str(number))
+    def at(self, number: int) -> tuple[int, Task]:
+        return number // 10, Task(f"p{number}", text=str(number), answer=str(number))
 
 
 class Scripted:
@@ -34,7 +34,7 @@ class Scripted:
     def __init__(self, *answers: Completion) -> None:
         self.answers, self.asked = list(answers), list[Sampling]()
 
-    async def generate(self, prompt: Prompt, *, sampling: Sampling) -> list[Completion]:
+    async def generate(self, prompt: Task, *, sampling: Sampling) -> list[Completion]:
         self.asked.append(sampling)
         return [replace(self.answers.pop(0), index=index) for index in range(sampling.n)]
 
@@ -50,7 +50,7 @@ class ByLength:
     def __init__(self) -> None:
         self.error: Exception | None = None
 
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+    async def score(self, prompt: Task, completions: Sequence[Completion]) -> list[Score]:
         if self.error is not None:
             raise self.error
         return [Score(float(len(completion)), {"length": float(len(completion))}) for completion in completions]
@@ -90,7 +90,7 @@ def test_a_group_has_its_number_its_epoch_and_a_seed_of_its_own() -> None:
         roller = rollouter(policy)
         group = await roller.roll_out(17)
         await roller.roll_out(18)
-        assert (group.number, group.epoch, group.prompt.id, group.rewards) == (17, 1, "p17", (3.0, 3.0))
+        assert (group.number, group.epoch, group.task.id, group.rewards) == (17, 1, "p17", (3.0, 3.0))
         assert [sampling.seed for sampling in policy.asked] == [group_seed(3, 17), group_seed(3, 18)]
         assert roller.stages() == {}
 
@@ -136,7 +136,7 @@ def test_what_an_update_cut_short_is_gone_on_with() -> None:
         rest = make_completion((8, 9), version=2)
         policy = Scripted(cut, make_completion((4,)), rest)
         group = await rollouter(policy).roll_out(0)
-        first, second = (episode.completion for episode in group.episodes)
+        first, second = (episode.turns[0] for episode in group.episodes)
         assert (first.token_ids, first.finish_reason) == ((5, 6, 7, 8, 9), "stop")
         assert first.versions == (VersionSpan(1, 0, 3), VersionSpan(2, 3, 5))
         assert second.token_ids == (4,)
@@ -151,7 +151,7 @@ def test_a_completion_that_was_cut_at_its_last_token_is_done() -> None:
     async def body() -> None:
         policy = Scripted(make_completion(range(10), finish_reason="abort"), make_completion())
         group = await rollouter(policy).roll_out(0)
-        assert group.episodes[0].completion.finish_reason == "length"
+        assert group.episodes[0].turns[0].finish_reason == "length"
 
     run(body())
 
@@ -240,21 +240,21 @@ def test_a_batch_has_the_samplers_logprobs_where_tokens_were_drawn() -> None:
 
 def test_completions_cut_by_length_can_be_left_out_of_the_loss() -> None:
     group = make_group(0)
-    cut = replace(group.episodes[0], completion=replace(group.episodes[0].completion, finish_reason="length"))
+    cut = with_turn(group.episodes[0], finish_reason="length")
     batch = make_batch([replace(group, episodes=(cut, group.episodes[1]))], mask_truncated=True)
     assert batch.loss_weights.tolist() == [0] * 5 + [0, 0, 1, 1, 1]
 
 
 def test_the_logprobs_before_truncation_are_preferred() -> None:
-    assert sampler_logprobs(make_completion()) == (-0.5, -0.6, -0.7)
-    assert sampler_logprobs(make_completion(full_logprobs=(-1.0, -2.0, -3.0))) == (-1.0, -2.0, -3.0)
+    assert Turn.of(make_completion()).policy_logprobs == (-0.5, -0.6, -0.7)
+    assert Turn.of(make_completion(full_logprobs=(-1.0, -2.0, -3.0))).policy_logprobs == (-1.0, -2.0, -3.0)
 
 
 def test_the_trainers_logprobs_find_their_completions() -> None:
     groups = [make_group(2), make_group(5)]
-    empty = replace(groups[0].episodes[0], completion=replace(make_completion(()), index=0))
+    empty = replace(groups[0].episodes[0], turns=(Turn.of(make_completion(())),))
     groups[0] = replace(groups[0], episodes=(empty, groups[0].episodes[1]))
     batch = make_batch(groups)
     assert len(batch) == 3
-    found = completion_logprobs(groups, [torch.arange(5.0) + 10 * index for index in range(3)])
+    found = logprobs_by_episode(groups, [torch.arange(5.0) + 10 * index for index in range(3)])
     assert found == {(2, 1): [2.0, 3.0, 4.0], (5, 0): [12.0, 13.0, 14.0], (5, 1): [22.0, 23.0, 24.0]}

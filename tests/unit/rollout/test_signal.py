@@ -131,7 +131,7 @@ def test_a_divergence_that_single_tokens_pay_for_is_signal_but_not_for_dynamic_s
 
 def _with_reference(group: Group, difference: float) -> Group:
     """The group with a reference whose logprobs differ from the sampler's by a constant."""
-    references = (tuple(value + difference for value in each.completion.logprobs) for each in group.episodes)
+    references = (tuple(value + difference for value in each.logprobs) for each in group.episodes)
     pairs = zip(group.episodes, references, strict=True)
     return replace(group, episodes=tuple(replace(each, ref_logprobs=reference) for each, reference in pairs))
 

@@ -71,8 +71,16 @@ def answer(machine: str, *, number: int, architecture: int, argument: int = 0) -
 @pytest.mark.parametrize(
     ("machine", "architecture", "calls"),
     [
-        ("x86_64", 0xC000003E, {"read": 0, "clone": 56, "socket": 41, "ptrace": 101, "mount": 165, "unshare": 272}),
-        ("aarch64", 0xC00000B7, {"read": 63, "clone": 220, "socket": 198, "ptrace": 117, "mount": 40, "unshare": 97}),
+        (
+            "x86_64",
+            0xC000003E,
+            {"read": 0, "clone": 56, "socket": 41, "ptrace": 101, "mount": 165, "unshare": 272, "prlimit64": 302},
+        ),
+        (
+            "aarch64",
+            0xC00000B7,
+            {"read": 63, "clone": 220, "socket": 198, "ptrace": 117, "mount": 40, "unshare": 97, "prlimit64": 261},
+        ),
     ],
 )
 def test_the_filter_refuses_what_reaches_out(machine: str, architecture: int, calls: dict[str, int]) -> None:
@@ -85,6 +93,7 @@ def test_the_filter_refuses_what_reaches_out(machine: str, architecture: int, ca
     assert of("clone", 17) == ALLOW, "a fork"
     assert [of("clone", 17 | space) for space in (0x10000000, 0x00020000, 0x40000000)] == [REFUSE] * 3
     assert [of("socket", family) for family in (1, 2, 10, 16, 17)] == [ALLOW] + [REFUSE] * 4
+    assert [of("prlimit64", pid) for pid in (0, 1, 77)] == [ALLOW, REFUSE, REFUSE], "limits of others"
     assert answer(machine, number=435, architecture=architecture) == UNKNOWN, "glibc then uses clone"
     assert answer(machine, number=425, architecture=architecture) == REFUSE
     assert answer(machine, number=calls["read"], architecture=0x40000003) == KILL, "calls of 32 bits"

@@ -296,4 +296,4 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
-TestStore.settings = settings(derandomize=True, deadline=None, database=None, max_examples=400, stateful_step_count=50)
+TestStore.settings = settings(derandomize=True, deadline=None, database=None, max_examples=120, stateful_step_count=50)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from forge.trainer.microbatches import find_bundles, plan_shared_rows
+from forge.trainer.bundles import find_bundles
+from forge.trainer.microbatches import plan_batch
 from forge.trainer.row_building import build_rows
 from forge.types import Batch, Sample
 
@@ -52,7 +53,7 @@ def test_samples_that_do_not_count_keep_one_token_of_their_own() -> None:
 
 def test_every_token_knows_where_it_is_computed_and_who_predicts_it() -> None:
     batch = Batch.of([sample(P, (7, 8)), sample(P, (9,)), sample((3, 3, 3), (4,))])
-    plan = plan_shared_rows(batch, num_ranks=1, max_tokens=100, row_multiple=4)
+    plan = plan_batch(batch, num_ranks=1, max_tokens=100, row_multiple=4, share_prefixes=True)
     assert (plan.row_lengths, plan.prefixes) == (((12,),), (0, 5, 0))
     (row,) = build_rows(batch, plan, 0)
     assert row.token_ids_L.tolist() == [1, 2, 3, 4, 5, 7, 8, 9, 3, 3, 3, 4]
@@ -68,7 +69,7 @@ def test_every_token_knows_where_it_is_computed_and_who_predicts_it() -> None:
 
 def test_padding_comes_after_what_is_shared() -> None:
     batch = Batch.of([sample(P, (7,)), sample(P, (9,))])
-    (row,) = build_rows(batch, plan_shared_rows(batch, num_ranks=1, max_tokens=100, row_multiple=8), 0)
+    (row,) = build_rows(batch, plan_batch(batch, num_ranks=1, max_tokens=100, row_multiple=8, share_prefixes=True), 0)
     sharing = row.sharing(row.documents())
     assert sharing is not None
     assert (row.document_lengths, row.num_padding) == ((6, 6, 1), 1)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from forge.data.mixing import derive
 from forge.errors import ConfigError, did_you_mean
 from forge.registry import TASKS, call
-from forge.types import Prompt
+from forge.types import Task
 
 _LONGEST_LABEL = 48
 
@@ -147,7 +147,7 @@ def permuted(value: int, *, count: int, key: int) -> int:
 
 
 @runtime_checkable
-class Task(Protocol):
+class TaskGenerator(Protocol):
     """A task whose problems are made by number.
 
     Attributes:
@@ -159,10 +159,10 @@ class Task(Protocol):
     name: str
     num_problems: int | None
 
-    def read(self, index: int) -> Prompt: ...
+    def read(self, index: int) -> Task: ...
 
 
-def open_task(name: str, *, args: Mapping[str, Any], seed: int, where: str, size: int) -> Task:
+def open_task(name: str, *, args: Mapping[str, Any], seed: int, where: str, size: int) -> TaskGenerator:
     """Return a task by its name.
 
     The class or function that makes it is called with its `Arguments`, and with those that its signature names of
@@ -171,12 +171,12 @@ def open_task(name: str, *, args: Mapping[str, Any], seed: int, where: str, size
     factory = TASKS.find(name, path=f"{where}.task")
     arguments = Arguments(args, where=f"{where}.task_args", task=name)
     task: object = call(factory, arguments, args={}, offered={"seed": seed, "size": size, "where": where})
-    if not isinstance(task, Task):
+    if not isinstance(task, TaskGenerator):
         raise ConfigError(
             f"{name} does not make a task: {type(task).__name__} lacks name, num_problems or read",
             path=f"{where}.task",
             value=name,
-            rule="must be a class or function that returns a forge.data.tasks.Task",
+            rule="must be a class or function that returns a forge.data.tasks.TaskGenerator",
             repair="add what is missing",
         )
     return task

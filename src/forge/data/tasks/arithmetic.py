@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from forge.data.mixing import derive
 from forge.data.tasks import Arguments, permuted
-from forge.types import Prompt
+from forge.types import Task
 
 SIGNS = "+-*"
 QUESTION = "What is {expression}?"
@@ -53,7 +53,7 @@ class Arithmetic:
         self.name = args.label
         self.num_problems: int | None = sum(self._sizes)
 
-    def read(self, index: int) -> Prompt:
+    def read(self, index: int) -> Task:
         """Problem `index`."""
         turn, rank = place_in_turns(self._sizes, index)
         length = self._lengths[turn]
@@ -69,7 +69,7 @@ class Arithmetic:
         expression = str(operands[0]) + "".join(
             f" {sign} {operand}" for sign, operand in zip(signs, operands[1:], strict=True)
         )
-        return Prompt(
+        return Task(
             id=f"{self.name}:{self._seed}:{index}",
             text=self._wording.replace("{expression}", expression),
             answer=str(value_of(operands, signs)),

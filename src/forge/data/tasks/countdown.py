@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from forge.data.mixing import derive
 from forge.data.tasks import Arguments, Draws
-from forge.types import Prompt
+from forge.types import Task
 
 SIGNS = "+-*/"
 QUESTION = (
@@ -64,7 +64,7 @@ class Countdown:
         self._seed = seed
         self.name = args.label
 
-    def read(self, index: int) -> Prompt:
+    def read(self, index: int) -> Task:
         """Problem `index`."""
         draws = Draws(derive(self._seed, "countdown", index))
         for _ in range(_MAX_ATTEMPTS):
@@ -75,13 +75,13 @@ class Countdown:
         rule = f"reached from the numbers by the operators; in {_MAX_ATTEMPTS} attempts it was not"
         raise self._args.refusal("target", rule, repair="widen the ranges, or allow more operators")
 
-    def _prompt(self, index: int, numbers: list[int], found: Part) -> Prompt:
+    def _prompt(self, index: int, numbers: list[int], found: Part) -> Task:
         text = (
             self._wording.replace("{target}", str(found.value))
             .replace("{numbers}", ", ".join(map(str, numbers)))
             .replace("{operators}", " ".join(self._signs))
         )
-        return Prompt(
+        return Task(
             id=f"{self.name}:{self._seed}:{index}",
             text=text,
             answer=found.text,

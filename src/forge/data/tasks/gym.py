@@ -10,7 +10,7 @@ from typing import Any
 
 from forge.data.tasks import Arguments, unknown_argument
 from forge.errors import ConfigError, DataError, did_you_mean
-from forge.types import Prompt
+from forge.types import Task
 
 _OURS = ("seed", "size")
 
@@ -31,18 +31,18 @@ class GymTask:
         self._task = name
         self._seed = seed
         self._args = plain(args)
-        self._made: dict[int, Prompt] = {}
+        self._made: dict[int, Task] = {}
         self.name = arguments.label
         self._dataset = _create(name, self._args, seed=seed, where=where, size=size)
         self._check_scoring(where)
 
-    def read(self, index: int) -> Prompt:
+    def read(self, index: int) -> Task:
         """Problem `index`."""
         if index not in self._made:
             self._made[index] = self._make(index)
         return self._made[index]
 
-    def _make(self, index: int) -> Prompt:
+    def _make(self, index: int) -> Task:
         place = f"{self.name}:{self._seed}:{index}"
         try:
             entry = self._dataset[index]
@@ -59,9 +59,7 @@ class GymTask:
             "reasoning_gym": {"args": self._args, "question": entry["question"]},
         }
         answer = entry["answer"]
-        return Prompt(
-            id=place, text=entry["question"], answer=None if answer is None else str(answer), metadata=metadata
-        )
+        return Task(id=place, text=entry["question"], answer=None if answer is None else str(answer), metadata=metadata)
 
     def _check_scoring(self, where: str) -> None:
         """Refuse a task whose scoring reads values that plain data cannot hold: right answers would count as wrong."""

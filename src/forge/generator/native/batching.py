@@ -12,6 +12,7 @@ from torch import Tensor
 from forge.config import GeneratorConfig, Sampling, UpdateMode
 from forge.errors import NonFiniteError
 from forge.generator.engine import EngineStats
+from forge.generator.native.counts import Counts
 from forge.generator.native.decode_graphs import LastSampled
 from forge.generator.native.pages import PagePool
 from forge.generator.native.randomness import completion_seed, fresh_seed
@@ -28,19 +29,6 @@ if TYPE_CHECKING:
 
 Message = tuple[Callable[[Any], None], Any]
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Counts since the start."""
-
-    num_done: int = 0
-    num_aborted: int = 0
-    num_prompt_tokens: int = 0
-    num_tokens: int = 0
-    num_steps: int = 0
-    num_ahead: int = 0
-    num_score_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,12 +91,12 @@ class Batching:
         self.runner = ModelRunner(config, model, max_seq_len=max_seq_len, shared=shared)
         self.sampler = Sampler(model.architecture.vocab_size or 0, self.runner.device)
         self.scheduler = Scheduler(
-            PagePool(self.runner.num_pages, sharing=config.prefix_sharing),
+            PagePool(self.runner.num_pages, sharing=config.prefix_sharing, copying=not self.runner.on_gpu),
             max_batch=config.max_batch,
             chunk_tokens=config.prefill_chunk_tokens or _CHUNK_TOKENS[self.runner.device.type],
             max_pages=self.runner.max_pages,
         )
-        self.counts = _Counts()
+        self.counts = Counts()
         self._ahead: _Launched | None = None
         self._newest: Sampled | None = None  # of the step that was launched ahead last, even if discarded
         self._tokenizer = tokenizer
@@ -202,8 +190,9 @@ class Batching:
         return len(completions)
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail everything with an error; a step that was launched ahead is discarded."""
+        """Fail everything with an error; a step that was launched ahead is discarded, and so is the cache."""
         self._ahead = None
+        self._drop_prefixes()
         for sequence in list(self.scheduler.sequences()):
             self.scheduler.end(sequence)
             if sequence.pending is not None:
@@ -214,7 +203,7 @@ class Batching:
     def weights_updated(self, mode: UpdateMode) -> int:
         """Apply an update mode to completions in progress after the weights changed. Return how many were aborted."""
         scheduler = self.scheduler
-        scheduler.pool.forget()
+        self._drop_prefixes()
         num_aborted = 0
         begun = [sequence for sequence in scheduler.sequences() if sequence.slot >= 0 or sequence.num_sampled > 0]
         if mode == "abort":
@@ -228,6 +217,13 @@ class Batching:
         for sequence in begun:
             sequence.is_pure = sequence.slot < 0
         return num_aborted
+
+    def _drop_prefixes(self) -> None:
+        """Forget computed prefixes; what is computed so far of running sequences never becomes one."""
+        self.scheduler.pool.forget()
+        self.scheduler.take_copies()
+        for sequence in self.scheduler.running:
+            sequence.is_pure = False
 
     def release(self) -> None:
         """Release cache and weights. Completions in progress are recomputed later."""
@@ -284,6 +280,7 @@ class Batching:
         if not pieces:
             return None
         self.counts.num_steps += 1
+        self.runner.copy_pages(self.scheduler.take_copies())
         decodes: list[Piece] = []
         others: list[Piece] = []
         for piece in pieces:
@@ -422,27 +419,8 @@ class Batching:
 
     def stats(self, version: int, *, is_asleep: bool, num_open: int) -> EngineStats:
         """Return the statistics. Thread-safe: each number is consistent, not all of them together."""
-        counts, scheduler = self.counts, self.scheduler
-        running = len(scheduler.running)
-        return EngineStats(
-            version=version,
-            num_running=running,
-            num_waiting=max(0, num_open - running),
-            num_done=counts.num_done,
-            num_aborted=counts.num_aborted,
-            num_prompt_tokens=counts.num_prompt_tokens,
-            num_shared_tokens=scheduler.num_shared_tokens,
-            num_tokens=counts.num_tokens,
-            num_preempted=scheduler.num_preempted,
-            cache_used=scheduler.pool.num_held / scheduler.pool.num_pages,
-            is_asleep=is_asleep,
-            more={
-                "num_steps": counts.num_steps,
-                "num_ahead": counts.num_ahead,
-                "num_score_tokens": counts.num_score_tokens,
-                "num_pages": scheduler.pool.num_pages,
-                "device": str(self.runner.device),
-            },
+        return self.counts.stats(
+            self.scheduler, version, is_asleep=is_asleep, num_open=num_open, device=str(self.runner.device)
         )
 
 

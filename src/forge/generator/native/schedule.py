@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forge.generator.native.pages import PAGE, ROOT, OutOfPages, PagePool
+from forge.generator.native.pages import PAGE, ROOT, OutOfPages, PagePool, Prefix
 from forge.generator.native.sequences import SequenceState
 
 
@@ -36,6 +36,15 @@ class Scheduler:
 
     Urgent sequences overtake everything, with a slot of their own and the pages of the sequence that started last:
     weights must be proven however long the queue is.
+
+    A sequence waits, and others overtake it, while another one computes at least half of what it needs: members of a
+    group that start together read their prompt once.
+
+    Attributes:
+        copies: pages that must be copied, from the first to the second of each pair, before the planned step is
+            computed. `take_copies` returns and clears them.
+        num_shared_tokens: tokens that were found in the cache or computed for a sibling.
+        num_prefill_tokens: tokens of prompts that were computed, and tokens that were computed again.
     """
 
     def __init__(self, pool: PagePool, *, max_batch: int, chunk_tokens: int, max_pages: int) -> None:
@@ -46,7 +55,8 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self.table = np.zeros((max_batch + 1, max_pages), dtype=np.int32)
         self.num_preempted = 0
-        self.num_shared_tokens = 0
+        self.num_shared_tokens = self.num_prefill_tokens = 0
+        self.copies: list[tuple[int, int]] = []
         self._slots = list(range(max_batch, -1, -1))
 
     @property
@@ -86,7 +96,16 @@ class Scheduler:
             budget -= num if left > 1 else 0
             pieces.append(Piece(sequence, start, start + num))
         has_memory = self.num_preempted == before
-        while has_memory and budget > 0 and (candidate := self._next(admit)) is not None and self._admit(candidate):
+        held_up: list[SequenceState] = []
+        while has_memory and budget > 0 and len(held_up) < self.max_batch:
+            candidate = self._next(admit, but=held_up)
+            if candidate is None or not self._has_slots(candidate):
+                break
+            if self._should_wait(candidate):
+                held_up.append(candidate)
+                continue
+            if not self._admit(candidate):
+                break
             self.waiting.remove(candidate)
             num = min(len(candidate.ids) - candidate.num_computed, budget)
             self._grow(candidate, candidate.num_computed + num)
@@ -115,10 +134,16 @@ class Scheduler:
             self._grow(piece.sequence, piece.end)
         return pieces
 
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return which pages must be copied to which before the planned step."""
+        copies, self.copies = self.copies, []
+        return copies
+
     def _could_start(self, sequence: SequenceState | None) -> bool:
-        if sequence is None or not self._has_room(sequence):
+        prefix = None if sequence is None else self._find_room(sequence)
+        if prefix is None:
             return False
-        self._release(sequence)
+        self.pool.release(prefix.pages)
         return True
 
     def _start_urgent(self) -> None:
@@ -129,9 +154,25 @@ class Scheduler:
             self._place(sequence)
             self.running.insert(0, self.running.pop())
 
-    def _next(self, admit: bool) -> SequenceState | None:
+    def _next(self, admit: bool, *, but: Sequence[SequenceState] = ()) -> SequenceState | None:
         """Return the sequence to start next: the first that waits, or with `admit=False` the first that had started."""
-        return next((sequence for sequence in self.waiting if admit or sequence.began is not None), None)
+        return next(
+            (each for each in self.waiting if (admit or each.began is not None) and not (but and each in but)), None
+        )
+
+    def _should_wait(self, sequence: SequenceState) -> bool:
+        """Return whether a running sequence is about to compute at least half of what this one would have to."""
+        readers = [each for each in self.running if each.is_being_read and each.is_pure and each.score is None]
+        if not readers or sequence.score is not None or not self.pool.is_sharing:
+            return False
+        prefix = self.pool.find(sequence.ids, most=len(sequence.ids) - 1)
+        self.pool.release(prefix.pages)
+        found = len(prefix.pages) * PAGE
+        end = found + -(-(len(sequence.ids) - prefix.num_tokens) // (2 * PAGE)) * PAGE
+        if end >= len(sequence.ids):
+            return False
+        wanted = sequence.ids[:end]
+        return any(each.num_computed < end <= len(each.ids) and each.ids[:end] == wanted for each in readers)
 
     def _make_room(self, sequence: SequenceState, length: int) -> bool:
         """Take pages for a sequence up to a length, and preempt those that started last if need be."""
@@ -152,33 +193,38 @@ class Scheduler:
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Start a sequence if there are slots for it and all its siblings, and memory for its known tokens."""
-        if not self._has_room(sequence):
+        prefix = self._find_room(sequence)
+        if prefix is None:
             return False
-        shared = len(sequence.pages)
-        sequence.num_sealed, sequence.num_computed = shared, shared * PAGE
+        sequence.pages, sequence.mark, sequence.num_sealed = list(prefix.pages), prefix.mark, len(prefix.pages)
+        sequence.num_computed = prefix.num_tokens
+        if prefix.num_partial:
+            page, is_copy = self.pool.claim(prefix)
+            sequence.pages.append(page)
+            if is_copy:
+                self.copies.append((prefix.source, page))
+        self.num_shared_tokens += prefix.num_tokens
         if sequence.began is None:
             sequence.began = time.perf_counter()
-            sequence.num_shared = shared * PAGE
-            self.num_shared_tokens += shared * PAGE
+            sequence.num_shared = prefix.num_tokens
         self._place(sequence)
         return True
 
-    def _has_room(self, sequence: SequenceState) -> bool:
-        """Return whether a sequence can start; if so, it holds the pages of its computed prefix."""
-        if self.num_reserved + 1 + len(sequence.siblings) > self.max_batch:
-            return False
+    def _has_slots(self, sequence: SequenceState) -> bool:
+        return self.num_reserved + 1 + len(sequence.siblings) <= self.max_batch
+
+    def _find_room(self, sequence: SequenceState) -> Prefix | None:
+        """Return the computed prefix of a sequence, with its pages held; None if the sequence cannot start."""
+        if not self._has_slots(sequence):
+            return None
+        prefix = Prefix([], ROOT)
         if sequence.score is None and sequence.is_pure:
             prefix = self.pool.find(sequence.ids, most=len(sequence.ids) - 1)
-            sequence.pages, sequence.mark = prefix.pages, prefix.mark
         spare = 1 if self.running else 0
-        if -(-len(sequence.ids) // PAGE) - len(sequence.pages) + spare > self.pool.num_free:
-            self._release(sequence)
-            return False
-        return True
-
-    def _release(self, sequence: SequenceState) -> None:
-        self.pool.release(sequence.pages)
-        sequence.pages, sequence.mark = [], ROOT
+        if -(-len(sequence.ids) // PAGE) - len(prefix.pages) + spare > self.pool.num_free:
+            self.pool.release(prefix.pages)
+            return None
+        return prefix
 
     def _place(self, sequence: SequenceState, *, at: int | None = None) -> None:
         sequence.slot = self._slots.pop()
@@ -186,16 +232,29 @@ class Scheduler:
         self.running.insert(len(self.running) if at is None else at, sequence)
 
     def computed(self, piece: Piece) -> None:
-        """Note a piece as computed: its full pages can be shared from now on."""
+        """Note a piece as computed: its full pages can be shared from now on, and the last page of a whole prompt."""
         sequence = piece.sequence
         sequence.num_computed = piece.end
-        if sequence.score is not None or not sequence.is_pure:
+        if sequence.score is not None:
+            return
+        if sequence.num_sampled == 0 or piece.end - piece.start > 1:
+            self.num_prefill_tokens += piece.end - piece.start
+        if not sequence.is_pure:
             return
         while (sequence.num_sealed + 1) * PAGE <= sequence.num_computed:
             start = sequence.num_sealed * PAGE
             page, tokens = sequence.pages[sequence.num_sealed], sequence.ids[start : start + PAGE]
             sequence.mark = self.pool.seal(page, tokens, after=sequence.mark)
             sequence.num_sealed += 1
+        if sequence.num_computed == sequence.num_prompt:
+            self._seal_last(sequence)
+
+    def _seal_last(self, sequence: SequenceState) -> None:
+        """Let others continue the last page of a sequence, as far as it is computed."""
+        start = sequence.num_sealed * PAGE
+        if sequence.score is None and sequence.is_pure and sequence.num_computed > start:
+            tokens = sequence.ids[start : sequence.num_computed]
+            self.pool.seal(sequence.pages[sequence.num_sealed], tokens, after=sequence.mark)
 
     def fork(self, sequence: SequenceState) -> list[tuple[int, int]]:
         """Start the siblings of a sequence where it is. Return which pages must be copied to which: those not yet full.
@@ -256,6 +315,7 @@ class Scheduler:
 
     def _withdraw(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
+        self._seal_last(sequence)
         self.pool.release(sequence.pages)
         self._slots.append(sequence.slot)
         sequence.slot, sequence.pages = -1, []

@@ -8,7 +8,6 @@ import dataclasses
 import errno
 import hmac
 import ipaddress
-import json
 import os
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -18,16 +17,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from forge.config import ServeConfig
+from forge.envs.chat_api.errors import JsonErrorRunner, RequestError, json_errors
+from forge.envs.chat_api.requests import bearer_key, read_body, wrong_key
 from forge.errors import ConfigError
 from forge.generator.openai.endpoints import complete_chat, complete_text
-from forge.generator.openai.errors import (
-    JsonErrorRunner,
-    RequestError,
-    is_malformed,
-    malformed_request,
-    parameter_error,
-    request_error,
-)
 from forge.generator.openai.policy import Policy
 from forge.generator.openai.records import Recorder
 
@@ -147,7 +140,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _make_app(policy: Policy, *, key: str | None, max_bytes: int) -> web.Application:
-    app = web.Application(middlewares=[_errors_as_json, _key_checker(key)], client_max_size=max_bytes)
+    app = web.Application(middlewares=[json_errors("serve.max_body_mb"), _key_checker(key)], client_max_size=max_bytes)
     app[_POLICY] = policy
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_post("/v1/completions", _completions)
@@ -158,70 +151,30 @@ def _make_app(policy: Policy, *, key: str | None, max_bytes: int) -> web.Applica
     return app
 
 
-@web.middleware
-async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as refused:
-        if refused.status == 413:
-            text = f"The request is too large; serve.max_body_mb allows {request.client_max_size / 2**20:g} MiB."
-        else:
-            text = f"{request.method} {request.path}: {refused.reason}"
-        error = RequestError(text, status=refused.status, code=(refused.reason or "").lower().replace(" ", "_"))
-    except ConnectionError:
-        raise  # the client is gone
-    except Exception as cause:  # noqa: BLE001 - sent to the client, and logged
-        error = malformed_request(str(cause)) if is_malformed(cause) else request_error(cause)
-    return web.json_response(error.body, status=error.status, headers=error.headers)
-
-
 def _key_checker(key: str | None) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key is not None and request.path != "/health":
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            is_right = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key.encode())
-            if scheme.lower() != "bearer" or not is_right:
-                text = "Incorrect API key: the header must be `Authorization: Bearer KEY`."
-                raise RequestError(text, status=401, kind="authentication_error", code="invalid_api_key")
+            given = (bearer_key(request) or "").encode("utf-8", "surrogateescape")
+            if not hmac.compare_digest(given, key.encode()):
+                raise wrong_key()
         return await handler(request)
 
     return check
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
-    return await complete_chat(request.app[_POLICY], request, await _read_body(request))
+    return await complete_chat(request.app[_POLICY], request, await _read_request(request))
 
 
 async def _completions(request: web.Request) -> web.StreamResponse:
-    return await complete_text(request.app[_POLICY], request, await _read_body(request))
+    return await complete_text(request.app[_POLICY], request, await _read_request(request))
 
 
-async def _read_body(request: web.Request) -> Mapping[str, Any]:
-    if request.content_type != "application/json":
-        # It also keeps web pages of other origins out: they may not send this type without asking first.
-        text = "The request must be of the type application/json."
-        raise RequestError(text, status=415, code="unsupported_media_type")
-    announced = request.content_length or 0
-    if announced > request.client_max_size:  # refused before any of it is awaited
-        raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=announced)
-    try:
-        raw = await request.read()
-        body = json.loads(raw, parse_constant=_no_constant)
-        if b"\\u" in raw:  # JSON can spell halves of characters, which are not text
-            json.dumps(body, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise RequestError("The body must be a JSON object.", code="invalid_json")
-    if not isinstance(body.get("model"), str):
-        raise parameter_error("model", "must name the model", code="missing_required_parameter")
+async def _read_request(request: web.Request) -> Mapping[str, Any]:
+    body = await read_body(request)
     _check_model(request.app[_POLICY], body["model"])
     return body
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not a JSON number")
 
 
 def _check_model(policy: Policy, name: str) -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
 from aiohttp import web
 
-from forge.generator.openai.errors import parameter_error, request_error
+from forge.envs.chat_api.errors import parameter_error
+from forge.envs.chat_api.requests import RequestOptions, read_flag, read_messages, read_template
+from forge.envs.chat_api.responses import AssistantMessage, chat_logprobs, send_events, usage_of
+from forge.envs.tool_calls import CallReader
 from forge.generator.openai.policy import CompletionJob, Policy
-from forge.generator.openai.requests import RequestOptions, read_flag, read_messages, read_template
-from forge.generator.openai.tool_calls import CallReader, ToolCall
 from forge.types import Completion, Delta
 
 _CHAT_PARAMETERS: Final = frozenset(("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"))
@@ -35,64 +35,32 @@ async def complete_chat(policy: Policy, request: web.Request, body: Mapping[str,
     return web.json_response(reply.whole(completions))
 
 
-class _Message:
-    """The assistant's message of one choice, as it grows."""
-
-    def __init__(self, *, reads_calls: bool) -> None:
-        self._reader = CallReader() if reads_calls else None
-        self._text = ""
-        self._calls: list[ToolCall] = []
-        self.has_begun = False
-
-    def add(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
-        """Return what is new, each as the `delta` of a choice."""
-        parts: list[str | ToolCall] = [text] if text else []
-        if self._reader is not None:
-            parts = [*self._reader.add(text), *(self._reader.finish() if is_last else ())]
-        return [self._take(part) for part in parts]
-
-    def _take(self, part: str | ToolCall) -> dict[str, Any]:
-        if isinstance(part, str):
-            self._text += part
-            return {"content": part}
-        self._calls.append(part)
-        return {"tool_calls": [{"index": len(self._calls) - 1, **part.as_message_part()}]}
-
-    def whole(self) -> dict[str, Any]:
-        """Return the message."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._text, "refusal": None}
-        if self._calls:
-            message["content"] = self._text or None
-            message["tool_calls"] = [call.as_message_part() for call in self._calls]
-        return message
-
-    def reason(self, completion: Completion) -> str:
-        """Return OpenAI's `finish_reason`, or "abort" for a completion that was cut short."""
-        is_call = bool(self._calls) and completion.finish_reason == "stop"
-        return "tool_calls" if is_call else completion.finish_reason
-
-
 class _ChatReply:
     """The answer to one request."""
 
     def __init__(self, policy: Policy, job: CompletionJob, *, reads_calls: bool) -> None:
         self._policy, self._job, self._options, self._reads_calls = policy, job, job.options, reads_calls
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": policy.name}
-        self._messages: dict[int, _Message] = {}
+        self._messages: dict[int, AssistantMessage] = {}
         self._ended: list[Completion] = []
+
+    def _new_message(self) -> AssistantMessage:
+        if not self._reads_calls:
+            return AssistantMessage()
+        return AssistantMessage(CallReader(self._policy.tool_format, id_prefix=f"call_{uuid.uuid4().hex}"))
 
     def whole(self, completions: list[Completion]) -> dict[str, Any]:
         """Return the response, all at once."""
         choices = []
         for completion in completions:
-            message = _Message(reads_calls=self._reads_calls)
+            message = self._new_message()
             message.add(completion.text, is_last=True)
             self._record(completion, message)
             choice: dict[str, Any] = {
                 "index": completion.index,
                 "message": message.whole(),
                 "logprobs": self._logprobs(completion),
-                "finish_reason": message.reason(completion),
+                "finish_reason": message.reason(completion.finish_reason),
             }
             choices.append({**choice, **(exact_tokens(completion) if self._options.return_token_ids else {})})
         response = {**self._head, "object": "chat.completion", "choices": choices, "usage": usage_of(completions)}
@@ -110,7 +78,7 @@ class _ChatReply:
             yield {**self._chunk_head(), "choices": [], "usage": usage_of(self._ended)}
 
     def _grow(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        message = self._messages.setdefault(delta.index, _Message(reads_calls=self._reads_calls))
+        message = self._messages.setdefault(delta.index, self._new_message())
         parts = message.add(delta.text, is_last=delta.completion is not None)
         if not message.has_begun:
             message.has_begun = True
@@ -124,7 +92,7 @@ class _ChatReply:
             yield self._chunk({"index": delta.index, "delta": part, "logprobs": None, "finish_reason": None, **more})
             more = {}
         if delta.completion is not None:
-            reason = message.reason(delta.completion)
+            reason = message.reason(delta.completion.finish_reason)
             last: dict[str, Any] = {"index": delta.index, "delta": {}, "logprobs": None, "finish_reason": reason}
             if self._options.return_token_ids:
                 last["weight_versions"] = weight_versions(delta.completion)
@@ -139,7 +107,7 @@ class _ChatReply:
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk"}
 
-    def _record(self, completion: Completion, message: _Message) -> None:
+    def _record(self, completion: Completion, message: AssistantMessage) -> None:
         exchange_id = f"{self._head['id']}-{completion.index}"
         self._policy.record(self._job, completion, exchange_id=exchange_id, message=message.whole())
         self._ended.append(completion)
@@ -147,7 +115,7 @@ class _ChatReply:
     def _logprobs(self, tokens: Completion | Delta) -> dict[str, Any] | None:
         if not self._options.logprobs:
             return None
-        return chat_logprobs(self._policy, tokens.token_ids, tokens.logprobs)
+        return chat_logprobs(tokens.token_ids, tokens.logprobs, self._policy.token_text)
 
     def _tokens_of(self, delta: Delta) -> dict[str, Any]:
         if not delta.token_ids:
@@ -266,37 +234,6 @@ class _TextReply:
         return {"prompt_token_ids": list(completion.prompt_ids), **exact_tokens(completion)}
 
 
-# ---- Parts of responses ----------------------------------------------------------------------------------------------
-
-
-async def send_events(request: web.Request, chunks: AsyncGenerator[Mapping[str, Any], None]) -> web.StreamResponse:
-    """Send each chunk as it comes. What fails before the first is an ordinary error; later it is an event.
-
-    However it ends, also when the client goes away, the chunks are closed before this returns.
-    """
-    async with contextlib.aclosing(chunks):
-        first = await anext(chunks)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        try:
-            await _send(response, first)
-            async for chunk in chunks:
-                await _send(response, chunk)
-        except ConnectionError:
-            return response  # the client is gone
-        except Exception as error:  # noqa: BLE001 - sent to the client, and logged
-            await _send(response, request_error(error).body)
-        else:
-            await response.write(b"data: [DONE]\n\n")
-        await response.write_eof()
-    return response
-
-
-async def _send(response: web.StreamResponse, chunk: Mapping[str, Any]) -> None:
-    # In ASCII: some clients take U+2028 and its like for the end of a line.
-    await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-
-
 async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
     """Yield the deltas of several streams as they come, each with the number of its stream. One error ends all."""
     arrived: asyncio.Queue[tuple[int, Delta | BaseException | None]] = asyncio.Queue(maxsize=16)
@@ -329,30 +266,6 @@ async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerato
 
 
 # ---- Parts of responses ----------------------------------------------------------------------------------------------
-
-
-def usage_of(completions: Iterable[Completion]) -> dict[str, Any]:
-    """Return the token usage. The n completions of one prompt read it once."""
-    listed = list(completions)
-    prompts = [one for one in listed if one.index == 0]
-    num_read = sum(len(one.prompt_ids) for one in prompts)
-    num_sampled = sum(len(one.token_ids) for one in listed)
-    return {
-        "prompt_tokens": num_read,
-        "completion_tokens": num_sampled,
-        "total_tokens": num_read + num_sampled,
-        "prompt_tokens_details": {"cached_tokens": sum(one.num_shared for one in prompts)},
-    }
-
-
-def chat_logprobs(policy: Policy, token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-    """Return logprobs in the form of /v1/chat/completions, without alternatives."""
-    content = []
-    for token_id, logprob in zip(token_ids, logprobs, strict=True):
-        text = policy.token_text(token_id)
-        code = None if "\ufffd" in text else list(text.encode("utf-8", "backslashreplace"))
-        content.append({"token": text, "logprob": logprob, "bytes": code, "top_logprobs": []})
-    return {"content": content, "refusal": None}
 
 
 def text_logprobs(

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from forge.generator.openai.errors import parameter_error
+from forge.envs.chat_api.errors import parameter_error
+from forge.envs.chat_api.requests import CONVERSATION_HEADER, RequestOptions, check_tools, read_options
+from forge.envs.tool_calls import ToolFormat, detect_format
 from forge.generator.openai.prompts import ChatPrompt, ExactPrompts
 from forge.generator.openai.records import Recorder
-from forge.generator.openai.requests import CONVERSATION_HEADER, RequestOptions, read_options
 from forge.generator.prompts import LongTexts, is_long, length_checked, too_long
 from forge.types import Completion
 
@@ -57,6 +58,7 @@ class Policy:
         self._tokenizer, self._recorder = tokenizer, recorder
         self._prompts = None if tokenizer is None else ExactPrompts(tokenizer)
         self._long_texts = LongTexts()
+        self.tool_format: ToolFormat = "hermes" if tokenizer is None else detect_format(tokenizer.chat_template)
 
     def close(self) -> None:
         """End the thread for long texts."""
@@ -100,7 +102,7 @@ class Policy:
             run = self._long_texts.run if is_long(None, messages) else asyncio.to_thread
             chat: ChatPrompt = await run(encode, messages, template, max_tokens=most)
         self.check_length(len(chat.token_ids), "messages")
-        _check_tools(messages, template, chat.text)
+        check_tools(messages, template, chat.text)
         return CompletionJob({"token_ids": chat.token_ids}, options, request, chat)
 
     def check_length(self, num_tokens: int, param: str) -> None:
@@ -129,14 +131,3 @@ class Policy:
     def token_text(self, token_id: int) -> str:
         """Return a token as text, or its number where there is no tokenizer."""
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode([token_id])
-
-
-def _check_tools(messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], text: str) -> None:
-    """Refuse tools that the chat template silently leaves out."""
-    names = [("tools", tool["function"]["name"]) for tool in template.get("tools") or ()]
-    for message in messages:
-        names += [("messages", call["function"]["name"]) for call in message.get("tool_calls") or ()]
-    for param, name in names:
-        if name not in text:
-            rule = f"the model's chat template leaves {name!r} out: set generator.chat_template to one with tools"
-            raise parameter_error(param, rule, code="unsupported_value")

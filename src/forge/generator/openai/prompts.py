@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, AnyStr, Generic, TypeVar
 
-from forge.generator.openai.tool_calls import message_key
+from forge.envs.chat_api.requests import message_key
 
 if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer

@@ -415,6 +415,7 @@ class VllmEngine:
             num_aborted=counts.num_aborted + self._num_cancelled,
             num_prompt_tokens=counts.num_prompt_tokens,
             num_shared_tokens=counts.num_shared_tokens,
+            num_prefill_tokens=counts.num_prefill_tokens,
             num_tokens=counts.num_tokens,
             num_preempted=counts.num_preempted,
             cache_used=counts.cache_used if self._completions.num else 0.0,

@@ -160,6 +160,7 @@ class Counts:
     num_aborted: int = 0
     num_prompt_tokens: int = 0
     num_shared_tokens: int = 0
+    num_prefill_tokens: int = 0
     num_tokens: int = 0
     num_preempted: int = 0
     num_drafted: int = 0
@@ -183,6 +184,7 @@ class Counts:
             self.num_tokens += int(iteration.num_generation_tokens)
             self.num_prompt_tokens += int(iteration.prompt_token_stats.total)
             self.num_shared_tokens += int(iteration.prompt_token_stats.cached_tokens)
+            self.num_prefill_tokens += int(iteration.prompt_token_stats.computed)
             self.num_preempted += int(iteration.num_preempted_reqs)
             for finished in iteration.finished_requests:
                 if str(finished.finish_reason) == "abort":

@@ -49,24 +49,32 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     with open(plan_fd, encoding="utf-8") as file:
         plan = json.load(file)
+    run_plan(plan, events_fd, alive_fd)
+
+
+def run_plan(plan: dict[str, Any], events_fd: int, alive_fd: int) -> None:
+    """Run a plan to its end and report it."""
     try:
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")  # where memory runs out, what runs here goes first
         confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
         report, status = _run(plan, events_fd, alive_fd)
     except OSError as error:
-        _send_event(events_fd, event="failed", reason=str(error))
+        send_event(events_fd, event="failed", reason=str(error))
         return
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     if report.startswith("failed "):
-        _send_event(events_fd, event="failed", reason=report.removeprefix("failed "))
+        send_event(events_fd, event="failed", reason=report.removeprefix("failed "))
         return
     if report.startswith("ended "):
         status = int(report.removeprefix("ended "))
     elif plan["isolation"] == "bubblewrap" and os.WIFEXITED(status) and 128 < os.WEXITSTATUS(status) < 160:
         status = os.WEXITSTATUS(status) - 128  # how bwrap says that a signal ended the program
-    _send_event(events_fd, event="ended", status=status, cpu_s=used.ru_utime + used.ru_stime)
+    send_event(events_fd, event="ended", status=status, cpu_s=used.ru_utime + used.ru_stime)
 
 
-def _send_event(events_fd: int, **event: Any) -> None:
+def send_event(events_fd: int, **event: Any) -> None:
+    """Send an event to the library."""
     os.write(events_fd, json.dumps(event).encode() + b"\n")
 
 
@@ -87,9 +95,15 @@ def _run(plan: dict[str, Any], events_fd: int, alive_fd: int) -> tuple[str, int]
         os.close(reading)
         _be_first(plan, events_fd, writing, owner)
     os.close(writing)
+    if plan.get("box") is not None:  # only the guest holds the connection to the library
+        empty = os.open("/dev/null", os.O_RDWR)
+        os.dup2(empty, 0)
+        os.close(empty)
     _wait(first, alive_fd)
     status = os.waitpid(first, 0)[1]
     _end_all(plan)
+    if plan["isolation"] == "process":
+        remove(plan["folder"])
     with open(reading, encoding="utf-8") as file:
         return file.read(), status
 
@@ -99,7 +113,7 @@ def _be_first(plan: Mapping[str, Any], events_fd: int, report: int, owner: int |
     try:
         if plan["isolation"] == "namespaces":
             _make_namespaces(plan, report, owner)
-        _send_event(events_fd, event="started")
+        send_event(events_fd, event="started")
         {"namespaces": _in_namespaces, "bubblewrap": _in_bubblewrap, "process": _plainly}[plan["isolation"]](
             plan, report, owner
         )
@@ -112,15 +126,18 @@ def _be_first(plan: Mapping[str, Any], events_fd: int, report: int, owner: int |
 def _make_namespaces(plan: Mapping[str, Any], report: int, owner: int | None) -> None:
     """Set up what the program will see. It takes a while on a busy machine, and the program's time has not begun."""
     assert owner is not None
-    make_root(plan["readable"], folder_bytes=plan["folder_bytes"], owner=owner)
+    make_root(plan["readable"], folder_bytes=plan["folder_bytes"], owner=owner, work=_work(plan))
     confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
     _end_if_alone(report)
-    with open("/tmp/main.py", "x", encoding="utf-8") as file:
-        file.write(plan["program"])
+    if plan.get("box") is None:
+        with open("/tmp/main.py", "x", encoding="utf-8") as file:
+            file.write(plan["program"])
 
 
 def _in_namespaces(plan: Mapping[str, Any], report: int, owner: int | None) -> None:
     """Process 1: when it ends, the kernel kills whatever else is in the namespace."""
+    if plan.get("box") is not None:
+        _become_guest(plan, report)
     confine.prctl(confine.PR_SET_DUMPABLE, 0)
     child = os.fork()
     if child == 0:
@@ -134,6 +151,20 @@ def _in_namespaces(plan: Mapping[str, Any], report: int, owner: int | None) -> N
             os._exit(0)
 
 
+def _work(plan: Mapping[str, Any]) -> str | None:
+    """Return the folder that a long-lived sandbox has besides /tmp."""
+    return plan["work"] if plan.get("box") is not None else None
+
+
+def _become_guest(plan: Mapping[str, Any], report: int) -> None:
+    """Serve a long-lived sandbox. Never returns."""
+    from forge.runtime.sandbox import guest  # whatever forks launchers imported it, before the root folder changed
+
+    os.closerange(3, report)
+    os.closerange(report + 1, 65536)
+    guest.serve(plan)
+
+
 def _end_if_alone(report: int) -> None:
     """Exit if the launcher died before it was arranged that this process ends with it."""
     poll = select.poll()
@@ -145,10 +176,7 @@ def _end_if_alone(report: int) -> None:
 def _in_bubblewrap(plan: Mapping[str, Any], report: int, owner: int | None) -> None:
     confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
     _end_if_alone(report)
-    program = os.memfd_create("program")
-    os.write(program, plan["program"].encode())
-    os.lseek(program, 0, os.SEEK_SET)
-    os.set_inheritable(program, True)
+    is_box = plan.get("box") is not None
     command = [plan["bwrap"], "--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox"]
     if plan["with_user"]:
         command += ["--unshare-all"]
@@ -156,10 +184,12 @@ def _in_bubblewrap(plan: Mapping[str, Any], report: int, owner: int | None) -> N
             confine.become(owner)
     else:
         command += [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")] + ["--cap-drop", "ALL"]
-        for name in ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN"):
+        for name in ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN", *(["CAP_KILL"] if is_box else [])):
             command += ["--cap-add", name]
     size = str(plan["folder_bytes"])
     command += ["--perms", "0700", "--size", size, "--tmpfs", "/tmp"]  # first: an interpreter may lie below it
+    if is_box:
+        command += ["--as-pid-1", "--perms", "0700", "--size", size, "--tmpfs", plan["work"]]
     for path in plan["readable"]:
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
@@ -168,12 +198,53 @@ def _in_bubblewrap(plan: Mapping[str, Any], report: int, owner: int | None) -> N
                 command += ["--perms", "0755", "--dir", parent] if parent != "/tmp" else []
             command += ["--ro-bind", path, path]
     command += ["--dev", "/dev", "--perms", "1777", "--size", size, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    command += ["--proc", "/proc", "--file", str(program), "/tmp/main.py", "--remount-ro", "/"]
-    inner = {name: plan[name] for name in ("command", "environment", "limits", "uid", "files")}
-    with open(confine.__file__, encoding="utf-8") as file:
-        source = file.read() + "\nmain()\n"
-    command += ["--", plan["command"][0], "-I", "-S", "-B", "-c", source, json.dumps(inner)]
+    command += ["--proc", "/proc"]
+    if not is_box:
+        command += ["--file", str(_readable_text(plan["program"])), "/tmp/main.py"]
+    command += ["--remount-ro", "/", "--", plan["command"][0], "-I", "-S", "-B", "-c", *_inner_command(plan)]
     os.execve(command[0], command, {})
+
+
+def _readable_text(text: str) -> int:
+    """Return a descriptor from which a text can be read by what is executed next."""
+    descriptor = os.memfd_create("program")
+    os.write(descriptor, text.encode())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.set_inheritable(descriptor, True)
+    return descriptor
+
+
+def _inner_command(plan: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the source and the argument of what confines the program, or serves, inside bubblewrap."""
+    names = ["command", "environment", "limits", "uid", "files"]
+    if plan.get("box") is None:
+        with open(confine.__file__, encoding="utf-8") as file:
+            return file.read() + "\nmain()\n", json.dumps({name: plan[name] for name in names})
+    from forge.runtime.sandbox import frames, guest, guest_files, guest_programs
+
+    sources = {}
+    for module in (confine, frames, guest_files, guest_programs, guest):
+        with open(str(module.__file__), encoding="utf-8") as file:
+            sources[module.__name__] = file.read()
+    names += ["isolation", "folder", "work", "box"]
+    return f"{_TRAVEL}\nload({sources!r}).serve_in_bubblewrap()\n", json.dumps({name: plan[name] for name in names})
+
+
+_TRAVEL = """
+import sys, types
+def load(sources):
+    for name in ("forge", "forge.runtime", "forge.runtime.sandbox", *sources):
+        module = sys.modules[name] = types.ModuleType(name)
+        above, _, own = name.rpartition(".")
+        if above:
+            setattr(sys.modules[above], own, module)
+        if name in sources:
+            exec(compile(sources[name], name, "exec"), module.__dict__)
+        else:
+            module.__path__ = []
+    return module
+"""
+"""Makes modules of their texts, where the library does not exist, and returns the last."""
 
 
 def _parents(path: str) -> list[str]:
@@ -187,11 +258,18 @@ def _plainly(plan: Mapping[str, Any], report: int, owner: int | None) -> None:
     confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
     _end_if_alone(report)
     folder = plan["folder"]
+    os.setsid()
+    os.mkdir(folder, 0o700)
+    if plan.get("box") is not None:
+        os.mkdir(plan["work"], 0o700)
+        if owner is not None:
+            os.chown(folder, owner, owner)
+            os.chown(plan["work"], owner, owner)
+        _become_guest(plan, report)
     with open(os.path.join(folder, "main.py"), "x", encoding="utf-8") as file:
         file.write(plan["program"])
     if owner is not None:
         os.chown(folder, owner, owner)
-    os.setsid()
     confine.become_program(plan, folder=folder)
 
 
@@ -218,23 +296,11 @@ def _end_all(plan: Mapping[str, Any]) -> None:
         except ChildProcessError:
             return
         if plan["isolation"] == "process" and plan["uid"] is not None:
-            _kill_user(plan["uid"])
+            confine.kill_user(plan["uid"])
         else:
             for pid in _children():
                 os.kill(pid, signal.SIGKILL)
         os.waitpid(-1, 0)
-
-
-def _kill_user(uid: int) -> None:
-    """Everything of one user, at one moment: nothing that forks fast enough escapes."""
-    killer = os.fork()
-    if killer == 0:
-        try:
-            confine.become(uid)
-            os.kill(-1, signal.SIGKILL)
-        finally:
-            os._exit(0)
-    os.waitpid(killer, 0)
 
 
 def _children() -> list[int]:
@@ -250,6 +316,21 @@ def _children() -> list[int]:
         if parent == os.getpid():
             found.append(int(name))
     return found
+
+
+def remove(folder: str) -> None:
+    """Remove a folder with hostile contents: follow no link, and restore permissions first."""
+    import shutil  # only where there is no boundary
+
+    if not os.path.exists(folder):
+        return
+    for parent, names, _ in os.walk(folder):
+        os.chmod(parent, 0o700)
+        for name in names:
+            path = os.path.join(parent, name)
+            if not os.path.islink(path):
+                os.chmod(path, 0o700)
+    shutil.rmtree(folder)
 
 
 # ---- namespaces, made with plain system calls: no network, an own host name and System V objects, and a file system
@@ -280,9 +361,9 @@ def leave_namespaces(*, with_user: bool) -> None:
             file.write(text)
 
 
-def make_root(readable: Sequence[str], *, folder_bytes: int, owner: int) -> None:
-    """Replace the root folder. `readable` are paths, links and folders, that stay as they are; /tmp belongs to
-    `owner` and holds at most `folder_bytes`."""
+def make_root(readable: Sequence[str], *, folder_bytes: int, owner: int, work: str | None = None) -> None:
+    """Replace the root folder. `readable` are paths, links and folders, that stay as they are; /tmp, and `work` where
+    programs in it may be executed, belong to `owner` and hold at most `folder_bytes` each."""
     unshare(_NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_NET)
     name = b"sandbox"
     confine.checked(_libc.sethostname(name, len(name)), "sethostname")
@@ -294,6 +375,9 @@ def make_root(readable: Sequence[str], *, folder_bytes: int, owner: int) -> None
     os.mkdir("/tmp", 0o755)  # before what is shown: an interpreter may lie below it
     options = f"size={folder_bytes},nr_inodes=16384,mode=700,uid={owner},gid={owner}"
     _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV | _NOEXEC, options)
+    if work is not None:
+        os.mkdir(work, 0o755)
+        _mount("tmpfs", work, "tmpfs", _NOSUID | _NODEV, options)
     for path in readable:
         _show(path)
     _make_devices()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final, Literal, Protocol
 
@@ -15,7 +16,6 @@ ISOLATIONS: Final[tuple[Isolation, ...]] = ("bubblewrap", "namespaces", "process
 KilledFor = Literal["time", "cpu", "output"]
 
 _MIB = 1024**2
-_LEAST: Final = {"memory_bytes": 32 * _MIB, "open_files": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +43,53 @@ class Limits:
     open_files: int = 64
 
     def __post_init__(self) -> None:
+        kind = type(self).__name__
         for entry in fields(self):
-            value, least = getattr(self, entry.name), _LEAST.get(entry.name, 1)
+            value, least = getattr(self, entry.name), self._least().get(entry.name, 1)
             in_seconds = entry.name.endswith("_s")
             fits = isinstance(value, (int, float) if in_seconds else int) and not isinstance(value, bool)
             if not fits or not math.isfinite(value) or not (value > 0 if in_seconds else value >= least):
                 raise OptionError(
                     f"the limit {entry.name} of a sandbox is not valid",
-                    path=f"Limits({entry.name}=)",
+                    path=f"{kind}({entry.name}=)",
                     value=value,
                     rule="a finite number of seconds > 0" if in_seconds else f"a whole number >= {least}",
-                    repair=f"Limits({entry.name}={entry.default})",
+                    repair=f"{kind}({entry.name}={entry.default})",
                 )
+
+    @staticmethod
+    def _least() -> Mapping[str, int]:
+        return {"memory_bytes": 32 * _MIB, "open_files": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits(Limits):
+    """What a long-lived sandbox may use.
+
+    Attributes:
+        wall_s: seconds that one call, `bash` or `python`, may take; then its command is killed.
+        open_s: seconds that the sandbox may be open; then it is closed.
+        cpu_s: processor seconds of each of its processes, rounded up to whole ones.
+        memory_bytes: address space of each of its processes.
+        processes: processes and threads that it may have at once.
+        file_bytes: size of a file that it writes.
+        folder_bytes: size of everything in its work folder, and of everything in /tmp (not with `process`).
+        output_bytes: what a call gives back of its output; of more, the middle is left out.
+        open_files: files that each of its processes may have open.
+    """
+
+    wall_s: float = 30.0
+    open_s: float = 3600.0
+    cpu_s: float = 600.0
+    processes: int = 32
+    file_bytes: int = 64 * _MIB
+    folder_bytes: int = 128 * _MIB
+    output_bytes: int = 64 * 1024
+    open_files: int = 256
+
+    @staticmethod
+    def _least() -> Mapping[str, int]:
+        return {"memory_bytes": 32 * _MIB, "open_files": 32, "output_bytes": 256}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import math
 import os
+import secrets
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 import forge
+from forge import _amx
 from forge.errors import LaunchError
-from forge.runtime.sandbox.records import Isolation, KilledFor, Limits, Outcome
+from forge.runtime.sandbox.launcher import remove
+from forge.runtime.sandbox.records import Isolation, KilledFor, Limits, Outcome, SandboxLimits
 
-_SETUP_S: Final = 60.0
+SETUP_S: Final = 60.0
 """How long a launcher may take to start a program, and to end everything: generous, for machines that are busy."""
 
-_START: Final = "import sys; sys.path.append(sys.argv.pop(1)); from forge.runtime.sandbox.launcher import main; main()"
+_HOME: Final = "SANDBOX_LIBRARY"
+_FIND: Final = f"import os, sys; sys.path.append(os.environ.pop({_HOME!r})); "
+_START: Final = "from forge.runtime.sandbox.launcher import main; main()"
 _ENVIRONMENT: Final = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -50,9 +53,13 @@ class LaunchedSandbox:
     def run(self, program: str, *, stdin: str = "", limits: Limits | None = None) -> Outcome:
         """See `Sandbox.run`."""
         chosen = limits or Limits()
-        with self._folder() as folder:
+        folder = self._folder()
+        try:
             run = Run(self.plan(program, folder=folder, limits=chosen), stdin.encode("utf-8", "replace"), limits=chosen)
             return run.to_its_end()
+        finally:
+            if self.isolation == "process":
+                remove(folder)  # only where the launcher was killed
 
     def plan(self, program: str, *, folder: str, limits: Limits) -> dict[str, Any]:
         """Return the plan for the launcher."""
@@ -67,16 +74,33 @@ class LaunchedSandbox:
             "limits": _as_plain_numbers(limits),
         }
 
-    @contextlib.contextmanager
-    def _folder(self) -> Iterator[str]:
+    def box_plan(self, *, shell: str | None, limits: SandboxLimits) -> dict[str, Any]:
+        """Return the plan for the launcher of a long-lived sandbox."""
+        folder = self._folder()
+        work = "/sandbox" if self.isolation != "process" else os.path.join(folder, "sandbox")
+        path = f"{os.path.dirname(self._python)}:{_ENVIRONMENT['PATH']}"
+        return {
+            **self.plan("", folder=folder, limits=limits),
+            "work": work,
+            "environment": {**_ENVIRONMENT, "PATH": path, "HOME": work, "TMPDIR": folder},
+            "box": {
+                "shell": shell,
+                "kernel": _kernel(),
+                "output_bytes": limits.output_bytes,
+                "most_bytes": limits.folder_bytes,
+            },
+        }
+
+    def _folder(self) -> str:
+        """Return the folder of a run: /tmp of its own, or one that the launcher makes and removes."""
         if self.isolation != "process":
-            yield "/tmp"  # of its own, and gone with its namespace
-            return
-        folder = tempfile.mkdtemp(prefix="forge-sandbox-")
-        try:
-            yield folder
-        finally:
-            _remove(Path(folder))
+            return "/tmp"
+        return os.path.join(tempfile.gettempdir(), f"forge-sandbox-{secrets.token_hex(8)}")
+
+
+@functools.cache
+def _kernel() -> str:
+    return Path(__file__).with_name("kernel.py").read_text(encoding="utf-8")
 
 
 def _as_plain_numbers(limits: Limits) -> dict[str, int]:
@@ -90,17 +114,19 @@ def _as_plain_numbers(limits: Limits) -> dict[str, int]:
     }
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder with hostile contents: follow no link, and restore permissions first."""
-    if not folder.exists():
-        return
-    for parent, names, _ in os.walk(folder):
-        os.chmod(parent, 0o700)
-        for name in names:
-            path = os.path.join(parent, name)
-            if not os.path.islink(path):
-                os.chmod(path, 0o700)
-    shutil.rmtree(folder)
+def bare_interpreter(source: str, *descriptors: int) -> dict[str, Any]:
+    """Return the command and the environment of an interpreter that finds the library, and inherits descriptors.
+
+    A sandbox can see the command of its first process, so that names nothing but what is visible there anyway.
+    """
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    return {
+        "args": [python, "-I", "-S", "-B", "-c", _FIND + source, *map(str, descriptors)],
+        "env": {_HOME: str(Path(forge.__file__).parents[1]), _amx.VARIABLE: os.environ.get(_amx.VARIABLE, "")},
+        "cwd": "/",
+        "pass_fds": descriptors,
+        "start_new_session": True,
+    }
 
 
 class Run:
@@ -121,18 +147,10 @@ class Run:
         os.lseek(written, 0, os.SEEK_SET)
         alive, self._alive = os.pipe()
         events, events_in = os.pipe()
-        home = str(Path(forge.__file__).parents[1])
-        command = [sys.executable, "-I", "-S", "-B", "-c", _START, home, str(written), str(events_in), str(alive)]
+        pipe = subprocess.PIPE
         try:
             self._launcher = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={},
-                cwd="/",
-                pass_fds=(written, events_in, alive),
-                start_new_session=True,
+                stdin=pipe, stdout=pipe, stderr=pipe, **bare_interpreter(_START, written, events_in, alive)
             )
         except OSError as error:
             os.close(self._alive)
@@ -166,9 +184,9 @@ class Run:
     def _talk(self) -> None:
         begun = time.monotonic()
         while self._open:
-            until = begun + _SETUP_S if self._started_at is None else self._started_at + self._limits.wall_s
+            until = begun + SETUP_S if self._started_at is None else self._started_at + self._limits.wall_s
             if self._killed_for is not None:
-                until = self._killed_at + _SETUP_S
+                until = self._killed_at + SETUP_S
             for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
                 self._feed() if key.data == "stdin" else self._read(key)
             if time.monotonic() < until or not self._open:
@@ -220,7 +238,7 @@ class Run:
 
     def _finish(self) -> None:
         try:
-            self._launcher.wait(_SETUP_S)
+            self._launcher.wait(SETUP_S)
         except subprocess.TimeoutExpired:
             os.killpg(self._launcher.pid, signal.SIGKILL)
             self._launcher.wait()

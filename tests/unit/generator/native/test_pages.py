@@ -131,6 +131,104 @@ def test_a_page_let_go_of_twice_is_a_bug_that_shows() -> None:
         pool.release(pages)
 
 
+# ---- Pages that are not full -------------------------------------------------------------------------------------
+
+
+def sealed_part(pool: PagePool, ids: list[int]) -> int:
+    """Compute a text within one page and end it there. Return its page."""
+    (page,) = pool.take(1)
+    pool.seal(page, ids, after=0)
+    pool.release([page])
+    return page
+
+
+def test_the_last_page_of_a_text_is_continued_in_place() -> None:
+    pool = PagePool(2)
+    ids = text(1, 1)
+    page = sealed_part(pool, ids[:9])
+    prefix = pool.find(ids, most=PAGE)
+    assert (prefix.pages, prefix.source, prefix.num_partial, prefix.num_tokens) == ([], page, 9, 9)
+    assert pool.num_held == 0, "it is not held before it is claimed"
+    assert pool.claim(prefix) == (page, False)
+    assert (pool.num_held, pool.num_retained) == (1, 0)
+    assert pool.find(ids, most=PAGE).num_partial == 9, "others may copy it"
+    pool.seal(page, ids, after=0)
+    assert pool.find(ids, most=PAGE).pages == [page]
+
+
+@pytest.mark.parametrize("num", [4, 8])
+def test_a_page_that_another_text_needs_is_copied(num: int) -> None:
+    pool = PagePool(3)
+    ids = text(1, 1)
+    page = sealed_part(pool, ids[:9])
+    branch = ids[:num] + text(2, 1)[num:]
+    prefix = pool.find(branch, most=PAGE)
+    assert (prefix.source, prefix.num_partial) == (page, num)
+    copy, is_copy = pool.claim(prefix)
+    assert is_copy
+    assert copy != page
+    assert pool.find(ids, most=PAGE).num_partial == 9, "the first text is still there"
+
+
+def test_a_full_page_is_copied_for_a_text_that_ends_in_it() -> None:
+    pool = PagePool(2)
+    ids = text(1, 1)
+    (page,) = fill(pool, ids)
+    prefix = pool.find(ids, most=PAGE - 1)
+    assert (prefix.pages, prefix.source, prefix.num_partial) == ([], page, PAGE - 1)
+    assert pool.claim(prefix)[1]
+
+
+def test_without_copying_only_whole_ends_that_nobody_holds_are_continued() -> None:
+    pool = PagePool(4, copying=False)
+    ids = text(1, 1)
+    page = sealed_part(pool, ids[:9])
+    assert pool.find(ids[:8] + text(2, 1)[8:], most=PAGE).num_tokens == 0
+    prefix = pool.find(ids, most=PAGE)
+    assert pool.claim(prefix) == (page, False)
+    assert pool.find(ids, most=PAGE).num_tokens == 0
+
+
+def test_a_few_tokens_are_not_worth_a_page() -> None:
+    pool = PagePool(2)
+    ids = text(1, 1)
+    sealed_part(pool, ids[:3])
+    assert pool.find(ids, most=PAGE).num_tokens == 0
+    assert pool.num_retained == 0
+
+
+def test_an_end_that_is_known_already_is_not_kept_twice() -> None:
+    pool = PagePool(4)
+    ids = text(1, 1)
+    sealed_part(pool, ids[:9])
+    sealed_part(pool, ids[:7])
+    assert pool.num_retained == 1
+    sealed_part(pool, ids[:12])
+    assert pool.find(ids, most=PAGE).num_partial == 12
+
+
+def test_pages_that_are_not_full_are_evicted_and_forgotten_like_others() -> None:
+    pool = PagePool(2)
+    ids, other = text(1, 1), text(2, 1)
+    sealed_part(pool, ids[:9])
+    sealed_part(pool, other[:9])
+    (taken,) = pool.take(1)
+    assert [pool.find(each, most=PAGE).num_partial for each in (ids, other)] == [0, 9]
+    pool.forget()
+    assert pool.find(other, most=PAGE).num_partial == 0
+    pool.release([taken])
+    assert sorted(pool.take(2)) == [0, 1]
+
+
+def test_a_source_may_become_the_copy() -> None:
+    """With no other page left the source is evicted, and is already what it would be copied to."""
+    pool = PagePool(2)
+    ids = text(1, 1)
+    page = sealed_part(pool, ids[:9])
+    pool.take(1)
+    assert pool.claim(pool.find(ids[:8] + text(2, 1)[8:], most=PAGE)) == (page, True)
+
+
 def test_random_use_never_gives_a_page_to_two_texts() -> None:
     draw = random.Random(7)
     pool = PagePool(12)

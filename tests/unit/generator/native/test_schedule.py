@@ -24,8 +24,10 @@ MAX_BATCH, CHUNK, MAX_LEN = 6, 24, 8 * PAGE
 class Load:
     """A scheduler, and the part of the engine around it that takes tokens."""
 
-    def __init__(self, *, num_pages: int, sharing: bool = True, chunk_tokens: int = CHUNK) -> None:
-        self.pool = PagePool(num_pages, sharing=sharing)
+    def __init__(
+        self, *, num_pages: int, sharing: bool = True, copying: bool = True, chunk_tokens: int = CHUNK
+    ) -> None:
+        self.pool = PagePool(num_pages, sharing=sharing, copying=copying)
         self.scheduler = Scheduler(self.pool, max_batch=MAX_BATCH, chunk_tokens=chunk_tokens, max_pages=MAX_LEN // PAGE)
         self.ended: list[SequenceState] = []
         self.contents: dict[tuple[int, int], int] = {}
@@ -63,12 +65,20 @@ class Load:
         assert scheduler.num_reserved <= MAX_BATCH
         slots = [sequence.slot for sequence in scheduler.running]
         assert len(set(slots)) == len(slots)
+        self._copy(scheduler.take_copies())
         for piece in pieces:
             self._write(piece)
         for piece in pieces:
             self._compute(piece)
         self._check_pages()
         return pieces
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy all at once, as the model's runner does: a page may be read and written in the same call."""
+        old = dict(self.contents)
+        for source, target in pairs:
+            for place in range(PAGE):
+                self.contents[target, place] = old.get((source, place), -1)
 
     def _write(self, piece: Piece) -> None:
         sequence = piece.sequence
@@ -91,9 +101,7 @@ class Load:
             return
         siblings = sequence.siblings
         if siblings:
-            for source, target in scheduler.fork(sequence):
-                for place in range(PAGE):
-                    self.contents[target, place] = self.contents.get((source, place), -1)
+            self._copy(scheduler.fork(sequence))
         for each in (sequence, *(sibling for sibling in siblings if sibling.slot >= 0)):
             each.ids.append(hash((each.index, tuple(each.ids))) % 50)
             if len(each.ids) >= each.max_len:
@@ -131,11 +139,11 @@ def some_ids(draw: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("num_pages", [9, 14, 60])
-@pytest.mark.parametrize("sharing", [True, False])
-def test_everybody_ends_and_every_page_comes_back(num_pages: int, sharing: bool) -> None:
+@pytest.mark.parametrize(("sharing", "copying"), [(True, True), (True, False), (False, False)])
+def test_everybody_ends_and_every_page_comes_back(num_pages: int, sharing: bool, copying: bool) -> None:
     for seed in range(6):
         draw = random.Random(seed)
-        load = Load(num_pages=num_pages, sharing=sharing, chunk_tokens=draw.choice([16, 24, 100]))
+        load = Load(num_pages=num_pages, sharing=sharing, copying=copying, chunk_tokens=draw.choice([16, 24, 100]))
         groups: list[list[SequenceState]] = []
         gone: list[SequenceState] = []
         for _ in range(150):

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler, Middleware
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 
 from forge.errors import (
@@ -22,7 +23,7 @@ from forge.errors import (
     SyncError,
 )
 
-_log = logging.getLogger("forge.generator.openai")
+_log = logging.getLogger("forge.envs.chat_api")
 
 RETRY_AFTER_S = 1
 """The Retry-After header when every replica is busy."""
@@ -84,9 +85,6 @@ def _is_length(error: PromptError) -> bool:
     return "longer than the context" in error.message
 
 
-_log = logging.getLogger("forge.generator.openai")
-
-
 def is_malformed(error: BaseException) -> bool:
     """Return whether an error says that the bytes of a request break the rules of HTTP: the client's fault."""
     return isinstance(error, HttpProcessingError | RequestPayloadError)
@@ -95,6 +93,28 @@ def is_malformed(error: BaseException) -> bool:
 def malformed_request(reason: str) -> RequestError:
     """Return the answer to a request that cannot be parsed."""
     return RequestError(f"The request is not valid HTTP: {' '.join(reason.split())}", code="invalid_http")
+
+
+def json_errors(size_limit: str) -> Middleware:
+    """Return the middleware that answers errors as JSON. `size_limit` names what bounds the size of a request."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException as refused:
+            if refused.status == 413:
+                text = f"The request is too large; {size_limit} allows {request.client_max_size / 2**20:g} MiB."
+            else:
+                text = f"{request.method} {request.path}: {refused.reason}"
+            error = RequestError(text, status=refused.status, code=(refused.reason or "").lower().replace(" ", "_"))
+        except ConnectionError:
+            raise  # the client is gone
+        except Exception as cause:  # noqa: BLE001 - sent to the client, and logged
+            error = malformed_request(str(cause)) if is_malformed(cause) else request_error(cause)
+        return web.json_response(error.body, status=error.status, headers=error.headers)
+
+    return answer
 
 
 class JsonErrorRunner(web.AppRunner):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from mypy import api
 
-SOURCES = Path(__file__).parents[3] / "src"
-SAMPLE = Path(__file__).parents[2] / "support" / "typed_calls.py"
+SOURCES = Path(__file__).parents[2] / "src"
+SAMPLE = Path(__file__).parents[1] / "support" / "typed_calls.py"
 CONFIG = f"""
 [mypy]
 strict = true

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from aiohttp import web
 from pydantic import ValidationError
 
 from forge.config import Sampling
 from forge.config.diagnosis import diagnose
+from forge.envs.chat_api.errors import RequestError, parameter_error
 from forge.errors import did_you_mean
-from forge.generator.openai.errors import RequestError, parameter_error
-from forge.generator.openai.tool_calls import parsed_arguments
 
 CONVERSATION_HEADER: Final = "x-forge-conversation"
 
@@ -102,6 +102,45 @@ def read_options(
         return_token_ids=read_flag(body, "return_token_ids"),
         conversation=_read_conversation(body, header),
     )
+
+
+async def read_body(request: web.Request) -> dict[str, Any]:
+    """Return the body of a request: a JSON object that names a model."""
+    if request.content_type != "application/json":
+        # It also keeps web pages of other origins out: they may not send this type without asking first.
+        text = "The request must be of the type application/json."
+        raise RequestError(text, status=415, code="unsupported_media_type")
+    announced = request.content_length or 0
+    if announced > request.client_max_size:  # refused before any of it is awaited
+        raise web.HTTPRequestEntityTooLarge(max_size=request.client_max_size, actual_size=announced)
+    try:
+        raw = await request.read()
+        body = json.loads(raw, parse_constant=_no_constant)
+        if b"\\u" in raw:  # JSON can spell halves of characters, which are not text
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise RequestError("The body must be a JSON object.", code="invalid_json")
+    if not isinstance(body.get("model"), str):
+        raise parameter_error("model", "must name the model", code="missing_required_parameter")
+    return body
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def bearer_key(request: web.Request) -> str | None:
+    """Return the key in a request's header `Authorization: Bearer KEY`."""
+    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else None
+
+
+def wrong_key() -> RequestError:
+    """Return the answer to a request without the right key."""
+    text = "Incorrect API key: the header must be `Authorization: Bearer KEY`."
+    return RequestError(text, status=401, kind="authentication_error", code="invalid_api_key")
 
 
 def read_flag(body: Mapping[str, Any], name: str) -> bool:
@@ -265,3 +304,38 @@ def _read_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
             text = f'\'tools[{index}]\': must be {{"type": "function", "function": {{"name": …}}}}'
             raise RequestError(text, param=f"tools[{index}]", code="invalid_value")
     return tools
+
+
+def message_key(message: Mapping[str, Any]) -> str | None:
+    """Return a key for an assistant's message with tool calls that does not depend on how its JSON is formatted."""
+    calls = message.get("tool_calls")
+    if message.get("role") != "assistant" or not isinstance(calls, Sequence) or not calls:
+        return None
+    listed = [
+        (call.get("id"), call["function"].get("name"), parsed_arguments(call["function"].get("arguments")))
+        for call in calls
+        if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
+    ]
+    return json.dumps([message.get("content") or "", listed], sort_keys=True) if len(listed) == len(calls) else None
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    """Return arguments as an object, which chat templates expect, if they are JSON text of one; else unchanged."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def check_tools(messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any], text: str) -> None:
+    """Refuse tools that the chat template silently leaves out."""
+    names = [("tools", tool["function"]["name"]) for tool in template.get("tools") or ()]
+    for message in messages:
+        names += [("messages", call["function"]["name"]) for call in message.get("tool_calls") or ()]
+    for param, name in names:
+        if name not in text:
+            rule = f"the model's chat template leaves {name!r} out: set generator.chat_template to one with tools"
+            raise parameter_error(param, rule, code="unsupported_value")

@@ -1,0 +1,160 @@
+"""Groups of episodes that a program makes: one coroutine per group, any number of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from forge.config import EpisodeConfig
+from forge.envs.limits import Fault
+from forge.errors import ActorFailure, CallTimeout, GroupFailed, RolloutError
+from forge.observe import span
+from forge.rollout.journal_file import remove_journals
+from forge.rollout.progress import RolloutProgress
+from forge.rollout.references import References
+from forge.rollout.rollouter import Prompts
+from forge.types import Episode, Group, Task
+
+_log = logging.getLogger("forge.episodes")
+
+CompareFunction = Callable[[Task, Sequence[Episode]], Awaitable[list[float]]]
+
+
+class RunFunction(Protocol):
+    """Runs one episode: `EpisodeWorker.run`, routed to a worker."""
+
+    def __call__(
+        self,
+        task: Task,
+        group: int,
+        member: int,
+        *,
+        oldest_version: int = ...,
+        evaluation: bool = ...,
+    ) -> Awaitable[Episode]: ...
+
+
+class EpisodeSource(RolloutProgress):
+    """Makes groups of episodes, and runs those again that a fault ended.
+
+    Args:
+        prompts: the tasks, by number.
+        run: runs one episode.
+        compare: what the group's reward adds to each episode; None without one.
+        references: scores episodes with the reference model.
+        config: the section `episode`.
+        group_size: how many episodes a group has.
+        journal_dir: where workers keep journals; None for none.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        *,
+        run: RunFunction,
+        compare: CompareFunction | None,
+        references: References,
+        config: EpisodeConfig,
+        group_size: int,
+        journal_dir: Path | None = None,
+    ) -> None:
+        super().__init__()
+        self._prompts, self._run, self._compare, self._references = prompts, run, compare, references
+        self._config, self._group_size, self._journal_dir = config, group_size, journal_dir
+        self._faults: Counter[str] = Counter()
+        self._num_failed_in_a_row = 0
+
+    async def roll_out(self, number: int, *, oldest_version: int = 0) -> Group:
+        """Run the episodes of a group at the same time, then compare them with each other and with the reference."""
+        epoch, task = self._prompts.at(number)
+        try:
+            with span("rollout", group=number), self.generating():
+                self.enter(number, f"runs {self._group_size} episodes")
+                episodes = await self._members(number, task, oldest_version=oldest_version)
+            self.count(len(episodes), sum(episode.num_tokens for episode in episodes))
+            self.enter(number, "scoring")
+            with span("score", group=number):
+                added = None if self._compare is None else await self._compare(task, episodes)
+                references = await self._references.logprobs(episodes, number=number)
+        except (Fault, ActorFailure, CallTimeout) as error:
+            raise self._failed(number, task, error) from error
+        finally:
+            self.leave(number)
+        self._num_failed_in_a_row = 0
+        if added is not None:
+            episodes = [_with_reward(each, value) for each, value in zip(episodes, added, strict=True)]
+        charged = [
+            self._references.charged(replace(episode, ref_logprobs=reference))
+            for episode, reference in zip(episodes, references, strict=True)
+        ]
+        return Group(number, epoch, tuple(charged))
+
+    async def run_member(self, number: int, member: int, task: Task, **options: Any) -> Episode:
+        """Run one episode, again after faults, `episode.max_retries` times. Then the last fault is raised."""
+        num_left = self._config.max_retries
+        while True:
+            try:
+                return await self._run(task, number, member, **options)
+            except (Fault, ActorFailure, CallTimeout) as error:
+                kind = error.kind if isinstance(error, Fault) else "worker"
+                self._faults[kind] += 1
+                _log.warning("episode %d of group %d ended in a fault (%s): %s", member, number, kind, error.message)
+                if num_left == 0:
+                    raise
+                num_left -= 1
+
+    async def _members(self, number: int, task: Task, *, oldest_version: int) -> list[Episode]:
+        num_done = 0
+
+        async def one(member: int) -> Episode:
+            nonlocal num_done
+            episode = await self.run_member(number, member, task, oldest_version=oldest_version)
+            num_done += 1
+            self.update(number, f"runs {self._group_size - num_done} of {self._group_size} episodes")
+            return episode
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(one(member)) for member in range(self._group_size)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in running]
+
+    def _failed(self, number: int, task: Task, error: Fault | ActorFailure | CallTimeout) -> Exception:
+        self._num_failed_in_a_row += 1
+        most = self._config.max_failed_groups
+        if self._num_failed_in_a_row < most:
+            return GroupFailed(
+                f"an episode ended in a fault {self._config.max_retries + 1} times: {error.message}", path=task.id
+            )
+        return RolloutError(
+            f"{most} groups in a row failed by faults; the last one: {error.message}",
+            path="episode.max_failed_groups",
+            value=most,
+            rule=f"fewer than {most} in a row; faults so far: {dict(self._faults)}",
+            repair="repair what the message names (a program that raises, a tool server, a sandbox); then resume",
+        )
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the faults since the last call, by kind."""
+        found = {f"episode/faults/{kind}": float(count) for kind, count in sorted(self._faults.items())}
+        found["episode/num_faults"] = float(self._faults.total())
+        self._faults.clear()
+        return found
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Remove the journals of groups that were trained on or dropped."""
+        if self._journal_dir is not None:
+            remove_journals(self._journal_dir, numbers)
+
+
+def _with_reward(episode: Episode, value: float) -> Episode:
+    score = episode.score
+    unshaped = None if score.unshaped is None else score.unshaped + value
+    parts = {**score.parts, "group": score.parts.get("group", 0.0) + value}
+    return replace(episode, score=replace(score, reward=score.reward + value, parts=parts, unshaped=unshaped))

@@ -1,0 +1,207 @@
+"""The records that flow between the parts of a run.
+
+All are frozen. Whatever belongs to a token lies at the index of *that* token: `logprobs[t]` is the logarithm of the
+probability of `token_ids[t]` given everything before it, and `loss_weights[t]` says how much predicting it counts. The
+first token of a sample is never predicted, so both are 0 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from forge.types.completions import (
+    INITIAL_VERSION,
+    Completion,
+    Delta,
+    FinishReason,
+    Timings,
+    VersionSpan,
+    joined_spans,
+)
+from forge.types.episodes import (
+    Answer,
+    Episode,
+    EpisodeOutcome,
+    Group,
+    MalformedCall,
+    PrefixBreakKind,
+    Score,
+    Task,
+    ToolCall,
+    Turn,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Prompt = Task
+"""The name of `Task` in release 0.1; it will be removed in the next."""
+
+__all__ = [
+    "INITIAL_VERSION",
+    "Answer",
+    "Batch",
+    "Completion",
+    "Delta",
+    "Episode",
+    "EpisodeOutcome",
+    "FinishReason",
+    "Group",
+    "MalformedCall",
+    "PrefixBreakKind",
+    "Prompt",
+    "Sample",
+    "Score",
+    "StepResult",
+    "Task",
+    "Timings",
+    "ToolCall",
+    "Turn",
+    "VersionSpan",
+    "joined_spans",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A line of tokens to learn from: a whole sequence, or one of the root-to-leaf paths of an episode.
+
+    Attributes:
+        token_ids: int64 [L], L >= 1.
+        loss_weights: float32 [L]; 0 where a token is only read. `loss_weights[0]` is 0.
+        fields: further values per token, each float32 [L], such as advantages or the sampler's logprobs.
+        identity: where it came from, for messages: "train.jsonl:17", "prompt 12, sample 3".
+        sequence: which sequence of its batch it belongs to, any number; None for a sequence of its own. Losses that
+            average per sequence, or have one ratio per sequence, take all samples with the same number together.
+    """
+
+    token_ids: Tensor
+    loss_weights: Tensor
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    identity: str = ""
+    sequence: int | None = None
+
+    def __len__(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The samples of one optimizer step, laid end to end. T is the number of tokens, S that of samples.
+
+    A batch is the *global* one: every rank gets the same and takes its part, so that the number of tokens that count is
+    known everywhere without asking.
+
+    Attributes:
+        token_ids: int64 [T].
+        loss_weights: float32 [T].
+        lengths: the S lengths, in order; they add up to T.
+        fields: further values per token, each [T].
+        identities: the S identities.
+        sequences: S numbers: which sequence each sample belongs to. Empty where every sample is its own sequence.
+    """
+
+    token_ids: Tensor
+    loss_weights: Tensor
+    lengths: tuple[int, ...]
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    identities: tuple[str, ...] = ()
+    sequences: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Batch:
+        """Lay samples end to end. All must have the same fields.
+
+        Sequences are numbered from 0, in the order of their first samples; not at all where each has one sample.
+        """
+        import torch
+
+        if not samples:
+            raise ValueError("a batch needs at least one sample")
+        names = set(samples[0].fields)
+        for sample in samples:
+            if set(sample.fields) != names:
+                raise ValueError(
+                    f"sample {sample.identity!r} has the fields {sorted(sample.fields)}, the first has {sorted(names)}"
+                )
+        return cls(
+            token_ids=torch.cat([sample.token_ids for sample in samples]),
+            loss_weights=torch.cat([sample.loss_weights for sample in samples]),
+            lengths=tuple(len(sample) for sample in samples),
+            fields={name: torch.cat([sample.fields[name] for sample in samples]) for name in samples[0].fields},
+            identities=tuple(sample.identity for sample in samples),
+            sequences=_numbered([sample.sequence for sample in samples]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def sequence_numbers(self) -> tuple[int, ...]:
+        """The sequence of each sample, also where every sample is its own."""
+        return self.sequences or tuple(range(len(self)))
+
+    @property
+    def num_sequences(self) -> int:
+        return len(set(self.sequence_numbers))
+
+    @property
+    def total_weight(self) -> float:
+        """The sum of all loss weights: the number of tokens that count, where weights are 0 or 1."""
+        return float(self.loss_weights.double().sum())
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the samples again, as views."""
+        start = 0
+        for index, length in enumerate(self.lengths):
+            part = slice(start, start + length)
+            yield Sample(
+                self.token_ids[part],
+                self.loss_weights[part],
+                {name: values[part] for name, values in self.fields.items()},
+                self.identities[index] if self.identities else "",
+                self.sequences[index] if self.sequences else None,
+            )
+            start += length
+
+
+def _numbered(sequences: Sequence[int | None]) -> tuple[int, ...]:
+    """Return the sequences renumbered from 0 in order of appearance; nothing where each has one sample."""
+    keys = [("own", index) if sequence is None else ("shared", sequence) for index, sequence in enumerate(sequences)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return () if len(numbers) == len(keys) else tuple(numbers[key] for key in keys)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did. Equal on every rank.
+
+    Attributes:
+        step: the number of optimizer steps taken so far, this one included.
+        loss: the normalised loss of the whole batch, before the step.
+        grad_norm: the norm of the whole gradient before clipping.
+        learning_rate: the rate that this step used.
+        num_tokens: tokens of the batch; num_loss_tokens: those that counted.
+        skipped: True when the step was not taken because loss or gradient was not finite.
+        seconds: how long the step took on this rank.
+        metrics: what the loss reports (sums already divided), and the device's peak memory where it is known.
+        logprobs: for each sample, float32 [L], the logprobs of its tokens before the step, where they were asked for
+            and the rank is the first; 0 at tokens that do not count.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    num_loss_tokens: int
+    skipped: bool = False
+    seconds: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: tuple[Tensor, ...] | None = None
