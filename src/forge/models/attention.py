@@ -69,8 +69,8 @@ class DocumentAttention(Module):  # type: ignore[misc]
         k_ENH, v_ENH = (expand_shared(each, row.sharing) for each in (k_LNH, v_LNH))
         if _has_kernel(q_LNH):
             return self.kernel(q_LNH, k_ENH, v_ENH, row.sharing.queries, documents, scale).unsqueeze(0)
-        whole = (each.unsqueeze(0) for each in (expand_shared(q_LNH, row.sharing), k_ENH, v_ENH))
-        return _by_document(*whole, documents, scale).index_select(1, row.sharing.own)
+        q, k, v = (each.unsqueeze(0) for each in (expand_shared(q_LNH, row.sharing), k_ENH, v_ENH))
+        return _by_document(q, k, v, documents, scale).index_select(1, row.sharing.own)
 
 
 def _goes_by_row(q: Tensor) -> bool:
