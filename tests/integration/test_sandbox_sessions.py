@@ -110,7 +110,7 @@ def test_a_command_that_takes_too_long(backend: LaunchedSandbox) -> None:
     async def body(box: Box) -> None:
         await box.python("kept = 1")
         await box.bash("mkdir d; cd d; export KEPT=2; lost=3; (setsid sleep 1000 &) ; sleep 1000 &")
-        assert (await box.bash(SLEEPERS)).output == "2\n"
+        assert (await box.bash(f'until [ "$({SLEEPERS})" = 2 ]; do :; done')).exit_code == 0
         late = await box.bash(
             "echo half; trap '' TERM INT HUP; cd /; export KEPT=9; while :; do :; done", timeout_s=SHORT_S
         )
@@ -211,6 +211,33 @@ def test_hostile_code_is_an_outcome(backend: LaunchedSandbox) -> None:
         found = await box.files()
         assert found == {"ok": "1"}
         assert list(found.left_out.values())[-1] == "File name too long"
+
+    use(backend, body)
+
+
+def test_the_policy_does_not_cause_failures_of_the_infrastructure(backend: LaunchedSandbox) -> None:
+    async def body(box: Box) -> None:
+        await box.bash("chmod 0 /tmp /sandbox; exit")
+        assert (await box.bash("echo usable; ls /tmp")).output == "usable\n"
+        await box.bash("chmod 0 /tmp /sandbox")
+        assert (await box.python("6 * 7")).value == "42"
+        stop = "import os, signal, threading\ndef stop():\n    while True: os.kill(-1, signal.SIGSTOP)\n"
+        await box.python(stop + "threading.Thread(target=stop).start()")
+        late = await box.bash("echo started", timeout_s=SHORT_S)
+        assert late.timed_out or late.output == "started\n"
+        await box.bash("exit", timeout_s=SHORT_S)
+        assert str(await box.bash("echo again", timeout_s=SHORT_S))
+        for path in ("\ud800", "a\0b", "x" * 300, "a/" * 3000):
+            for use_file in (box.read_file(path), box.write_file(path, "x"), box.put({path: "x"})):
+                with pytest.raises(OSError):
+                    await use_file
+        records = LIMITS.open_files - 11
+        for record in (b"9" * 100_000 + b"\0\0\0", b"0\0" * 3 + b"0\0" * 3, b"x" * 5_000_000):
+            await box.write_file("record", record)
+            await box.bash(f"cat record >/proc/$$/fd/{records}; cat record >&{records}", timeout_s=SHORT_S)
+        await box.python("import os; os.kill(os.getpid(), 9)")
+        assert (await box.bash("echo alive")).output == "alive\n"
+        assert (await box.python("6 * 7")).value == "42"
 
     use(backend, body)
 
@@ -366,7 +393,7 @@ def test_everything_is_gone_when_the_owner_is_killed(isolation: str) -> None:
         word, work = owner.stdout.readline().split()
         assert word == "up"
         below = psutil.Process(owner.pid).children(recursive=True)
-        assert sum(each.name() == "sleep" for each in below) >= 3
+        assert len(below) >= 8, "server, launcher, first process, shell, kernel and three programs"
         owner.send_signal(signal.SIGKILL)
     assert psutil.wait_procs(below, timeout=300)[1] == []
     if isolation == "process":

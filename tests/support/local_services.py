@@ -44,6 +44,11 @@ class LocalService:
             route=route, fanout=fanout, options=lambda partial=False: self._endpoint(name, is_partial=partial)
         )
 
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        """Do nothing: no replica holds anything for the calls of a session."""
+        yield
+
     async def shutdown(self) -> None:
         """Close the replicas, unless that was done."""
         if not self._is_closed:
@@ -61,7 +66,8 @@ def services_here() -> Iterator[None]:
     async def start(cls: type, num_replicas: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalService:
         replicas = [cls(*args, **kwargs) for _ in range(num_replicas)]
         for replica in replicas:
-            await replica.setup()
+            if hasattr(replica, "setup"):
+                await replica.setup()
         made.append(LocalService(replicas))
         return made[-1]
 

@@ -6,9 +6,9 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,10 @@ class PromptSource(Protocol):
     name: str
 
     def read(self, index: int) -> Task: ...
+
+
+Identify: TypeAlias = Callable[[Task], int]
+"""Returns a hash of a prompt: equal ones ask the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +112,20 @@ def joined(indexes: Sequence[PromptIndex]) -> PromptIndex:
     return whole
 
 
-def gather(source: PromptSource, *, num_candidates: int, limit: int, distinct: bool, lenient: bool) -> PromptIndex:
+def gather(
+    source: PromptSource,
+    *,
+    num_candidates: int,
+    limit: int,
+    distinct: bool,
+    lenient: bool,
+    identify: Identify,
+) -> PromptIndex:
     """The first `limit` prompts among the candidates 0, 1, … that can be used.
 
     With `distinct`, what is asked a second time is passed over, and the search ends early when nothing new has come for
-    long. With `lenient`, what cannot be read is passed over, counted and logged; otherwise it is raised.
+    long. With `lenient`, what cannot be read is passed over, counted and logged; otherwise it is raised. `identify`
+    says which prompts ask the same.
     """
     numbers: list[int] = []
     questions: list[int] = []
@@ -136,7 +149,7 @@ def gather(source: PromptSource, *, num_candidates: int, limit: int, distinct: b
             if num_bad <= _LOGGED:
                 logger.warning("skipped: %s", error.message)
             continue
-        question = question_hash(prompt)
+        question = identify(prompt)
         if distinct and question in seen:
             num_repeated += 1
             continue
@@ -166,6 +179,11 @@ def question_hash(prompt: Task) -> int:
     if not turns:
         turns = [("user", _squeezed(prompt.text or ""))]
     return _hash64(json.dumps(turns))
+
+
+def task_hash(prompt: Task) -> int:
+    """64 bits of what is asked, its answer and its metadata."""
+    return _hash64(json.dumps([question_hash(prompt), prompt.answer, prompt.metadata], sort_keys=True))
 
 
 def fingerprint(prompt: Task) -> bytes:

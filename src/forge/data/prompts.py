@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from forge.config import EvaluationConfig, PromptsConfig, PromptSourceConfig
 from forge.data.mixing import Indices, derive, shuffled
 from forge.data.prompt_files import ID, RecordPrompts
-from forge.data.prompt_index import PromptIndex, gather, joined
+from forge.data.prompt_index import Identify, PromptIndex, gather, joined, question_hash, task_hash
 from forge.data.tasks import open_task
 from forge.errors import ConfigError, DataError
 from forge.types import Task
@@ -106,18 +106,23 @@ class PromptSplit:
     heldout: PromptDataset | None
 
 
-def open_prompts(config: PromptsConfig, *, evaluation: EvaluationConfig, seed: int) -> PromptSplit:
+def open_prompts(
+    config: PromptsConfig, *, evaluation: EvaluationConfig, seed: int, for_episodes: bool = False
+) -> PromptSplit:
     """Open the prompts of a configuration.
 
     What is held out by fraction goes by what is asked and by the seed: not by the order of the records, and equal
-    questions are on the same side. Where evaluation has sources of its own, what they ask is left out of training.
+    questions are on the same side. Where evaluation has sources of its own, what they ask is left out of training. With
+    `for_episodes`, tasks that ask the same are different ones if their answers or metadata differ: what a program hides
+    at first (a number to guess, a table that a tool reads) is part of its task.
     """
     wording = Wording(config.system_prompt, config.template, config.chat)
-    prompt_index = _open_index(config.sources, config=config, section="prompts", seed=seed)
+    identify = task_hash if for_episodes else question_hash
+    prompt_index = _open_index(config.sources, config=config, section="prompts", seed=seed, identify=identify)
     if not evaluation.enabled:
         return PromptSplit(PromptDataset(prompt_index, wording=wording), None)
     if evaluation.sources:
-        held = _open_index(evaluation.sources, config=config, section="evaluation", seed=seed)
+        held = _open_index(evaluation.sources, config=config, section="evaluation", seed=seed, identify=identify)
         questions = np.unique(held.questions)
     else:
         held = prompt_index
@@ -173,7 +178,7 @@ def _record(prompt: Task) -> dict[str, object]:
 
 
 def _open_index(
-    sources: Sequence[PromptSourceConfig], *, config: PromptsConfig, section: str, seed: int
+    sources: Sequence[PromptSourceConfig], *, config: PromptsConfig, section: str, seed: int, identify: Identify
 ) -> PromptIndex:
     if not sources:
         raise ConfigError(
@@ -186,19 +191,22 @@ def _open_index(
     indexes = []
     for number, source in enumerate(sources):
         if source.task is None:
-            indexes.append(_open_records(source, config=config))
+            indexes.append(_open_records(source, config=config, identify=identify))
         else:
             own = source.seed if source.seed is not None else derive(seed, section, number) % 2**31
             where = f"{section}.sources[{number}]"
-            indexes.append(_open_task(source, where=where, seed=own, lenient=config.on_bad_record == "skip"))
+            lenient = config.on_bad_record == "skip"
+            indexes.append(_open_task(source, where=where, seed=own, lenient=lenient, identify=identify))
     return joined(indexes)
 
 
-def _open_records(source: PromptSourceConfig, *, config: PromptsConfig) -> PromptIndex:
+def _open_records(source: PromptSourceConfig, *, config: PromptsConfig, identify: Identify) -> PromptIndex:
     lenient = config.on_bad_record == "skip"
     records = RecordPrompts(source, chat=config.chat, lenient=lenient)
     limit = min(source.num_prompts or len(records), len(records))
-    prompt_index = gather(records, num_candidates=len(records), limit=limit, distinct=False, lenient=lenient)
+    prompt_index = gather(
+        records, num_candidates=len(records), limit=limit, distinct=False, lenient=lenient, identify=identify
+    )
     if not len(prompt_index):
         raise DataError(
             f"there is no usable prompt in {records.name}",
@@ -210,14 +218,16 @@ def _open_records(source: PromptSourceConfig, *, config: PromptsConfig) -> Promp
     return prompt_index
 
 
-def _open_task(source: PromptSourceConfig, *, where: str, seed: int, lenient: bool) -> PromptIndex:
+def _open_task(source: PromptSourceConfig, *, where: str, seed: int, lenient: bool, identify: Identify) -> PromptIndex:
     wanted = source.num_prompts or DEFAULT_NUM_PROMPTS
     num_candidates = 20 * wanted + 1000
     task = open_task(str(source.task), args=source.task_args, seed=seed, where=where, size=num_candidates)
     limit = wanted
     if task.num_problems is not None:
         limit = num_candidates = min(wanted, task.num_problems)
-    prompt_index = gather(task, num_candidates=num_candidates, limit=limit, distinct=True, lenient=lenient)
+    prompt_index = gather(
+        task, num_candidates=num_candidates, limit=limit, distinct=True, lenient=lenient, identify=identify
+    )
     if not len(prompt_index) or (source.num_prompts is not None and len(prompt_index) < source.num_prompts):
         found = task.num_problems if task.num_problems is not None else len(prompt_index)
         raise ConfigError(

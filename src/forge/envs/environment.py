@@ -22,15 +22,15 @@ class Observation:
 
     Attributes:
         messages: what the policy reads next.
-        reward: what the last answer earned; None if the environment says nothing about it.
+        reward: what the last answer earned: a number, or several by name; None if there is nothing to say about it.
         terminated: whether the task has come to its own end.
         truncated: whether the environment ended it before.
         tools: tools that the policy may call in its next answer; their results are read before the environment steps.
-        name: the name of the reward.
+        name: the name of a reward that is one number.
     """
 
     messages: Sequence[Message] = ()
-    reward: float | None = None
+    reward: float | Mapping[str, float] | None = None
     terminated: bool = False
     truncated: bool = False
     tools: Sequence[Tool | Callable[..., Any]] = ()
@@ -39,6 +39,13 @@ class Observation:
     @property
     def is_over(self) -> bool:
         return self.terminated or self.truncated
+
+    @property
+    def rewards(self) -> Mapping[str, float]:
+        """The rewards by name; empty if there is none."""
+        if self.reward is None:
+            return {}
+        return self.reward if isinstance(self.reward, Mapping) else {self.name: self.reward}
 
 
 @runtime_checkable
@@ -113,16 +120,16 @@ def as_program(found: Any, *, name: str, path: str = "episode.kind") -> EpisodeP
 
 async def _play(env: Env, task: Task, agent: Agent) -> None:
     seen = await env.reset(task)
-    if seen.reward is not None:
-        agent.add_reward(seen.reward, name=seen.name)
+    for name, value in seen.rewards.items():
+        agent.add_reward(value, name=name)
     while not seen.is_over:
         if seen.tools:
             turn = await agent.run_tools(seen.messages, tools=seen.tools)
         else:
             turn = await agent.generate(seen.messages)
         seen = await env.step(agent.messages[-1])
-        if seen.reward is not None:
-            agent.add_reward(seen.reward, name=seen.name, turn=turn)
+        for name, value in seen.rewards.items():
+            agent.add_reward(value, name=name, turn=turn)
 
 
 @dataclass(slots=True)

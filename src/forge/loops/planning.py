@@ -113,7 +113,9 @@ def plan_run(config: GRPOConfig) -> GRPOPlan:
     tokenizer = load_tokenizer(model, chat_template=template, purpose="reinforcement learning")
     if not config.prompts.sources:
         raise _needed("prompts.sources", "at least one source", "such as [{task: arithmetic}]")
-    datasets = open_prompts(config.prompts, evaluation=config.evaluation, seed=config.run.seed)
+    datasets = open_prompts(
+        config.prompts, evaluation=config.evaluation, seed=config.run.seed, for_episodes=program is not None
+    )
     order = PromptOrder(datasets.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
     if checkpoint is not None:
         state = resumed_state(checkpoint, "reinforcement learning")

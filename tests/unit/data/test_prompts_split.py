@@ -41,6 +41,23 @@ def test_without_evaluation_nothing_is_held_out(tmp_path: Path) -> None:
     assert sets.heldout is None
 
 
+def test_tasks_of_episodes_that_hide_something_else_are_different_ones(tmp_path: Path) -> None:
+    asks = [{"prompt": "Guess.", "answer": str(number), "secret": number} for number in (1, 2, 3, 4, 4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(each) + "\n" for each in asks))
+    config = PromptsConfig(sources=(PromptSourceConfig(path=str(tmp_path / "a.jsonl")),), chat=False)
+    evaluation = EvaluationConfig(fraction=0.5)
+    with pytest.raises(ConfigError, match="different"):
+        open_prompts(config, evaluation=evaluation, seed=0)
+    sets = open_prompts(config, evaluation=evaluation, seed=0, for_episodes=True)
+    assert sets.heldout is not None
+    held, trained = (
+        [each.read(index).metadata["secret"] for index in range(len(each))] for each in (sets.heldout, sets.train)
+    )
+    assert len(held) == len(set(held)) == 2
+    assert not set(held) & set(trained)
+    assert set(held) | set(trained) == {1, 2, 3, 4}
+
+
 @pytest.mark.parametrize(("fraction", "count"), [(0.001, 1), (0.1, 10), (0.25, 25), (0.999, 99)])
 def test_a_fraction_is_held_out_and_the_rest_is_trained_on(fraction: float, count: int, tmp_path: Path) -> None:
     questions = [f"q{number}" for number in range(100)]

@@ -66,3 +66,30 @@ def test_what_is_not_an_environment(codec):
         run(episode_from_env(dict), ScriptedPolicy(codec, []))
     assert error.value.value == "dict"
     assert isinstance(CountingEnv(), Env)
+
+
+class TwoRewards:
+    """Gives each answer a shaped and a final reward."""
+
+    async def reset(self, task):
+        return Observation(task.messages, reward={"bonus": 0.25})
+
+    async def step(self, message):
+        is_end = message["content"] == "end"
+        return Observation(task_message(), reward={"shaped": -0.5, "final": float(is_end)}, terminated=is_end)
+
+    async def close(self):
+        return None
+
+
+def task_message():
+    return [{"role": "user", "content": "And now?"}]
+
+
+def test_an_answer_may_earn_several_rewards_by_name(codec):
+    done = run(episode_from_env(TwoRewards), ScriptedPolicy(codec, [f"go{END}", f"end{END}"]))
+    assert dict(done.score.parts) == {"bonus": 0.25, "shaped": -1.0, "final": 1.0}
+    assert dict(done.turn_rewards) == {0: -0.5, 1: 0.5}
+    assert done.score.reward == 0.25
+    assert Observation(reward=2.0, name="points").rewards == {"points": 2.0}
+    assert Observation().rewards == {}

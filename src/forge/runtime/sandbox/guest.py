@@ -94,7 +94,7 @@ class Guest:
         else:
             try:
                 answer, data = self._use_files(operation, header, payload)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 answer, data = describe(error), b""
             self._send({"id": header["id"], **answer}, data)
 
@@ -155,14 +155,20 @@ class Guest:
         program.unsent += program.request(call.text)
 
     def _start(self, name: str, program: Program) -> None:
-        """Start a program. Where what runs in the background leaves no room for another process, end that first."""
-        try:
-            program.start()
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.ENOMEM):
-                raise
-            self._kill_all(keep=self._other(name).pid)
-            program.start()
+        """Start a program. Where what runs already keeps it from starting, end that first: what is in the background,
+        then the other program as well."""
+        for keep in (self._other(name).pid, None):
+            for folder in (self._plan["folder"], self._plan["work"]):
+                self._folder.unlock(folder)
+            try:
+                program.start()
+            except OSError as error:
+                if error.errno not in (errno.EAGAIN, errno.ENOMEM):
+                    raise
+                self._kill_all(keep=keep)
+            else:
+                return
+        program.start()
 
     def _feed(self, program: Program) -> None:
         while program.unsent:

@@ -1,0 +1,152 @@
+"""The agents' applications: their rules, and a few steps of each on a model of random weights."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from forge.config import GRPOConfig, SFTConfig, load
+from forge.envs.episode import EpisodeRun, run_episode
+from forge.models.tiny import make_tiny
+from forge.models.tokenizer import ChatTokenizer
+from forge.types import Task
+from grpo_runs import episodes, metrics, train_here
+from scripted_policy import END, ScriptedPolicy, state_of
+
+APPS = Path(__file__).parents[2] / "apps"
+PROGRAMS = {"games": "treasure", "tools": "boxes", "coding": "functions"}
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the application that a test names."""
+    monkeypatch.syspath_prepend(str(APPS / request.param))
+    return importlib.import_module(PROGRAMS[request.param])
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make_tiny(folder, num_layers=1, hidden_size=32, intermediate_size=32)
+    return ChatTokenizer.load(folder)
+
+
+def tasks(folder: Path, name: str) -> Iterator[Task]:
+    for number, line in enumerate((folder / name).read_text().splitlines()):
+        record = json.loads(line)
+        messages = tuple(record.pop("messages"))
+        yield Task(f"{name}:{number}", messages, answer=record.pop("answer", None), metadata=record)
+
+
+def play(episode: Any, codec: ChatTokenizer, task: Task, answer: Callable[[str], str]) -> EpisodeRun:
+    policy = ScriptedPolicy(codec, lambda text: answer(text) + END)
+    return asyncio.run(run_episode(episode, state_of(policy, task=task, tool_format="json")))
+
+
+@pytest.mark.parametrize(("app", "program"), [(app, app) for app in PROGRAMS], indirect=["program"])
+def test_an_application_runs_a_few_steps(app: str, program: ModuleType, tmp_path: Path) -> None:
+    files = program.write_files(tmp_path / "task", seed=3)
+    config = load(
+        GRPOConfig,
+        files=[APPS / app / "grpo.yaml"],
+        overrides=[
+            *("model.path=null", "model.preset=tiny", "model.num_layers=1", "run.seed=3", "record.rollouts=all"),
+            *(f"run.output_dir={tmp_path}", f"prompts.sources.0.path={files}/prompts.jsonl", "record.report=false"),
+            *("rollout.batch_groups=2", "rollout.group_size=2", "rollout.no_signal=keep", "training.max_steps=2"),
+            *(
+                f"evaluation.sources.0.path={files}/heldout.jsonl",
+                "evaluation.max_prompts=2",
+                "training.warmup_steps=0",
+            ),
+        ],
+    )
+    result = train_here(config)
+    assert result.step == 2
+    assert result.first_evaluation is not None
+    assert result.first_evaluation.num_prompts == 2
+    made = [each for each in episodes(config) if each["outcome"] == "trained"]
+    assert len(made) == 8
+    assert {name for each in made for name in each["parts"]} == {"games": {"closer", "found"}}.get(app, {"reward"})
+    turns = metrics(config, "episode/num_turns")
+    assert turns == {"games": [6.0, 6.0], "tools": [1.0, 1.0], "coding": [2.0, 2.0]}[app]  # nothing but noise
+
+
+@pytest.mark.parametrize(("app", "program"), [(app, app) for app in PROGRAMS], indirect=["program"])
+def test_the_files_are_the_same_for_a_seed_and_held_out_tasks_are_not_trained_on(
+    app: str, program: ModuleType, tmp_path: Path
+) -> None:
+    first, again, other = (program.write_files(tmp_path / name, seed=int(name[0])) for name in ("1a", "1b", "2"))
+    names = ("demonstrations.jsonl", "prompts.jsonl", "heldout.jsonl")
+    assert [(first / name).read_bytes() for name in names] == [(again / name).read_bytes() for name in names]
+    assert (first / "heldout.jsonl").read_bytes() != (other / "heldout.jsonl").read_bytes()
+    opened = {name: {task.messages[0]["content"] for task in tasks(first, name)} for name in names}
+    assert not opened["heldout.jsonl"] & (opened["prompts.jsonl"] | opened["demonstrations.jsonl"])
+    sft = load(SFTConfig, files=[APPS / app / "sft.yaml"])
+    lengths = [len(json.loads(line)["messages"]) for line in (first / names[0]).read_text().splitlines()]
+    assert len(lengths) >= sft.training.batch_size * (sft.training.max_steps or 0) // 2
+
+
+@pytest.mark.parametrize("program", ["games"], indirect=True)
+def test_the_treasure_is_found_by_walking_to_it(program: ModuleType, codec: ChatTokenizer, tmp_path: Path) -> None:
+    def towards(text: str) -> str:
+        numbers = [int(each) for each in re.findall(r"\d", text)]
+        (goal_x, goal_y), (x, y) = numbers[:2], numbers[-2:]
+        return ("right" if goal_x > x else "left") if goal_x != x else ("up" if goal_y > y else "down")
+
+    for task in list(tasks(program.write_files(tmp_path), "heldout.jsonl"))[:10]:
+        done = play(program.hunt, codec, task, towards)
+        steps = program.distance(task.metadata["start"], task.metadata["treasure"])
+        assert len(done.turns) == steps
+        assert done.score.parts["found"] == 1.0
+        assert done.score.parts["closer"] == pytest.approx(0.1 * steps)
+        assert done.turn_rewards[0] == pytest.approx(0.1)
+    lost = play(program.hunt, codec, task, lambda text: "stay")
+    assert (len(lost.turns), lost.score.reward) == (6, 0.0)
+    final_only = play(program.hunt.with_args({"shaping": 0}), codec, task, towards)
+    assert dict(final_only.score.parts) == {"found": 1.0}
+
+
+@pytest.mark.parametrize("program", ["tools"], indirect=True)
+def test_only_the_right_box_has_the_answer(program: ModuleType, codec: ChatTokenizer, tmp_path: Path) -> None:
+    def opens(which: int) -> Callable[[str], str]:
+        def answer(text: str) -> str:
+            found = re.search(r"tool\n(.*?)<", text, re.DOTALL)
+            boxes = re.search(r"at (\d) and (\d).*the (\w+)\?", text)
+            assert boxes is not None
+            asked = ("first", "last").index(boxes[3])
+            return f"It is {found[1]}." if found else str(program.call(int(boxes[1 + (asked + which) % 2]))["content"])
+
+        return answer
+
+    task = next(iter(tasks(program.write_files(tmp_path), "heldout.jsonl")))
+    right, wrong = play(program.look, codec, task, opens(0)), play(program.look, codec, task, opens(1))
+    assert (right.score.reward, wrong.score.reward) == (1.0, 0.0)
+    assert right.counts.num_tool_calls == 1
+    assert play(program.look, codec, task, lambda text: "I do not know").score.reward == 0.0
+    stuck = play(program.look, codec, task, lambda text: program.call(99)["content"])
+    assert (stuck.outcome, stuck.score.reward, stuck.counts.tool_errors["raised"]) == ("turn_limit", 0.0, 2)
+
+
+@pytest.mark.parametrize("program", ["coding"], indirect=True)
+def test_a_reply_of_the_sandbox_decides_the_repair(program: ModuleType, codec: ChatTokenizer, tmp_path: Path) -> None:
+    def repaired(text: str) -> str:
+        k = int(re.findall(r"and (\d+)", text)[0])
+        sign = "*" if "too small" in text else "-" if "too large" in text else "+"
+        return str(program.written(sign, k))
+
+    program._known.clear()
+    for task in list(tasks(program.write_files(tmp_path), "heldout.jsonl"))[:3]:  # one of each operator
+        done = play(program.repair, codec, task, repaired)
+        assert done.score.reward == 1.0
+    assert len(program._known) == 5
+    broken = play(program.repair, codec, task, lambda text: "def f(x) return x")
+    assert (broken.score.reward, len(broken.turns)) == (0.0, 2)
+    assert "It failed." in str(broken.turns[1].messages)
