@@ -18,8 +18,9 @@ import psutil
 
 import forge
 from forge.config import GRPOConfig, load
-from forge.loops.grpo import GRPOLoop, GRPOResult, run_grpo
+from forge.loops.grpo import GRPOLoop, run_grpo
 from forge.loops.planning import episode_options, plan_run
+from forge.loops.results import GRPOResult
 from forge.loops.rollouts import make_source
 from forge.loops.run_paths import run_dir
 from forge.loops.workers import PolicyHandle, Workers, start_workers
