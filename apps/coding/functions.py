@@ -27,7 +27,7 @@ from forge import Agent, Task
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 NUMBERS = range(10, 100)
 TESTED = (5, 7)
-NUM_HELDOUT, NUM_SHOWN = 20, 3000
+NUM_HELDOUT, NUM_SHOWN = 20, 8000
 
 
 class Verdict(NamedTuple):

@@ -1,7 +1,7 @@
 """A game of several turns: walk to a treasure on a board of five by five squares.
 
-The first message says where the treasure is; every message says where the player is. An answer is one of `up`, `down`,
-`left` and `right`. The policy has to read the treasure's square in the first message and its own in the last one.
+Every message says where the player is and where the gold is. An answer is one of `up`, `down`, `left` and `right`. The
+policy has to find out what these words do.
 
 python apps/games/treasure.py FOLDER [SEED] writes
 demonstrations.jsonl   random walks: how the game is played, and nothing about where to go.
@@ -59,7 +59,7 @@ class Treasure:
         after = distance(self._at, self._treasure)
         rewards = {"closer": self.shaping * (before - after), "found": float(after == 0)}
         return Observation(
-            [shown(self._at)],
+            [shown(self._at, self._treasure)],
             reward=rewards if self.shaping else {"found": rewards["found"]},
             terminated=after == 0,
             truncated=self._num_moves >= self.max_moves,
@@ -82,12 +82,8 @@ def moved(at: Square, answer: str) -> Square:
     return (x, y) if 0 <= x < SIZE and 0 <= y < SIZE else at
 
 
-def shown(at: Square) -> dict[str, str]:
-    return {"role": "user", "content": f"You are at {at[0]} {at[1]}."}
-
-
-def first_message(at: Square, treasure: Square) -> dict[str, str]:
-    return {"role": "user", "content": f"Treasure at {treasure[0]} {treasure[1]}. {shown(at)['content']}"}
+def shown(at: Square, treasure: Square) -> dict[str, str]:
+    return {"role": "user", "content": f"At {at[0]} {at[1]}, gold at {treasure[0]} {treasure[1]}."}
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------
@@ -109,18 +105,18 @@ def write_files(folder: str | Path, *, seed: int = 0) -> Path:
 
 
 def _walk(rng: random.Random, at: Square, treasure: Square) -> dict[str, Any]:
-    messages = [first_message(at, treasure)]
+    messages = [shown(at, treasure)]
     for _ in range(NUM_SHOWN_MOVES):
         move = rng.choice(list(MOVES))
         at = moved(at, move)
-        messages += [{"role": "assistant", "content": move}, shown(at)]
+        messages += [{"role": "assistant", "content": move}, shown(at, treasure)]
         if at == treasure:
             break
     return {"messages": messages[:-1]}
 
 
 def _task(at: Square, treasure: Square) -> dict[str, Any]:
-    return {"messages": [first_message(at, treasure)], "start": at, "treasure": treasure}
+    return {"messages": [shown(at, treasure)], "start": at, "treasure": treasure}
 
 
 def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
