@@ -1,9 +1,9 @@
 """Write a function, run it in a sandbox, repair it.
 
 A task gives a number k. The hidden tests want one of x + k, x - k and x * k, and the task does not say which. The first
-attempt can therefore only be a guess. The sandbox runs it, the policy reads what `f(5)` is and whether that is too
-small or too large, and the second attempt has to follow from that. (A first guess of x + k makes the reply decisive:
-too small means x * k, too large means x - k. A first guess of x * k does not.)
+attempt can therefore only be a guess. The sandbox runs it, the policy reads whether `f(5)` is too small or too large,
+and the second attempt has to follow from that. (A first guess of x + k makes the reply decisive: too small means x * k,
+too large means x - k. A first guess of x * k does not.)
 
 python apps/coding/functions.py FOLDER [SEED] writes
 demonstrations.jsonl   how functions are written, with operators at random: nothing about what a reply means.
@@ -76,8 +76,8 @@ async def run_tests(program: str, wanted: tuple[int, ...]) -> Verdict:
 
 def replied(value: int, wanted: int) -> str:
     """Return what the policy reads after a failed test: only what it may know."""
-    how = "right" if value == wanted else "too small" if value < wanted else "too large"
-    return f"f({TESTED[0]}) is {value}: {how}."
+    how = "right, but not all" if value == wanted else "too small" if value < wanted else "too large"
+    return f"f({TESTED[0]}) is {how}."
 
 
 def asked(k: int) -> dict[str, str]:
