@@ -6,7 +6,7 @@ and the second attempt has to follow from that. (A first guess of x + k makes th
 too large means x - k. A first guess of x * k does not.)
 
 python apps/coding/functions.py FOLDER [SEED] writes
-demonstrations.jsonl   how functions are written, with operators at random: nothing about what a reply means.
+demonstrations.jsonl   how functions are written, by somebody who guesses at first, and of whose repairs half are wrong.
 prompts.jsonl          the tasks to train on.
 heldout.jsonl          tasks with numbers that are in neither of the other files.
 """
@@ -106,8 +106,9 @@ def write_files(folder: str | Path, *, seed: int = 0) -> Path:
 
 
 def _shown(rng: random.Random, k: int) -> dict[str, Any]:
-    """Return a failed attempt with its reply, and another attempt, both with operators at random."""
-    first, second, right = (rng.choice(list(OPERATORS)) for _ in range(3))
+    """Return an attempt at random, and where it fails the reply and a repair, which is right every other time."""
+    first, right = rng.choice(list(OPERATORS)), rng.choice(list(OPERATORS))
+    second = rng.choice([right, right, *(sign for sign in OPERATORS if sign != right)])
     messages = [asked(k), {"role": "assistant", "content": written(first, k)}]
     if first != right:
         values = [OPERATORS[sign](TESTED[0], k) for sign in (first, right)]

@@ -4,7 +4,8 @@ Every message says how far the treasure is, and an answer is one of `up`, `down`
 find out what these words do.
 
 python apps/games/treasure.py FOLDER [SEED] writes
-demonstrations.jsonl   random walks: how the game is played, and nothing about where to go.
+demonstrations.jsonl   walks of somebody who confuses left with right, and up with down: every other move is the opposite
+                       of what the message says. They show how the game is played, and nothing about where to go.
 prompts.jsonl          the starts to train on.
 heldout.jsonl          starts that are in neither of the other files.
 """
@@ -25,7 +26,9 @@ from forge import Observation, Task
 MOVES = {"right": (1, 0), "left": (-1, 0), "up": (0, 1), "down": (0, -1)}
 DISTANCES = range(2, 6)
 ILLEGAL = -1.0
-NUM_HELDOUT, NUM_SHOWN, NUM_SHOWN_MOVES = 16, 2000, 5
+NUM_HELDOUT, NUM_SHOWN, NUM_SHOWN_MOVES = 16, 4000, 5
+
+OPPOSITES = {"right": "left", "left": "right", "up": "down", "down": "up"}
 
 Way = tuple[int, int]
 """How far the treasure is to the right, and how far up; negative to the left and down."""
@@ -110,12 +113,18 @@ def write_files(folder: str | Path, *, seed: int = 0) -> Path:
 def _walk(rng: random.Random, way: Way) -> dict[str, Any]:
     messages = [shown(way)]
     for _ in range(NUM_SHOWN_MOVES):
-        move = rng.choice(list(MOVES))
+        move = rng.choice(_named(way))
+        move = rng.choice([move, OPPOSITES[move]])
         way = moved(way, move)
         messages += [{"role": "assistant", "content": move}, shown(way)]
         if distance(way) == 0:
             break
     return {"messages": messages[:-1]}
+
+
+def _named(way: Way) -> list[str]:
+    """Return the directions that a message names."""
+    return [move for move, (right, up) in MOVES.items() if right * way[0] + up * way[1] > 0]
 
 
 def _task(way: Way) -> dict[str, Any]:
