@@ -4,8 +4,8 @@ Every message says how far the treasure is, and an answer is one of `up`, `down`
 find out what these words do.
 
 python apps/games/treasure.py FOLDER [SEED] writes
-demonstrations.jsonl   walks of somebody who confuses left with right, and up with down: every other move is the opposite
-                       of what the message says. They show how the game is played, and nothing about where to go.
+demonstrations.jsonl   walks of somebody who confuses left with right, and up with down: every other move is the
+                       opposite of what the message says. They show how to play, and nothing about where to go.
 prompts.jsonl          the starts to train on.
 heldout.jsonl          starts that are in neither of the other files.
 """

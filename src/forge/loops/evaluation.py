@@ -191,8 +191,8 @@ class Evaluator:
         """Warn where no episode has the reward that decides: an episode's program names its rewards as it runs."""
         name = self._config.reward
         if name is not None and not any(name in score.parts for score in scores):
-            known = sorted({each for score in scores for each in score.parts})
-            _log.warning("evaluation.reward is %r, but held-out episodes have only %s", name, ", ".join(known) or "none")
+            known = ", ".join(sorted({each for score in scores for each in score.parts}))
+            _log.warning("evaluation.reward is %r, but held-out episodes have only %s", name, known or "none")
 
     def _is_solved(self, score: Score) -> bool:
         name = self._config.reward
