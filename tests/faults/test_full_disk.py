@@ -57,7 +57,9 @@ def test_a_checkpoint_that_does_not_fit_is_not_taken_for_a_saved_one(tmp_path: P
     """Three checkpoints of 8 MB are on the disk at most, and two fit."""
     folder = tmp_path / "disk" / "run"
     code, told, names = run_on_disk(
-        folder, "20m", "checkpointing.save_interval=1", "training.max_steps=1000", "record.rollouts=none"
+        folder,
+        "20m",
+        *("checkpointing.save_interval=1", "training.max_steps=1000", "record.rollouts=none", "placement=shared"),
     )
     assert code == 2, told
     assert "The checkpoint of step 3 could not be written" in told
@@ -74,7 +76,7 @@ def test_records_that_do_not_fit_end_the_run_with_one_error(tmp_path: Path) -> N
         folder,
         "320k",
         *(f"checkpointing.output_dir={elsewhere}", "checkpointing.save_interval=2", "training.max_steps=1000"),
-        *("record.trace=false", "checkpointing.keep=100"),
+        *("record.trace=false", "checkpointing.keep=100", "placement=shared"),
     )
     assert code == 1, told
     assert "RecordError: a record of the run could not be written: No space left on device" in told

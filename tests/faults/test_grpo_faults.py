@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from forge.config import GRPOConfig
@@ -18,16 +16,15 @@ from forge.rollout.ledger import check_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
 from grpo_runs import (
     NUM_STEPS,
-    app_command,
     config,
     kept_buffer,
     ledger,
     metrics,
+    run_app,
     train_here,
     train_watched,
     weights_digest,
 )
-from leftovers import is_running
 
 KILLED, INTERRUPTED = -signal.SIGKILL, 130
 LIMIT_S = 600
@@ -57,30 +54,10 @@ def same(chosen: GRPOConfig, whole: GRPOConfig) -> None:
     assert metrics(chosen, "rollout/reward_mean") == metrics(whole, "rollout/reward_mean")
 
 
-def run_app(folder: Path, *overrides: str, until: str | None = None, send: int = signal.SIGKILL) -> tuple[int, str]:
-    """Run the application, and send it a signal when a line comes by. Returns its exit code and its output."""
-    program = subprocess.Popen(
-        app_command(folder, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    children: list[psutil.Process] = []
-    told = []
-    assert program.stdout is not None
-    for line in program.stdout:
-        told.append(line)
-        if until is not None and line.startswith(until):
-            children = psutil.Process(program.pid).children(recursive=True)
-            os.kill(program.pid, send)
-            until = None
-    code = program.wait(LIMIT_S)
-    _, alive = psutil.wait_procs([child for child in children if is_running(child)], timeout=600)
-    assert [child.cmdline() for child in alive] == []
-    return code, "".join(told)
-
-
 def test_a_controller_that_is_killed_is_taken_up(whole: GRPOConfig, tmp_path: Path) -> None:
     """By the program that a user starts again, whose generators load the weights of the checkpoint."""
     folder = tmp_path / "whole"
-    code, _ = run_app(folder, AT_ONCE, until="Episode 3")
+    code, _ = run_app(folder, AT_ONCE, until="Step 3")
     assert code == KILLED
     code, told = run_app(folder, "checkpointing.resume=must")
     assert (code, "resuming after step 2" in told) == (0, True), told
@@ -89,7 +66,7 @@ def test_a_controller_that_is_killed_is_taken_up(whole: GRPOConfig, tmp_path: Pa
 
 def test_ctrl_c_saves_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path) -> None:
     folder = tmp_path / "whole"
-    code, told = run_app(folder, "placement=shared", until="Episode 3", send=signal.SIGINT)
+    code, told = run_app(folder, "placement=shared", until="Step 3", send=signal.SIGINT)
     assert code == INTERRUPTED, told
     saved = [checkpoint.step for checkpoint in list_checkpoints(folder / "checkpoints")][-1]
     assert saved >= 3
@@ -129,8 +106,8 @@ def test_generators_and_rewards_that_are_killed_need_no_resume(whole: GRPOConfig
 def test_an_asynchronous_run_that_is_killed_twice_loses_no_group(tmp_path: Path) -> None:
     folder = tmp_path / "late"
     overrides = ("rollout.staleness=2", "training.max_steps=9", "rollout.no_signal=replace", AT_ONCE)
-    assert run_app(folder, *overrides, until="Episode 3")[0] == KILLED
-    assert run_app(folder, *overrides, "checkpointing.resume=auto", until="Episode 6")[0] == KILLED
+    assert run_app(folder, *overrides, until="Step 3")[0] == KILLED
+    assert run_app(folder, *overrides, "checkpointing.resume=auto", until="Step 6")[0] == KILLED
     chosen = resume(folder, *overrides)
     buffer = kept_buffer(chosen)
     check_ledger(ledger(chosen), pending=buffer["pending"], next_number=buffer["next_number"])

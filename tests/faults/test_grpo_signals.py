@@ -69,7 +69,7 @@ def test_a_scheduler_that_terminates_every_process_loses_no_step(tmp_path: Path)
             os.kill(process.pid, signal.SIGTERM)
 
     folder = tmp_path / "run"
-    code, told = run_until(app_command(folder, *SAVE_NEVER), "Episode 2", terminate)
+    code, told = run_until(app_command(folder, *SAVE_NEVER), "Step 2", terminate)
     assert code == 128 + signal.SIGTERM, told
     saved = adds_up(folder)
     assert saved >= 2
@@ -85,7 +85,7 @@ def test_a_terminal_that_is_closed_loses_no_step(tmp_path: Path) -> None:
     program = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, preexec_fn=listen)
     os.close(slave)
     printed = b""
-    while b"Episode 2 " not in printed:
+    while b"Step 2 " not in printed:
         printed += os.read(master, 1 << 16)
     children = psutil.Process(program.pid).children(recursive=True)
     os.close(master)
@@ -103,7 +103,7 @@ def test_a_second_signal_names_the_checkpoint_that_is_complete(tmp_path: Path) -
 
     folder = tmp_path / "run"
     command = app_command(folder, "checkpointing.save_interval=1", "training.max_steps=1000", SHARED)
-    code, told = run_until(command, "Episode 4", press_twice)
+    code, told = run_until(command, "Step 4", press_twice)
     assert code == 130, told
     newest = list_checkpoints(folder / "checkpoints")[-1].step
     assert f"--resume continues after step {newest}" in told

@@ -30,7 +30,15 @@ from forge.trainer.checkpoint_folder import best_checkpoint, list_checkpoints
 from signals import hear_ctrl_c
 
 if Path(sys.argv[0]).name == "checkpoint_ranks.py":  # the process that ranks are forked from
-    import transformers  # noqa: F401
+    import tensorboard.summary.writer.event_file_writer  # noqa: F401
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+    import forge.data
+    import forge.losses.build
+    import forge.models.tiny
+    import forge.models.tokenizer
+    import forge.trainer.checkpointer
+    import forge.trainer.engine  # noqa: F401
 
 
 ROOT = Path(__file__).parents[2]

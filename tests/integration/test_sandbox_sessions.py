@@ -110,7 +110,7 @@ def test_a_command_that_takes_too_long(backend: LaunchedSandbox) -> None:
     async def body(box: Box) -> None:
         await box.python("kept = 1")
         await box.bash("mkdir d; cd d; export KEPT=2; lost=3; (setsid sleep 1000 &) ; sleep 1000 &")
-        assert (await box.bash(SLEEPERS)).output == "2\n"
+        assert (await box.bash(f'until [ "$({SLEEPERS})" = 2 ]; do :; done')).exit_code == 0
         late = await box.bash(
             "echo half; trap '' TERM INT HUP; cd /; export KEPT=9; while :; do :; done", timeout_s=SHORT_S
         )
@@ -215,6 +215,33 @@ def test_hostile_code_is_an_outcome(backend: LaunchedSandbox) -> None:
     use(backend, body)
 
 
+def test_the_policy_does_not_cause_failures_of_the_infrastructure(backend: LaunchedSandbox) -> None:
+    async def body(box: Box) -> None:
+        await box.bash("chmod 0 /tmp /sandbox; exit")
+        assert (await box.bash("echo usable; ls /tmp")).output == "usable\n"
+        await box.bash("chmod 0 /tmp /sandbox")
+        assert (await box.python("6 * 7")).value == "42"
+        stop = "import os, signal, threading\ndef stop():\n    while True: os.kill(-1, signal.SIGSTOP)\n"
+        await box.python(stop + "threading.Thread(target=stop).start()")
+        late = await box.bash("echo started", timeout_s=SHORT_S)
+        assert late.timed_out or late.output == "started\n"
+        await box.bash("exit", timeout_s=SHORT_S)
+        assert str(await box.bash("echo again", timeout_s=SHORT_S))
+        for path in ("\ud800", "a\0b", "x" * 300, "a/" * 3000):
+            for use_file in (box.read_file(path), box.write_file(path, "x"), box.put({path: "x"})):
+                with pytest.raises(OSError):
+                    await use_file
+        records = LIMITS.open_files - 11
+        for record in (b"9" * 100_000 + b"\0\0\0", b"0\0" * 3 + b"0\0" * 3, b"x" * 5_000_000):
+            await box.write_file("record", record)
+            await box.bash(f"cat record >/proc/$$/fd/{records}; cat record >&{records}", timeout_s=SHORT_S)
+        await box.python("import os; os.kill(os.getpid(), 9)")
+        assert (await box.bash("echo alive")).output == "alive\n"
+        assert (await box.python("6 * 7")).value == "42"
+
+    use(backend, body)
+
+
 def test_nothing_of_ours_is_visible(backend: LaunchedSandbox) -> None:
     async def body(box: Box, port: int) -> None:
         own = str(Path(__file__).resolve())
@@ -294,9 +321,10 @@ def test_a_cancelled_call_kills_its_command(any_backend: LaunchedSandbox) -> Non
     use(any_backend, body)
 
 
-def test_what_kills_a_sandbox_from_outside_is_a_failure(any_backend: LaunchedSandbox) -> None:
+def test_what_kills_a_sandbox_from_outside_is_a_failure(backend: LaunchedSandbox) -> None:
     async def body(box: Box) -> None:
         await box.bash("mkfifo up")
+        await box.write_file("a", "as another user, which must not change what happens")
         running = asyncio.create_task(box.bash("echo >up; sleep 1000"))
         await box.python("open('up').read()")
         server = next(each for each in psutil.Process().children() if "launcher_server" in " ".join(each.cmdline()))
@@ -308,7 +336,7 @@ def test_what_kills_a_sandbox_from_outside_is_a_failure(any_backend: LaunchedSan
         with pytest.raises(SandboxError):
             await box.python("1")
 
-    use(any_backend, body)
+    use(backend, body)
 
 
 def test_a_sandbox_closes_when_its_time_is_over(any_backend: LaunchedSandbox) -> None:
@@ -366,7 +394,7 @@ def test_everything_is_gone_when_the_owner_is_killed(isolation: str) -> None:
         word, work = owner.stdout.readline().split()
         assert word == "up"
         below = psutil.Process(owner.pid).children(recursive=True)
-        assert sum(each.name() == "sleep" for each in below) >= 3
+        assert len(below) >= 8, "server, launcher, first process, shell, kernel and three programs"
         owner.send_signal(signal.SIGKILL)
     assert psutil.wait_procs(below, timeout=300)[1] == []
     if isolation == "process":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +95,46 @@ def test_a_quick_run_prints_every_row(tmp_path: Path, leaves_nothing: None) -> N
     assert 0.9 < measured["of that, segments, keep=2"]["value"] <= 1.1
 
 
-def test_one_question_alone(leaves_nothing: None) -> None:
-    printed = run("weight_sync.py", "--quick", "--only", "torn", "--check")
-    assert [row[0] for row in cells(printed)][1:2] == ["torn reads of 100"]
-    assert printed.endswith("every goal measured was met\n")
+@pytest.fixture
+def weight_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The benchmark as a module. What its import and its run change in this process is as before afterwards."""
+    before, environment, logger = set(sys.modules), dict(os.environ), logging.getLogger("forge")
+    level = logger.level
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    try:
+        yield importlib.import_module("weight_sync")
+    finally:
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] in ("weight_sync", "harness"):
+                del sys.modules[name]
+        logger.setLevel(level)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@pytest.mark.parametrize(
+    ("num_torn", "code", "verdict"),
+    [(0, 0, "every goal measured was met\n"), (2, 1, "goals missed: torn reads of 100\n")],
+)
+def test_one_question_alone_is_checked(
+    weight_sync: Any,
+    num_torn: int,
+    code: int,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def measure(plan: Any, sections: list[str]) -> dict[str, Any]:
+        assert (plan, sections) == (weight_sync.QUICK, ["torn"])
+        figures = [weight_sync.figure("torn reads of 100", num_torn, "", goal=0, sign="≤")]
+        return {"label": plan.label, "num_bytes": plan.size, "sections": {"torn": {"figures": figures}}}
+
+    monkeypatch.setattr(weight_sync, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["weight_sync.py", "--quick", "--only", "torn", "--check"])
+    assert weight_sync.main() == code
+    printed = capsys.readouterr().out
+    assert [row[0] for row in cells(printed)][1:] == ["torn reads of 100"]
+    assert printed.endswith(verdict)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -53,6 +53,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     for watcher in config.stash[_watchers]:
         watcher.join(30)
     os.close(config.stash[_stderr])
+    gc.unfreeze()  # at its end, the interpreter frees what is not frozen, and C++ bindings report the rest as leaked
 
 
 # ---- Time limit --------------------------------------------------------------------------------------------------

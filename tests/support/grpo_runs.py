@@ -6,21 +6,28 @@ import asyncio
 import hashlib
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import forge
 from forge.config import GRPOConfig, load
-from forge.loops.grpo import GRPOLoop, GRPOResult, run_grpo
-from forge.loops.planning import plan_run
-from forge.loops.rollouts import single_turn
+from forge.loops.grpo import GRPOLoop, run_grpo
+from forge.loops.planning import episode_options, plan_run
+from forge.loops.results import GRPOResult
+from forge.loops.rollouts import make_source
 from forge.loops.run_paths import run_dir
 from forge.loops.workers import PolicyHandle, Workers, start_workers
 from forge.observe import read_jsonl
 from forge.rollout.ledger import LedgerLine, read_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
+from leftovers import is_running
 from local_services import services_here
 
 ROOT = Path(__file__).parents[2]
@@ -74,9 +81,16 @@ def train_watched(chosen: GRPOConfig, watch: Callable[[Workers, int], Any]) -> G
         nonlocal workers
         plan = plan_run(chosen)
         async with asyncio.timeout(LIMIT_S), forge.run():
-            opened = await start_workers(plan.config, plan.trainer, loss=plan.loss, run=plan.run)
-            workers = Workers(opened.trainer, Watched(opened.policy.service), opened.rewards, opened.reference)
-            loop = GRPOLoop(plan, workers, single_turn(plan, workers))
+            opened = await start_workers(
+                plan.config,
+                plan.trainer,
+                loss=plan.loss,
+                run=plan.run,
+                episodes=episode_options(plan),
+                tokenizer=plan.tokenizer,
+            )
+            workers = replace(opened, policy=Watched(opened.policy.service))
+            loop = GRPOLoop(plan, workers, make_source(plan, workers))
             try:
                 return await loop.run()
             finally:
@@ -111,7 +125,7 @@ def metrics(chosen: GRPOConfig, name: str) -> list[float]:
 def episodes(chosen: GRPOConfig) -> Iterator[dict[str, Any]]:
     """The recorded episodes of all steps."""
     for path in sorted((run_dir(chosen) / "rollouts").glob("step_*.jsonl")):
-        for line in path.read_text().splitlines():
+        for line in path.read_text().split("\n")[:-1]:  # text may hold what splitlines() takes for the end of a line
             yield json.loads(line)
 
 
@@ -120,3 +134,23 @@ def app_command(folder: Path, *overrides: str) -> list[str]:
     config(folder, *overrides)
     app = str(ROOT / "apps" / "grpo" / "main.py")
     return [sys.executable, "-u", app, "--config", str(folder.parent / f"{folder.name}.yaml"), *overrides]
+
+
+def run_app(folder: Path, *overrides: str, until: str | None = None, send: int = signal.SIGKILL) -> tuple[int, str]:
+    """Run the application, and send it a signal when a line comes by. Returns its exit code and its output."""
+    program = subprocess.Popen(
+        app_command(folder, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    children: list[psutil.Process] = []
+    told = []
+    assert program.stdout is not None
+    for line in program.stdout:
+        told.append(line)
+        if until is not None and line.startswith(until):
+            children = psutil.Process(program.pid).children(recursive=True)
+            os.kill(program.pid, send)
+            until = None
+    code = program.wait(LIMIT_S)
+    _, alive = psutil.wait_procs([child for child in children if is_running(child)], timeout=600)
+    assert [child.cmdline() for child in alive] == []
+    return code, "".join(told)

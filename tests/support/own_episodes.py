@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
 
 import forge
 from forge import Agent, Episode, Fault, Task
@@ -40,3 +46,29 @@ def longest_wins(task: Task, episodes: Sequence[Episode]) -> list[float]:
     """A group's reward: 1 for the longest."""
     most = max(episode.num_tokens for episode in episodes)
     return [float(episode.num_tokens == most) for episode in episodes]
+
+
+@forge.episode
+async def broken(task: Task, agent: Agent) -> float:
+    """A program with a mistake."""
+    turn = await agent.generate(task.messages)
+    table: dict[str, float] = {"here": float(len(turn.text))}
+    return table["nowhere"]
+
+
+@forge.episode(deterministic=True)
+async def killing(
+    task: Task, agent: Agent, *, marker: str, victim: str, task_id: str, checkpoint: str | None = None
+) -> float:
+    """As `dialogue`; once, in the middle of one task's episode, it kills its own process or the controller."""
+    turn = await agent.generate(task.messages)
+    turn = await agent.generate([{"role": "user", "content": "Again?"}])
+    if task.id == task_id and not Path(marker).exists():
+        Path(marker).touch()
+        while checkpoint is not None and not Path(checkpoint).exists():  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+        ancestors = psutil.Process().parents()
+        controller = next(each for each in ancestors if any(word.endswith("main.py") for word in each.cmdline()))
+        os.kill(os.getpid() if victim == "worker" else controller.pid, signal.SIGKILL)
+    turn = await agent.generate([{"role": "user", "content": "And again?"}])
+    return sum(turn.token_ids) % 7 / 7  # hardly ever the same for all of a group

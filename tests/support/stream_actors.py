@@ -118,6 +118,7 @@ class Impatient(Streamer):
 
     @endpoint
     async def setup(self) -> None:
+        assert streams.HEARTBEAT_S > 1, "it has another name or value now"
         streams.HEARTBEAT_S = 0.2
 
 

@@ -13,14 +13,27 @@ from forge.errors import ForgeError
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     from forge._version import __version__
-    from forge.cli import chat, config, doctor, download, plan, report, rewards, run, serve, worker
+    from forge.cli import (
+        chat,
+        config,
+        doctor,
+        download,
+        episode,
+        plan,
+        report,
+        rewards,
+        run,
+        serve,
+        template,
+        worker,
+    )
 
     parser = argparse.ArgumentParser(
         prog="forge", description="TorchForge: post-training of language models as one plain Python program."
     )
     parser.add_argument("--version", action="version", version=f"forge {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (run, plan, report, chat, serve, config, rewards, download, doctor, worker):
+    for module in (run, plan, report, chat, serve, config, rewards, episode, template, download, doctor, worker):
         module.add_parser(subparsers)
     return parser
 

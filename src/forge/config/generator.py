@@ -192,7 +192,11 @@ class GenerationConfig(ConfigModel):
         "all replicas together: 0.35 with placement `beside`, 0.5 with `turns` and vLLM, and no limit with `turns` or "
         "`shared` and the native engine, which frees its cache while the trainer works.",
     )
-    prefix_sharing: bool = Field(default=True, description="Whether requests with a common prefix share its KV cache.")
+    prefix_sharing: bool = Field(
+        default=True,
+        description="Whether requests with a common prefix share its KV cache, as the turns of a conversation do. What "
+        "finished requests leave is kept until its memory is needed, or the weights are updated.",
+    )
     precision: Annotated[Literal["float32", "bfloat16"] | None, SHORT_DTYPES] = Field(
         default=None, description="What the model computes in; null for float32 on the CPU and bfloat16 on a GPU."
     )

@@ -133,6 +133,11 @@ class MetricsConfig(ConfigModel):
     """Where metrics are written."""
 
     log_interval: int = Field(default=10, ge=1, description="Optimizer steps between two lines on the console.")
+    console: Literal["step", "episode"] = Field(
+        default="step",
+        description="What a console line of reinforcement learning begins with: `Step 3`, or `Episode 3` for tools "
+        "that read it so.",
+    )
     progress: bool | None = Field(
         default=None, description="Whether a progress bar is shown; null for yes on a terminal."
     )

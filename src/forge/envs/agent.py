@@ -80,6 +80,7 @@ class EpisodeCounts:
             "num_tool_calls": float(self.num_tool_calls),
             "num_tool_errors": float(self.tool_errors.total()),
             "num_prefix_breaks": float(self.prefix_breaks.total()),
+            "num_undelivered": float(self.num_undelivered),
             "tools_s": self.tools_s,
         }
         found |= {f"tool_errors/{kind}": float(count) for kind, count in sorted(self.tool_errors.items())}

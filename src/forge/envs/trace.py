@@ -58,15 +58,15 @@ def path_to(turns: Sequence[Turn], index: int | None) -> list[Turn]:
 def rows_of(turns: Sequence[Turn]) -> list[Row]:
     """Return one row per leaf, in the order of the leaves. Every delivered sampled token counts exactly once.
 
-    Rows in which nothing counts are left out.
+    Turns of which nothing counts are in a row only where a turn that counts extends them.
     """
-    parents = {turn.parent for turn in turns}
+    learned = [turn for turn in turns if turn.is_delivered and len(turn) > 0]
+    extended = {before.index for turn in learned for before in path_to(turns, turn.parent)}
     counted: set[int] = set()
     rows = []
-    for leaf in (turn for turn in turns if turn.index not in parents):
+    for leaf in (turn for turn in learned if turn.index not in extended):
         path = path_to(turns, leaf.index)
         counts = tuple(turn.is_delivered and len(turn) > 0 and turn.index not in counted for turn in path)
         counted.update(turn.index for turn, counts_here in zip(path, counts, strict=True) if counts_here)
-        if any(counts):
-            rows.append(Row(tuple(path), counts))
+        rows.append(Row(tuple(path), counts))
     return rows

@@ -16,6 +16,7 @@ from forge.loops.step_metrics import StepMetrics
 from forge.loops.workers import Workers
 from forge.rollout.buffer import ReplayBuffer
 from forge.rollout.episode_source import EpisodeSource
+from forge.rollout.journal_file import prune_journals
 from forge.rollout.references import LogprobsFunction, References
 from forge.rollout.rollouter import Rollouter
 from forge.types import Group
@@ -41,12 +42,12 @@ class RolloutSource(Protocol):
         """Seconds so far in which at least one group was being generated."""
         ...
 
-    async def roll_out(self, number: int, *, oldest_version: int, newest_version: int) -> Group:
+    async def roll_out(self, number: int, *, oldest_version: int) -> Group:
         """Make the group of that number, with a reward for each episode.
 
         The number and the weights alone decide what is sampled: after a crash, the same number is asked for again.
-        What was sampled before a crash, and kept, may be used again if its weights are of `oldest_version` to
-        `newest_version`. Raise `PromptError` for a group that can never be made, `GroupFailed` for one that was tried
+        What was sampled before a crash, and kept, may be used again unless its weights are older than
+        `oldest_version`. Raise `PromptError` for a group that can never be made, `GroupFailed` for one that was tried
         often enough, and `ActorFailure`, `EngineDead` or `CallTimeout` for one that may succeed when it is tried again.
         """
         ...
@@ -75,6 +76,8 @@ def episodes(plan: GRPOPlan, workers: Workers) -> EpisodeSource:
     section = plan.config.episode
     if plan.checkpoint is None:
         shutil.rmtree(journal_dir(plan.config), ignore_errors=True)  # of another run in this folder
+    else:
+        prune_journals(journal_dir(plan.config), newest_version=plan.resume_step)
     return EpisodeSource(
         plan.prompts,
         run=workers.episodes.run.route,
@@ -128,9 +131,7 @@ class RolloutRunner:
 
     async def _roll_out(self, number: int) -> None:
         try:
-            group = await self._source.roll_out(
-                number, oldest_version=self._buffer.oldest_version, newest_version=self._buffer.version
-            )
+            group = await self._source.roll_out(number, oldest_version=self._buffer.oldest_version)
         except PromptError as error:
             _log.warning("group %d is dropped: %s", number, error)
             self._buffer.drop(number, "refused")

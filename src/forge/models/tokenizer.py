@@ -160,6 +160,12 @@ class ChatTokenizer:
         return self._all_stops
 
     @property
+    def end_of_turn(self) -> str:
+        """The text of the token that ends an assistant's turn: EOS where the template shows none."""
+        end = self._template({}).end_of_turn() if self.has_chat_template else None
+        return end or self.decode([self.eos_token_id])
+
+    @property
     def special_ids(self) -> SpecialIds:
         """What `write_hf_config` writes into a config.json."""
         found = self._tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TextIO
 
 from forge.observe.displays import Display, EpisodePanel, StepBar
-from forge.observe.lines import episode_line, evaluation_line, plain_line, train_line, validation_line
+from forge.observe.lines import evaluation_line, plain_line, rollout_line, train_line, validation_line
 from forge.observe.sink import EVALUATION_REWARD, REWARD_MEAN, TRAIN_LOSS, VALIDATION_LOSS, Value, closed_error
 
 _log = logging.getLogger("forge.observe")
@@ -31,13 +31,14 @@ class ConsoleSink:
         self,
         *,
         log_interval: int = 10,
+        step_word: str = "Step",
         num_epochs: int | None = None,
         total_steps: int | None = None,
         resume_step: int | None = None,
         progress: bool | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        self._log_interval = log_interval
+        self._log_interval, self._word = log_interval, step_word
         self._num_epochs = num_epochs
         self._total_steps = total_steps
         self._step = resume_step or 0
@@ -85,7 +86,7 @@ class ConsoleSink:
         is_due = step % self._log_interval == 0 or step == self._total_steps
         lines = []
         if REWARD_MEAN in values:
-            lines += [episode_line(step, values)] if is_due else []
+            lines += [rollout_line(step, values, word=self._word)] if is_due else []
         elif TRAIN_LOSS in values:
             lines += [train_line(step, values, num_epochs=self._num_epochs)] if is_due else []
         if VALIDATION_LOSS in values:

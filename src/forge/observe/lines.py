@@ -133,9 +133,9 @@ def time_shares(values: Mapping[str, Value]) -> dict[str, float]:
     return {name: spent / whole for name, spent in seconds.items()} if 0 < whole < float("inf") else {}
 
 
-def episode_line(step: int, values: Mapping[str, Value]) -> str:
-    """`Episode 1 | Avg Reward: 0.75 | KL Divergence: 0.12`, then what else is known, in a fixed order."""
-    parts = [f"Episode {step}"]
+def rollout_line(step: int, values: Mapping[str, Value], *, word: str = "Step") -> str:
+    """`Step 1 | Avg Reward: 0.75 | KL Divergence: 0.12`, then what else is known, in a fixed order."""
+    parts = [f"{word} {step}"]
     parts += [text.format(show(float(values[name]))) for name, text, show in _ROLLOUT_FIELDS if name in values]
     shares = time_shares(values)
     if shares:

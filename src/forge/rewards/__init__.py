@@ -3,7 +3,7 @@
     reward = forge.rewards.find("number")
     reward(prompt, completion, tolerance=0.01)   # 1.0 or 0.0
 
-A reward is `(prompt: Task, completion: Completion, **arguments) -> float`. It may raise; the reward actor
+A reward is `(prompt: Task, completion: Answer, **arguments) -> float`. It may raise; the reward actor
 counts that as a failure. Nothing here loads torch, and each reward loads what it needs when it is first asked for.
 """
 

@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 from forge.errors import DataError
 from forge.rewards.numbers import last_number, only_number, plain_numbers, read_number
 from forge.rewards.regions import boxed, marked, needed_answer, region
-from forge.types import Completion, Task
+from forge.types import Answer, Task
 
 NumberPlace = Literal["auto", "boxed", "marker", "last", "whole"]
 """Where the number of a completion stands."""
@@ -23,7 +23,7 @@ _MATH_TAIL = 4000
 
 def number(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     take: NumberPlace = "auto",
     within: str | None = None,
@@ -93,7 +93,7 @@ def find_number(text: str, *, take: NumberPlace = "auto", percent_as_fraction: b
 
 def math(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     within: str | None = None,
     digits: Annotated[int, Ge(1), Le(15)] = 6,
@@ -156,7 +156,7 @@ def _verifier() -> Any:
 
 def answer_in_tags(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     tag: str = "answer",
     match: Literal["number", "math", "exact"] = "number",

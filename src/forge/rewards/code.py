@@ -14,7 +14,7 @@ from typing import Any, Literal
 from forge.errors import DataError, OptionError
 from forge.rewards.catalog import checks
 from forge.runtime.sandbox import Limits, Outcome, Sandbox, open_sandbox
-from forge.types import Completion, Task
+from forge.types import Answer, Task
 
 Isolation = Literal["auto", "bubblewrap", "namespaces", "process"]
 
@@ -59,7 +59,7 @@ class StreamTest:
 
 def code(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     tests: Sequence[Any] | None = None,
     credit: Literal["fraction", "all"] = "fraction",

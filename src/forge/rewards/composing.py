@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-from forge.types import Completion, Task
+from forge.types import Answer, Task
 
 Reward: TypeAlias = Callable[..., float]
 """(prompt, completion, **arguments) -> a number."""
@@ -31,7 +31,7 @@ def all_of(*rewards: Reward) -> Reward:
     """The least of the rewards: it is only as good as its worst part."""
     _need_some(rewards)
 
-    def least(prompt: Task, completion: Completion) -> float:
+    def least(prompt: Task, completion: Answer) -> float:
         return min(reward(prompt, completion) for reward in rewards)
 
     return least
@@ -41,7 +41,7 @@ def any_of(*rewards: Reward) -> Reward:
     """The greatest of the rewards: one way of being right is enough."""
     _need_some(rewards)
 
-    def greatest(prompt: Task, completion: Completion) -> float:
+    def greatest(prompt: Task, completion: Answer) -> float:
         return max(reward(prompt, completion) for reward in rewards)
 
     return greatest
@@ -51,7 +51,7 @@ def product_of(*rewards: Reward) -> Reward:
     """The rewards multiplied: for parts of 1 that scale each other."""
     _need_some(rewards)
 
-    def product(prompt: Task, completion: Completion) -> float:
+    def product(prompt: Task, completion: Answer) -> float:
         return math.prod(reward(prompt, completion) for reward in rewards)
 
     return product
@@ -60,7 +60,7 @@ def product_of(*rewards: Reward) -> Reward:
 def gated(reward: Reward, *, by: Reward, threshold: float = 1.0, otherwise: float = 0.0) -> Reward:
     """The reward where `by` gives at least `threshold`, else `otherwise`. Behind a closed gate nothing runs."""
 
-    def behind(prompt: Task, completion: Completion) -> float:
+    def behind(prompt: Task, completion: Answer) -> float:
         return reward(prompt, completion) if by(prompt, completion) >= threshold else otherwise
 
     return behind
@@ -69,7 +69,7 @@ def gated(reward: Reward, *, by: Reward, threshold: float = 1.0, otherwise: floa
 def rescaled(reward: Reward, *, low: float, high: float) -> Reward:
     """A reward from 0 to 1 as one from `low` to `high`: `low=-1, high=1` punishes what is wrong."""
 
-    def between(prompt: Task, completion: Completion) -> float:
+    def between(prompt: Task, completion: Answer) -> float:
         return low + (high - low) * reward(prompt, completion)
 
     return between

@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 
 from forge.errors import DataError
 from forge.rewards.regions import boxed, last_line, needed_metadata, region
-from forge.types import Completion, Task
+from forge.types import Answer, Task
 
 _LONGEST_EXPRESSION = 400
 _SIGNS = str.maketrans("×·⋅∗÷∕−–[]{}$`", "****//--()()  ")
@@ -31,7 +31,7 @@ class _Refused(Exception):
 
 def countdown(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     use: Literal["exactly_once", "at_most_once"] = "exactly_once",
     within: str | None = None,

@@ -10,14 +10,14 @@ from annotated_types import Ge, MinLen
 
 from forge.errors import OptionError
 from forge.rewards.catalog import checks
-from forge.types import Completion, Task
+from forge.types import Answer, Task
 
 _TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 def tags(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     tags: Annotated[Sequence[str], MinLen(1)] = ("think", "answer"),
     partial: bool = False,
@@ -85,7 +85,7 @@ def check_tag_name(name: str, *, path: str) -> None:
 
 def length(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     min_tokens: Annotated[int, Ge(0)] = 0,
     max_tokens: Annotated[int, Ge(0)] | None = None,

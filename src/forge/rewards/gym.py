@@ -10,12 +10,12 @@ from typing import Any
 from forge.errors import ConfigError, DataError
 from forge.rewards.catalog import checks
 from forge.rewards.regions import Take, answer_text, needed_metadata
-from forge.types import Completion, Task
+from forge.types import Answer, Task
 
 
 def reasoning_gym(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     take: Take = "all",
     within: str | None = None,

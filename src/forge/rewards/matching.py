@@ -13,7 +13,7 @@ from annotated_types import Ge, Le, MinLen
 from forge.errors import OptionError
 from forge.rewards.catalog import checks
 from forge.rewards.regions import Take, answer_text, needed_answer, region, tagged
-from forge.types import Completion, Task
+from forge.types import Answer, Task
 
 Ignored = Literal["case", "space", "punctuation", "accents", "articles"]
 """A difference between two texts that does not count."""
@@ -25,7 +25,7 @@ _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "LAO", "KHMER", "M
 
 def exact(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     take: Take = "all",
     within: str | None = None,
@@ -44,7 +44,7 @@ def exact(
 
 def fuzzy(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     take: Take = "all",
     within: str | None = None,
@@ -100,7 +100,7 @@ def normalised(text: str, *, ignore: Sequence[Ignored] = ("space",)) -> str:
 
 def contains(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     phrases: Annotated[Sequence[Annotated[str, MinLen(1)]], MinLen(1)] | None = None,
     need: Literal["all", "any", "fraction"] = "all",
@@ -152,7 +152,7 @@ def _is_word(character: str) -> bool:
 
 def regex(
     prompt: Task,
-    completion: Completion,
+    completion: Answer,
     *,
     pattern: str,
     whole: bool = False,

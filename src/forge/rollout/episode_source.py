@@ -35,7 +35,6 @@ class RunFunction(Protocol):
         member: int,
         *,
         oldest_version: int = ...,
-        newest_version: int = ...,
         evaluation: bool = ...,
     ) -> Awaitable[Episode]: ...
 
@@ -70,14 +69,13 @@ class EpisodeSource(RolloutProgress):
         self._faults: Counter[str] = Counter()
         self._num_failed_in_a_row = 0
 
-    async def roll_out(self, number: int, *, oldest_version: int = 0, newest_version: int = -1) -> Group:
+    async def roll_out(self, number: int, *, oldest_version: int = 0) -> Group:
         """Run the episodes of a group at the same time, then compare them with each other and with the reference."""
         epoch, task = self._prompts.at(number)
-        versions = {"oldest_version": oldest_version, "newest_version": newest_version}
         try:
             with span("rollout", group=number), self.generating():
                 self.enter(number, f"runs {self._group_size} episodes")
-                episodes = await self._members(number, task, versions)
+                episodes = await self._members(number, task, oldest_version=oldest_version)
             self.count(len(episodes), sum(episode.num_tokens for episode in episodes))
             self.enter(number, "scoring")
             with span("score", group=number):
@@ -110,12 +108,12 @@ class EpisodeSource(RolloutProgress):
                     raise
                 num_left -= 1
 
-    async def _members(self, number: int, task: Task, versions: dict[str, int]) -> list[Episode]:
+    async def _members(self, number: int, task: Task, *, oldest_version: int) -> list[Episode]:
         num_done = 0
 
         async def one(member: int) -> Episode:
             nonlocal num_done
-            episode = await self.run_member(number, member, task, **versions)
+            episode = await self.run_member(number, member, task, oldest_version=oldest_version)
             num_done += 1
             self.update(number, f"runs {self._group_size - num_done} of {self._group_size} episodes")
             return episode

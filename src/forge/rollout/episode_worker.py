@@ -70,13 +70,23 @@ class EpisodeOptions:
 
 
 class ServicePolicy:
-    """The generators as an agent's policy: completions that an update of the weights cut short are continued."""
+    """The generators as the policy of one episode: completions that an update of the weights cut short are continued.
 
-    def __init__(self, service: Service[Generator], *, max_seq_len: int) -> None:
-        self._service, self.max_seq_len = service, max_seq_len
+    All branches of the episode go to the replica that has its history in the cache, also when they are sampled outside
+    the episode's own task, as requests to its HTTP endpoint are.
+
+    Args:
+        service: the generators.
+        max_seq_len: their context.
+        session: the service session of the episode.
+    """
+
+    def __init__(self, service: Service[Generator], *, max_seq_len: int, session: str) -> None:
+        self._generate = service.generate.options(session=session)
+        self.max_seq_len = max_seq_len
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.agent.Policy.sample`. The session is that of the task: see `EpisodeWorker.run`."""
+        """See `forge.envs.agent.Policy.sample`. Branches share the episode's session: they share their prefixes."""
         try:
             completion = await self._ask(token_ids, options)
             while completion.finish_reason == "abort":
@@ -94,7 +104,7 @@ class ServicePolicy:
     async def _ask(self, token_ids: Sequence[int], options: Mapping[str, Any]) -> Completion:
         while True:
             try:
-                (completion,) = await self._service.generate.route(token_ids=list(token_ids), sampling=dict(options))
+                (completion,) = await self._generate.route(token_ids=list(token_ids), sampling=dict(options))
             except Overloaded:  # other episodes are being answered; the turn's own time limit bounds the wait
                 await asyncio.sleep(_ROOM_S)
                 continue
@@ -113,7 +123,6 @@ class EpisodeWorker(ForgeActor):
     def __init__(self, options: EpisodeOptions, codec: ChatCodec, policy: Service[Generator]) -> None:
         self._options, self._codec = options, codec
         self._service = policy
-        self._policy = ServicePolicy(policy, max_seq_len=options.max_seq_len)
         self._running: set[asyncio.Task[Any]] = set()
 
     @endpoint(concurrent=True)
@@ -124,13 +133,12 @@ class EpisodeWorker(ForgeActor):
         member: int,
         *,
         oldest_version: int = 0,
-        newest_version: int = -1,
         evaluation: bool = False,
     ) -> Episode:
         """Run one episode to its end. `Fault` says that it must be run again.
 
-        A journal from before is replayed where the program is deterministic and every turn of it was sampled by weights
-        of `oldest_version` to `newest_version`; otherwise the episode starts over.
+        A journal from before is replayed where the program is deterministic and no turn of it was sampled by weights
+        older than `oldest_version`; otherwise the episode starts over.
         """
         options = self._options
         key = EpisodeKey(EVALUATION_SEED if evaluation else options.run_seed, group, member)
@@ -140,15 +148,16 @@ class EpisodeWorker(ForgeActor):
         assert current is not None
         self._running.add(current)
         try:
-            entries = file.read(oldest_version=oldest_version, newest_version=newest_version)
+            entries = file.read(oldest_version=oldest_version)
             with span("episode", group=group, member=member):
-                async with self._service.session():
+                async with self._service.session() as session:
+                    policy = ServicePolicy(self._service, max_seq_len=options.max_seq_len, session=session)
                     try:
-                        return await self._run(task, key, file, entries, evaluation=evaluation)
+                        return await self._run(task, key, policy, file, entries, evaluation=evaluation)
                     except ReplayMismatch as mismatch:
                         _log.warning("episode %s starts over: %s", key, mismatch)
                         file.clear()
-                        return await self._run(task, key, file, [], evaluation=evaluation, num_mismatches=1)
+                        return await self._run(task, key, policy, file, [], evaluation=evaluation, num_mismatches=1)
         finally:
             self._running.discard(current)
 
@@ -156,6 +165,7 @@ class EpisodeWorker(ForgeActor):
         self,
         task: Task,
         key: EpisodeKey,
+        policy: ServicePolicy,
         file: JournalFile,
         entries: Sequence[Entry],
         *,
@@ -167,7 +177,7 @@ class EpisodeWorker(ForgeActor):
             task=task,
             key=key,
             limits=options.evaluation_limits if evaluation else options.limits,
-            policy=self._policy,
+            policy=policy,
             codec=self._codec,
             tool_format=options.tool_format,
             sampling=options.evaluation_sampling if evaluation else options.sampling,

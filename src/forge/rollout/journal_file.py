@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forge.envs.agent import EpisodeKey
 from forge.envs.journal import Entry
+from forge.types import INITIAL_VERSION
 
 _log = logging.getLogger("forge.episodes")
 
@@ -28,8 +29,8 @@ class JournalFile:
         """Return the file of an episode; without a folder, one that keeps nothing."""
         return cls(None if folder is None else Path(folder) / f"{key.group}-{key.member}.jsonl")
 
-    def read(self, *, oldest_version: int, newest_version: int) -> list[Entry]:
-        """Return the entries. There are none, and the file is cleared, if weights of another version sampled a turn."""
+    def read(self, *, oldest_version: int) -> list[Entry]:
+        """Return the entries. There are none, and the file is cleared, if older weights sampled a turn."""
         if self.path is None or not self.path.exists():
             return []
         entries: list[Entry] = []
@@ -40,9 +41,8 @@ class JournalFile:
             except ValueError:
                 break
             size += len(line)
-        spans = (part for entry in entries if entry["kind"] == "turn" for part in entry["completion"]["versions"])
-        if any(not oldest_version <= part["version"] <= newest_version for part in spans):
-            _log.warning("%s: its turns are of other weights; the episode starts over", self.path)
+        if any(version < oldest_version for version in _versions(entries)):
+            _log.warning("%s: its turns are too old; the episode starts over", self.path)
             self.clear()
             return []
         os.truncate(self.path, size)
@@ -67,6 +67,21 @@ class JournalFile:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _versions(entries: Iterable[Entry]) -> Iterator[int]:
+    for entry in entries:
+        if entry["kind"] == "turn":
+            yield from (part["version"] for part in entry["completion"]["versions"])
+
+
+def prune_journals(folder: Path, *, newest_version: int) -> None:
+    """Remove the journals with turns of later weights. After a resume, their steps are taken again: the same number
+    may then be other weights."""
+    for path in folder.glob("*.jsonl"):
+        file = JournalFile(path)
+        if any(version > newest_version for version in _versions(file.read(oldest_version=INITIAL_VERSION))):
+            file.clear()
 
 
 def remove_journals(folder: Path, groups: Iterable[int]) -> None:

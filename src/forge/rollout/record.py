@@ -57,7 +57,7 @@ class RolloutRecorder:
         that every token has a piece of text."""
         self.folder = Path(folder)
         self._config = config
-        self._splitter = PieceSplitter(decode)
+        self._decode, self._splitter = decode, PieceSplitter(decode)
         self._no_signal_step, self._num_no_signal = 0, 0
         try:
             _set_aside(self.folder, after=-1 if resume_step is None else resume_step)
@@ -136,9 +136,15 @@ class RolloutRecorder:
                 fields: dict[str, Any] = {"step": step, "group": group.number, "epoch": group.epoch, "index": index}
                 fields |= {"outcome": outcome, "reason": reason}
                 fields |= _fields(episode, known.get((group.number, index)), where=f"group {group.number}, {index}")
+                if episode.stats:  # it was made by a program: see `forge.envs.episode`
+                    fields |= self._program_fields(episode)
                 fields["pieces"] = [piece for turn in episode.turns for piece in self._splitter.split(turn.token_ids)]
                 text = json.dumps(fields, ensure_ascii=False, allow_nan=False, default=_plain)
                 yield text.encode("utf-8", "backslashreplace") + b"\n"
+
+    def _program_fields(self, episode: Episode) -> dict[str, Any]:
+        turns = [_turn_fields(episode, turn, start, self._decode) for turn, start in _starts(episode)]
+        return {"ending": episode.outcome, "stats": dict(episode.stats), "turns": turns}
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
@@ -155,7 +161,7 @@ def _fields(episode: Episode, trainer_logprobs: Sequence[float] | None, *, where
     for name, values in (("trainer_logprobs", trainer_logprobs), ("ref_logprobs", episode.ref_logprobs)):
         if values is not None and len(values) != episode.num_tokens:
             raise ValueError(f"{name} of {where} has {len(values)} numbers for {episode.num_tokens} tokens")
-    fields: dict[str, Any] = {
+    return {
         "prompt_id": task.id,
         "prompt": task.text if task.text is not None else list(task.messages),
         "answer": task.answer,
@@ -173,15 +179,11 @@ def _fields(episode: Episode, trainer_logprobs: Sequence[float] | None, *, where
         "finish_reason": episode.turns[-1].finish_reason if episode.turns else None,
         "num_prompt_tokens": len(episode.turns[0].context_ids) if episode.turns else 0,
     }
-    if episode.stats:  # it was made by a program: see `forge.envs.episode`
-        fields["ending"] = episode.outcome
-        fields["stats"] = dict(episode.stats)
-        fields["turns"] = [_turn_fields(episode, turn, start) for turn, start in _starts(episode)]
-    return fields
 
 
-def _turn_fields(episode: Episode, turn: Turn, start: int) -> dict[str, Any]:
-    """Return what a line has of one turn. Its tokens are those from `start` on of the line's."""
+def _turn_fields(episode: Episode, turn: Turn, start: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Return what a line has of one turn. Its tokens are those from `start` on of the line's. After a prefix break,
+    `context` is the whole text that the policy read instead of the history that it had."""
     own = episode.token_advantages
     return {
         "index": turn.index,
@@ -197,6 +199,7 @@ def _turn_fields(episode: Episode, turn: Turn, start: int) -> dict[str, Any]:
         "seed": turn.seed,
         "finish_reason": turn.finish_reason,
         "prefix_break": turn.prefix_break,
+        "context": None if turn.prefix_break is None else decode(turn.context_ids),
         "is_delivered": turn.is_delivered,
         "calls": [_call_fields(call) for call in turn.calls],
         "reward": _number(episode.turn_rewards[turn.index]) if turn.index in episode.turn_rewards else None,

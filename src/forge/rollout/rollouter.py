@@ -68,7 +68,7 @@ class Rollouter(RolloutProgress):
         self._sampling, self._seed = sampling, seed
         self._references = References(ref_logprobs, algorithm=algorithm, temperature=sampling.temperature)
 
-    async def roll_out(self, number: int, *, oldest_version: int = INITIAL_VERSION, newest_version: int = 0) -> Group:
+    async def roll_out(self, number: int, *, oldest_version: int = INITIAL_VERSION) -> Group:
         """Generate, score and compare with the reference. Scores and reference are asked at the same time."""
         epoch, prompt = self._prompts.at(number)
         try:

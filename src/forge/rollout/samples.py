@@ -23,7 +23,10 @@ def episode_rows(episode: Episode) -> list[Row]:
 
 def plain_samples(episode: Episode, *, number: int) -> list[Sample]:
     """Return the rows of an episode as tokens, for a reference model to score. Sampled tokens have weight 1, once."""
-    return [_plain(row, identity=name_of(episode, number)) for row in episode_rows(episode)]
+    return [
+        replace(_plain(row, identity=name_of(episode, number)), sequence=episode.member)
+        for row in episode_rows(episode)
+    ]
 
 
 def _plain(row: Row, *, identity: str) -> Sample:

@@ -21,6 +21,7 @@ from forge.types.completions import (
     joined_spans,
 )
 from forge.types.episodes import (
+    Answer,
     Episode,
     EpisodeOutcome,
     Group,
@@ -40,6 +41,7 @@ Prompt = Task
 
 __all__ = [
     "INITIAL_VERSION",
+    "Answer",
     "Batch",
     "Completion",
     "Delta",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from forge.types.completions import INITIAL_VERSION, Completion, FinishReason, Timings, VersionSpan
 
@@ -173,6 +173,9 @@ class Score:
     failures: Mapping[str, str] = field(default_factory=dict)
     unshaped: float | None = None
 
+
+Answer: TypeAlias = Completion | Turn
+"""What rewards score: a completion, or a turn of an episode. Both have `text`, `token_ids` and `finish_reason`."""
 
 EpisodeOutcome = Literal["finished", "turn_limit", "token_limit", "context_full", "tool_call_limit", "time_limit"]
 """How the policy brought an episode to its end. `time_limit` only where the episode declares time part of the task."""

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 
 from forge.observe import ConsoleSink, Value
 from forge.observe.displays import EpisodePanel, panel_rows
-from forge.observe.lines import episode_line, evaluation_line, time_shares
+from forge.observe.lines import evaluation_line, rollout_line, time_shares
 
 STEP: dict[str, Value] = {
     "train/loss": 0.01,
@@ -35,7 +35,7 @@ STEP: dict[str, Value] = {
     "time/other": 0.4,
 }
 WHOLE = (
-    "Episode 1 | Avg Reward: 0.75 | KL Divergence: 0.12 | Entropy: 1.2345 | Staleness: 0.5 | Gen: 1234 tok/s"
+    "Step 1 | Avg Reward: 0.75 | KL Divergence: 0.12 | Entropy: 1.2345 | Staleness: 0.5 | Gen: 1234 tok/s"
     " | Train: 5678 tok/s | Time: 8.0 s (wait 10%, gen 50%, train 30%, sync 5%)"
 )
 EVALUATION: dict[str, Value] = {
@@ -58,20 +58,20 @@ def printed(writes: list[tuple[int, Mapping[str, Value]]], **options: Any) -> li
 
 def test_the_line_is_the_one_that_was_promised() -> None:
     short: dict[str, Value] = {"rollout/reward_mean": 0.75, "train/kl": 0.12}
-    assert printed([(1, short)], log_interval=1) == ["Episode 1 | Avg Reward: 0.75 | KL Divergence: 0.12"]
-    assert episode_line(1, STEP) == WHOLE
+    assert printed([(1, short)], log_interval=1) == ["Step 1 | Avg Reward: 0.75 | KL Divergence: 0.12"]
+    assert rollout_line(1, STEP) == WHOLE
 
 
 def test_what_is_not_known_is_not_there() -> None:
     without_kl = {name: value for name, value in STEP.items() if name != "train/kl"}
-    assert episode_line(7, without_kl) == WHOLE.replace("Episode 1", "Episode 7").replace(" | KL Divergence: 0.12", "")
-    assert episode_line(7, {"rollout/reward_mean": -1.5}) == "Episode 7 | Avg Reward: -1.50"
+    assert rollout_line(7, without_kl) == WHOLE.replace("Step 1", "Step 7").replace(" | KL Divergence: 0.12", "")
+    assert rollout_line(7, {"rollout/reward_mean": -1.5}) == "Step 7 | Avg Reward: -1.50"
 
 
 def test_what_went_wrong_is_said() -> None:
     values: dict[str, Value] = {"rollout/reward_mean": float("nan"), "rollout/num_failed": 2.0, "train/skipped": 1}
-    assert episode_line(7, values) == "Episode 7 | Avg Reward: nan | Failed: 2 | skipped"
-    assert episode_line(7, {"rollout/reward_mean": 0, "rollout/num_failed": 0.0}) == "Episode 7 | Avg Reward: 0.00"
+    assert rollout_line(7, values) == "Step 7 | Avg Reward: nan | Failed: 2 | skipped"
+    assert rollout_line(7, {"rollout/reward_mean": 0, "rollout/num_failed": 0.0}) == "Step 7 | Avg Reward: 0.00"
 
 
 def test_the_time_is_split_over_the_whole_step() -> None:
@@ -94,7 +94,7 @@ def test_an_evaluation_is_printed_whenever_it_comes() -> None:
 def test_lines_come_at_the_interval_and_at_the_end() -> None:
     writes = [(step, {"rollout/reward_mean": 1.0, "train/loss": 2.0}) for step in range(1, 12)]
     lines = printed(writes, log_interval=4, total_steps=11)
-    assert lines == [f"Episode {step} | Avg Reward: 1.00" for step in (4, 8, 11)]
+    assert lines == [f"Step {step} | Avg Reward: 1.00" for step in (4, 8, 11)]
 
 
 def test_a_pipe_gets_lines_alone_even_if_progress_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +104,7 @@ def test_a_pipe_gets_lines_alone_even_if_progress_is_asked_for(capsys: pytest.Ca
         sink.write(2, STEP)
         sink.close()
         seen = capsys.readouterr()
-        assert seen.out == WHOLE + "\n" + WHOLE.replace("Episode 1", "Episode 2") + "\n"
+        assert seen.out == WHOLE + "\n" + WHOLE.replace("Step 1", "Step 2") + "\n"
         assert "reward" not in seen.err
 
 
@@ -230,7 +230,7 @@ def test_a_terminal_gets_a_panel_which_follows_its_width() -> None:
     assert drawn[number].endswith("…")
     # What comes before may have been drawn before the terminal became narrow.
     assert all(len(row) <= 30 for row in drawn[number:] if row.startswith(("step", "reward", "time")))
-    assert "Episode 2 | Avg Reward: 0.75 | KL Divergence: 0.12" in second.replace("\r\n", "")
+    assert "Step 2 | Avg Reward: 0.75 | KL Divergence: 0.12" in second.replace("\r\n", "")
     terminal.resize(8)
     third = terminal.go("seen 3") + terminal.rest()
     assert SHOW in third
@@ -260,3 +260,10 @@ def test_the_panel_knows_the_time_that_is_left() -> None:
     panel.close()
     assert "step 4/10" in stream.getvalue(), "what is no terminal gets the last state"
     assert "1:00, 3:00 left" in stream.getvalue()
+
+
+def test_other_tools_may_read_episodes_instead_of_steps() -> None:
+    assert rollout_line(7, {"rollout/reward_mean": 1.0}, word="Episode") == "Episode 7 | Avg Reward: 1.00"
+    assert printed([(2, {"rollout/reward_mean": 1.0})], log_interval=1, step_word="Episode") == [
+        "Episode 2 | Avg Reward: 1.00"
+    ]

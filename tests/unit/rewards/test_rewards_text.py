@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from forge.errors import DataError
 from forge.rewards import contains, exact, fuzzy, regex
 from forge.rewards.matching import likeness
+from forge.types import Completion, Task, Turn
 from scored_texts import asked, said
 
 
@@ -178,3 +179,8 @@ def test_no_text_breaks_them(text: str, answer: str) -> None:
         assert 0.0 <= fuzzy(asked(answer), said(text), take=take, ignore=every) <= 1.0
     assert contains(asked(answer), said(text)) in (0.0, 1.0)
     assert contains(asked(answer), said(f"so: {answer} .")) == 1.0 or not answer[0].isalnum() or "%" in answer
+
+
+def test_a_turn_of_an_episode_is_scored_like_a_completion() -> None:
+    task, completion = Task("t", answer="4"), Completion((), (5,), (0.0,), None, " 4 ", "stop")
+    assert exact(task, Turn.of(completion)) == exact(task, completion) == 1.0

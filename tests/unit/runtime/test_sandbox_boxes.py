@@ -107,8 +107,9 @@ def test_what_a_shell_reports_is_not_trusted() -> None:
     assert b"__forge_return 44; eval 'echo '\\''hi'\\'''" in shell.request("echo 'hi'")
     shell.read_record([b"0", b"/elsewhere", b"x" * 300_000])
     assert b"/sandbox/d" in shell.preamble(), "too much to hand to a new shell"
-    with pytest.raises(ValueError, match="invalid literal"):
-        shell.read_record([b"zero", b"", b""])
+    for status in (b"zero", b"9" * 100_000):
+        with pytest.raises(ValueError, match=r"invalid literal|not an exit code"):
+            shell.read_record([status, b"", b""])
 
 
 @pytest.mark.parametrize("record", [b"[]", b"1", b"{", b"\xff"])
@@ -118,7 +119,9 @@ def test_what_a_kernel_reports_is_not_trusted(record: bytes) -> None:
 
 
 def test_a_kernel_reports_texts_alone() -> None:
-    assert Kernel(PLAN).read_record([b'{"value": [1], "error": null, "more": 1}']) == {"value": "[1]", "error": None}
+    long = b"9" * 100_000
+    record = b'{"value": ["1"], "error": null, "more": ' + long + b"}"
+    assert Kernel(PLAN).read_record([record]) == {"value": "['1']", "error": None}
 
 
 def cell(code: str, space: dict[str, Any] | None = None) -> dict[str, str | None]:
@@ -170,6 +173,8 @@ def test_files_are_written_and_collected(folder: WorkFolder) -> None:
     assert data == b"ahitext"
     assert left_out == []
     assert next(mode for path, _, mode, _ in entries if path == "run.sh") == 0o755
+    folder.put(entries, data)
+    assert folder.collect() == (entries, left_out, data), "a snapshot can be written over itself"
 
 
 def test_no_link_leads_out_and_nothing_waits(folder: WorkFolder) -> None:

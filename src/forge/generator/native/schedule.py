@@ -97,7 +97,10 @@ class Scheduler:
             pieces.append(Piece(sequence, start, start + num))
         has_memory = self.num_preempted == before
         held_up: list[SequenceState] = []
-        while has_memory and budget > 0 and (candidate := self._next(admit, but=held_up)) is not None:
+        while has_memory and budget > 0 and len(held_up) < self.max_batch:
+            candidate = self._next(admit, but=held_up)
+            if candidate is None or not self._has_slots(candidate):
+                break
             if self._should_wait(candidate):
                 held_up.append(candidate)
                 continue
@@ -207,9 +210,12 @@ class Scheduler:
         self._place(sequence)
         return True
 
+    def _has_slots(self, sequence: SequenceState) -> bool:
+        return self.num_reserved + 1 + len(sequence.siblings) <= self.max_batch
+
     def _find_room(self, sequence: SequenceState) -> Prefix | None:
         """Return the computed prefix of a sequence, with its pages held; None if the sequence cannot start."""
-        if self.num_reserved + 1 + len(sequence.siblings) > self.max_batch:
+        if not self._has_slots(sequence):
             return None
         prefix = Prefix([], ROOT)
         if sequence.score is None and sequence.is_pure:

@@ -42,6 +42,7 @@ _LEARNING: Final = "Learning"
 _POLICY: Final = "Policy"
 _OPTIMIZER: Final = "Optimizer"
 _ROLLOUTS: Final = "Rollouts"
+_EPISODES: Final = "Episodes"
 _SPEED: Final = "Speed"
 
 CHARTS: Final = (
@@ -143,6 +144,64 @@ CHARTS: Final = (
         "No signal: the advantages of the group are all 0. Of failed rewards completions are counted, else groups.",
     ),
     Chart(_ROLLOUTS, "Truncated", (("rollout/truncated", "cut off by length"),), "Completions without an end."),
+    Chart(
+        _EPISODES,
+        "Turns and tool calls",
+        (("episode/num_turns", "turns"), ("episode/num_tool_calls", "tool calls")),
+        "Of an episode on average, over the groups that the step learned from.",
+    ),
+    Chart(
+        _EPISODES,
+        "Endings",
+        (("episode/outcome/*", ""),),
+        "The part of episodes that finished, and those that a limit ended.",
+        unit="%",
+        stack=True,
+    ),
+    Chart(
+        _EPISODES,
+        "Tokens sampled and read",
+        (("episode/num_sampled", "sampled"), ("episode/num_observed", "read")),
+        "Of an episode on average. Read: prompts, tool results and other messages, which never enter the loss.",
+        unit="tokens",
+        log=True,
+    ),
+    Chart(
+        _EPISODES,
+        "Tool errors",
+        (("episode/num_tool_errors", "all"), ("episode/tool_errors/*", "")),
+        "Calls of an episode that failed by what the policy asked for: it reads the error.",
+    ),
+    Chart(
+        _EPISODES,
+        "Prefix breaks",
+        (("episode/num_prefix_breaks", "all"), ("episode/prefix_breaks/*", "")),
+        "Points of an episode at which its history could not be extended token by token; a new root starts there.",
+    ),
+    Chart(
+        _EPISODES,
+        "Faults",
+        (("episode/num_faults", "all"), ("episode/faults/*", "")),
+        "Episodes that the infrastructure ended. They ran again and were not scored.",
+    ),
+    Chart(
+        _EPISODES,
+        "Time of an episode",
+        (("episode/seconds", "whole"), ("episode/tools_s", "in tools")),
+        "Seconds on average.",
+        unit="s",
+        log=True,
+    ),
+    Chart(
+        _EPISODES,
+        "Replays and lost answers",
+        (
+            ("episode/num_replayed", "entries from journals"),
+            ("episode/num_replay_mismatches", "replays that started over"),
+            ("episode/num_undelivered", "answers not delivered"),
+        ),
+        "Of an episode on average.",
+    ),
     Chart(
         _SPEED,
         "Tokens per second",

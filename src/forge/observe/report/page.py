@@ -27,7 +27,7 @@ from forge.observe.report.charts import choose_charts, facts, headline
 from forge.observe.report.reading import Run, read_run
 
 DEFAULT_SAMPLES: Final = 400
-_PROGRAMS: Final = ("words.js", "scales.js", "charts.js", "tokens.js", "samples.js", "page.js")
+_PROGRAMS: Final = ("words.js", "scales.js", "charts.js", "tokens.js", "turns.js", "samples.js", "page.js")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,7 @@ def describe(run: Run, *, made_at: float) -> dict[str, Any]:
         "samples": {
             "items": samples.items,
             "prompts": samples.prompts,
+            "messages": samples.messages,
             "written": samples.num_samples,
             "numSteps": samples.num_steps,
         },

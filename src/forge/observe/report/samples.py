@@ -10,6 +10,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
+from forge.observe.report.turns import TurnTable, cut, fair_limit, number
+
 _FILE: Final = re.compile(r"(fruitless|step|evaluation)_(\d+)\.jsonl")
 _KINDS: Final = ("fruitless", "step", "evaluation")
 """In the order of time: while a step was prepared, what it learned from, what was asked after it."""
@@ -31,12 +33,14 @@ class SampleSet:
     Attributes:
         items: one object each, in the order of steps, groups and places in them; keys as in `_item`.
         prompts: the prompts that items point to by number, as text or as messages.
+        messages: the messages that the turns of items point to by number.
         num_samples, num_steps: how many the run wrote, those of evaluations and of groups that taught nothing included.
         notes: what was left out, and why.
     """
 
     items: tuple[Fields, ...] = ()
     prompts: tuple[str | list[Fields], ...] = ()
+    messages: tuple[Fields, ...] = ()
     num_samples: int = 0
     num_steps: int = 0
     notes: tuple[str, ...] = field(default=())
@@ -62,10 +66,12 @@ def read_samples(folder: Path, *, max_samples: int, max_tokens: int = MAX_TOKENS
     num_unreadable = sum(pick.num_unreadable for pick in picks)
     steps = _Steps(shown=len({file.step for file, _ in found}), all=num_steps)
     notes = _notes(len(chosen), num_samples, steps, num_unreadable)
-    items, prompts, cut = _compact(chosen, max_tokens)
-    if cut:
-        notes.append(f"Of long completions only the first {cut} tokens are shown.")
-    return SampleSet(tuple(items), tuple(prompts), num_samples, num_steps, tuple(notes))
+    table = TurnTable(chosen)
+    items, prompts, limit = _compact(chosen, max_tokens, table)
+    if limit:
+        notes.append(f"Of long completions only the first {limit} tokens are shown.")
+    notes += table.notes
+    return SampleSet(tuple(items), tuple(prompts), tuple(table.messages), num_samples, num_steps, tuple(notes))
 
 
 def _shares(counts: Mapping[str, int], max_samples: int) -> dict[str, int]:
@@ -95,9 +101,9 @@ def _pick(files: Sequence[_File], max_samples: int, *, num_samples: int) -> _Pic
     found: list[tuple[_File, list[Fields]]] = []
     num_unreadable = 0
     left = max_samples
-    for number, file in enumerate(fitting):
+    for place, file in enumerate(fitting):
         episodes, num_bad = _read_step(file.path)
-        chosen = _choose(episodes, len(episodes) if fits else left // (len(fitting) - number))
+        chosen = _choose(episodes, len(episodes) if fits else left // (len(fitting) - place))
         num_unreadable += num_bad
         left -= len(chosen)
         found.append((file, chosen))
@@ -194,7 +200,7 @@ def _choose(episodes: Sequence[Fields], quota: int) -> list[Fields]:
     size = max(map(len, groups))
     if size <= quota:
         return [episode for group in _spread(groups, quota // size) for episode in group]
-    ranked = sorted(groups[len(groups) // 2], key=lambda episode: _number(episode.get("reward")) or 0.0)
+    ranked = sorted(groups[len(groups) // 2], key=lambda episode: number(episode.get("reward")) or 0.0)
     return sorted(_spread(ranked, quota), key=lambda episode: int(episode["index"]))
 
 
@@ -207,50 +213,37 @@ def _spread(items: Sequence[Any], count: int) -> list[Any]:
     return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
 
 
-def _compact(episodes: Sequence[Fields], max_tokens: int) -> tuple[list[Fields], list[str | list[Fields]], int]:
+def _compact(
+    episodes: Sequence[Fields], max_tokens: int, table: TurnTable
+) -> tuple[list[Fields], list[str | list[Fields]], int]:
     """Return the items, the prompts that they point to, and to how many tokens long ones were cut; 0 where none was."""
-    limit = _token_limit([len(episode["token_ids"]) for episode in episodes], max_tokens)
+    limit = fair_limit([len(episode["token_ids"]) for episode in episodes], max_tokens, fewest=_FEWEST_TOKENS)
     numbers: dict[str, int] = {}
     prompts: list[str | list[Fields]] = []
     items = []
     for episode in episodes:
         prompt = _prompt(episode.get("prompt"))
-        number = numbers.setdefault(json.dumps(prompt), len(prompts))
-        if number == len(prompts):
+        place = numbers.setdefault(json.dumps(prompt), len(prompts))
+        if place == len(prompts):
             prompts.append(prompt)
-        items.append(_item(episode, prompt=number, limit=limit))
+        items.append(_item(episode, prompt=place, limit=limit, table=table))
     was_cut = any(len(episode["token_ids"]) > limit for episode in episodes)
     return items, prompts, limit if was_cut else 0
-
-
-def _token_limit(lengths: Sequence[int], max_tokens: int) -> int:
-    """Return the largest number of tokens such that all samples, cut to it, stay within the bound."""
-    left, limit = max_tokens, 0
-    for place, length in enumerate(sorted(lengths)):
-        limit = left // (len(lengths) - place)
-        if length > limit:
-            return max(limit, _FEWEST_TOKENS)
-        left -= length
-    return max(lengths, default=0)
 
 
 def _prompt(prompt: object) -> str | list[Fields]:
     if isinstance(prompt, list):
         return [_message(message) for message in prompt if isinstance(message, dict)]
-    return _cut(prompt if isinstance(prompt, str) else "", _MAX_PROMPT)
+    return cut(prompt if isinstance(prompt, str) else "", _MAX_PROMPT)
 
 
 def _message(message: Mapping[str, Any]) -> Fields:
     content = message.get("content")
     text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    return {"role": _cut(str(message.get("role", "")), 40), "content": _cut(text, _MAX_PROMPT)}
+    return {"role": cut(str(message.get("role", "")), 40), "content": cut(text, _MAX_PROMPT)}
 
 
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit} more characters)"
-
-
-def _item(episode: Fields, *, prompt: int, limit: int) -> Fields:
+def _item(episode: Fields, *, prompt: int, limit: int, table: TurnTable) -> Fields:
     num_tokens = len(episode["token_ids"])
     pieces = episode.get("pieces")
     fits = isinstance(pieces, list) and len(pieces) == num_tokens and all(isinstance(piece, str) for piece in pieces)
@@ -259,25 +252,26 @@ def _item(episode: Fields, *, prompt: int, limit: int) -> Fields:
         "group": episode["group"],
         "index": episode["index"],
         "epoch": episode.get("epoch"),
-        "outcome": _cut(str(episode.get("outcome", "trained")), 40),
-        "reason": _cut(str(episode.get("reason") or ""), _MAX_FIELD),
-        "promptId": _cut(str(episode.get("prompt_id", "")), _MAX_FIELD),
+        "outcome": cut(str(episode.get("outcome", "trained")), 40),
+        "reason": cut(str(episode.get("reason") or ""), _MAX_FIELD),
+        "promptId": cut(str(episode.get("prompt_id", "")), _MAX_FIELD),
         "prompt": prompt,
-        "answer": None if episode.get("answer") is None else _cut(str(episode["answer"]), _MAX_FIELD),
-        "text": None if fits else _cut(episode["text"], 8 * limit),
+        "answer": None if episode.get("answer") is None else cut(str(episode["answer"]), _MAX_FIELD),
+        "text": None if fits else cut(episode["text"], 8 * limit),
         "pieces": pieces[:limit] if fits and pieces is not None else [],
         "ids": episode["token_ids"][:limit] if fits else [],
         "sampler": _logprobs(episode.get("logprobs"), num_tokens, limit),
         "trainer": _logprobs(episode.get("trainer_logprobs"), num_tokens, limit),
         "reference": _logprobs(episode.get("ref_logprobs"), num_tokens, limit),
         "versions": list(_spans(episode.get("versions"))),
-        "reward": _number(episode.get("reward")),
-        "parts": {_cut(str(name), 100): _number(value) for name, value in _pairs(episode.get("parts"))},
-        "failures": {_cut(str(name), 100): _cut(str(why), _MAX_FIELD) for name, why in _pairs(episode.get("failures"))},
-        "advantage": _number(episode.get("advantage")),
-        "finish": _cut(str(episode.get("finish_reason", "")), 40),
-        "numPromptTokens": _number(episode.get("num_prompt_tokens")),
+        "reward": number(episode.get("reward")),
+        "parts": {cut(str(name), 100): number(value) for name, value in _pairs(episode.get("parts"))},
+        "failures": {cut(str(name), 100): cut(str(why), _MAX_FIELD) for name, why in _pairs(episode.get("failures"))},
+        "advantage": number(episode.get("advantage")),
+        "finish": cut(str(episode.get("finish_reason", "")), 40),
+        "numPromptTokens": number(episode.get("num_prompt_tokens")),
         "numTokens": num_tokens,
+        **table.describe(episode, limit=limit, with_text=not fits),
     }
 
 
@@ -297,9 +291,3 @@ def _logprobs(values: object, num_tokens: int, limit: int) -> list[float | None]
     if not isinstance(values, list) or len(values) != num_tokens:
         return None
     return [round(value, 4) if type(value) in (float, int) and isfinite(value) else None for value in values[:limit]]
-
-
-def _number(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
-        return None
-    return float(f"{value:.6g}")

@@ -11,10 +11,13 @@ import ctypes
 import errno
 import itertools
 import os
+import signal
 import stat
 import struct
 from collections.abc import Iterator
 from typing import Any
+
+from forge.runtime.sandbox import confine
 
 _OPENAT2 = 437
 _BENEATH = 0x08 | 0x02
@@ -35,14 +38,19 @@ class WorkFolder:
         self.path, self._uid = path, uid
         self._most_bytes, self._most_entries = most_bytes, most_entries
 
+    def unlock(self, folder: str) -> None:
+        """Make a folder usable again that the policy locked, or removed where it can."""
+        with self._as_owner():
+            try:
+                os.chmod(folder, 0o700)
+            except FileNotFoundError:
+                os.mkdir(folder, 0o700)
+
     @contextlib.contextmanager
     def _root(self) -> Iterator[int]:
         """Open the folder, and act as its owner meanwhile."""
+        self.unlock(self.path)
         with self._as_owner():
-            try:
-                os.chmod(self.path, 0o700)  # the policy may have locked it
-            except FileNotFoundError:
-                os.mkdir(self.path, 0o700)
             root = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 yield root
@@ -61,6 +69,8 @@ class WorkFolder:
         finally:
             _libc.setfsuid(0)
             _libc.setfsgid(0)
+            confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user undoes both
+            confine.prctl(confine.PR_SET_DUMPABLE, 0)
 
     def read(self, path: str, *, most_bytes: int) -> bytes:
         """Return what is in a file."""
@@ -104,6 +114,8 @@ class WorkFolder:
         with self._root() as root:
             _make_folders(root, above)
             with _opened(root, "/".join(above) or ".", os.O_PATH | os.O_DIRECTORY) as folder:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
                 os.symlink(target, os.fsencode(name), dir_fd=folder)
 
     def collect(self) -> tuple[list[list[Any]], list[list[str]], bytes]:
@@ -223,7 +235,9 @@ def _walk(root: int) -> Iterator[tuple[str, str | None]]:
         waiting += reversed(folders)
 
 
-def describe(error: OSError) -> dict[str, Any]:
+def describe(error: OSError | ValueError) -> dict[str, Any]:
     """Return an error for the library."""
+    if isinstance(error, ValueError):  # a path that is none
+        return {"errno": errno.EINVAL, "error": str(error), "path": None}
     name = error.filename if isinstance(error.filename, str) else None
     return {"errno": error.errno or errno.EIO, "error": error.strerror or str(error), "path": name}

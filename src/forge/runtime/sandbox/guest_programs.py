@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import signal
 from collections import deque
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from forge.runtime.sandbox import confine
 from forge.runtime.sandbox.frames import Spool
 
 RECORD_BYTES = 4 * 1024 * 1024
+_START_MS = 10_000
 _STATE_BYTES = 256 * 1024
 """The most of a shell's folder and exported variables that a new shell receives."""
 
@@ -74,32 +76,56 @@ class Program:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Start the process, confined."""
+        """Start the process, confined. `OSError` if it does not become the program, EAGAIN if not in time."""
         requests, self.requests = os.pipe()
         self.records, records = os.pipe()
         self.output, output = os.pipe()
         failed, failing = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.setsid()
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                self.place(requests, records, output)
-                confine.become_program({**self._plan, "command": self.command()}, folder=self._plan["folder"])
-            except BaseException as error:  # noqa: BLE001 - whatever it is, this process ends here
-                os.write(failing, f"{getattr(error, 'errno', None) or errno.EIO} {error}".encode()[:4096])
-            finally:
-                os._exit(127)
-        for descriptor in (requests, records, output, failing):
-            os.close(descriptor)
+        self.status = None
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                self._become(requests, records, output, failing)
+        except OSError:
+            self.close()
+            os.close(failed)
+            raise
+        finally:
+            for descriptor in (requests, records, output, failing):
+                os.close(descriptor)
         for descriptor in (self.requests, self.records, self.output):
             os.set_blocking(descriptor, False)
-        with open(failed, encoding="utf-8", errors="replace") as file:
-            reason = file.read()
-        self.status, self.unsent = None, self.preamble()
-        if reason:
+        self.unsent = self.preamble()
+        try:
+            self._check_started(failed)
+        except OSError:
+            os.kill(self.pid, signal.SIGKILL)
             self.close()
+            raise
+        finally:
+            os.close(failed)
+
+    def _become(self, requests: int, records: int, output: int, failing: int) -> None:
+        """In the new process: become the program. Never returns."""
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.place(requests, records, output)
+            confine.become_program({**self._plan, "command": self.command()}, folder=self._plan["folder"])
+        except BaseException as error:  # noqa: BLE001 - whatever it is, this process ends here
+            os.write(failing, f"{getattr(error, 'errno', None) or errno.EIO} {error}".encode()[:4096])
+        finally:
+            os._exit(127)
+
+    def _check_started(self, failed: int) -> None:
+        """Wait until the process has become the program, which closes the pipe. Others of its user may stop it."""
+        poll = select.poll()
+        poll.register(failed, select.POLLIN)
+        if not poll.poll(_START_MS):
+            raise OSError(errno.EAGAIN, "the process does not start")
+        reason = os.read(failed, 4096).decode("utf-8", "replace")
+        if reason:
             number, _, text = reason.partition(" ")
             raise OSError(int(number), text)
 
@@ -165,6 +191,8 @@ class Shell(Program):
         return line.encode("utf-8", "replace")
 
     def read_record(self, fields: list[bytes]) -> dict[str, Any]:
+        if len(fields[0]) > 4:
+            raise ValueError("not an exit code")
         status = int(fields[0])
         folder, exported = fields[1].decode("utf-8", "surrogateescape"), fields[2].decode("utf-8", "surrogateescape")
         if len(fields[1]) + len(fields[2]) <= _STATE_BYTES:
@@ -186,7 +214,7 @@ class Kernel(Program):
         return json.dumps(text.encode("utf-8", "replace").decode()).encode("ascii") + b"\0"
 
     def read_record(self, fields: list[bytes]) -> dict[str, Any]:
-        found = json.loads(fields[0])
+        found = json.loads(fields[0], parse_int=str, parse_float=str)  # no numbers: large ones take long to read
         if not isinstance(found, dict):
             raise ValueError("not a record")
         return {

@@ -9,6 +9,7 @@ const ORDERS = {
   advantage: { label: 'largest advantage', value: (item) => -Math.abs(item.advantage ?? 0) },
   gap: { label: 'largest difference', value: (item) => -Math.abs(differences(item)?.largest ?? 0) },
   long: { label: 'longest', value: (item) => -item.numTokens },
+  ...(data.samples.items.some(isEpisode) ? { turns: { label: 'most turns', value: (item) => -(item.numTurns ?? 1) } } : {}),
 };
 
 const KINDS = {
@@ -19,6 +20,13 @@ const KINDS = {
   cut: { label: 'cut off by length', test: (item) => item.finish === 'length' },
   failed: { label: 'a reward failed', test: (item) => Object.keys(item.failures).length > 0 },
   mixed: { label: 'several versions', test: (item) => new Set(item.versions.map(([version]) => version)).size > 1 },
+  ...(data.samples.items.some(isEpisode) ? {
+    limit: { label: 'ended by a limit', test: (item) => isEpisode(item) && item.ending !== 'finished' },
+    tools: { label: 'a tool call failed', test: (item) => isEpisode(item) && item.stats.num_tool_errors > 0 },
+    broken: { label: 'a prefix break', test: (item) => isEpisode(item) && item.turns.some((turn) => turn.break !== null) },
+    forked: { label: 'several branches', test: (item) => isEpisode(item) && new Set(item.turns.map(({ path }) => path.join('.'))).size > 1 },
+    lost: { label: 'an answer undelivered', test: (item) => isEpisode(item) && item.turns.some((turn) => !turn.delivered) },
+  } : {}),
 };
 
 function completionText(item) {
@@ -108,7 +116,8 @@ class Samples {
 
   haystack(item) {
     if (item.haystack === undefined) {
-      item.haystack = `${item.promptId}\n${promptText(item)}\n${completionText(item)}`.toLowerCase();
+      const turns = isEpisode(item) ? conversationText(item) : '';
+      item.haystack = `${item.promptId}\n${promptText(item)}\n${completionText(item)}\n${turns}`.toLowerCase();
     }
     return item.haystack;
   }
@@ -165,7 +174,7 @@ class Samples {
     const row = make(
       'tr', { class: item === this.chosen ? 'chosen' : '', 'aria-selected': String(item === this.chosen) },
       make('td', { class: 'col0', text: item.step }),
-      make('td', { class: 'col1' }, make('span', { class: 'snippet', text: snippet || '(nothing)' })),
+      make('td', { class: 'col1' }, make('span', { class: 'snippet', text: `${isEpisode(item) ? `${item.numTurns} × ` : ''}${snippet || '(nothing)'}` })),
       make('td', { class: 'col2' }, this.meter(item), failed ? make('span', { class: 'warn', title: 'a reward failed', text: ' !' }) : null),
       make('td', { class: 'col3', text: signed(item.advantage, 2) }),
       make('td', { class: 'col4', text: item.numTokens }),
@@ -202,13 +211,13 @@ class Samples {
       ),
       this.facts(item),
       this.siblings(item),
-      make('h4', { text: 'Prompt' }),
-      this.prompt(item),
+      ...(isEpisode(item) ? [] : [make('h4', { text: 'Prompt' }), this.prompt(item)]),
       ...(item.answer === null ? [] : [make('h4', { text: 'Answer' }), make('pre', { class: 'answer', text: item.answer })]),
-      make('h4', { text: 'Completion' }),
+      make('h4', { text: isEpisode(item) ? 'Conversation' : 'Completion' }),
       completion,
       make('h4', { text: 'Rewards' }),
       this.parts(item),
+      isEpisode(item) ? statsTable(item) : '',
     );
     this.tokens.show(item, completion);
   }
@@ -220,9 +229,11 @@ class Samples {
       ...(item.outcome === 'trained' ? [] : [['outcome', item.reason ? `${item.outcome}: ${item.reason}` : item.outcome]]),
       ['reward', figure(item.reward), 'main'],
       ['advantage', signed(item.advantage, 3), item.advantage > 0 ? 'up' : item.advantage < 0 ? 'down' : ''],
-      ['tokens', `${item.numTokens}`],
-      ['prompt', item.numPromptTokens === null ? '–' : `${item.numPromptTokens} tokens`],
-      ['end', ends[item.finish] || item.finish],
+      ...(isEpisode(item) ? episodeFacts(item) : [
+        ['tokens', `${item.numTokens}`],
+        ['prompt', item.numPromptTokens === null ? '–' : `${item.numPromptTokens} tokens`],
+        ['end', ends[item.finish] || item.finish],
+      ]),
       ['weights', versions || '–'],
       ['epoch', item.epoch ?? '–'],
       ['prompt id', item.promptId],
@@ -266,7 +277,7 @@ class Samples {
       return make('tr', { class: failure ? 'failed' : '' }, make('th', { scope: 'row', text: name }), make('td', { text: figure(value) }), make('td', { class: 'why', text: failure || '' }));
     });
     Object.entries(item.failures).filter(([name]) => !(name in item.parts)).forEach(([name, why]) => rows.push(make('tr', { class: 'failed' }, make('th', { scope: 'row', text: name }), make('td', { text: '–' }), make('td', { class: 'why', text: why }))));
-    rows.push(make('tr', { class: 'sum' }, make('th', { scope: 'row', text: 'reward' }), make('td', { text: figure(item.reward) }), make('td', { class: 'why', text: rows.length ? 'the weighted sum' : '' })));
+    rows.push(make('tr', { class: 'sum' }, make('th', { scope: 'row', text: 'reward' }), make('td', { text: figure(item.reward) }), make('td', { class: 'why', text: rows.length && !isEpisode(item) ? 'the weighted sum' : '' })));
     return make('table', { class: 'parts' }, make('tbody', {}, ...rows));
   }
 }

@@ -44,7 +44,8 @@ class TokenView {
     const usable = MODES.filter((mode) => has(item, mode));
     const mode = usable.find(({ name }) => name === this.mode) || usable[0] || null;
     const again = () => this.show(item, box);
-    box.replaceChildren(this.controls(item, usable, mode, again), this.text(item, mode), ...this.remarks(item));
+    const body = isEpisode(item) ? new Conversation(item, (_, turn) => this.text(item, mode, turn)).node : this.text(item, mode, null);
+    box.replaceChildren(this.controls(item, usable, mode, again), body, ...this.remarks(item));
     this.hide();
   }
 
@@ -76,13 +77,17 @@ class TokenView {
     return make('span', { class: 'scale' }, ...versions.map((version, place) => make('span', { class: `version tone${place % 8}`, text: `v${version}` })));
   }
 
-  text(item, mode) {
+  // The tokens of one turn, or of the whole sample.
+  text(item, mode, turn) {
     const body = make('div', { class: 'tokens', 'data-test': 'tokens' });
     if (!item.pieces.length) {
-      body.append(item.text || '');
+      body.append((turn ? turn.text : item.text) || '');
       return body;
     }
-    item.pieces.forEach((piece, at) => body.append(this.token(item, mode, piece, at)));
+    const from = turn ? turn.start : 0;
+    const shown = item.pieces.slice(from, turn ? turn.end : undefined);
+    shown.forEach((piece, place) => body.append(this.token(item, mode, piece, from + place)));
+    if (turn && shown.length < turn.end - turn.start) body.append(make('small', { text: ` … ${turn.end - turn.start - shown.length} more tokens` }));
     const find = (event) => (event.target instanceof Element ? event.target.closest('.token') : null);
     body.addEventListener('pointerover', (event) => { const node = find(event); if (node) this.point(item, node); });
     body.addEventListener('click', (event) => { const node = find(event); if (node) this.point(item, node); });
