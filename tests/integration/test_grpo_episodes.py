@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from forge.config import GRPOConfig
 from forge.errors import RolloutError
+from forge.loops.grpo import run_grpo
 from forge.loops.run_paths import run_dir
 from forge.rollout.ledger import check_ledger
 from grpo_runs import NUM_STEPS, config, episodes, kept_buffer, ledger, metrics, train, train_here
+from local_services import services_here
+from own_episodes import dialogue
 
 DIALOGUE = ("rewards.functions=[]", "episode.kind=own_episodes:dialogue")
 BRANCHING = ("rewards.functions=[]", "episode.kind=own_episodes:branching")
@@ -109,3 +113,11 @@ def test_faults_without_end_stop_the_run_with_its_state_saved(tmp_path: Path) ->
     with pytest.raises(RolloutError, match="KeyError: 'nowhere'"):
         train_here(chosen)
     assert kept_buffer(chosen)["num_taken"] == 0
+
+
+def test_a_program_may_be_given_instead_of_named(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "given", "rewards.functions=[]", "training.max_steps=1", "rollout.no_signal=keep")
+    with services_here():
+        result = asyncio.run(run_grpo(chosen, episode=dialogue.with_args({"num_turns": 2})))
+    assert result.step == 1
+    assert {len(episode["turns"]) for episode in episodes(chosen)} == {2}

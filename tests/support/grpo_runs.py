@@ -18,8 +18,9 @@ import psutil
 
 import forge
 from forge.config import GRPOConfig, load
-from forge.loops.grpo import GRPOLoop, GRPOResult, run_grpo
+from forge.loops.grpo import GRPOLoop, run_grpo
 from forge.loops.planning import episode_options, plan_run
+from forge.loops.results import GRPOResult
 from forge.loops.rollouts import make_source
 from forge.loops.run_paths import run_dir
 from forge.loops.workers import PolicyHandle, Workers, start_workers
@@ -124,7 +125,7 @@ def metrics(chosen: GRPOConfig, name: str) -> list[float]:
 def episodes(chosen: GRPOConfig) -> Iterator[dict[str, Any]]:
     """The recorded episodes of all steps."""
     for path in sorted((run_dir(chosen) / "rollouts").glob("step_*.jsonl")):
-        for line in path.read_text().splitlines():
+        for line in path.read_text().split("\n")[:-1]:  # text may hold what splitlines() takes for the end of a line
             yield json.loads(line)
 
 

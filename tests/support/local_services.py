@@ -40,14 +40,15 @@ class LocalService:
             values = await asyncio.gather(*(getattr(replica, name)(*args, **kwargs) for replica in self._replicas))
             return [SimpleNamespace(ok=True, value=value) for value in values] if is_partial else values
 
-        return SimpleNamespace(
-            route=route, fanout=fanout, options=lambda partial=False: self._endpoint(name, is_partial=partial)
-        )
+        def options(*, partial: bool = False, session: str | None = None) -> SimpleNamespace:
+            return self._endpoint(name, is_partial=partial)
+
+        return SimpleNamespace(route=route, fanout=fanout, options=options)
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[None]:
-        """Do nothing: no replica holds anything for the calls of a session."""
-        yield
+    async def session(self) -> AsyncIterator[str]:
+        """Yield a name that changes nothing: no replica holds anything for the calls of a session."""
+        yield "session"
 
     async def shutdown(self) -> None:
         """Close the replicas, unless that was done."""

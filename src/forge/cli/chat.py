@@ -51,7 +51,7 @@ def read_policy(
         "generator.engine": arguments.engine,
         **given,
     }
-    options = [f"{key}={_written(value)}" for key, value in chosen.items() if value is not None]
+    options = [f"{key}={as_yaml(value)}" for key, value in chosen.items() if value is not None]
     return load(PolicyConfig, files=arguments.config, overrides=[*options, *overrides])
 
 
@@ -87,7 +87,7 @@ def model_folder(given: str) -> str:
     return given
 
 
-def _written(value: str | float) -> str:
+def as_yaml(value: str | float) -> str:
     """The value as YAML that means this and nothing else."""
     if not isinstance(value, str):
         return str(value)
@@ -126,11 +126,11 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def configure(arguments: argparse.Namespace) -> PolicyConfig:
     """The configuration that the command line asks for. Overrides win over options, and options over files."""
-    numbers = {key: _number(getattr(arguments, name)) for name, key in _NUMBERS.items()}
+    numbers = {key: parse_number(getattr(arguments, name)) for name, key in _NUMBERS.items()}
     return read_policy(arguments, {"system_prompt": arguments.system, **numbers}, command="forge chat")
 
 
-def _number(text: str | None) -> str | float | None:
+def parse_number(text: str | None) -> str | float | None:
     """The number that a text means; what means none is left to be refused by the key's own rule."""
     for kind in (int, float):
         try:

@@ -27,41 +27,26 @@ _SKIP = "correct or remove it, or set prompts.on_bad_record to skip"
 _LOOKED_AT = 100
 
 
-class RecordPrompts:
-    """The prompts of one source of records, by the record's number. Nothing is kept but where each record begins.
+class RecordReader:
+    """Turns records into tasks.
 
-    A record's `prompt_id` is the prompt's id where there is one; otherwise it is the record's place. Keys that have no
-    meaning here go into the prompt's metadata, and so does what a record has under `metadata`.
+    A record's `prompt_id` is the task's id where there is one; otherwise it is the record's place. Keys that have no
+    meaning here go into the task's metadata, and so does what a record has under `metadata`.
+
+    Args:
+        names: column names that differ from the format's.
+        chat: whether conversations are allowed.
+        format: the layout of the records.
     """
 
-    def __init__(self, config: PromptSourceConfig, *, chat: bool, lenient: bool) -> None:
-        place = SourceConfig(
-            path=config.path, hf_dataset=config.hf_dataset, hf_config=config.hf_config, split=config.split
-        )
-        self._records = open_indexed(place, wanted=_columns(config))
-        self._names = config.columns
-        self._chat = chat
-        self.name = self._records.name
-        self.format: Literal["plain", "gsm8k"] = (
-            self._detect(lenient=lenient) if config.format == "auto" else config.format
-        )
+    def __init__(
+        self, names: Mapping[str, str] | None = None, *, chat: bool = True, format: Literal["plain", "gsm8k"] = "plain"
+    ) -> None:
+        self._names, self._chat = dict(names or {}), chat
+        self.format: Literal["plain", "gsm8k"] = format
 
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def read(self, index: int) -> Task:
-        """The prompt of one record, as the record words it; a DataError that names its place if it has none."""
-        record = self._records.read(index)
-        try:
-            return self._prompt(record)
-        except DataError as error:
-            if error.repair is None or "data.on_bad_record" not in error.repair:
-                raise
-            raise DataError(
-                error.message, path=error.path, value=error.value, rule=error.rule, repair=_SKIP
-            ) from error.__cause__
-
-    def _prompt(self, record: Record) -> Task:
+    def task(self, record: Record) -> Task:
+        """Return the task of one record, as the record words it; a DataError that names its place if it has none."""
         value = record.value()
         used = {self._name(key) for key in _KEYS} | {ID, "metadata"}
         metadata = {key: item for key, item in value.items() if key not in used and item is not None}
@@ -135,6 +120,37 @@ class RecordPrompts:
         rule = f"a record has {' or '.join(f'`{name}`' for name in renamed)}" if renamed else f"a record has {_PLAIN}"
         return _lacking(record.place, "there is no prompt in this record", value, rule)
 
+    def _name(self, key: str) -> str:
+        return self._names.get(key, key)
+
+
+class RecordPrompts(RecordReader):
+    """The prompts of one source of records, by the record's number. Nothing is kept but where each record begins."""
+
+    def __init__(self, config: PromptSourceConfig, *, chat: bool, lenient: bool) -> None:
+        place = SourceConfig(
+            path=config.path, hf_dataset=config.hf_dataset, hf_config=config.hf_config, split=config.split
+        )
+        super().__init__(config.columns, chat=chat)
+        self._records = open_indexed(place, wanted=_columns(config))
+        self.name = self._records.name
+        self.format = self._detect(lenient=lenient) if config.format == "auto" else config.format
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, index: int) -> Task:
+        """The prompt of one record, as the record words it; a DataError that names its place if it has none."""
+        record = self._records.read(index)
+        try:
+            return self.task(record)
+        except DataError as error:
+            if error.repair is None or "data.on_bad_record" not in error.repair:
+                raise
+            raise DataError(
+                error.message, path=error.path, value=error.value, rule=error.rule, repair=_SKIP
+            ) from error.__cause__
+
     def _detect(self, *, lenient: bool) -> Literal["plain", "gsm8k"]:
         for index in range(min(len(self), _LOOKED_AT if lenient else 1)):
             try:
@@ -147,9 +163,6 @@ class RecordPrompts:
                 return "gsm8k"
             break
         return "plain"
-
-    def _name(self, key: str) -> str:
-        return self._names.get(key, key)
 
 
 def final_answer(solution: str, *, place: str) -> str:

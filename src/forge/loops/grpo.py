@@ -20,18 +20,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forge.config import GRPOConfig, save
+from forge.envs.episode import EpisodeProgram
 from forge.errors import CheckpointError, NonFiniteError, RecordError, RolloutError, StepAbandoned
 from forge.loops.evaluation import Evaluation, make_evaluator
 from forge.loops.learning import Learner
 from forge.loops.planning import GRPOPlan, episode_options
 from forge.loops.preflight import check_grpo
 from forge.loops.recording import Records, tracing
+from forge.loops.results import GRPOResult
 from forge.loops.resuming import SaveRule, check_continues, group_keys, ledger_before, report_changes, where_it_stopped
 from forge.loops.rollouts import RolloutRunner, RolloutSource, make_source
 from forge.loops.run_paths import checkpoint_dir, run_dir
@@ -49,43 +51,26 @@ from forge.types import Group, StepResult
 if TYPE_CHECKING:
     from forge.losses import Loss
 
+__all__ = ["GRPOLoop", "GRPOResult", "run_grpo"]
+
 _log = logging.getLogger("forge.grpo")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class GRPOResult:
-    """How a run ended.
-
-    Attributes:
-        step: steps taken, those before a resume included.
-        reward: the mean reward of the last batch, groups without signal included; NaN if there was none.
-        first_evaluation, evaluation: the first and the last one, those before a resume included, if there was any.
-        is_stopped: whether it was stopped by a signal before its end.
-        export: the Hugging Face folder, if one was written.
-        report: the report's page, if one was made.
-        exit_code: what a program exits with: 0, or 128 plus the number of the signal that stopped it.
-    """
-
-    step: int
-    reward: float
-    first_evaluation: Evaluation | None
-    evaluation: Evaluation | None
-    is_stopped: bool
-    export: Path | None
-    report: Path | None
-    exit_code: int = 0
-
-
 async def run_grpo(
-    config: GRPOConfig, *, loss: Loss | None = None, advantage: AdvantageFunction | None = None
+    config: GRPOConfig,
+    *,
+    loss: Loss | None = None,
+    advantage: AdvantageFunction | None = None,
+    episode: EpisodeProgram | None = None,
 ) -> GRPOResult:
     """Train a policy as a configuration says. Everything that it starts is gone when it returns or raises.
 
-    `loss` and `advantage` are used instead of those that the section `algorithm` names.
+    `loss` and `advantage` are used instead of those that the section `algorithm` names, and `episode` instead of what
+    the section `episode` names: a program made with `@forge.episode` or `forge.episode_from_env`.
     SIGINT, SIGTERM and SIGHUP end it after a checkpoint; a second signal ends it at once, with SystemExit.
     """
-    plan = check_grpo(config)
+    plan = check_grpo(config, program=episode)
     if loss is not None:
         from forge.losses.build import check_loss
 

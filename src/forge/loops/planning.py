@@ -93,13 +93,16 @@ def _card() -> Card | None:
     return (find_card() or Card(0, num_gpus)) if num_gpus else None
 
 
-def plan_run(config: GRPOConfig) -> GRPOPlan:
-    """Work out a run, and refuse whatever would fail later: it takes seconds, and nothing is left behind."""
+def plan_run(config: GRPOConfig, *, program: EpisodeProgram | None = None) -> GRPOPlan:
+    """Work out a run, and refuse whatever would fail later: it takes seconds, and nothing is left behind.
+
+    `program` makes the episodes; None for what the section `episode` names, if anything.
+    """
     if is_rank():
         raise refuse_ranks()
     model = resolve(config.model)
     config = _completed(config, model.architecture)
-    program = find_program(config)
+    program = find_program(config) if program is None else program
     if program is None:
         check_rewards(config.rewards)
         if not config.rewards.functions:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from forge.config import GRPOConfig, SFTConfig, TrainerConfig
 from forge.data import BatchLoader, Loaders, open_loaders
+from forge.envs.episode import EpisodeProgram
 from forge.errors import DataError
 from forge.loops.planning import GRPOPlan, plan_run
 from forge.loops.resuming import check_folders, resumed_state
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("forge.sft")
 
 
-def check_grpo(config: GRPOConfig) -> GRPOPlan:
-    """Check a run of reinforcement learning, and return what it would do."""
-    return plan_run(config)
+def check_grpo(config: GRPOConfig, *, program: EpisodeProgram | None = None) -> GRPOPlan:
+    """Check a run of reinforcement learning, and return what it would do. `program` makes its episodes, if given."""
+    return plan_run(config, program=program)
 
 
 def check_sft(config: SFTConfig) -> TrainerConfig:

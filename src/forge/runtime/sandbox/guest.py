@@ -48,7 +48,7 @@ class Guest:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def serve(self) -> None:
-        """Serve until the library closes the connection or is gone."""
+        """Serve until the library closes the connection, or it or the launcher is gone."""
         self._send({"id": 0})
         while True:
             poll = select.poll()
@@ -57,6 +57,8 @@ class Guest:
             deadlines = [each.current.deadline for each in self._programs.values() if each.current is not None]
             wait_ms = max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1 if deadlines else None
             for descriptor, _ in poll.poll(wait_ms):
+                if descriptor == self._plan["report"]:
+                    return
                 if descriptor == _CONTROL:
                     data = os.read(_CONTROL, 1 << 20)
                     if not data:
@@ -71,6 +73,7 @@ class Guest:
 
     def _watch(self, poll: select.poll, readers: dict[int, Callable[[], None]]) -> None:
         poll.register(_CONTROL, select.POLLIN)
+        poll.register(self._plan["report"], 0)  # errors are reported all the same
         poll.register(self._wake, select.POLLIN)
         readers[self._wake] = lambda: _discard(self._wake)
         for program in self._programs.values():
@@ -326,7 +329,13 @@ def _descendants() -> list[int]:
 
 
 def serve(plan: Mapping[str, Any]) -> None:
-    """Become the first process of a sandbox. The connection to the library is standard input. Never returns."""
+    """Become the first process of a sandbox. The connection to the library is standard input. Never returns.
+
+    `report` of the plan is a pipe that the launcher reads: without a reader, the launcher is dead.
+    """
+    os.set_inheritable(plan["report"], False)
+    os.closerange(3, plan["report"])
+    os.closerange(plan["report"] + 1, 65536)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     confine.prctl(confine.PR_SET_DUMPABLE, 0)
@@ -349,7 +358,6 @@ def serve(plan: Mapping[str, Any]) -> None:
 def serve_in_bubblewrap() -> None:
     """Serve with the plan that is the first argument, in folders that still belong to root."""
     plan = json.loads(sys.argv[1])
-    os.closerange(3, 65536)
     if plan["uid"] is not None:
         for folder in (plan["folder"], plan["work"]):
             os.chown(folder, plan["uid"], plan["uid"])

@@ -11,10 +11,13 @@ import ctypes
 import errno
 import itertools
 import os
+import signal
 import stat
 import struct
 from collections.abc import Iterator
 from typing import Any
+
+from forge.runtime.sandbox import confine
 
 _OPENAT2 = 437
 _BENEATH = 0x08 | 0x02
@@ -66,6 +69,8 @@ class WorkFolder:
         finally:
             _libc.setfsuid(0)
             _libc.setfsgid(0)
+            confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user undoes both
+            confine.prctl(confine.PR_SET_DUMPABLE, 0)
 
     def read(self, path: str, *, most_bytes: int) -> bytes:
         """Return what is in a file."""

@@ -160,9 +160,7 @@ def _become_guest(plan: Mapping[str, Any], report: int) -> None:
     """Serve a long-lived sandbox. Never returns."""
     from forge.runtime.sandbox import guest  # whatever forks launchers imported it, before the root folder changed
 
-    os.closerange(3, report)
-    os.closerange(report + 1, 65536)
-    guest.serve(plan)
+    guest.serve({**plan, "report": report})
 
 
 def _end_if_alone(report: int) -> None:
@@ -201,7 +199,19 @@ def _in_bubblewrap(plan: Mapping[str, Any], report: int, owner: int | None) -> N
     command += ["--proc", "/proc"]
     if not is_box:
         command += ["--file", str(_readable_text(plan["program"])), "/tmp/main.py"]
-    command += ["--remount-ro", "/", "--", plan["command"][0], "-I", "-S", "-B", "-c", *_inner_command(plan)]
+    else:
+        os.set_inheritable(report, True)
+    command += [
+        "--remount-ro",
+        "/",
+        "--",
+        plan["command"][0],
+        "-I",
+        "-S",
+        "-B",
+        "-c",
+        *_inner_command({**plan, "report": report}),
+    ]
     os.execve(command[0], command, {})
 
 
@@ -226,7 +236,7 @@ def _inner_command(plan: Mapping[str, Any]) -> tuple[str, str]:
     for module in (confine, frames, guest_files, guest_programs, guest):
         with open(str(module.__file__), encoding="utf-8") as file:
             sources[module.__name__] = file.read()
-    names += ["isolation", "folder", "work", "box"]
+    names += ["isolation", "folder", "work", "box", "report"]
     return f"{_TRAVEL}\nload({sources!r}).serve_in_bubblewrap()\n", json.dumps({name: plan[name] for name in names})
 
 
