@@ -1,4 +1,4 @@
-"""The generator's norm on a GPU, against the same in float64.
+"""The norm and the gate of a generator on a GPU, against the same in float64.
 
 Where there is no GPU but Triton is installed, `TRITON_INTERPRET=1` runs these in Triton's interpreter, on the CPU. It
 cuts bfloat16 off where a GPU rounds, so float16 stands for it there.
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from forge.models import gpu_layers
-from forge.models.gpu_layers import GpuNorm, normed
+from forge.models.gpu_layers import GpuNorm, add_into, gated, normed
 
 ON_GPU = torch.cuda.is_available()
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -67,3 +67,40 @@ def test_the_module_takes_the_kernel_without_gradients_and_only_then(monkeypatch
         without = module(x)
     assert calls
     torch.testing.assert_close(with_gradients.detach(), without, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("shape", [(1, 5, 3072), (3, 7), (0, 64)])
+def test_a_gate_is_silu_times_up(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(3)
+    gate, up = ((torch.randn(shape, generator=draw) * 3).to(DEVICE, dtype) for _ in range(2))
+    found = gated(gate, up)
+    assert found.dtype == dtype
+    expected = torch.nn.functional.silu(gate.double()) * up.double()
+    torch.testing.assert_close(found.double(), expected, rtol=2 * BOUND[dtype], atol=1e-6)
+
+
+def test_gates_with_gradients_or_gaps_are_left_to_torch() -> None:
+    gate, up = torch.randn(4, 8, device=DEVICE), torch.randn(4, 8, device=DEVICE)
+    assert not gpu_layers.gates(gate, up)
+    with torch.no_grad():
+        assert gpu_layers.gates(gate, up) is (DEVICE == "cuda")
+        assert not gpu_layers.gates(gate.t(), up.t())
+        assert not gpu_layers.gates(gate, up[:2])
+
+
+@pytest.mark.parametrize("shape", [(300, 301), (7,), (65_536,), (0,)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_values_are_added_to_wider_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(4)
+    sums = torch.randn(shape, generator=draw).to(DEVICE)
+    values = torch.randn(shape, generator=draw).to(DEVICE, dtype)
+    expected = sums + values.float()
+    add_into(sums, values)
+    assert torch.equal(sums, expected)
+
+
+def test_values_with_gaps_are_added_too() -> None:
+    sums, values = torch.zeros(400, 400, device=DEVICE), torch.randn(400, 400, device=DEVICE).to(HALF)
+    add_into(sums, values.t())
+    assert torch.equal(sums, values.t().float())

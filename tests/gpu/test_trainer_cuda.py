@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -299,19 +300,25 @@ def test_the_kernel_of_the_head_differentiates(dtype: torch.dtype, bound: float,
     def ours(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return chunked_nll(h, w, targets, counts, chunk_tokens=16)[0]
 
-    def by_logprobs(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return -(chunked_logprobs(h, w, targets, chunk_tokens=16)[0] * counts).sum()
+    def by_logprobs(h: torch.Tensor, w: torch.Tensor, room: int = 0) -> torch.Tensor:
+        cache_bytes = room * vocab * dtype.itemsize
+        return -(chunked_logprobs(h, w, targets, chunk_tokens=16, cache_bytes=cache_bytes)[0] * counts).sum()
 
     expected = gradients(naive, wide=True)
-    for found in (gradients(ours, wide=False), gradients(by_logprobs, wide=False)):
+    ways = [ours, *(partial(by_logprobs, room=room) for room in (0, 20, tokens))]
+    for found in (gradients(way, wide=False) for way in ways):
         for mine, right in zip(found, expected, strict=True):
             assert mine.shape == right.shape
             if mine.numel():
                 assert (mine - right).abs().max() <= bound * right.abs().max()
 
 
-@pytest.mark.parametrize("entropy", [False, True], ids=["one kernel", "several"])
-def test_the_head_in_float32_rounds_nothing(entropy: bool) -> None:
+@pytest.mark.parametrize(
+    ("entropy", "room"),
+    [(False, 0), (False, 200), (False, 600), (True, 0)],
+    ids=["one kernel", "some", "all", "several"],
+)
+def test_the_head_in_float32_rounds_nothing(entropy: bool, room: int) -> None:
     """Logits of about 25, as trained models have them; with an entropy the kernel of one pass is not used."""
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = (torch.randn(600, 256, device="cuda", generator=generator) + 1).bfloat16().requires_grad_()
@@ -319,7 +326,7 @@ def test_the_head_in_float32_rounds_nothing(entropy: bool) -> None:
     targets = torch.randint(0, 5003, (600,), device="cuda", generator=generator)
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)
     right = exact.gather(1, targets[:, None])[:, 0]
-    chosen = {"chunk_tokens": 128, "entropy": entropy}
+    chosen: Any = {"chunk_tokens": 128, "entropy": entropy, "cache_bytes": room * 5003 * 2}
     wide, found = chunked_logprobs(hidden, weight, targets, fp32_logits=True, **chosen)
     narrow, _ = chunked_logprobs(hidden, weight, targets, **chosen)
     assert (wide - right).abs().max() < 1e-3

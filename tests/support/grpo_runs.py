@@ -125,7 +125,7 @@ def metrics(chosen: GRPOConfig, name: str) -> list[float]:
 def episodes(chosen: GRPOConfig) -> Iterator[dict[str, Any]]:
     """The recorded episodes of all steps."""
     for path in sorted((run_dir(chosen) / "rollouts").glob("step_*.jsonl")):
-        for line in path.read_text().splitlines():
+        for line in path.read_text().split("\n")[:-1]:  # text may hold what splitlines() takes for the end of a line
             yield json.loads(line)
 
 

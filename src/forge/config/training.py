@@ -82,6 +82,12 @@ class TrainingConfig(ConfigModel):
         description="Tokens whose logits are in memory at once; null for 1024 on a GPU and 256 on a CPU. Gradients do "
         "not depend on it, memory does.",
     )
+    head_cache_gb: float = Field(
+        default=6.0,
+        ge=0,
+        description="On a GPU, memory in which a row's logits may wait for the backward pass of a policy loss, in GiB. "
+        "What finds no room there is computed twice. Not used with an entropy bonus or tensor parallel ranks.",
+    )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
         description="What the backward pass recomputes: nothing, everything except expensive matrix products, or whole "

@@ -245,8 +245,15 @@ class Endpoint:
         if turn.prefix_break is not None:
             breaks[turn.prefix_break] -= 1
         breaks["client_edit"] += 1
-        previous = turn.previous if point.edited is None else point.edited.turn
+        previous = turn.previous
+        if point.edited is not None and self._is_after(point.edited.turn, previous):
+            previous = point.edited.turn
         return replace(turn, prefix_break="client_edit", previous=previous)
+
+    def _is_after(self, index: int | None, before: int | None) -> bool:
+        while index is not None and index != before:
+            index = self._state.turns[index].previous
+        return index == before
 
     def _refusal(self, error: BaseException, point: BranchPoint) -> RequestError:
         """Return the answer to a request that failed, and keep the reason for the end of the program."""
@@ -272,10 +279,6 @@ class Endpoint:
         index, ended = answer.turn.index, asyncio.get_running_loop().create_future()
         self._delivering[index] = ended
         try:
-            for _ in range(2):  # until the event loop has looked whether the client is still there
-                await asyncio.sleep(0)
-            if request.transport is None or request.transport.is_closing():
-                raise ConnectionResetError("the client is gone")
             codec = self._state.codec
             response = stream or web.json_response(answer.whole(asked, codec))
             await response.prepare(request)

@@ -30,6 +30,7 @@ class Plan:
     fp32_logits: bool
     group: Any
     vocab_start: int
+    cache_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,38 +51,70 @@ class Workspace:
         self._is_narrow = weight.dtype != self.dtype
         self._wide_weight = weight.to(self.dtype) if plan.fp32_logits and not weight.is_cuda else weight
         self._is_rowwise = is_rowwise(self._wide_weight) and (self._is_narrow or is_rowwise(hidden))
-        shape = (min(plan.chunk_tokens, hidden.shape[0]), weight.shape[0])
-        product_dtype = self.dtype if plan.fp32_logits else weight.dtype
-        self._logits = torch.empty(shape, dtype=product_dtype, device=weight.device)
-        self._wide: Tensor | None = None
-        self._narrow: Tensor | None = None if product_dtype != weight.dtype else self._logits
+        self._shape = (min(plan.chunk_tokens, hidden.shape[0]), weight.shape[0])
+        self._product_dtype = self.dtype if plan.fp32_logits else weight.dtype
+        self._buffers: dict[str, Tensor] = {}
 
-    def chunks(self) -> list[slice]:
+    def chunks(self, start: int = 0) -> list[slice]:
+        """Return the chunks of all tokens, or of those from `start` on."""
         step, end = self._plan.chunk_tokens, self._hidden.shape[0]
-        return [slice(start, min(start + step, end)) for start in range(0, end, step)]
+        return [slice(first, min(first + step, end)) for first in range(start, end, step)]
 
     def joined(self, parts: list[Any]) -> Tensor:
         return torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype, device=self._weight.device)
 
+    def _buffer(self, name: str, dtype: torch.dtype, count: int) -> Tensor:
+        """Return the first rows of a buffer of one chunk, which is there from its first use on."""
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(self._shape, dtype=dtype, device=self._weight.device)
+        return self._buffers[name][:count]
+
+    def _logits(self, count: int) -> Tensor:
+        return self._buffer("logits", self._product_dtype, count)
+
+    def _gradient(self, count: int) -> Tensor:
+        """Return where a gradient goes in the weight's dtype: where the logits are, if they have it too."""
+        is_same = self._product_dtype == self._weight.dtype
+        return self._logits(count) if is_same else self._buffer("gradient", self._weight.dtype, count)
+
     def _views(self, rows: slice) -> tuple[Tensor, Tensor]:
-        if self._wide is None:
-            self._wide = torch.empty(self._logits.shape, dtype=self.dtype, device=self._weight.device)
         count = rows.stop - rows.start
-        return self._logits[:count], self._wide[:count]
+        return self._logits(count), self._buffer("probabilities", self.dtype, count)
 
     @property
     def is_fused(self) -> bool:
         """Whether one kernel does what `read` and `differentiate` do; it supports neither groups nor entropies."""
-        return self._plan.group is None and not self._plan.entropy and _fits_kernel(self._logits)
+        is_plain = self._plan.group is None and not self._plan.entropy
+        return is_plain and _fits_kernel(self._weight, self._product_dtype)
 
     def fused(self, rows: slice, targets: Tensor, *, with_gradient: bool) -> tuple[Found, Tensor]:
         """Logprobs by one kernel; and p - 1[target] in the weight's dtype, if the gradient is asked for."""
         logits = self._product(rows)
-        logprobs, lse = _target_logprobs(logits, targets, with_gradient=with_gradient)
-        return Found(logprobs, lse, None), logits.to(self._weight.dtype)
+        gradient = self._gradient(len(logits)) if with_gradient else None
+        logprobs, lse = _target_logprobs(logits, targets, gradient)
+        return Found(logprobs, lse, None), logits if gradient is None else gradient
 
-    def _product(self, rows: slice) -> Tensor:
-        logits = self._logits[: rows.stop - rows.start]
+    def cached(self, targets: Tensor) -> tuple[list[Found], Tensor | None]:
+        """The logprobs of as many of the first tokens as the cache has room for, and their p - 1[target].
+
+        None, and nothing found, without the kernel or the room.
+        """
+        weight = self._weight
+        room = self._plan.cache_bytes // max(1, weight.shape[0] * weight.itemsize) if self.is_fused else 0
+        end = min(room, self._hidden.shape[0])
+        if end == 0:
+            return [], None
+        kept = torch.empty(end, weight.shape[0], dtype=weight.dtype, device=weight.device)
+        found = []
+        step = end if self._product_dtype == weight.dtype else self._plan.chunk_tokens
+        for start in range(0, end, step):
+            rows = slice(start, min(start + step, end))
+            logits = self._product(rows, out=kept if self._product_dtype == weight.dtype else None)
+            found.append(Found(*_target_logprobs(logits, targets[rows], kept[rows]), None))
+        return found, kept
+
+    def _product(self, rows: slice, *, out: Tensor | None = None) -> Tensor:
+        logits = self._logits(rows.stop - rows.start) if out is None else out
         hidden, scale = self._hidden[rows], self._plan.scale
         if self._is_rowwise:
             # The bits do not depend on the number of rows, nor on whether the scale is applied here or later.
@@ -181,11 +214,7 @@ class Workspace:
     def _rounded(self, rows: slice) -> Tensor:
         # To the weight's dtype only now, so that p - 1 of a sure token keeps its digits.
         _, probs = self._views(rows)
-        if not self._is_narrow:
-            return probs
-        if self._narrow is None:
-            self._narrow = torch.empty(self._logits.shape, dtype=self._weight.dtype, device=self._weight.device)
-        return self._narrow[: len(probs)].copy_(probs)
+        return self._gradient(len(probs)).copy_(probs) if self._is_narrow else probs
 
 
 def _lse(logits_CV: Tensor, probs_CV: Tensor) -> Tensor:
@@ -194,34 +223,52 @@ def _lse(logits_CV: Tensor, probs_CV: Tensor) -> Tensor:
 
 
 class Gradients:
-    """The gradients of hidden and weight, as far as they are wanted, as chunks come in."""
+    """The gradients of hidden and weight, as far as they are wanted, as chunks come in.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, wants: tuple[bool, bool]) -> None:
+    With `is_final` nothing is multiplied to them afterwards, and the sum of one chunk may be in the weight's dtype.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, wants: tuple[bool, bool], *, is_final: bool) -> None:
         self._hidden, self._weight = hidden, weight
         self._dtype = torch.promote_types(weight.dtype, torch.float32)
-        make = {"device": weight.device}
-        self.hidden = torch.empty(hidden.shape, dtype=hidden.dtype, **make) if wants[0] else None
-        self.weight = torch.zeros(weight.shape, dtype=self._dtype, **make) if wants[1] else None
+        self._wants_weight, self._is_final = wants[1], is_final
+        self.hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=weight.device) if wants[0] else None
+        self._sum: Tensor | None = None
 
     def add(self, rows: slice, gradient_CV: Tensor, factor_C: Tensor) -> None:
         """Take in a chunk whose gradient of the product is `factor_C[:, None] * gradient_CV`."""
         if self.hidden is not None:
             torch.mm(gradient_CV, self._weight, out=self.hidden[rows])
             self.hidden[rows].mul_(factor_C[:, None])
-        if self.weight is None:
+        if not self._wants_weight:
             return
         hidden = (self._hidden[rows] * factor_C[:, None]).to(self._hidden.dtype)
-        if self.weight.dtype == hidden.dtype:
-            self.weight.addmm_(gradient_CV.t(), hidden)
-        elif self.weight.is_cuda:
-            torch.addmm(self.weight, gradient_CV.t(), hidden, out_dtype=self._dtype, out=self.weight)
+        if self._is_final and hidden.is_cuda and len(hidden) == len(self._hidden):
+            self._sum = torch.mm(gradient_CV.t(), hidden)
+            return
+        total = self._sum = self._zeros() if self._sum is None else self._sum
+        if total.dtype == hidden.dtype:
+            total.addmm_(gradient_CV.t(), hidden)
+        elif total.is_cuda:
+            torch.addmm(total, gradient_CV.t(), hidden, out_dtype=self._dtype, out=total)
         else:
-            for start in range(0, self.weight.shape[0], _BLOCK_ROWS):
+            for start in range(0, total.shape[0], _BLOCK_ROWS):
                 block = slice(start, start + _BLOCK_ROWS)
-                self.weight[block].add_(torch.mm(gradient_CV[:, block].t(), hidden))
+                total[block].add_(torch.mm(gradient_CV[:, block].t(), hidden))
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self._weight.shape, dtype=self._dtype, device=self._weight.device)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The sum over all chunks, in float32 or wider unless there was one chunk and it is final."""
+        if not self._wants_weight:
+            return None
+        return self._zeros() if self._sum is None else self._sum
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.hidden, None if self.weight is None else self.weight.to(self._weight.dtype)
+        """Return both in the dtypes of their tensors; None for what is not wanted."""
+        return self.hidden, None if (found := self.weight) is None else found.to(self._weight.dtype)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -239,21 +286,22 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _fits_kernel(logits: Tensor) -> bool:
-    """Return whether the Triton kernel can take these logits: on a GPU, in a precision that float32 holds."""
-    return bool(logits.is_cuda) and logits.dtype != torch.float64 and logits.shape[1] > 0 and _has_triton()
+def _fits_kernel(weight_VD: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the Triton kernel can take logits of a dtype: on a GPU, in a precision that float32 holds."""
+    return bool(weight_VD.is_cuda) and dtype != torch.float64 and weight_VD.shape[0] > 0 and _has_triton()
 
 
-def _target_logprobs(logits_CV: Tensor, targets_C: Tensor, *, with_gradient: bool) -> tuple[Tensor, Tensor]:
+def _target_logprobs(logits_CV: Tensor, targets_C: Tensor, gradient_CV: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the logprobs of targets and the logsumexp of each row, float32 [C], in one pass on a GPU.
 
-    With the gradient, `logits_CV` then holds p - 1[target], rounded to its dtype once. A target outside the vocabulary
-    has a NaN logprob.
+    `gradient_CV`, if given, then holds p - 1[target], rounded to its dtype once; it may be `logits_CV` itself. A target
+    outside the vocabulary has a NaN logprob.
     """
     from forge.losses.head_program import target_logprobs
 
     logprobs, lse = (torch.empty(len(logits_CV), dtype=torch.float32, device=logits_CV.device) for _ in range(2))
     if len(logits_CV):
+        target = logits_CV if gradient_CV is None else gradient_CV
         with torch.cuda.device(logits_CV.device):
             target_logprobs[(len(logits_CV),)](
                 logits_CV,
@@ -261,8 +309,10 @@ def _target_logprobs(logits_CV: Tensor, targets_C: Tensor, *, with_gradient: boo
                 targets_C,
                 logprobs,
                 lse,
+                target,
+                target.stride(0),
                 logits_CV.shape[1],
-                GRADIENT=with_gradient,
+                GRADIENT=gradient_CV is not None,
                 BLOCK=4096,
                 num_warps=16,
             )

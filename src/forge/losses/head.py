@@ -4,7 +4,7 @@ At a vocabulary of 151,936 the float32 logits of 32,768 tokens take 20 GB, and a
 tensors. Both functions here hold about two *chunks* of them instead:
 
 - `chunked_logprobs` gives each target's logprob, and the entropy if asked for, to be used in any loss. Its backward
-  pass computes the logits a second time.
+  pass computes the logits a second time, except for those whose gradient found room in a cache.
 - `chunked_nll` gives the weighted sum of negative logprobs. As its gradient is known as soon as the logits are, it is
   computed in the forward pass, and nothing is computed twice.
 
@@ -39,6 +39,7 @@ def chunked_logprobs(
     fp32_logits: bool = False,
     group: Any = None,
     vocab_start: int = 0,
+    cache_bytes: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """The logprob of each target under softmax(hidden @ weight.T / temperature), and that distribution's entropy.
 
@@ -61,9 +62,13 @@ def chunked_logprobs(
             hidden states and targets, gets the same results, and gets its *own part* of the gradient of
             `hidden_ND`: the sum over the group is the gradient.
         vocab_start: with a group, the token id of this rank's first row.
+        cache_bytes: memory in which the gradients of logits may wait for the backward pass, on a GPU and where neither
+            a group nor the entropy is asked for. Logits that find room there are computed once, all others twice.
     """
     check_temperature(temperature)
-    plan = Plan(_chunk(chunk_tokens, hidden_ND), 1.0 / temperature, entropy, fp32_logits, group, vocab_start)
+    cache_bytes = cache_bytes if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad) else 0
+    chunk = _chunk(chunk_tokens, hidden_ND)
+    plan = Plan(chunk, 1.0 / temperature, entropy, fp32_logits, group, vocab_start, cache_bytes)
     _check(hidden_ND, weight_VD, targets_N, plan)
     logprobs_N, entropy_N = _Logprobs.apply(hidden_ND, weight_VD, targets_N, plan)
     return logprobs_N, entropy_N
@@ -105,12 +110,14 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
         space = Workspace(hidden, weight, plan)
-        found = [_found(space, rows, targets[rows]) for rows in space.chunks()]
+        found, cached = space.cached(targets)
+        found += [_found(space, rows, targets[rows]) for rows in space.chunks(0 if cached is None else len(cached))]
         logprobs = space.joined([row.logprobs for row in found])
         lse = space.joined([row.lse for row in found])
         entropy = space.joined([row.entropy for row in found]) if plan.entropy else None
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         ctx.plan = plan
+        ctx.cached = cached  # not a saved tensor: hooks that offload those must not move it
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -119,10 +126,15 @@ class _Logprobs(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         space = Workspace(hidden, weight, ctx.plan)
-        gradients = Gradients(hidden, weight, ctx.needs_input_grad[:2])
+        gradients = Gradients(hidden, weight, ctx.needs_input_grad[:2], is_final=True)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
-        for rows in space.chunks():
+        cached, ctx.cached = ctx.cached, None  # its memory is free for the layers; a second pass computes logits again
+        start = 0 if cached is None else len(cached)
+        if cached is not None:
+            gradients.add(slice(0, start), cached, -ctx.plan.scale * grad_logprobs[:start])
+            del cached
+        for rows in space.chunks(start):
             if space.is_fused:
                 _, gradient = space.fused(rows, targets[rows], with_gradient=True)
                 gradients.add(rows, gradient, -ctx.plan.scale * grad_logprobs[rows])
@@ -150,7 +162,7 @@ class _Nll(torch.autograd.Function):  # type: ignore[misc]
         wants: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
         space = Workspace(hidden, weight, plan)
-        gradients = Gradients(hidden, weight, wants)
+        gradients = Gradients(hidden, weight, wants, is_final=False)
         weights = weights.to(space.dtype)
         parts = []
         for rows in space.chunks():

@@ -6,8 +6,20 @@ import triton.language as tl
 
 
 @triton.jit
-def target_logprobs(logits, stride, targets, logprobs, lses, num_columns, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """One row of logits: its logsumexp, the logprob of its target, and with GRADIENT p - 1[target] in its place.
+def target_logprobs(
+    logits,
+    stride,
+    targets,
+    logprobs,
+    lses,
+    gradients,
+    gradient_stride,
+    num_columns,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of logits: its logsumexp, the logprob of its target, and with GRADIENT p - 1[target], which may take the
+    logits' place.
 
     The row is read twice, the second time mostly from cache, and written once; nothing else is as long as a row.
     """
@@ -32,10 +44,11 @@ def target_logprobs(logits, stride, targets, logprobs, lses, num_columns, GRADIE
     tl.store(logprobs + row, picked - lse)
     tl.store(lses + row, lse)
     if GRADIENT:
+        place = gradients + row * gradient_stride
         for start in range(0, num_columns, BLOCK):
             columns = start + lanes
             inside = columns < num_columns
             x = tl.load(base + columns, mask=inside, other=float("-inf")).to(tl.float32)
             p = tl.exp(x - lse)
             p = tl.where(columns == target, p - 1.0, p)
-            tl.store(base + columns, p.to(logits.dtype.element_ty), mask=inside)
+            tl.store(place + columns, p.to(gradients.dtype.element_ty), mask=inside)

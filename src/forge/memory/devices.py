@@ -61,6 +61,7 @@ def _trainer_job(run: ResolvedRun, holding: Holding) -> TrainerJob:
         attended_ratio=run.attended_ratio,
         wide_logits=run.facts.head_precision == "float32",
         entropy=run.entropy,
+        caches_logits=run.generator is not None,
         num_versions=min(1, versions) if run.is_spread else versions,  # staging on the way to the host
     )
     return replace(job, published_item=run.published_item)

@@ -34,9 +34,10 @@ _SHARDS = (2, 4, 8, 16, 32, 64)
 def ladders(config: ForgeConfig, run: ResolvedRun, card: Card | None) -> tuple[Sequence[Words], ...]:
     """Kinds of changes in the order of what they cost, each with its steps from mild to strong.
 
-    A smaller cache makes generation slower only when it is full; shorter rows and smaller chunks of logits cost little;
-    computing again costs a third of the step at most; taking turns makes generation wait; narrower states and weights
-    change the last digits of what is learned; offloading waits for the host; more GPUs cost money.
+    A smaller cache makes generation slower only when it is full; logits that are computed twice cost some percent of a
+    step; shorter rows and smaller chunks of logits cost little; computing again costs a third of the step at most;
+    taking turns makes generation wait; narrower states and weights change the last digits of what is learned;
+    offloading waits for the host; more GPUs cost money.
     """
     found: list[Sequence[Words]] = []
     if isinstance(config, GRPOConfig | PolicyConfig):
@@ -88,9 +89,10 @@ def _training(training: TrainingConfig, *, on_gpu: bool) -> list[Sequence[Words]
         rows.append((f"training.microbatch_tokens={tokens}",))
     chunk = training.head_chunk_tokens or HEAD_CHUNK_GPU
     chunks = [(f"training.head_chunk_tokens={size}",) for size in (512, 256, 128) if size < chunk and on_gpu]
+    cache = [("training.head_cache_gb=0",)] if on_gpu and training.head_cache_gb > 0 else []
     modes = ("none", "selective", "full")
     stronger = modes[modes.index(training.activation_checkpointing) + 1 :]
-    return [rows, chunks, [(f"training.activation_checkpointing={mode}",) for mode in stronger]]
+    return [cache, rows, chunks, [(f"training.activation_checkpointing={mode}",) for mode in stronger]]
 
 
 def _placement(config: GRPOConfig, run: ResolvedRun) -> Iterator[Words]:

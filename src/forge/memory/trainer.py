@@ -10,6 +10,7 @@ from forge.memory.constants import (
     ALLOCATOR_SLACK,
     COMPILED_SLACK,
     CUDA_CONTEXT,
+    GIB,
     HEAD_CHUNK_CPU,
     HEAD_CHUNK_GPU,
     NCCL_BUFFERS,
@@ -30,6 +31,7 @@ class TrainerJob:
             shared.
         wide_logits: whether logits are kept in float32; `entropy` whether their entropy is wanted with its gradient.
         accumulates: whether a step has several rows, so that gradients exist while the next row goes forward.
+        caches_logits: whether logits may wait for the backward pass: those of a policy loss, on a GPU.
         num_versions: published versions of the weights that are on this GPU, or on their way from it to a host;
             `published_item` the bytes of a number in them.
     """
@@ -44,6 +46,7 @@ class TrainerJob:
     wide_logits: bool = False
     entropy: bool = False
     accumulates: bool = True
+    caches_logits: bool = False
     num_versions: int = 0
     published_item: int = 4
 
@@ -210,8 +213,14 @@ def _activations(job: TrainerJob) -> tuple[Part, ...]:
 
 
 def _logit_bytes(job: TrainerJob, *, with_gradient: bool) -> int:
-    """The buffers of one chunk of the output layer."""
-    rows = min(job.chunk, job.row.tokens)
+    """The buffers of one chunk of the output layer, and what waits for the backward pass."""
+    item, cached = job.setting.item, _cached_tokens(job) if with_gradient else 0
+    is_wide = job.wide_logits and item < 4
+    rows = min(job.chunk, job.row.tokens if is_wide else job.row.tokens - cached)
+    return cached * job.holding.vocab * item + _chunk_bytes(job, rows, with_gradient=with_gradient)
+
+
+def _chunk_bytes(job: TrainerJob, rows: int, *, with_gradient: bool) -> int:
     item = job.setting.item
     one = rows * job.holding.vocab
     wide = max(4, item)
@@ -222,15 +231,31 @@ def _logit_bytes(job: TrainerJob, *, with_gradient: bool) -> int:
     return one * item
 
 
+def _cached_tokens(job: TrainerJob) -> int:
+    """Return of how many tokens the logits wait for the backward pass."""
+    if not job.caches_logits or not job.on_gpu or job.entropy or job.layout.tensor > 1:
+        return 0
+    room = int(job.training.head_cache_gb * GIB) // (job.holding.vocab * job.setting.item)
+    return min(room, job.row.tokens)
+
+
 def _head(job: TrainerJob) -> tuple[Part, ...]:
     if not job.holding.has_head:
         return ()
     item, weight = job.setting.item, job.holding.gathered_embedding
-    gradient = weight * max(4, item) + (weight * item if item < 4 else 0)
+    is_summed = _cached_tokens(job) < job.row.tokens  # one chunk needs no sum in float32
+    gradient = (weight * max(4, item) if is_summed or item >= 4 else 0) + (weight * item if item < 4 else 0)
     hidden = job.row.tokens * job.sizes.hidden * item
     return (
-        Part("output layer", _logit_bytes(job, with_gradient=True), f"logits of {job.chunk:,} tokens", is_passing=True),
+        Part("output layer", _logit_bytes(job, with_gradient=True), _logits_text(job), is_passing=True),
         Part("output layer's gradient", gradient + hidden, "summed in float32", is_passing=True),
+    )
+
+
+def _logits_text(job: TrainerJob) -> str:
+    cached = _cached_tokens(job)
+    return (
+        f"logits of {cached:,} tokens, kept" if cached == job.row.tokens else f"logits of {cached + job.chunk:,} tokens"
     )
 
 

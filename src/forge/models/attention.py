@@ -54,27 +54,29 @@ class DocumentAttention(Module):  # type: ignore[misc]
     ) -> Tensor:
         """Attend within documents. `attention_masks`, TorchTitan's name, holds the key of the row."""
         row = self.row_registry.find(attention_masks)
-        if _goes_by_row(q_BLNH):
-            factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+        # Not x[0]: its gradient is a tensor of zeros into which the gradient is copied.
+        q_LNH, k_LNH, v_LNH = (each.squeeze(0) for each in (q_BLNH, k_BLNH, v_BLNH))
+        if _goes_by_row(q_LNH):
+            factor = q_LNH.shape[-1] ** -0.5 if scale is None else scale
             layout = _layout(row.documents.lengths, _prefixes(row.sharing))
-            out: Tensor = _ByRow.apply(q_BLNH[0], k_BLNH[0], v_BLNH[0], layout, factor)
+            out: Tensor = _ByRow.apply(q_LNH, k_LNH, v_LNH, layout, factor)
             return out.unsqueeze(0)
         documents = row.documents
         if row.sharing is None:
-            if _has_kernel(q_BLNH):
-                return self.kernel(q_BLNH[0], k_BLNH[0], v_BLNH[0], documents, documents, scale).unsqueeze(0)
+            if _has_kernel(q_LNH):
+                return self.kernel(q_LNH, k_LNH, v_LNH, documents, documents, scale).unsqueeze(0)
             return _by_document(q_BLNH, k_BLNH, v_BLNH, documents, scale)
-        k_BENH, v_BENH = (expand_shared(each[0], row.sharing).unsqueeze(0) for each in (k_BLNH, v_BLNH))
-        if _has_kernel(q_BLNH):
-            return self.kernel(q_BLNH[0], k_BENH[0], v_BENH[0], row.sharing.queries, documents, scale).unsqueeze(0)
-        q_BENH = expand_shared(q_BLNH[0], row.sharing).unsqueeze(0)
-        return _by_document(q_BENH, k_BENH, v_BENH, documents, scale).index_select(1, row.sharing.own)
+        k_ENH, v_ENH = (expand_shared(each, row.sharing) for each in (k_LNH, v_LNH))
+        if _has_kernel(q_LNH):
+            return self.kernel(q_LNH, k_ENH, v_ENH, row.sharing.queries, documents, scale).unsqueeze(0)
+        q, k, v = (each.unsqueeze(0) for each in (expand_shared(q_LNH, row.sharing), k_ENH, v_ENH))
+        return _by_document(q, k, v, documents, scale).index_select(1, row.sharing.own)
 
 
-def _goes_by_row(q_BLNH: Tensor) -> bool:
+def _goes_by_row(q: Tensor) -> bool:
     return (
-        is_rowwise(q_BLNH)
-        and cpu_attention.takes(q_BLNH.shape[-1])
+        is_rowwise(q)
+        and cpu_attention.takes(q.shape[-1])
         and cpu_attention.library() is not None
         and cpu_attention_backward.library() is not None
     )

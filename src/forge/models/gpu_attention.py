@@ -64,6 +64,7 @@ class Tuning:
 
 
 _TUNING: Final = Tuning()
+_TUNING_NARROW: Final = Tuning(num_warps=1)
 _TUNING_FLOAT32: Final = Tuning(num_warps=4, num_stages=2)
 
 
@@ -152,7 +153,8 @@ def decode_attend(
     common are then read once for all of them. Rows that belong to sequences without keys may hold anything, so a CUDA
     graph may read a buffer of which only the beginning is overwritten.
     """
-    tuning = _TUNING_FLOAT32 if k_cache.dtype == torch.float32 else _TUNING
+    tuning = _TUNING_NARROW if k_cache.dtype in NARROW else _TUNING
+    tuning = _TUNING_FLOAT32 if k_cache.dtype == torch.float32 else tuning
     _check(q_SHD, k_cache, v_cache, name="q_SHD")
     if table_SP.shape[1] > 1 and table_SP.stride(1) != 1:
         raise _refusal("table_SP", table_SP, "contiguous in the last dimension", "call contiguous() on it, once")

@@ -1,4 +1,4 @@
-"""The GPU programs of single layers: rotary embeddings, norms, sums. Imported only where there is a GPU (Triton)."""
+"""The GPU programs of single layers: rotary embeddings, norms, gates, sums. Imported only with a GPU (Triton)."""
 
 # mypy: ignore-errors
 import triton
@@ -64,6 +64,27 @@ def normalize(x, weight, out, num_rows, width, eps, ROWS: tl.constexpr, WIDTH: t
     factor = tl.load(weight + dims, mask=dims < width, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
     tl.store(out + place, (value * scale[:, None] * factor).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gate(gates, ups, out, total, BLOCK: tl.constexpr):
+    """BLOCK numbers: silu(gate), rounded to the dtype as torch's operation rounds it, times up."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < total
+    dtype = out.dtype.element_ty
+    x = tl.load(gates + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(ups + place, mask=inside, other=0.0).to(tl.float32)
+    activated = (x / (1.0 + tl.exp(-x))).to(dtype).to(tl.float32)
+    tl.store(out + place, (activated * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def add_into(sums, values, total, BLOCK: tl.constexpr):
+    """BLOCK numbers of a sum in float32, and what is added to them in another precision."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < total
+    value = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + place, tl.load(sums + place, mask=inside, other=0.0) + value, mask=inside)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from typing import Any
 import forge.models.titan_setup  # noqa: F401
 
 # isort: split
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.models.common.attention import GQAttention, QKVLinear
@@ -56,13 +57,14 @@ class Head(Linear):  # type: ignore[misc]
             input = everywhere.to_local(grad_placements=[Partial()])
         if self.function is None:
             return rows_linear(input, weight)
-        return self.function(input[0].index_select(0, row.index), weight, row, group)
+        return self.function(input.squeeze(0).index_select(0, row.index), weight, row, group)
 
 
 class LanguageModel(Qwen3Model):  # type: ignore[misc]
     """A decoder for every family: they differ in what their layers' configurations hold.
 
     `forward` takes tokens [1, L] (in a later stage of a pipeline, hidden states) and the key of a row in its registry.
+    The key may be a plain number: FSDP moves tensors to the device, and every layer would wait for it to read the key.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -94,7 +96,8 @@ class LanguageModel(Qwen3Model):  # type: ignore[misc]
         if self.lm_head is not None:
             self.lm_head.function = function
 
-    def forward(self, tokens: Tensor, key: Tensor) -> Any:
+    def forward(self, tokens: Tensor, key: Tensor | int) -> Any:
+        key = torch.tensor([[key]]) if isinstance(key, int) else key
         row = self.row_registry.find(key)
         hidden = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():

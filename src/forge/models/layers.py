@@ -71,10 +71,12 @@ class RowLinear(Linear):  # type: ignore[misc]
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up. In float32 on a CPU an element's bits depend on the two elements alone."""
+    """Return silu(gate) * up, by one kernel where there is one. An element's bits depend on the two elements alone."""
     if is_rowwise(gate) and is_rowwise(up) and cpu_layers.library() is not None:
         out: Tensor = _Gated.apply(gate, up)
         return out
+    if gpu_layers.gates(gate, up):
+        return gpu_layers.gated(gate, up)
     return F.silu(gate) * up
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import forge.models.titan_setup  # noqa: F401
@@ -27,6 +28,7 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from forge.config import DistributedConfig, ModelConfig, TrainingConfig
 from forge.losses.head import chunked_logprobs, chunked_nll
+from forge.models.gpu_layers import add_into
 from forge.models.language_model import HeadFunction, LanguageModel, titan_config
 from forge.models.rows import RowTask
 from forge.trainer.layout import Layout
@@ -183,12 +185,19 @@ def _split(
     if checkpointing is not None:
         checkpointing.Config().build().apply(part)
     if training.compile:
-        for layer in part.layers.values():
-            layer.compile(dynamic=True)
+        _compile_layers(part)
     if _needs_fsdp(dims, precision):
         _shard(part, dims=dims, precision=precision)
         _settle_sums(part, on_gpu=on_gpu, is_alone=_is_alone(dims))
     return part
+
+
+def _compile_layers(part: LanguageModel) -> None:
+    """Compile each layer for rows of any length. Attention is not compiled, and divides a layer into two graphs."""
+    torch._dynamo.config.nested_graph_breaks = True  # else four: one for the norm before it, one for the product after
+    torch._dynamo.config.specialize_int = True  # else the width of a head is a variable in every kernel
+    for layer in part.layers.values():
+        layer.compile(dynamic=True)
 
 
 def _is_alone(dims: ParallelDims) -> bool:
@@ -222,15 +231,32 @@ def _settle_sums(part: LanguageModel, *, on_gpu: bool, is_alone: bool) -> None:
         if isinstance(module, FSDPModule):
             if is_alone:
                 module.set_gradient_divide_factor(None)
+                _add_quickly(module)
             elif not on_gpu:
                 module.set_force_sum_reduction_for_comms(True)
 
 
-def head_function(*, chunk_tokens: int | None, fp32_logits: bool = False) -> HeadFunction:
-    """Return a head that never holds more than `chunk_tokens` rows of logits; None for what suits the device.
+def _add_quickly(module: FSDPModule) -> None:
+    """Add up the gradients of rows by a kernel that is faster than FSDP's own addition."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for each in group.fsdp_params:
+            each.accumulate_unsharded_grad_if_needed = partial(_accumulate, each)
 
-    `fp32_logits` is `model.head_precision: float32`: see `chunked_logprobs`.
+
+def _accumulate(parameter: Any) -> None:
+    """As `FSDPParam.accumulate_unsharded_grad_if_needed`."""
+    sums, gradient = parameter.unsharded_accumulated_grad, parameter.unsharded_param.grad
+    if sums is not None and gradient is not None:
+        add_into(sums, gradient)
+        parameter.unsharded_param.grad = None
+
+
+def head_function(training: TrainingConfig, *, fp32_logits: bool = False) -> HeadFunction:
+    """Return a head that computes logits in chunks; `fp32_logits` is `model.head_precision: float32`.
+
+    See `chunked_logprobs` for what the settings do.
     """
+    chunk_tokens, cache_bytes = training.head_chunk_tokens, int(training.head_cache_gb * 2**30)
 
     def compute(hidden_ND: Tensor, weight_VD: Tensor, row: RowTask, group: Any) -> Any:
         start = 0 if group is None else dist.get_rank(group) * weight_VD.shape[0]
@@ -255,6 +281,7 @@ def head_function(*, chunk_tokens: int | None, fp32_logits: bool = False) -> Hea
             fp32_logits=fp32_logits,
             group=group,
             vocab_start=start,
+            cache_bytes=cache_bytes,
         )
         return _as_row(logprobs, entropy, row) if row.as_row else (logprobs, entropy)
 

@@ -87,7 +87,7 @@ class Engine:
             loss_fn=self._pipeline_loss,
         )
         is_wide = self.model.architecture.head_precision == "float32"
-        head = head_function(chunk_tokens=config.training.head_chunk_tokens, fp32_logits=is_wide)
+        head = head_function(config.training, fp32_logits=is_wide)
         for part in self.parts:
             part.use(self.row_registry, head)
             part.train(not config.frozen)
@@ -295,10 +295,10 @@ class Engine:
         return keep_activations_on_host() if self.config.training.activation_offload else nullcontext()
 
     def _through_model(self, row: Row, task: RowTask, *, backward: bool) -> None:
-        key = self._enter(row, task)
+        key = int(self._enter(row, task))
         with self._saving():
             output = self.parts[0](row.token_ids_L.unsqueeze(0), key)
-            scaled = self._row_loss(output, int(key))
+            scaled = self._row_loss(output, key)
         if backward:
             scaled.backward()
 

@@ -78,6 +78,21 @@ def test_tool_calls_come_back_as_the_text_that_was_sampled(thinking, stream):
     assert (done.counts.num_tool_calls, done.counts.prefix_breaks) == (1, {})
 
 
+def test_answers_in_an_edited_history_are_as_they_were_sampled(thinking):
+    sampled = 'See. <tool_call>{"arguments":{"x":2},   "name":"double"}</tool_call>'
+
+    async def talk(client, endpoint):
+        answer = (await ask(client, [USER], tools=TOOLS)).choices[0].message
+        result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "4"}
+        await ask(client, [MORE, answer.model_dump(), result], tools=TOOLS)  # another question before the answer
+        return 1.0
+
+    policy = ScriptedPolicy(thinking, lambda text: f"{sampled}{END}")
+    done = run(program_of(talk), policy)
+    assert [turn.prefix_break for turn in done.turns] == [None, "client_edit"]
+    assert f"More.<|im_end|>\n<|im_start|>assistant\n{sampled}{END}" in thinking.decode(policy.prompts[1])
+
+
 def test_streams_have_text_calls_usage_and_an_end(thinking):
     async def talk(client, endpoint):
         stream = await ask(client, [USER], tools=TOOLS, stream=True, stream_options={"include_usage": True})
@@ -164,20 +179,24 @@ def test_white_space_that_a_client_trims_is_no_edit(thinking):
 
 
 def test_a_fork_from_the_middle_of_a_long_conversation_is_exact(thinking):
+    asked = []
+
     async def talk(client, endpoint):
-        messages, starts = [], []
+        messages = []
         for number in range(6):
             messages.append({"role": "user", "content": f"Turn {number}"})
-            starts.append(list(messages))
+            asked.append(list(messages))
             messages.append({"role": "assistant", "content": (await ask(client, messages)).choices[0].message.content})
-        for start in starts[1::2]:
-            await ask(client, [*start[:-1], MORE])
+        for start in asked[1:6:2]:
+            asked.append([*start[:-1], MORE])
+            await ask(client, asked[-1])
         return 1.0
 
     policy = ScriptedPolicy(thinking, lambda text: f"{len(text)} is it.{END}")
     done = run(program_of(talk), policy)
     prompts = {policy_prompt(done.turns, turn) for turn in done.turns}
     assert prompts == set(policy.prompts)
+    assert [thinking.decode(prompt) for prompt in policy.prompts] == [thinking.render_prompt(each) for each in asked]
     assert [turn.prefix_break for turn in done.turns] == [None] * 9
     assert sum(turn.parent is None for turn in done.turns) == 1
 
@@ -368,8 +387,16 @@ def test_a_full_context_can_be_shortened_by_the_client(thinking):
         await ask(client, [USER])
         return 1.0
 
+    class Codec:
+        def __getattr__(self, name):
+            return getattr(thinking, name)
+
+        def encode_rendered(self, text):
+            assert len(text) < 128_000
+            return thinking.encode_rendered(text)
+
     policy = ScriptedPolicy(thinking, lambda text: f"Yes.{END}", max_seq_len=1_000)
-    done = run(program_of(talk), policy)
+    done = run(program_of(talk), policy, codec=Codec())
     assert (done.outcome, len(done.turns)) == ("finished", 1)
 
 

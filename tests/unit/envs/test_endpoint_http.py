@@ -46,14 +46,15 @@ class WaitingPolicy(ScriptedPolicy):
 
 @dataclass
 class LongPolicy(ScriptedPolicy):
-    """Calls a function, then answers with far more text than the buffers of a connection hold."""
+    """Calls a function, then answers with far more text than the buffers of a connection hold, or another size."""
 
     before: Callable[[], None] = lambda: None
+    size: int = 30_000_000
 
     async def sample(self, token_ids, *, options, session):
         completion = await super().sample(token_ids, options=options, session=session)
         self.before()
-        return replace(completion, text=30_000_000 * "x")
+        return replace(completion, text=self.size * "x")
 
 
 def connection_of(endpoint):
@@ -272,7 +273,8 @@ def test_a_cancelled_program_closes_its_endpoint(thinking):
     asyncio.run(main())
 
 
-def test_the_answer_to_a_client_that_left_is_not_trained_on(thinking):
+@pytest.mark.parametrize("size", [3, 30_000_000])
+def test_the_answer_to_a_client_that_left_is_not_trained_on(thinking, size):
     async def talk(agent, policy):
         async with agent.endpoint() as endpoint:
             connection = connection_of(endpoint)
@@ -282,7 +284,7 @@ def test_the_answer_to_a_client_that_left_is_not_trained_on(thinking):
                 connection.close()
                 left.set()
 
-            policy.before = leave
+            policy.before, policy.size = leave, size
             await left.wait()
             policy.before = lambda: None
             assert (await post(endpoint))[0] == 200  # a turn later, the first one is marked

@@ -39,6 +39,8 @@ def test_what_was_not_delivered_or_is_empty_counts_for_nothing():
     assert rows_of([turn(0, None, sampled=())]) == []
     (row,) = rows_of([turn(0, None, is_delivered=False), turn(1, 0)])
     assert row.counted == (False, True)
+    (row,) = rows_of([turn(0, None), turn(1, 0, is_delivered=False), turn(2, 0), turn(3, 2, sampled=())])
+    assert ([each.index for each in row.turns], row.counted) == ([0, 2], (True, True))
     assert path_to([], None) == []
 
 

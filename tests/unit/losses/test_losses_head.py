@@ -14,7 +14,8 @@ import torch.utils._python_dispatch
 import torch.utils._pytree
 
 from forge.errors import ConfigError, DataError, ForgeError, ModelError
-from forge.losses import chunked_logprobs, chunked_nll
+from forge.losses import chunked_logprobs, chunked_nll, chunks
+from forge.losses.chunks import Workspace
 from head_reference import Case, gradients_of, make_case, plain_logprobs
 
 CHUNKS = (1, 2, 5, 12, 13, 14, 1000, None)
@@ -301,3 +302,62 @@ def test_one_weight_for_each_target() -> None:
     with pytest.raises(ModelError) as caught:
         chunked_nll(case.hidden, case.weight, case.targets, case.weights[1:])
     assert (caught.value.path, caught.value.value) == ("weights_N", (12,))
+
+
+# ---- The cache of logits, which only a GPU's kernel fills: here with a stand-in for the kernel
+
+
+def stand_in(logits: torch.Tensor, targets: torch.Tensor, gradient: torch.Tensor | None) -> Any:
+    lse = logits.double().logsumexp(-1)
+    logprobs = logits.double().gather(1, targets[:, None])[:, 0] - lse
+    if gradient is not None:
+        gradient.copy_((logits.double() - lse[:, None]).exp() - F.one_hot(targets, logits.shape[1]))
+    return logprobs, lse
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The kernel's stand-in is used, and the tokens of each product of logits are noted."""
+    counted: list[int] = []
+    plain = Workspace._product
+
+    def counting(self: Workspace, rows: slice, **options: Any) -> torch.Tensor:
+        counted.append(rows.stop - rows.start)
+        return plain(self, rows, **options)
+
+    monkeypatch.setattr(chunks, "_fits_kernel", lambda weight, dtype: True)
+    monkeypatch.setattr(chunks, "_target_logprobs", stand_in)
+    monkeypatch.setattr(Workspace, "_product", counting)
+    return counted
+
+
+@pytest.mark.parametrize(("room", "computed"), [(0, [4, 4, 4, 1] * 2), (6, [6, 4, 3, 4, 3]), (13, [13]), (99, [13])])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_in_the_cache_are_computed_once(
+    products: list[int], room: int, computed: list[int], temperature: float
+) -> None:
+    case = make_case()
+    weigh = torch.linspace(-1, 2, 13, dtype=torch.float64)
+    expected, _ = plain_logprobs(case.hidden, case.weight, case.targets, temperature=temperature)
+    found, _ = chunked_logprobs(
+        case.hidden,
+        case.weight,
+        case.targets,
+        chunk_tokens=4,
+        temperature=temperature,
+        cache_bytes=room * case.weight.shape[0] * case.weight.itemsize,
+    )
+    close(found, expected)
+    theirs = gradients_of(weigh @ expected, case)
+    for mine, its in zip(gradients_of(weigh @ found, case), theirs, strict=True):
+        close(mine, its)
+    assert products == computed
+    for mine, its in zip(gradients_of(weigh @ found, case), theirs, strict=True):  # the cache is gone by now
+        close(mine, its)
+
+
+def test_without_gradients_nothing_is_cached(products: list[int]) -> None:
+    case = make_case()
+    with torch.no_grad():
+        chunked_logprobs(case.hidden, case.weight, case.targets, chunk_tokens=4, cache_bytes=1 << 30)
+    assert products == [4, 4, 4, 1]

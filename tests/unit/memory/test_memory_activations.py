@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge.config import ModelConfig
+from forge.config import ModelConfig, TrainingConfig
 from forge.memory.activations import Row, Setting, kept_bytes, recomputed_bytes
 from forge.models.language_model import titan_config
 from forge.models.rows import Documents, RowRegistry, RowTask, Sharing
@@ -61,7 +61,7 @@ def saved_bytes(model: ModelConfig, dtype: torch.dtype, lengths: tuple[int, ...]
         for parameter in built.parameters():
             parameter.normal_(std=0.02)
     book = RowRegistry()
-    built.use(book, head_function(chunk_tokens=8))
+    built.use(book, head_function(TrainingConfig(head_chunk_tokens=8)))
     places = torch.arange(8)
     task = RowTask(
         Documents.of(lengths), positions=torch.arange(TOKENS)[None], index=places, targets=places, sharing=sharing

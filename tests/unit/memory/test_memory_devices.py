@@ -116,14 +116,15 @@ def test_over_several_hosts_versions_lie_in_host_memory() -> None:
         ("distributed.precision=bfloat16_pure", True),
         ("training.microbatch_tokens=16384", False),
         ("model.head_precision=float32", False),
-        ("training.head_chunk_tokens=8192", False),
+        ("training.head_cache_gb=0", True),
+        ("training.head_cache_gb=0 training.head_chunk_tokens=128", True),
         ("distributed.precision=float32", False),
         ("algorithm.loss.entropy_coefficient=0.01", False),
     ],
 )
 def test_each_setting_moves_the_peak_its_way(words: str, smaller: bool) -> None:
     base = ("placement=apart", "training.microbatch_tokens=8192")
-    before, after = (planned(*base, *more).gpus[0].peak.num_bytes for more in ((), (words,)))
+    before, after = (planned(*base, *more).gpus[0].peak.num_bytes for more in ((), words.split()))
     assert (after < before) is smaller
     assert after != before
 

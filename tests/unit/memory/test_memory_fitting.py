@@ -92,7 +92,7 @@ def test_a_shorter_context_is_the_last_resort() -> None:
 
 
 def test_too_few_gpus_are_a_shortage_too() -> None:
-    config = big("placement=apart", "rollout.staleness=1")
+    config = big("placement=apart", "rollout.staleness=1", "training.head_cache_gb=0")
     card = Card(80 * GIB, 1)
     assert not plan_memory(resolve_run(config, card=card), card=card).has_enough_gpus
     with pytest.raises(ConfigError) as refused:

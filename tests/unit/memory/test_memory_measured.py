@@ -15,6 +15,7 @@ BASE = (
     "distributed.shard=1",
     "training.max_seq_len=1536",
     "generator.sampling.max_tokens=1024",
+    "training.head_cache_gb=0",
 )
 MIXED, PURE = "distributed.precision=bfloat16", "distributed.precision=bfloat16_pure"
 SELECTIVE, FULL = (f"training.activation_checkpointing={mode}" for mode in ("selective", "full"))
@@ -50,3 +51,16 @@ def test_a_measured_peak_is_predicted(tokens: int, words: tuple[str, ...], alloc
     held = peak.num_bytes - sum(sizes[name] for name in without)
     assert (held - sizes["allocator slack"]) / GIB == pytest.approx(allocated, rel=0.05)
     assert held / GIB == pytest.approx(reserved, rel=0.05)
+
+
+@pytest.mark.parametrize(("cache", "allocated"), [("0", 65.06), ("6", 68.31)])
+def test_the_cache_of_logits_is_predicted(cache: str, allocated: float) -> None:
+    """Measured with shared prompts, 8 samples of each, in rows of two groups."""
+    words = (MIXED, COMPILED, "training.microbatch_tokens=17408", "rollout.group_size=8")
+    config = load(GRPOConfig, overrides=[*BASE, *words, f"training.head_cache_gb={cache}"])
+    ((_, job),) = trainer_jobs(resolve_run(config, card=Card(141 * GIB)))
+    peak = max(training_moments(job), key=lambda moment: moment.num_bytes)
+    left_out = ("CUDA context", "published weights", "allocator slack")
+    held = sum(part.num_bytes for part in peak.parts if part.name not in left_out)
+    assert peak.name == "output layer"
+    assert held / GIB == pytest.approx(allocated, rel=0.02)

@@ -111,6 +111,25 @@ def test_chunks_and_other_requests_change_no_bit() -> None:
         histories = [(*turn.prompt_ids, *turn.token_ids, *prompt(5 + number)) for turn in turns]
 
 
+def test_as_on_a_gpu() -> None:
+    """A step is launched ahead for completions that may have ended, into the page that the next turn continues; and no
+    page is copied."""
+    reusing, plain = Turns.of(), Turns.of(prefix_sharing=False)
+    reusing.batching.looks_ahead = True
+    reusing.batching.scheduler.pool._copying = False
+    histories = [prompt(size) for size in (6, 21, 40)]
+    known = [0, 0, 0]
+    for number in range(6):
+        turns = reusing.ask(*histories, seed=10 * number, max_tokens=5 + number)
+        assert sampled(turns) == sampled(plain.ask(*histories, seed=10 * number, max_tokens=5 + number))
+        assert [turn.num_shared for turn in turns] == [num - (num % PAGE if num % PAGE < 4 else 0) for num in known]
+        known = [len(turn.prompt_ids) + len(turn) - 1 for turn in turns]
+        histories = [(*turn.prompt_ids, *turn.token_ids, *prompt(7, seed=number)) for turn in turns]
+    assert reusing.batching.counts.num_ahead > 10
+    branches = [(*histories[0][:-9], *prompt(3, seed=seed)) for seed in (1, 2)]
+    assert sampled(reusing.ask(*branches, seed=90)) == sampled(plain.ask(*branches, seed=90))
+
+
 @pytest.mark.parametrize("at", [3, PAGE - 1, PAGE, PAGE + 6, 2 * PAGE + 5])
 def test_branches_share_their_history_up_to_where_they_fork(at: int) -> None:
     reusing, plain = Turns.of(), Turns.of(prefix_sharing=False)
