@@ -110,8 +110,8 @@ def test_the_treasure_is_found_by_walking_to_it(program: ModuleType, codec: Chat
     assert (len(silent.turns), dict(silent.score.parts)) == (1, {"illegal": -1.0})
     opposite = {"up": "down", "down": "up", "left": "right", "right": "left"}
     away = play(program.hunt, codec, task, lambda text: opposite[towards(text)])
-    assert (len(away.turns), away.score.parts["found"]) == (6, 0.0)
-    assert away.score.reward == pytest.approx(-1.2)
+    assert (len(away.turns), away.score.parts["found"]) == (5, 0.0)
+    assert away.score.reward == pytest.approx(-1.0)
     final_only = play(program.hunt.with_args({"shaping": 0}), codec, task, towards)
     assert dict(final_only.score.parts) == {"found": 1.0}
 
