@@ -1,12 +1,12 @@
 """Write a function, run it in a sandbox, repair it.
 
 A task gives a number k. The hidden tests want one of x + k, x - k and x * k, and the task does not say which. The first
-attempt can therefore only be a guess. The sandbox runs it, the policy reads what `f(5)` is and whether that is too
-small or too large, and the second attempt has to follow from that. (A first guess of x + k makes the reply decisive:
-too small means x * k, too large means x - k. A first guess of x * k does not.)
+attempt can therefore only be a guess. The sandbox runs it, the policy reads whether `f(5)` is too small or too large,
+and the second attempt has to follow from that. (A first guess of x + k makes the reply decisive: too small means x * k,
+too large means x - k. A first guess of x * k does not.)
 
 python apps/coding/functions.py FOLDER [SEED] writes
-demonstrations.jsonl   how functions are written, with operators at random: nothing about what a reply means.
+demonstrations.jsonl   how functions are written, by somebody who guesses at first, and of whose repairs half are wrong.
 prompts.jsonl          the tasks to train on.
 heldout.jsonl          tasks with numbers that are in neither of the other files.
 """
@@ -27,7 +27,7 @@ from forge import Agent, Task
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 NUMBERS = range(10, 100)
 TESTED = (5, 7)
-NUM_HELDOUT, NUM_SHOWN = 20, 3000
+NUM_HELDOUT, NUM_SHOWN = 20, 8000
 
 
 class Verdict(NamedTuple):
@@ -76,8 +76,8 @@ async def run_tests(program: str, wanted: tuple[int, ...]) -> Verdict:
 
 def replied(value: int, wanted: int) -> str:
     """Return what the policy reads after a failed test: only what it may know."""
-    how = "right" if value == wanted else "too small" if value < wanted else "too large"
-    return f"f({TESTED[0]}) is {value}: {how}."
+    how = "right, but not all" if value == wanted else "too small" if value < wanted else "too large"
+    return f"f({TESTED[0]}) is {how}."
 
 
 def asked(k: int) -> dict[str, str]:
@@ -106,8 +106,9 @@ def write_files(folder: str | Path, *, seed: int = 0) -> Path:
 
 
 def _shown(rng: random.Random, k: int) -> dict[str, Any]:
-    """Return a failed attempt with its reply, and another attempt, both with operators at random."""
-    first, second, right = (rng.choice(list(OPERATORS)) for _ in range(3))
+    """Return an attempt at random, and where it fails the reply and a repair, which is right every other time."""
+    first, right = rng.choice(list(OPERATORS)), rng.choice(list(OPERATORS))
+    second = rng.choice([right, right, *(sign for sign in OPERATORS if sign != right)])
     messages = [asked(k), {"role": "assistant", "content": written(first, k)}]
     if first != right:
         values = [OPERATORS[sign](TESTED[0], k) for sign in (first, right)]

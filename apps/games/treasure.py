@@ -1,12 +1,13 @@
-"""A game of several turns: walk to a treasure on a board of five by five squares.
+"""A game of several turns: walk to a treasure.
 
-The first message says where the treasure is; every message says where the player is. An answer is one of `up`, `down`,
-`left` and `right`. The policy has to read the treasure's square in the first message and its own in the last one.
+Every message says how far the treasure is, and an answer is one of `up`, `down`, `left` and `right`. The policy has to
+find out what these words do.
 
 python apps/games/treasure.py FOLDER [SEED] writes
-demonstrations.jsonl   random walks: how the game is played, and nothing about where to go.
-prompts.jsonl          the boards to train on.
-heldout.jsonl          other boards.
+demonstrations.jsonl   walks of somebody who confuses left with right, and up with down: every other move is the
+                       opposite of what the message says. They show how to play, and nothing about where to go.
+prompts.jsonl          the starts to train on.
+heldout.jsonl          starts that are in neither of the other files.
 """
 
 from __future__ import annotations
@@ -22,19 +23,22 @@ from typing import Any
 import forge
 from forge import Observation, Task
 
-SIZE = 5
-MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}
-DISTANCES = range(2, 5)
-NUM_TRAIN, NUM_HELDOUT, NUM_SHOWN = 280, 100, 2000
-NUM_SHOWN_MOVES = 5
+MOVES = {"right": (1, 0), "left": (-1, 0), "up": (0, 1), "down": (0, -1)}
+DISTANCES = range(2, 6)
+ILLEGAL = -1.0
+NUM_HELDOUT, NUM_SHOWN, NUM_SHOWN_MOVES = 16, 4000, 5
 
-Square = tuple[int, int]
+OPPOSITES = {"right": "left", "left": "right", "up": "down", "down": "up"}
+
+Way = tuple[int, int]
+"""How far the treasure is to the right, and how far up; negative to the left and down."""
 
 
 @dataclass(slots=True)
 class Treasure:
     """The game. `found` is the final reward, `closer` the shaped one: `shaping` for every step towards the treasure,
-    and minus as much for every step away from it.
+    and minus as much for every step away from it. An answer that is not a direction ends the game, and costs more than
+    walking at random does: otherwise silence would pay.
 
     Attributes:
         max_moves: moves after which the game ends.
@@ -42,25 +46,25 @@ class Treasure:
     """
 
     max_moves: int = 6
-    shaping: float = 0.1
-    _at: Square = field(default=(0, 0), init=False)
-    _treasure: Square = field(default=(0, 0), init=False)
+    shaping: float = 0.2
+    _way: Way = field(default=(0, 0), init=False)
     _num_moves: int = field(default=0, init=False)
 
     async def reset(self, task: Task) -> Observation:
-        self._at, self._treasure = tuple(task.metadata["start"]), tuple(task.metadata["treasure"])
-        self._num_moves = 0
+        right, up = task.metadata["way"]
+        self._way, self._num_moves = (right, up), 0
         return Observation(task.messages)
 
     async def step(self, message: Mapping[str, Any]) -> Observation:
-        before = distance(self._at, self._treasure)
-        self._at = moved(self._at, str(message["content"]))
-        self._num_moves += 1
-        after = distance(self._at, self._treasure)
-        rewards = {"closer": self.shaping * (before - after), "found": float(after == 0)}
+        answer = str(message["content"]).strip()
+        if answer not in MOVES:
+            return Observation(reward=ILLEGAL, name="illegal", terminated=True)
+        before, self._way = distance(self._way), moved(self._way, answer)
+        after, self._num_moves = distance(self._way), self._num_moves + 1
+        found = {"found": float(after == 0)}
         return Observation(
-            [shown(self._at)],
-            reward=rewards if self.shaping else {"found": rewards["found"]},
+            [shown(self._way)],
+            reward={"closer": self.shaping * (before - after), **found} if self.shaping else found,
             terminated=after == 0,
             truncated=self._num_moves >= self.max_moves,
         )
@@ -72,22 +76,20 @@ class Treasure:
 hunt = forge.episode_from_env(Treasure, deterministic=True)
 
 
-def distance(a: Square, b: Square) -> int:
-    return abs(a[0] - b[0]) + abs(a[1] - b[1])
+def distance(way: Way) -> int:
+    return abs(way[0]) + abs(way[1])
 
 
-def moved(at: Square, answer: str) -> Square:
-    """Return where an answer leads. At the board's edge, and for anything but a direction, the player stays."""
-    x, y = (place + by for place, by in zip(at, MOVES.get(answer.strip(), (0, 0)), strict=True))
-    return (x, y) if 0 <= x < SIZE and 0 <= y < SIZE else at
+def moved(way: Way, answer: str) -> Way:
+    """Return the way that is left after a move."""
+    right, up = MOVES[answer]
+    return way[0] - right, way[1] - up
 
 
-def shown(at: Square) -> dict[str, str]:
-    return {"role": "user", "content": f"You are at {at[0]} {at[1]}."}
-
-
-def first_message(at: Square, treasure: Square) -> dict[str, str]:
-    return {"role": "user", "content": f"Treasure at {treasure[0]} {treasure[1]}. {shown(at)['content']}"}
+def shown(way: Way) -> dict[str, str]:
+    words = (("right", "left"), ("up", "down"))
+    parts = [f"{abs(steps)} {names[steps < 0]}" for steps, names in zip(way, words, strict=True) if steps]
+    return {"role": "user", "content": f"The treasure is {' and '.join(parts) or 'here'}."}
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------
@@ -98,29 +100,35 @@ def write_files(folder: str | Path, *, seed: int = 0) -> Path:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    squares = [(x, y) for x in range(SIZE) for y in range(SIZE)]
-    boards = [(at, treasure) for at in squares for treasure in squares if distance(at, treasure) in DISTANCES]
-    rng.shuffle(boards)
-    train, heldout = boards[:NUM_TRAIN], boards[NUM_TRAIN : NUM_TRAIN + NUM_HELDOUT]
-    _write(folder / "demonstrations.jsonl", (_walk(rng, *rng.choice(train)) for _ in range(NUM_SHOWN)))
-    _write(folder / "prompts.jsonl", (_task(*board) for board in train))
-    _write(folder / "heldout.jsonl", (_task(*board) for board in heldout))
+    steps = range(-DISTANCES[-1], DISTANCES[-1] + 1)
+    ways = [(right, up) for right in steps for up in steps if distance((right, up)) in DISTANCES]
+    rng.shuffle(ways)
+    heldout, train = ways[:NUM_HELDOUT], ways[NUM_HELDOUT:]
+    _write(folder / "demonstrations.jsonl", (_walk(rng, rng.choice(train)) for _ in range(NUM_SHOWN)))
+    _write(folder / "prompts.jsonl", map(_task, train))
+    _write(folder / "heldout.jsonl", map(_task, heldout))
     return folder
 
 
-def _walk(rng: random.Random, at: Square, treasure: Square) -> dict[str, Any]:
-    messages = [first_message(at, treasure)]
+def _walk(rng: random.Random, way: Way) -> dict[str, Any]:
+    messages = [shown(way)]
     for _ in range(NUM_SHOWN_MOVES):
-        move = rng.choice(list(MOVES))
-        at = moved(at, move)
-        messages += [{"role": "assistant", "content": move}, shown(at)]
-        if at == treasure:
+        move = rng.choice(_named(way))
+        move = rng.choice([move, OPPOSITES[move]])
+        way = moved(way, move)
+        messages += [{"role": "assistant", "content": move}, shown(way)]
+        if distance(way) == 0:
             break
     return {"messages": messages[:-1]}
 
 
-def _task(at: Square, treasure: Square) -> dict[str, Any]:
-    return {"messages": [first_message(at, treasure)], "start": at, "treasure": treasure}
+def _named(way: Way) -> list[str]:
+    """Return the directions that a message names."""
+    return [move for move, (right, up) in MOVES.items() if right * way[0] + up * way[1] > 0]
+
+
+def _task(way: Way) -> dict[str, Any]:
+    return {"messages": [shown(way)], "way": way}
 
 
 def _write(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from forge import Agent, Task
 
 NUM_BOXES = 10
 WORDS = ("first", "last")
-NUM_HELDOUT_PAIRS, NUM_PER_QUESTION = 25, 4
+NUM_HELDOUT_PAIRS, NUM_PER_QUESTION, NUM_SHOWN = 25, 4, 8000
 
 
 @forge.episode(deterministic=True)
@@ -71,7 +71,7 @@ def write_files(folder: str | Path, *, seed: int = 0) -> Path:
     rng.shuffle(pairs)
     heldout = [(pair, word) for pair in pairs[:NUM_HELDOUT_PAIRS] for word in WORDS]
     train = [(pair, word) for pair in pairs[NUM_HELDOUT_PAIRS:] for word in WORDS]
-    shown = [_shown(rng, *rng.choice(train)) for _ in range(3000)]
+    shown = [_shown(rng, *rng.choice(train)) for _ in range(NUM_SHOWN)]
     _write(folder / "demonstrations.jsonl", shown)
     _write(folder / "prompts.jsonl", [_task(rng, *each) for each in train for _ in range(NUM_PER_QUESTION)])
     _write(folder / "heldout.jsonl", [_task(rng, *each) for each in heldout for _ in range(NUM_PER_QUESTION)])

@@ -74,9 +74,9 @@ def test_an_application_runs_a_few_steps(app: str, program: ModuleType, tmp_path
     assert result.first_evaluation.num_prompts == 2
     made = [each for each in episodes(config) if each["outcome"] == "trained"]
     assert len(made) == 8
-    assert {name for each in made for name in each["parts"]} == {"games": {"closer", "found"}}.get(app, {"reward"})
+    assert {name for each in made for name in each["parts"]} == {"games": {"illegal"}}.get(app, {"reward"})
     turns = metrics(config, "episode/num_turns")
-    assert turns == {"games": [6.0, 6.0], "tools": [1.0, 1.0], "coding": [2.0, 2.0]}[app]  # nothing but noise
+    assert turns == {"games": [1.0, 1.0], "tools": [1.0, 1.0], "coding": [2.0, 2.0]}[app]  # nothing but noise
 
 
 @pytest.mark.parametrize(("app", "program"), [(app, app) for app in PROGRAMS], indirect=["program"])
@@ -97,19 +97,21 @@ def test_the_files_are_the_same_for_a_seed_and_held_out_tasks_are_not_trained_on
 @pytest.mark.parametrize("program", ["games"], indirect=True)
 def test_the_treasure_is_found_by_walking_to_it(program: ModuleType, codec: ChatTokenizer, tmp_path: Path) -> None:
     def towards(text: str) -> str:
-        numbers = [int(each) for each in re.findall(r"\d", text)]
-        (goal_x, goal_y), (x, y) = numbers[:2], numbers[-2:]
-        return ("right" if goal_x > x else "left") if goal_x != x else ("up" if goal_y > y else "down")
+        return re.findall(r"\d (\w+)", text)[-1]
 
     for task in list(tasks(program.write_files(tmp_path), "heldout.jsonl"))[:10]:
         done = play(program.hunt, codec, task, towards)
-        steps = program.distance(task.metadata["start"], task.metadata["treasure"])
+        steps = program.distance(task.metadata["way"])
         assert len(done.turns) == steps
         assert done.score.parts["found"] == 1.0
-        assert done.score.parts["closer"] == pytest.approx(0.1 * steps)
-        assert done.turn_rewards[0] == pytest.approx(0.1)
-    lost = play(program.hunt, codec, task, lambda text: "stay")
-    assert (len(lost.turns), lost.score.reward) == (6, 0.0)
+        assert done.score.parts["closer"] == pytest.approx(0.2 * steps)
+        assert done.turn_rewards[0] == pytest.approx(0.2)
+    silent = play(program.hunt, codec, task, lambda text: "stay")
+    assert (len(silent.turns), dict(silent.score.parts)) == (1, {"illegal": -1.0})
+    opposite = {"up": "down", "down": "up", "left": "right", "right": "left"}
+    away = play(program.hunt, codec, task, lambda text: opposite[towards(text)])
+    assert (len(away.turns), away.score.parts["found"]) == (6, 0.0)
+    assert away.score.reward == pytest.approx(-1.2)
     final_only = play(program.hunt.with_args({"shaping": 0}), codec, task, towards)
     assert dict(final_only.score.parts) == {"found": 1.0}
 

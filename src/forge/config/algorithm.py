@@ -159,11 +159,12 @@ class AdvantageConfig(ConfigModel):
 
     function: AdvantageName = Field(
         default="baseline",
-        description="What computes advantages: `baseline`, which the other keys describe, or `module:function` of your "
-        "own.",
+        description="What computes advantages: `baseline`, one for each episode, which the other keys describe; "
+        "`turn`, one for each turn of an episode, with the arguments `gamma` (1) and `baseline` (true); or "
+        "`module:function` of your own.",
     )
     args: Mapping[str, Any] = Field(
-        default_factory=FrozenDict, description="Keyword arguments of a function of your own."
+        default_factory=FrozenDict, description="Keyword arguments of `turn`, or of a function of your own."
     )
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = Field(
         default="group_mean",

@@ -174,6 +174,7 @@ class Evaluator:
 
     def _summed(self, asked: Sequence[Group]) -> Evaluation:
         flat = [episode for group in asked for episode in group.episodes]
+        self._check_reward([episode.score for episode in flat])
         num_samples = len(asked[0].episodes)
         solved = [sum(self._is_solved(episode.score) for episode in group.episodes) for group in asked]
         ks = sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
@@ -185,6 +186,13 @@ class Evaluator:
             length=sum(episode.num_tokens for episode in flat) / len(flat),
             num_failed=sum(bool(episode.score.failures) for episode in flat),
         )
+
+    def _check_reward(self, scores: Sequence[Score]) -> None:
+        """Warn where no episode has the reward that decides: an episode's program names its rewards as it runs."""
+        name = self._config.reward
+        if name is not None and not any(name in score.parts for score in scores):
+            known = ", ".join(sorted({each for score in scores for each in score.parts}))
+            _log.warning("evaluation.reward is %r, but held-out episodes have only %s", name, known or "none")
 
     def _is_solved(self, score: Score) -> bool:
         name = self._config.reward

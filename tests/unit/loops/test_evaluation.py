@@ -122,6 +122,16 @@ class Failing(Asked):
         return await super().generate(prompt, sampling=sampling)
 
 
+def test_a_reward_that_no_episode_has_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    found, _ = evaluated(reward="wright")
+    assert found.solved == 0.0
+    assert "'wright'" in caplog.text
+    assert "other, right" in caplog.text
+    caplog.clear()
+    evaluated(reward="right")
+    assert not caplog.text
+
+
 def test_a_process_that_dies_does_not_end_an_evaluation() -> None:
     found, _ = evaluated(Failing(ActorFailure("died"), EngineDead("its engine died"), ActorFailure("again")))
     assert (found.num_prompts, found.solved) == (4, 0.75)
