@@ -21,9 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 Drive = Callable[[Coroutine[Any, Any, Any]], Any]
 
 FRAGMENTS = (
+    "docs/concepts/episodes.md",
     "docs/concepts/losses.md",
     "docs/concepts/rendezvous.md",
     "docs/concepts/store.md",
+    "docs/guides/agents.md",
     "docs/guides/data.md",
     "docs/guides/sandbox.md",
     "docs/guides/weights.md",

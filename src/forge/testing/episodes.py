@@ -1,0 +1,131 @@
+"""Episodes without a model: a policy whose answers are given, and `play`, which runs a program against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from forge.config.episodes import EpisodeLimits
+from forge.envs.agent import EpisodeKey, EpisodeState, Policy
+from forge.envs.environment import Env, as_program
+from forge.envs.episode import EpisodeProgram, EpisodeRun, Program, run_episode
+from forge.envs.history import ChatCodec
+from forge.envs.journal import Entry, Journal
+from forge.envs.tool_calls import ToolFormat
+from forge.errors import OptionError
+from forge.types import INITIAL_VERSION, Completion, Task, VersionSpan
+
+_END: Final = "\U000f0003"
+"""A character of a private use area, in the place of the token that ends a turn."""
+
+Answers = Sequence[str] | Callable[[str], str]
+"""Answers in the order of requests, or a function from the text of the whole prompt to the answer."""
+
+
+class PlainChat:
+    """A tokenizer for tests: each character is a token, and a message is one line, `role: content`.
+
+    Every history can be extended token by token, unless its messages are replaced.
+    """
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return (ord(_END),)
+
+    def render_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        tools = ", ".join(each["function"]["name"] for each in options.get("tools") or ())
+        lines = [f"{message['role']}: {message.get('content') or ''}{_END}\n" for message in messages]
+        return (f"tools: {tools}{_END}\n" if tools else "") + "".join(lines) + "assistant: "
+
+    def encode_rendered(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@dataclass
+class ScriptedPolicy:
+    """A `forge.envs.agent.Policy` with given answers.
+
+    Attributes:
+        answers: what it says.
+        codec: the tokenizer.
+        max_seq_len: its context, in tokens.
+        version: the weights that it says it has.
+        prompts: the text of every prompt that it got, without the characters that end messages.
+    """
+
+    answers: Answers
+    codec: ChatCodec = field(default_factory=PlainChat)
+    max_seq_len: int = 1 << 20
+    version: int = INITIAL_VERSION
+    prompts: list[str] = field(default_factory=list)
+
+    async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
+        """See `forge.envs.agent.Policy.sample`."""
+        prompt = self.codec.decode(token_ids)
+        number = len(self.prompts)
+        self.prompts.append(prompt.replace(_END, ""))
+        whole = (*self.codec.encode_rendered(self._answer(number)), self.codec.stop_token_ids[0])
+        ids = whole[: options["max_tokens"]]
+        is_whole = len(ids) == len(whole)
+        return Completion(
+            prompt_ids=tuple(token_ids),
+            token_ids=ids,
+            logprobs=(-1.0,) * len(ids),
+            full_logprobs=None,
+            text=self.codec.decode(ids[:-1] if is_whole else ids),
+            finish_reason="stop" if is_whole else "length",
+            versions=(VersionSpan(self.version, 0, len(ids)),),
+        )
+
+    def _answer(self, number: int) -> str:
+        if callable(self.answers):
+            return self.answers(self.prompts[number])
+        if number >= len(self.answers):
+            raise OptionError(
+                "the script has no answer left",
+                path="answers",
+                value=len(self.answers),
+                rule=f"an answer for each turn: this is turn {number + 1}",
+                repair="give more answers, or a function from the prompt to the answer",
+            )
+        return self.answers[number]
+
+
+async def play(
+    program: EpisodeProgram | Program | type[Env],
+    answers: Answers | Policy,
+    *,
+    task: Task | None = None,
+    args: Mapping[str, Any] | None = None,
+    limits: EpisodeLimits | None = None,
+    tool_format: ToolFormat = "hermes",
+    sampling: Mapping[str, Any] | None = None,
+    journal: list[Entry] | None = None,
+) -> EpisodeRun:
+    """Run one episode against a policy whose answers are given, and return what became of it.
+
+    `args` are the program's arguments (`episode.args`). `journal` gets the episode's entries; entries that are in it
+    already are replayed. What the program raises is raised: `Fault`, `RewardError`, its own exceptions.
+
+    Example:
+        >>> run = await play(solve, ["4"], task=Task("sum", answer="4"))
+        >>> assert run.score.reward == 1.0
+    """
+    made = as_program(program, name=getattr(program, "__qualname__", repr(program)))
+    policy = ScriptedPolicy(answers) if callable(answers) or isinstance(answers, Sequence) else answers
+    kept = [] if journal is None else journal
+    state = EpisodeState(
+        task=task or Task("test", messages=({"role": "user", "content": "?"},)),
+        key=EpisodeKey(0, 0, 0),
+        limits=limits or EpisodeLimits(),
+        policy=policy,
+        codec=policy.codec if isinstance(policy, ScriptedPolicy) else PlainChat(),
+        tool_format=tool_format,
+        sampling={"max_tokens": 4096, **(sampling or {})},
+        journal=Journal(tuple(kept), write=kept.append),
+    )
+    return await run_episode(made.with_args(args) if args else made, state)
