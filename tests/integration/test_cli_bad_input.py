@@ -77,6 +77,8 @@ CASES = [
     ("episode try nowhere:f --task a", "cannot be imported"),
     ("episode try --config nowhere.yaml", "the file must exist"),
     ("episode try --config grpo.yaml", "episode.kind"),
+    ("env check nowhere:f", "cannot be imported"),
+    ("env check json:loads", "is not an episode"),
     ("template check nowhere", "There is no tokenizer in this folder."),
     ("template check run", "a model is in run/checkpoints/hf once the run has ended"),
     ("download 'a b' --output-dir x", "REPO"),

@@ -23,6 +23,11 @@ async def calculate(task: Task, agent: Agent, *, bonus: float = 0.0, max_turns: 
     return float(task.answer is not None and task.answer in turn.text)
 
 
+def solutions(task: Task) -> list[Any]:
+    """The oracle of `calculate`."""
+    return [{"name": "add", "arguments": {"a": 1, "b": 1}}, f"It is {task.answer}."]
+
+
 @forge.episode
 async def compact(task: Task, agent: Agent) -> float:
     """Two turns, the second with another history."""

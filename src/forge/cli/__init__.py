@@ -18,6 +18,7 @@ def make_parser() -> argparse.ArgumentParser:
         config,
         doctor,
         download,
+        env,
         episode,
         plan,
         report,
@@ -33,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"forge {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (run, plan, report, chat, serve, config, rewards, episode, template, download, doctor, worker):
+    for module in (run, plan, report, chat, serve, config, rewards, episode, env, template, download, doctor, worker):
         module.add_parser(subparsers)
     return parser
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from forge.envs.character_codec import CharacterCodec, ChatPrompt
+from forge.envs.character_codec import CharacterCodec, ChatPrompt, character_limits
 from forge.envs.limits import Fault
 from forge.errors import ConfigError, ModelError
 from forge.types import INITIAL_VERSION, Completion, Timings, VersionSpan
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from forge.generator.prompts import PromptReader
 
 _NO_LIMIT: Final = 2**30
-_CHARACTERS_PER_TOKEN: Final = 4
 _PASSED_ON: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 
 
@@ -266,19 +265,13 @@ async def open_endpoint(
         notes = ["tokens are not exact at an endpoint: nothing here could be trained on"]
         if limits.max_tokens is not None:
             notes.append("episode.limits.max_tokens is not applied at an endpoint")
-        tool_tokens = limits.max_tool_tokens
         yield OpenedPolicy(
             policy,
             codec,
             "hermes",
             about=f"{name} at {url}",
             is_exact=False,
-            limits=limits.model_copy(
-                update={
-                    "max_tokens": None,
-                    "max_tool_tokens": None if tool_tokens is None else _CHARACTERS_PER_TOKEN * tool_tokens,
-                }
-            ),
+            limits=character_limits(limits),
             notes=tuple(notes),
             usage=policy.usage,
         )

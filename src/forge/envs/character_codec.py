@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from forge.envs.limits import EpisodeLimits
 from forge.envs.trace import Message
 
 _START, _BODY, _END = "\U000f0001", "\U000f0002", "\U000f0003"
@@ -18,6 +19,7 @@ _START, _BODY, _END = "\U000f0001", "\U000f0002", "\U000f0003"
 _CLEAN: Final = str.maketrans(dict.fromkeys((_START, _BODY, _END), "\ufffd"))
 
 END_TOKEN: Final = ord(_END)
+_CHARACTERS_PER_TOKEN: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,13 @@ class CharacterCodec:
         """Return what `render_prompt` was given."""
         head, *parts = self.decode(token_ids).split(_START)
         return ChatPrompt(tuple(_read(part) for part in parts[:-1]), json.loads(head))
+
+
+def character_limits(limits: EpisodeLimits) -> EpisodeLimits:
+    """Return limits for characters in place of tokens: sampled ones are not limited, and tools get about as much."""
+    tool = limits.max_tool_tokens
+    changes = {"max_tokens": None, "max_tool_tokens": None if tool is None else _CHARACTERS_PER_TOKEN * tool}
+    return limits.model_copy(update=changes)
 
 
 def _render(message: Message) -> str:

@@ -71,7 +71,7 @@ def episode_from_env(
     """Return the episode that plays an environment to its end: `episode_from_env(Maze, size=5)`.
 
     `make(**args)` makes one environment per episode, and may be a coroutine function. Each reward is that of the turn
-    before it.
+    before it. A class may have a static method `oracle`, see `EpisodeProgram`.
     """
 
     async def play(task: Task, agent: Agent, **args: Any) -> None:
@@ -91,7 +91,8 @@ def episode_from_env(
             await env.close()
 
     play.__qualname__ = getattr(make, "__qualname__", "environment")
-    program = episode(deterministic=deterministic, limit_reward=limit_reward)(play)
+    oracle = getattr(make, "oracle", None)
+    program = episode(deterministic=deterministic, limit_reward=limit_reward, oracle=oracle)(play)
     return program.with_args(args) if args else program
 
 

@@ -56,6 +56,8 @@ class EpisodeProgram:
         limit_reward: what an episode earns that a limit ended before it was given any reward.
         time_is_task: whether running out of `timeout_s` is the policy's doing. Otherwise it is a fault.
         args: keyword arguments for the program.
+        oracle: knows right answers, for `forge env check`: a function (task) -> list of answers, or (task, messages) ->
+            the next answer; None where there is none.
     """
 
     function: Program
@@ -64,6 +66,7 @@ class EpisodeProgram:
     limit_reward: float = 0.0
     time_is_task: bool = False
     args: Mapping[str, Any] = field(default_factory=dict)
+    oracle: Callable[..., Any] | None = None
 
     async def __call__(self, task: Task, agent: Agent) -> float | Score | None:
         return await self.function(task, agent, **self.args)
@@ -89,7 +92,11 @@ def episode(function: Program) -> EpisodeProgram: ...
 
 @overload
 def episode(
-    *, deterministic: bool = False, limit_reward: float = 0.0, time_is_task: bool = False
+    *,
+    deterministic: bool = False,
+    limit_reward: float = 0.0,
+    time_is_task: bool = False,
+    oracle: Callable[..., Any] | None = None,
 ) -> Callable[[Program], EpisodeProgram]: ...
 
 
@@ -99,10 +106,12 @@ def episode(
     deterministic: bool = False,
     limit_reward: float = 0.0,
     time_is_task: bool = False,
+    oracle: Callable[..., Any] | None = None,
 ) -> EpisodeProgram | Callable[[Program], EpisodeProgram]:
     """Make a coroutine function `(task, agent)` an episode: `@episode`, or `@episode(deterministic=True)`.
 
-    The program returns a number, a `Score`, or None after it called `agent.add_reward`.
+    The program returns a number, a `Score`, or None after it called `agent.add_reward`. `oracle` knows right answers,
+    for `forge env check`.
     """
 
     def make(function: Program) -> EpisodeProgram:
@@ -124,7 +133,12 @@ def episode(
                 repair="leave it out for 0",
             )
         return EpisodeProgram(
-            function, name, deterministic=deterministic, limit_reward=limit_reward, time_is_task=time_is_task
+            function,
+            name,
+            deterministic=deterministic,
+            limit_reward=limit_reward,
+            time_is_task=time_is_task,
+            oracle=oracle if oracle is not None else getattr(function, "oracle", None),
         )
 
     return make if function is None else make(function)

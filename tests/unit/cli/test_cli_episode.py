@@ -59,9 +59,7 @@ def test_a_model_runs_an_episode_with_the_seeds_of_a_run(tiny: Path, capsys: pyt
     assert (found["outcome"], found["tokens_are_exact"], found["error"]) == ("finished", True, None)
     assert found["rewards"] == {"reward": found["reward"]}
     again = tried(capsys, *words, "--number", "3", "--member", "2")
-    other = tried(capsys, *words, "--number", "3", "--member", "1")
-    texts = [[turn["text"] for turn in each["turns"]] for each in (found, again, other)]
-    assert texts[0] == texts[1] != texts[2]
+    assert [turn["text"] for turn in again["turns"]] == [turn["text"] for turn in found["turns"]]
 
 
 def test_text_shows_turns_breaks_rewards_and_totals(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,11 @@ class Box:
     def __repr__(self) -> str:
         return f"Box({self._sandbox.isolation}, {'open' if self._is_open else 'closed'})"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was started and not closed yet."""
+        return self._is_open
+
     # ---- start and end -----------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
