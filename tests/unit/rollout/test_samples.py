@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from forge.rollout.samples import logprobs_by_episode, make_batch, plain_samples, sampled_values
@@ -85,3 +87,13 @@ def test_turns_have_advantages_of_their_own() -> None:
     # returns to go of the chain: 6, 5 and 3 (what is not of a single turn counts to the end); the other's: 2, 0, 0
     assert first == [4.0, 4.0, 5.0, 3.0, 3.0]
     assert second == [-4.0, -4.0]
+
+
+def test_an_episode_is_cut_off_by_its_last_answer_that_was_delivered() -> None:
+    first = a_turn(0, None, (1,), (10,))
+    lost = a_turn(1, 0, (2,), (11,), finish_reason="length", is_delivered=False)
+    assert not Episode(TASK, (first, lost), Score(1.0)).is_truncated
+    assert Episode(TASK, (first, replace(lost, is_delivered=True)), Score(1.0)).is_truncated
+    assert Episode(TASK, (first,), Score(1.0), outcome="turn_limit").is_truncated
+    batch = make_batch([Group(0, 0, (Episode(TASK, (first, lost), Score(1.0)),))], mask_truncated=True)
+    assert batch.loss_weights.tolist() == [0.0, 1.0]
