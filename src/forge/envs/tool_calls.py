@@ -11,6 +11,7 @@ A call that is cut off or malformed is reported with the reason, so that the mod
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +26,17 @@ _PYTHON_TAG: Final = "<|python_tag|>"
 _FENCE: Final = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL)
 _EXAMPLE: Final = '{"name": "tool", "arguments": {"x": 1}}'
 _LLAMA_EXAMPLE: Final = '{"name": "tool", "parameters": {"x": 1}}'
+
+
+def _finite(text: str) -> float:
+    """Return a number of JSON. Python also reads NaN, Infinity and 1e999, which no JSON that is written can hold."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +177,10 @@ def _parse_llama(text: str) -> list[_Found] | None:
     body = body.removeprefix(_PYTHON_TAG).strip()
     if not is_marked and not body.startswith("{"):
         return None
-    decoder, found, at = json.JSONDecoder(), list[_Found](), 0
+    found, at = list[_Found](), 0
     while at < len(body):
         try:
-            value, end = decoder.raw_decode(body, at)
+            value, end = _DECODER.raw_decode(body, at)
         except (ValueError, RecursionError):
             found.append(_Bad(body[at:] if found else text, f"it is not JSON like {_LLAMA_EXAMPLE}"))
             break
@@ -186,7 +198,7 @@ def _parse_json(text: str) -> list[_Found] | None:
     if not body.startswith(("{", "[")):
         return None
     try:
-        value = json.loads(body)
+        value = _DECODER.decode(body)
     except (ValueError, RecursionError):
         return [_Bad(text, f"it is not JSON like {_EXAMPLE}")]
     if not isinstance(value, list):
@@ -198,7 +210,7 @@ def _parse_json(text: str) -> list[_Found] | None:
 
 def _read_call(body: str, *, raw: str) -> _Found:
     try:
-        value = json.loads(body)
+        value = _DECODER.decode(body)
     except (ValueError, RecursionError):
         return _Bad(raw, f"it is not JSON like {_EXAMPLE}")
     return _check_call(value, "arguments", raw=raw)
@@ -207,6 +219,9 @@ def _read_call(body: str, *, raw: str) -> _Found:
 def _check_call(value: Any, key: str, *, raw: str) -> _Found:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return _Bad(raw, 'it must be an object with the key "name", whose value is text')
+    other = "parameters" if key == "arguments" else "arguments"
+    if key not in value and other in value:
+        return _Bad(raw, f'the arguments must be in "{key}", not in "{other}"')
     arguments = value.get(key, {})
     if not isinstance(arguments, dict):
         return _Bad(raw, f'the value of "{key}" must be an object')
