@@ -188,6 +188,8 @@ def _parse_llama(text: str) -> list[_Found] | None:
         at = end
         while at < len(body) and body[at] in "; \n\t\r":
             at += 1
+    if len(found) == 1 and isinstance(found[0], _Bad):
+        return [_Bad(text, found[0].reason)]  # the answer stays as it is
     return found or [_Bad(text, f"it is not JSON like {_LLAMA_EXAMPLE}")]
 
 
