@@ -166,3 +166,23 @@ def test_a_reward_that_is_not_there_cannot_decide() -> None:
     with pytest.raises(ConfigError) as caught:
         check_evaluation(EvaluationConfig(reward="rihgt"), ["right", "other"])
     assert (caught.value.path, caught.value.rule) == ("evaluation.reward", "one of right, other")
+
+
+def test_an_episode_that_fails_ends_the_other_attempts_of_its_prompt() -> None:
+    cancelled = list[int]()
+
+    class Source:
+        async def run_member(self, number: int, member: int, task: Task, **options: Any) -> Episode:
+            if member == 1:
+                raise Fault("gone")
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(member)
+                raise
+            raise AssertionError("never")
+
+    attempt = episode_attempts(EvaluationConfig(num_samples=3, temperature=1.0), cast(EpisodeSource, Source()))
+    with pytest.raises(Fault, match="gone"):
+        asyncio.run(attempt(0, Task("t")))
+    assert cancelled == [0]  # the third was never started
