@@ -133,7 +133,7 @@ def test_a_run_of_episodes_says_which_program_it_plays_and_all_problems_with_it(
     found = dry_run(config(tmp_path / "run", *base, "episode.num_replicas=2"))
     assert found.problems == ()
     facts = dict(found.facts)
-    assert facts["episode"] == "dialogue, in 2 process(es)"
+    assert facts["episode"] == "own_episodes:dialogue(), in 2 process(es)"
     assert "groups of 3 episodes" in facts["steps"]
     assert "rewards" not in facts
     wrong = ("episode.args={num_turn: 3}", "episode.group_reward=own_episodes:nobody")
