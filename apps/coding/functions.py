@@ -17,7 +17,7 @@ import json
 import operator
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,6 +92,13 @@ def asked(k: int) -> dict[str, str]:
 
 def written(sign: str, k: int) -> str:
     return f"def f(x): return x {sign} {k}"
+
+
+def oracle(task: Task, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the best answer, for `forge env check`: `+` at first, and then what the reply says."""
+    k = int(str(messages[0]["content"]).rstrip(".").split()[-1])
+    sign = "+" if len(messages) == 1 else "*" if "small" in str(messages[-1]["content"]) else "-"
+    return written(sign, k)
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,11 @@ def shown(way: Way) -> dict[str, str]:
     words = (("right", "left"), ("up", "down"))
     parts = [f"{abs(steps)} {names[steps < 0]}" for steps, names in zip(way, words, strict=True) if steps]
     return {"role": "user", "content": f"It is {' and '.join(parts) or 'here'}."}
+
+
+def oracle(task: Task, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the best answer, for `forge env check`: the last direction that the last message names."""
+    return str(messages[-1]["content"]).rstrip(".").split()[-1]
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------
