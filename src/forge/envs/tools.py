@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, Protocol, overload
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
+from forge.envs.tool_process import ToolProcessFailed, call_in_process, check_importable
 from forge.errors import OptionError
 from forge.types import MalformedCall, ToolCall
 
@@ -69,6 +70,7 @@ class Tool:
         name: str | None = None,
         description: str | None = None,
         timeout_s: float | None = None,
+        process: bool = False,
     ) -> None:
         self.function = function
         self.name: str = name or str(getattr(function, "__name__", ""))
@@ -91,6 +93,9 @@ class Tool:
         documented, arguments = _read_docstring(inspect.getdoc(function) or "")
         self.description = description if description is not None else documented
         self.timeout_s = timeout_s
+        self.process = process
+        if process:
+            check_importable(function, self.name)
         self._model = _arguments_model(function, self.name, arguments)
         parameters = self._model.model_json_schema()
         parameters.pop("title", None)
@@ -124,6 +129,8 @@ class Tool:
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
         """Call the function with checked arguments and return its answer as text."""
+        if self.process:
+            return await call_in_process(self.function, arguments)
         if inspect.iscoroutinefunction(self.function):
             value = await self.function(**arguments)
         else:
@@ -137,7 +144,11 @@ def tool(function: Callable[..., Any]) -> Tool: ...
 
 @overload
 def tool(
-    *, name: str | None = None, description: str | None = None, timeout_s: float | None = None
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout_s: float | None = None,
+    process: bool = False,
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 
 
@@ -147,16 +158,18 @@ def tool(
     name: str | None = None,
     description: str | None = None,
     timeout_s: float | None = None,
+    process: bool = False,
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a function a tool: `@tool`, or `@tool(timeout_s=5)`.
 
     The docstring is the description; a section `Args:` describes arguments. Every parameter needs an annotation. A
     coroutine function is cancelled when its time is up. A plain function runs on a thread of its own, which cannot be
-    ended: let it run in a sandbox if it may hang.
+    ended. With `process`, every call runs in a process of its own, which is killed when its time is up: for functions
+    that may hang, crash or eat memory. For hostile code use `forge.sandbox`.
     """
 
     def make(function: Callable[..., Any]) -> Tool:
-        return Tool(function, name=name, description=description, timeout_s=timeout_s)
+        return Tool(function, name=name, description=description, timeout_s=timeout_s, process=process)
 
     return make if function is None else make(function)
 
@@ -202,6 +215,8 @@ async def run_call(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], *,
             raise reason from (None if reason is error else error)
         if timer.expired():
             result = ToolResult(call, f"Error: {call.name} took longer than {limit_s:g} s.", "timeout")
+        elif isinstance(error, ToolProcessFailed):
+            result = ToolResult(call, f"Error: {call.name} failed: {error.message}", "raised")
         else:
             result = ToolResult(call, _raised(call.name, error), "raised")
     return replace(result, seconds=loop.time() - began)

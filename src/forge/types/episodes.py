@@ -251,8 +251,9 @@ class Episode:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it was cut off: its last turn by length, or the episode by a limit."""
-        return self.outcome != "finished" or (bool(self.turns) and self.turns[-1].finish_reason == "length")
+        """Whether it was cut off: its last turn that was delivered by length, or the episode by a limit."""
+        last = next((turn for turn in reversed(self.turns) if turn.is_delivered), None)
+        return self.outcome != "finished" or (last is not None and last.finish_reason == "length")
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,3 +112,13 @@ def test_a_group_of_which_nothing_was_delivered_does_not_count() -> None:
     lost = Episode(TASK, (a_turn(0, None, (1, 2), (10, 11), is_delivered=False),), Score(1.0))
     assert (lost.num_tokens, lost.num_delivered_tokens) == (2, 0)
     assert not SignalTest(AlgorithmConfig()).counts(Group(0, 0, (lost, replace(lost, score=Score(0.0)))))
+
+
+def test_an_episode_is_cut_off_by_its_last_answer_that_was_delivered() -> None:
+    first = a_turn(0, None, (1,), (10,))
+    lost = a_turn(1, 0, (2,), (11,), finish_reason="length", is_delivered=False)
+    assert not Episode(TASK, (first, lost), Score(1.0)).is_truncated
+    assert Episode(TASK, (first, replace(lost, is_delivered=True)), Score(1.0)).is_truncated
+    assert Episode(TASK, (first,), Score(1.0), outcome="turn_limit").is_truncated
+    batch = make_batch([Group(0, 0, (Episode(TASK, (first, lost), Score(1.0)),))], mask_truncated=True)
+    assert batch.loss_weights.tolist() == [0.0, 1.0]
