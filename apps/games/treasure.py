@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,12 @@ class Treasure:
     async def close(self) -> None:
         """Nothing is held: an environment with a process or a connection would release it here."""
 
+    @staticmethod
+    def oracle(task: Task) -> list[str]:
+        """Return right answers, for `forge env check`."""
+        right, up = task.metadata["way"]
+        return ["right"] * right + ["left"] * -right + ["up"] * up + ["down"] * -up
+
 
 hunt = forge.episode_from_env(Treasure, deterministic=True)
 
@@ -90,6 +96,11 @@ def shown(way: Way) -> dict[str, str]:
     words = (("right", "left"), ("up", "down"))
     parts = [f"{abs(steps)} {names[steps < 0]}" for steps, names in zip(way, words, strict=True) if steps]
     return {"role": "user", "content": f"It is {' and '.join(parts) or 'here'}."}
+
+
+def oracle(task: Task, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the best answer, for `forge env check`: the last direction that the last message names."""
+    return str(messages[-1]["content"]).rstrip(".").split()[-1]
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from forge.config import GRPOConfig, SFTConfig, load
+from forge.envs.check import check_env
 from forge.envs.episode import EpisodeRun, run_episode
 from forge.loops.evaluation import Evaluation
 from forge.loops.grpo import GRPOResult
@@ -132,6 +133,15 @@ def test_both_stages_find_their_files(
         warm_start.main(APPS / app, program.write_files)
     assert error.value.code == 2
     assert "max_steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("app", "program"), [(app, app) for app in PROGRAMS], indirect=["program"])
+def test_an_oracle_solves_every_task_and_doing_nothing_none(app: str, program: ModuleType, tmp_path: Path) -> None:
+    episode = {"games": "hunt", "tools": "look", "coding": "repair"}[app]
+    chosen = list(tasks(program.write_files(tmp_path), "heldout.jsonl"))[:2]
+    report = asyncio.run(check_env(getattr(program, episode), chosen, oracle=program.oracle))
+    assert report.is_ok, [check for check in report.checks if check.status != "pass"]
+    assert {check.name: check.status for check in report.checks}["oracle"] == "pass"
 
 
 @pytest.mark.parametrize("program", ["games"], indirect=True)
