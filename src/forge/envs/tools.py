@@ -18,7 +18,7 @@ from typing import Any, Final, Literal, Protocol, overload
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
-from forge.envs.limits import Fault
+from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
 from forge.envs.tool_process import ToolProcessFailed, call_in_process, check_importable
 from forge.envs.tool_threads import ToolExit, call_on_thread, contain
 from forge.errors import OptionError
@@ -200,7 +200,8 @@ def as_tools(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
 
 
 async def run_call(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], *, timeout_s: float | None) -> ToolResult:
-    """Run one call. It raises only `Fault` and cancellation; everything else comes back as text for the policy."""
+    """Run one call. Whatever a tool raises comes back as text for the policy, except `Fault`, cancellation, and what
+    ends an episode whose agent the tool uses."""
     if isinstance(call, MalformedCall):
         return ToolResult(call, f"Error: this tool call cannot be read: {call.reason}.", "malformed")
     known = tools.get(call.name)
@@ -216,17 +217,16 @@ async def run_call(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], *,
     try:
         async with asyncio.timeout(limit_s) as timer:
             result = ToolResult(call, await known.run(arguments))
-    except Fault:
-        raise
-    except TimeoutError as error:
+    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
+        reason = reason_of(error.error if isinstance(error, ToolExit) else error)
+        if isinstance(reason, Fault | EpisodeOver | ReplayMismatch):  # of the tool's server, or of an agent in the tool
+            raise reason from (None if reason is error else error)
         if timer.expired():
             result = ToolResult(call, f"Error: {call.name} took longer than {limit_s:g} s.", "timeout")
+        elif isinstance(error, ToolProcessFailed):
+            result = ToolResult(call, f"Error: {call.name} failed: {error.message}", "raised")
         else:
             result = ToolResult(call, _raised(call.name, error), "raised")
-    except ToolProcessFailed as error:
-        result = ToolResult(call, f"Error: {call.name} failed: {error.message}", "raised")
-    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
-        result = ToolResult(call, _raised(call.name, error), "raised")
     return replace(result, seconds=loop.time() - began)
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from forge.envs.limits import Fault
+from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch
 from forge.envs.tool_calls import MalformedCall, ToolCall
-from forge.envs.tools import Tool, ToolResult, as_text, as_tools, cut_middle, run_call, tool
+from forge.envs.tools import Tool, as_text, as_tools, cut_middle, run_call, tool
 from forge.errors import OptionError
 
 
@@ -240,25 +240,58 @@ def test_whatever_a_coroutine_function_raises_ends_only_its_call(error):
     assert result.text.startswith(f"Error: raises failed: {type(error).__name__}")
 
 
-def test_plain_functions_that_hang_leave_threads_for_others():
-    released = threading.Event()
+def test_plain_functions_that_hang_keep_no_other_waiting():
+    ended = threading.Event()
 
-    @tool(timeout_s=0.01)
-    def hang() -> None:
-        released.wait()
+    def hangs() -> str:
+        ended.wait()
+        return ""
 
-    @tool(timeout_s=60)
+    async def body() -> None:
+        tools = as_tools([hangs, quick])
+        stuck = [asyncio.create_task(run_call(call("hangs"), tools, timeout_s=None)) for _ in range(40)]
+        assert (await run_call(call("quick"), tools, timeout_s=None)).text == "done"
+        ended.set()
+        assert {(await each).error for each in stuck} == {None}
+
     def quick() -> str:
-        return "quick"
+        return "done"
 
-    async def main() -> tuple[list[ToolResult], ToolResult]:
-        known = as_tools([hang, quick])
-        hung = [run_call(call("hang"), known, timeout_s=None) for _ in range(64)]
-        return await asyncio.gather(*hung), await run_call(call("quick"), known, timeout_s=None)
+    asyncio.run(body())
 
-    try:
-        hung, result = asyncio.run(main())
-    finally:
-        released.set()
-    assert {each.error for each in hung} == {"timeout"}
-    assert result.text == "quick"
+
+def test_a_tool_that_exits_or_stops_an_iteration_answers_its_own_call_only():
+    def exits() -> str:
+        raise SystemExit(3)
+
+    def stops() -> str:
+        return next(iter(()))
+
+    async def exits_itself() -> str:
+        raise SystemExit(3)
+
+    for each in (exits, stops, exits_itself):
+        assert run(call(each.__name__), each, timeout_s=5.0).error == "raised"
+
+
+def test_what_ends_the_episode_of_an_agent_in_a_tool_is_not_an_answer():
+    async def asks_in_a_group() -> str:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(lost())
+        return ""
+
+    async def lost() -> None:
+        raise Fault("gone", kind="server")
+
+    async def asks_too_often() -> str:
+        raise EpisodeOver("turn_limit", "3 turns")
+
+    async def replays() -> str:
+        raise ReplayMismatch("turn 0")
+
+    with pytest.raises(Fault, match="gone"):
+        run(call("asks_in_a_group"), asks_in_a_group)
+    with pytest.raises(EpisodeOver):
+        run(call("asks_too_often"), asks_too_often)
+    with pytest.raises(ReplayMismatch):
+        run(call("replays"), replays)
