@@ -41,7 +41,13 @@ _known: dict[tuple[str, tuple[int, ...]], Verdict] = {}
 """Verdicts of this process. The same program gets the same verdict, so it is run once."""
 
 
-@forge.episode(deterministic=True)
+def solutions(task: Task) -> list[str]:
+    """Return a right answer, for `forge env check`."""
+    k = int(task.messages[-1]["content"].rstrip(".").split()[-1])
+    return [written(sign, k) for sign in OPERATORS if _task(k, sign)["wanted"] == task.metadata["wanted"]]
+
+
+@forge.episode(deterministic=True, oracle=solutions)
 async def repair(task: Task, agent: Agent, *, max_attempts: int = 2) -> float:
     """Write a function that passes the tests, in a few attempts. The reward is 1 if one of them does."""
     wanted = tuple(task.metadata["wanted"])
