@@ -43,12 +43,14 @@ async def call_on_thread(function: Callable[[], Any], *, name: str) -> Any:
             future.set_exception(error)
 
     def work() -> None:
-        value, error = None, None
+        value: Any = None
+        error: Exception | None = None
         try:
             value = context.run(function)
         except BaseException as raised:  # noqa: BLE001 - whatever it is, the caller gets it
-            is_harmless = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
-            error = raised if is_harmless else ToolExit(raised)
+            error = raised if isinstance(raised, Exception) else ToolExit(raised)
+            if isinstance(raised, StopIteration):  # a future cannot hold it
+                error = ToolExit(raised)
         with suppress(RuntimeError):  # the loop is closed: the call was given up long ago
             loop.call_soon_threadsafe(resolve, value, error)
 

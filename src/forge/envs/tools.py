@@ -297,7 +297,9 @@ def _arguments_model(function: Callable[..., Any], name: str, described: Mapping
         entry = Field(default, alias=each.name, description=_describe(each.annotation, described.get(each.name)))
         fields[f"argument_{len(fields)}"] = (each.annotation, entry)
     try:
-        made = create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid", strict=False), **fields)
+        made: type[BaseModel] = create_model(
+            f"{name}_arguments", __config__=ConfigDict(extra="forbid", strict=False), **fields
+        )
         made.model_json_schema()
     except PydanticUserError as error:
         raise _cannot_describe(name, value=function, reason=error.message.splitlines()[0]) from error

@@ -51,6 +51,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._stop_ids = tuple(stop_ids)
         self._templates: dict[str, ChatTemplate] = {}
+        self._literal: Any = None
         self._prepare()
 
     @classmethod
@@ -227,7 +228,7 @@ class ChatTokenizer:
             each.no_padding()
             each.no_truncation()
         self._plain.post_processor = None
-        self._literal: Any = None
+        self._literal = None
         known = self._tokenizer.added_tokens_decoder.values()
         self._special_tokens = tuple(token.content for token in known if token.special)
         stops = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
