@@ -15,16 +15,13 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
+from forge.envs.limits import ReplayMismatch
 from forge.envs.tools import ToolResult
 from forge.errors import OptionError
 from forge.types import Completion, MalformedCall, Timings, ToolCall, VersionSpan
 
 T = TypeVar("T")
 Entry = Mapping[str, Any]
-
-
-class ReplayMismatch(Exception):
-    """A replayed episode asked for another turn than its journal has: it must be run from its start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,20 @@ comes back to it as text. What the infrastructure got wrong is raised as `Fault`
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import inspect
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, Protocol, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from forge.envs.limits import Fault
+from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
 from forge.envs.tool_process import ToolProcessFailed, call_in_process, check_importable
 from forge.errors import OptionError
 from forge.types import MalformedCall, ToolCall
@@ -130,7 +134,7 @@ class Tool:
         if inspect.iscoroutinefunction(self.function):
             value = await self.function(**arguments)
         else:
-            value = await asyncio.to_thread(self.function, **arguments)
+            value = await _on_own_thread(partial(self.function, **arguments))
         return as_text(value)
 
 
@@ -159,9 +163,9 @@ def tool(
     """Make a function a tool: `@tool`, or `@tool(timeout_s=5)`.
 
     The docstring is the description; a section `Args:` describes arguments. Every parameter needs an annotation. A
-    coroutine function is cancelled when its time is up. A plain function runs on a thread, which cannot be ended. With
-    `process`, every call runs in a process of its own, which is killed when its time is up: for functions that may
-    hang, crash or eat memory. For hostile code use `forge.sandbox`.
+    coroutine function is cancelled when its time is up. A plain function runs on a thread of its own, which cannot be
+    ended. With `process`, every call runs in a process of its own, which is killed when its time is up: for functions
+    that may hang, crash or eat memory. For hostile code use `forge.sandbox`.
     """
 
     def make(function: Callable[..., Any]) -> Tool:
@@ -188,7 +192,8 @@ def as_tools(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
 
 
 async def run_call(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], *, timeout_s: float | None) -> ToolResult:
-    """Run one call. It raises only `Fault` and cancellation; everything else comes back as text for the policy."""
+    """Run one call. Whatever a tool raises comes back as text for the policy, except `Fault`, cancellation, and what
+    ends an episode whose agent the tool uses."""
     if isinstance(call, MalformedCall):
         return ToolResult(call, f"Error: this tool call cannot be read: {call.reason}.", "malformed")
     known = tools.get(call.name)
@@ -204,17 +209,16 @@ async def run_call(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], *,
     try:
         async with asyncio.timeout(limit_s) as timer:
             result = ToolResult(call, await known.run(arguments))
-    except Fault:
-        raise
-    except TimeoutError as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is its answer
+        reason = reason_of(error)
+        if isinstance(reason, Fault | EpisodeOver | ReplayMismatch):  # of the tool's server, or of an agent in the tool
+            raise reason from (None if reason is error else error)
         if timer.expired():
             result = ToolResult(call, f"Error: {call.name} took longer than {limit_s:g} s.", "timeout")
+        elif isinstance(error, ToolProcessFailed):
+            result = ToolResult(call, f"Error: {call.name} failed: {error.message}", "raised")
         else:
             result = ToolResult(call, _raised(call.name, error), "raised")
-    except ToolProcessFailed as error:
-        result = ToolResult(call, f"Error: {call.name} failed: {error.message}", "raised")
-    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
-        result = ToolResult(call, _raised(call.name, error), "raised")
     return replace(result, seconds=loop.time() - began)
 
 
@@ -252,6 +256,32 @@ def as_text(value: object) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         return str(value)
+
+
+async def _on_own_thread(call: Callable[[], Any]) -> Any:
+    """Return what a call returns, on a thread of its own: calls that hang cannot use up the threads of a pool."""
+    loop, outcome = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def finish(value: Any, error: BaseException | None) -> None:
+        if outcome.done():
+            return  # its time was up
+        if error is None:
+            outcome.set_result(value)
+        else:
+            outcome.set_exception(error)
+
+    def work() -> None:
+        value: Any = None
+        failed: BaseException | None = None
+        try:
+            value = call()
+        except BaseException as error:  # noqa: BLE001 - the caller's; a future cannot hold StopIteration
+            failed = RuntimeError("StopIteration") if isinstance(error, StopIteration) else error
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for it
+            loop.call_soon_threadsafe(finish, value, failed)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="forge-tool", daemon=True).start()
+    return await outcome
 
 
 def _raised(name: str, error: BaseException) -> str:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from forge.config.episodes import EpisodeLimits
 from forge.envs.agent import EpisodeKey, EpisodeState, check_reward
 from forge.envs.episode import EpisodeProgram, run_episode
-from forge.envs.journal import Entry, Journal, ReplayMismatch
-from forge.envs.limits import Fault
+from forge.envs.journal import Entry, Journal
+from forge.envs.limits import Fault, ReplayMismatch
 from forge.envs.tool_calls import ToolFormat
 from forge.errors import ActorFailure, CallTimeout, EngineDead, ForgeError, Overloaded, PromptError, RewardError
 from forge.observe import span
@@ -189,7 +189,7 @@ class EpisodeWorker(ForgeActor):
             if isinstance(error, PromptError):
                 raise Fault(f"the policy refused a prompt: {error}", kind="prompt", path=str(key)) from error
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = traceback.format_exc()[-_MAX_TRACEBACK:]
             message = f"the program raised {type(error).__name__}: {error}\n{text}"
             raise Fault(message, kind="raised", path=f"{options.program.name}, episode {key}") from error
@@ -212,8 +212,15 @@ class EpisodeWorker(ForgeActor):
         function = self._options.group_reward
         if function is None:
             return [0.0] * len(episodes)
-        found = function(task, episodes)
-        values = list(await found if inspect.isawaitable(found) else found)
+        try:
+            found = function(task, episodes)
+            values = list(await found if inspect.isawaitable(found) else found)
+        except ForgeError:
+            raise
+        except Exception as error:
+            text = traceback.format_exc()[-_MAX_TRACEBACK:]
+            message = f"the group reward raised {type(error).__name__}: {error}\n{text}"
+            raise Fault(message, kind="group_reward", path="episode.group_reward") from error
         if len(values) != len(episodes):
             raise RewardError(
                 "the group reward did not return a number for each episode",

@@ -10,8 +10,8 @@ import pytest
 
 from forge.envs.agent import EpisodeKey
 from forge.envs.episode import episode, run_episode
-from forge.envs.journal import Journal, ReplayMismatch
-from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault
+from forge.envs.journal import Journal
+from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault, ReplayMismatch
 from forge.envs.tools import tool
 from forge.envs.trace import rows_of
 from forge.errors import OptionError, RewardError
@@ -320,3 +320,64 @@ def test_programs_that_cannot_be(codec):
     with pytest.raises(OptionError) as error:
         ask_twice.with_args({"depth": 3})
     assert error.value.path == "episode.args"
+
+
+def branches_in_a_task_group(*, fails=None):
+    @episode(limit_reward=-1.0)
+    async def program(task, agent):
+        async def branch(fork):
+            await fork.generate(task.messages)
+            await fork.generate(MORE)
+
+        async with asyncio.TaskGroup() as group:
+            for fork in (agent.fork(), agent.fork()):
+                group.create_task(branch(fork))
+            if fails is not None:
+                group.create_task(fails())
+        return 1.0
+
+    return program
+
+
+def test_what_ends_branches_in_a_task_group_ends_the_episode_as_it_would_alone(codec):
+    policy = ScriptedPolicy(codec, lambda text: f"One.{END}")
+    done = run(branches_in_a_task_group(), policy, limits=EpisodeLimits(max_turns=3))
+    assert (done.outcome, done.score.reward) == ("turn_limit", -1.0)
+
+    async def loses_its_sandbox():
+        raise Fault("gone", kind="sandbox")
+
+    with pytest.raises(Fault) as fault:
+        run(branches_in_a_task_group(fails=loses_its_sandbox), policy, limits=EpisodeLimits(max_turns=1))
+    assert fault.value.kind == "sandbox"
+
+    async def has_a_bug():
+        raise KeyError("x")
+
+    with pytest.raises(ExceptionGroup):  # a limit does not hide a bug
+        run(branches_in_a_task_group(fails=has_a_bug), policy, limits=EpisodeLimits(max_turns=1))
+
+    async def hangs_and_fails():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise KeyError("while it was cancelled")
+
+    with pytest.raises(Fault) as fault:
+        run(branches_in_a_task_group(fails=hangs_and_fails), policy, limits=EpisodeLimits(timeout_s=0.05))
+    assert fault.value.kind == "time"
+
+
+def test_a_returned_score_is_checked_in_all_its_parts_and_keeps_what_is_unshaped(codec):
+    def returning(score):
+        @episode
+        async def program(task, agent):
+            agent.add_reward(2.0, name="step")
+            return score
+
+        return run(program, ScriptedPolicy(codec, []))
+
+    assert returning(Score(1.0, unshaped=3.0)).score == Score(3.0, {"step": 2.0}, unshaped=5.0)
+    for score in (Score(1.0, {"judge": math.nan}), Score(1.0, unshaped=math.inf)):
+        with pytest.raises(RewardError):
+            returning(score)

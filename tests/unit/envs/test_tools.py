@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Literal
 
 import pytest
 
-from forge.envs.limits import Fault
+from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch
 from forge.envs.tool_calls import MalformedCall, ToolCall
 from forge.envs.tools import Tool, as_text, as_tools, cut_middle, run_call, tool
 from forge.errors import OptionError
@@ -156,3 +157,60 @@ def test_tools_that_cannot_be():
         tool(timeout_s=0)(search.function)
     with pytest.raises(OptionError, match="same name"):
         as_tools([search, search])
+
+
+def test_plain_functions_that_hang_keep_no_other_waiting():
+    ended = threading.Event()
+
+    def hangs() -> str:
+        ended.wait()
+        return ""
+
+    async def body() -> None:
+        tools = as_tools([hangs, quick])
+        stuck = [asyncio.create_task(run_call(call("hangs"), tools, timeout_s=None)) for _ in range(40)]
+        assert (await run_call(call("quick"), tools, timeout_s=None)).text == "done"
+        ended.set()
+        assert {(await each).error for each in stuck} == {None}
+
+    def quick() -> str:
+        return "done"
+
+    asyncio.run(body())
+
+
+def test_a_tool_that_exits_or_stops_an_iteration_answers_its_own_call_only():
+    def exits() -> str:
+        raise SystemExit(3)
+
+    def stops() -> str:
+        return next(iter(()))
+
+    async def exits_itself() -> str:
+        raise SystemExit(3)
+
+    for each in (exits, stops, exits_itself):
+        assert run(call(each.__name__), each, timeout_s=5.0).error == "raised"
+
+
+def test_what_ends_the_episode_of_an_agent_in_a_tool_is_not_an_answer():
+    async def asks_in_a_group() -> str:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(lost())
+        return ""
+
+    async def lost() -> None:
+        raise Fault("gone", kind="server")
+
+    async def asks_too_often() -> str:
+        raise EpisodeOver("turn_limit", "3 turns")
+
+    async def replays() -> str:
+        raise ReplayMismatch("turn 0")
+
+    with pytest.raises(Fault, match="gone"):
+        run(call("asks_in_a_group"), asks_in_a_group)
+    with pytest.raises(EpisodeOver):
+        run(call("asks_too_often"), asks_too_often)
+    with pytest.raises(ReplayMismatch):
+        run(call("replays"), replays)
