@@ -91,9 +91,25 @@ def episode_from_env(
             await env.close()
 
     play.__qualname__ = getattr(make, "__qualname__", "environment")
+    play.__signature__ = _signature(play, make)  # type: ignore[attr-defined]  # so that arguments are checked early
     oracle = getattr(make, "oracle", None)
     program = episode(deterministic=deterministic, limit_reward=limit_reward, oracle=oracle)(play)
     return program.with_args(args) if args else program
+
+
+def _signature(play: Callable[..., Any], make: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of an environment's episode: task and agent, then what `make` takes by name."""
+    own = inspect.signature(play)
+    task, agent, *_ = own.parameters.values()
+    try:
+        given = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # of some built-in classes nothing is known
+        return own
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in given if each.kind in by_name]
+    others = [each for each in given if each.kind is inspect.Parameter.VAR_KEYWORD]
+    clashing = {"task", "agent"}.intersection(each.name for each in named)
+    return own if clashing else own.replace(parameters=[task, agent, *named, *others])
 
 
 def load_program(name: str, args: Mapping[str, Any], *, path: str = "episode.kind") -> EpisodeProgram:

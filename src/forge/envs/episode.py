@@ -72,18 +72,22 @@ class EpisodeProgram:
         return await self.function(task, agent, **self.args)
 
     def with_args(self, args: Mapping[str, Any]) -> EpisodeProgram:
-        """Return the program with keyword arguments, checked against its signature."""
+        """Return the program with keyword arguments in addition to those that it has, checked against its signature.
+
+        Of an argument that it has already, the new value is used.
+        """
+        merged = {**self.args, **args}
         try:
-            inspect.signature(self.function).bind(None, None, **args)
+            inspect.signature(self.function).bind(None, None, **merged)
         except TypeError as error:
             raise OptionError(
                 f"the episode {self.name} does not take these arguments: {error}",
                 path="episode.args",
-                value=dict(args),
+                value=merged,
                 rule=f"keyword arguments of {self.name}{inspect.signature(self.function)}",
                 repair="correct episode.args",
             ) from None
-        return replace(self, args=dict(args))
+        return replace(self, args=merged)
 
 
 @overload

@@ -93,3 +93,26 @@ def test_an_answer_may_earn_several_rewards_by_name(codec):
     assert done.score.reward == 0.25
     assert Observation(reward=2.0, name="points").rewards == {"points": 2.0}
     assert Observation().rewards == {}
+
+
+def test_arguments_of_a_configuration_are_added_to_those_of_the_program(codec):
+    program = episode_from_env(CountingEnv, goal=2)
+    assert dict(program.with_args({}).args) == {"goal": 2}
+    assert dict(program.with_args({"goal": 1}).args) == {"goal": 1}
+    policy = ScriptedPolicy(codec, [f"1{END}", f"2{END}"])
+    assert len(run(program.with_args({}), policy).turns) == 2
+
+
+def test_arguments_that_an_environment_does_not_take_are_refused_before_a_run():
+    with pytest.raises(OptionError, match="goals") as error:
+        episode_from_env(CountingEnv, goals=2)
+    assert error.value.rule == "keyword arguments of CountingEnv(task: 'Task', agent: 'Agent', *, goal: 'int' = 3)" + (
+        " -> 'None'"
+    )
+
+    async def make(size: int, **options: object) -> CountingEnv:
+        return CountingEnv(size)
+
+    with pytest.raises(OptionError, match="size"):
+        episode_from_env(make, wide=True)
+    assert dict(episode_from_env(make, size=1, wide=True).args) == {"size": 1, "wide": True}
