@@ -11,7 +11,6 @@ A call that is cut off or malformed is reported with the reason, so that the mod
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,17 +25,6 @@ _PYTHON_TAG: Final = "<|python_tag|>"
 _FENCE: Final = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL)
 _EXAMPLE: Final = '{"name": "tool", "arguments": {"x": 1}}'
 _LLAMA_EXAMPLE: Final = '{"name": "tool", "parameters": {"x": 1}}'
-
-
-def _finite(text: str) -> float:
-    """Return a number of JSON. Python also reads NaN, Infinity and 1e999, which no JSON that is written can hold."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(text)
-    return number
-
-
-_DECODER: Final = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +165,10 @@ def _parse_llama(text: str) -> list[_Found] | None:
     body = body.removeprefix(_PYTHON_TAG).strip()
     if not is_marked and not body.startswith("{"):
         return None
-    found, at = list[_Found](), 0
+    decoder, found, at = json.JSONDecoder(), list[_Found](), 0
     while at < len(body):
         try:
-            value, end = _DECODER.raw_decode(body, at)
+            value, end = decoder.raw_decode(body, at)
         except (ValueError, RecursionError):
             found.append(_Bad(body[at:] if found else text, f"it is not JSON like {_LLAMA_EXAMPLE}"))
             break
@@ -200,7 +188,7 @@ def _parse_json(text: str) -> list[_Found] | None:
     if not body.startswith(("{", "[")):
         return None
     try:
-        value = _DECODER.decode(body)
+        value = json.loads(body)
     except (ValueError, RecursionError):
         return [_Bad(text, f"it is not JSON like {_EXAMPLE}")]
     if not isinstance(value, list):
@@ -212,7 +200,7 @@ def _parse_json(text: str) -> list[_Found] | None:
 
 def _read_call(body: str, *, raw: str) -> _Found:
     try:
-        value = _DECODER.decode(body)
+        value = json.loads(body)
     except (ValueError, RecursionError):
         return _Bad(raw, f"it is not JSON like {_EXAMPLE}")
     return _check_call(value, "arguments", raw=raw)
@@ -227,4 +215,8 @@ def _check_call(value: Any, key: str, *, raw: str) -> _Found:
     arguments = value.get(key, {})
     if not isinstance(arguments, dict):
         return _Bad(raw, f'the value of "{key}" must be an object')
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):  # Python reads NaN, 1e999 and halves of surrogate pairs
+        return _Bad(raw, "it has a number or a character that JSON does not allow")
     return value["name"], arguments

@@ -272,7 +272,7 @@ def _raised(name: str, error: BaseException) -> str:
         message = str(error)
     except Exception:  # noqa: BLE001 - the message of a tool's own exception may raise as well
         message = "(it has no readable message)"
-    return f"Error: {name} failed: {type(error).__name__}: {message[:2000]}"[:2000]
+    return as_text(f"Error: {name} failed: {type(error).__name__}: {message[:2000]}"[:2000])
 
 
 def _arguments_model(function: Callable[..., Any], name: str, described: Mapping[str, str]) -> type[BaseModel]:
