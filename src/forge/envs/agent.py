@@ -112,6 +112,15 @@ class EpisodeState:
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
     outcome: EpisodeOutcome = "finished"
     is_closed: bool = False
+    generating: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def close(self) -> None:
+        """End the episode: refuse further use of its agents, and cancel tasks that the program left waiting for a
+        turn."""
+        self.is_closed = True
+        self.journal.close()
+        for task in self.generating:
+            task.cancel()
 
 
 class Agent:
@@ -303,8 +312,9 @@ class Agent:
         seed = state.key.seed(*self.path, self._num_turns)
         self._num_turns += 1
         counts.num_turns += 1
-        entry = TurnEntry((*self.path, self._num_turns - 1), prompt_ids)
-        completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, {**sampling, "seed": seed}))
+        asked = {**sampling, "seed": seed}
+        entry = TurnEntry((*self.path, self._num_turns - 1), prompt_ids, asked)
+        completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, asked))
         turn = Turn.of(
             completion,
             index=len(state.turns),
@@ -324,7 +334,9 @@ class Agent:
         return turn
 
     async def _ask(self, prompt_ids: Sequence[int], options: Mapping[str, Any]) -> Completion:
-        state = self._state
+        state, task = self._state, asyncio.current_task()
+        assert task is not None
+        state.generating.add(task)
         try:
             async with asyncio.timeout(state.limits.turn_timeout_s) as timer:
                 return await state.policy.sample(prompt_ids, options=options, session=self._session)
@@ -333,11 +345,14 @@ class Agent:
                 raise
             limit_s = state.limits.turn_timeout_s
             raise Fault(f"a turn took longer than {limit_s:g} s", kind="turn_timeout", path=str(state.key)) from None
+        finally:
+            state.generating.discard(task)
 
     def _allowed(self, options: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
         """Return the options of a turn within what the limits leave, or raise `EpisodeOver`."""
         state, limits, counts = self._state, self._state.limits, self._state.counts
         if limits.max_turns is not None and counts.num_turns >= limits.max_turns:
+            state.outcome = "turn_limit"  # also where the program catches it
             raise EpisodeOver("turn_limit", f"{limits.max_turns} turns")
         room = state.policy.max_seq_len - num_prompt_tokens
         if room < 1:
@@ -348,6 +363,7 @@ class Agent:
         if limits.max_tokens is not None:
             left = limits.max_tokens - counts.num_sampled
             if left < 1:
+                state.outcome = "token_limit"
                 raise EpisodeOver("token_limit", f"{limits.max_tokens} tokens")
             room = min(room, left)
         return {**chosen, "max_tokens": room}

@@ -173,7 +173,7 @@ async def run_episode(program: EpisodeProgram, state: EpisodeState) -> EpisodeRu
         else:
             raise reason from error
     finally:
-        state.is_closed = True
+        state.close()
     score = _score(program, state, returned)
     turns, turn_rewards = _ordered(state)
     seconds = loop.time() - began

@@ -210,4 +210,8 @@ def _check_call(value: Any, key: str, *, raw: str) -> _Found:
     arguments = value.get(key, {})
     if not isinstance(arguments, dict):
         return _Bad(raw, f'the value of "{key}" must be an object')
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):  # Python reads NaN, 1e999 and halves of surrogate pairs
+        return _Bad(raw, "it has a number or a character that JSON does not allow")
     return value["name"], arguments

@@ -285,7 +285,7 @@ async def _on_own_thread(call: Callable[[], Any]) -> Any:
 
 
 def _raised(name: str, error: BaseException) -> str:
-    return f"Error: {name} failed: {type(error).__name__}: {error}"[:2000]
+    return as_text(f"Error: {name} failed: {type(error).__name__}: {error}"[:2000])
 
 
 def _arguments_model(function: Callable[..., Any], name: str, described: Mapping[str, str]) -> type[BaseModel]:

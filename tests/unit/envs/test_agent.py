@@ -381,3 +381,50 @@ def test_a_returned_score_is_checked_in_all_its_parts_and_keeps_what_is_unshaped
     for score in (Score(1.0, {"judge": math.nan}), Score(1.0, unshaped=math.inf)):
         with pytest.raises(RewardError):
             returning(score)
+
+
+def test_a_limit_that_the_program_catches_is_the_outcome_all_the_same(codec):
+    @episode
+    async def goes_on(task, agent):
+        try:
+            while True:
+                await agent.generate(task.messages)
+        except EpisodeOver:
+            return 0.5
+
+    policy = ScriptedPolicy(codec, lambda text: f"One.{END}")
+    done = run(goes_on, policy, limits=EpisodeLimits(max_turns=2))
+    assert (done.outcome, done.score.reward) == ("turn_limit", 0.5)
+    done = run(goes_on, policy, limits=EpisodeLimits(max_tokens=8))
+    assert (done.outcome, done.score.reward) == ("token_limit", 0.5)
+
+
+def test_what_a_program_leaves_running_is_cancelled_and_writes_nothing(codec):
+    left, entries = [], []
+
+    @episode(deterministic=True)
+    async def leaves(task, agent):
+        left.append(asyncio.create_task(agent.fork().generate(MORE)))
+        await agent.generate(task.messages)
+        return 1.0
+
+    async def body():
+        policy = ScriptedPolicy(codec, lambda text: f"One.{END}", delay=lambda text: 60.0 * ("More." in text))
+        state = state_of(policy, journal=Journal(write=entries.append))
+        done = await run_episode(leaves, state)
+        await asyncio.wait(left)
+        return done
+
+    done = asyncio.run(body())
+    assert left[0].cancelled()
+    assert len(done.turns) == len(entries) == 1
+
+
+def test_a_replay_with_other_sampling_starts_over(codec):
+    entries = []
+    policy = ScriptedPolicy(codec, [f"One.{END}", f"Two.{END}"])
+    run(ask_twice, policy, journal=Journal(write=entries.append), sampling={"temperature": 1.0})
+    assert len(policy.prompts) == len(entries) == 2
+    assert run(ask_twice, policy, journal=Journal(entries), sampling={"temperature": 1.0}).num_replayed == 2
+    with pytest.raises(ReplayMismatch):
+        run(ask_twice, policy, journal=Journal(entries), sampling={"temperature": 0.5})

@@ -77,3 +77,12 @@ def test_the_format_of_a_template():
     assert detect_format("… <tool_call>\n{{ call }}") == "hermes"
     assert detect_format("<|python_tag|>") == "llama"
     assert detect_format("{{ messages }}") == "json"
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
+def test_numbers_and_characters_that_json_does_not_allow_are_malformed(value):
+    (call,) = parse_answer(
+        f'<tool_call>{{"name": "f", "arguments": {{"x": {value}}}}}</tool_call>', "hermes", id_prefix="c"
+    ).calls
+    assert isinstance(call, MalformedCall)
+    assert "JSON does not allow" in call.reason

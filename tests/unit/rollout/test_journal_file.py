@@ -44,7 +44,9 @@ def test_a_line_that_a_kill_cut_off_is_left_out_and_written_over(tmp_path: Path)
 
 def test_turns_of_weights_that_are_too_old_are_not_replayed(tmp_path: Path) -> None:
     path = written(tmp_path, turn(4), turn(3))
-    assert JournalFile.of(str(tmp_path), KEY).read(oldest_version=4) == []
+    file = JournalFile.of(str(tmp_path), KEY)
+    assert file.read(oldest_version=4) == []
+    assert file.was_stale
     assert not path.exists()
 
 
