@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, overload
 
-from forge.envs.agent import Agent, EpisodeCounts, EpisodeState, check_reward
+from forge.envs.agent import Agent, EpisodeCounts, EpisodeState
+from forge.envs.agent_checks import check_reward
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
 from forge.errors import OptionError, RewardError
 from forge.types import EpisodeOutcome, Score, Task, Turn
@@ -128,6 +129,16 @@ def episode(
                 rule="async def program(task, agent)",
                 repair="write `async def`",
             )
+        try:
+            inspect.signature(function).bind_partial(None, None)
+        except TypeError:
+            raise OptionError(
+                "an episode takes a task and an agent",
+                path=name,
+                value=f"{name}{inspect.signature(function)}",
+                rule="async def program(task, agent)",
+                repair="give it these two parameters first",
+            ) from None
         if not math.isfinite(limit_reward):
             raise OptionError(
                 "limit_reward is not a finite number",

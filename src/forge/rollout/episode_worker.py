@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from forge.config.episodes import EpisodeLimits
-from forge.envs.agent import EpisodeKey, EpisodeState, check_reward
+from forge.envs.agent import EpisodeKey, EpisodeState
+from forge.envs.agent_checks import check_reward
 from forge.envs.episode import EpisodeProgram, run_episode
 from forge.envs.journal import Entry, Journal
 from forge.envs.limits import Fault, ReplayMismatch
