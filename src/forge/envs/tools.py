@@ -8,21 +8,19 @@ comes back to it as text. What the infrastructure got wrong is raised as `Fault`
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import inspect
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, Protocol, overload
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
 from forge.envs.tool_process import ToolProcessFailed, call_in_process, check_importable
+from forge.envs.tool_threads import ToolExit, call_on_thread, contain
 from forge.errors import OptionError
 from forge.types import MalformedCall, ToolCall
 
@@ -72,8 +70,17 @@ class Tool:
         timeout_s: float | None = None,
         process: bool = False,
     ) -> None:
+        if not callable(function):
+            raise OptionError(
+                "a tool is a function",
+                path="tool",
+                value=function,
+                rule="a function, a method, or an object with __call__",
+                repair="decorate a function with @tool, or @tool(name=…)",
+            )
         self.function = function
-        self.name: str = name or str(getattr(function, "__name__", ""))
+        named = function.func if isinstance(function, partial) else function
+        self.name: str = name or str(getattr(named, "__name__", type(named).__name__))
         if not _NAME.match(self.name):
             raise OptionError(
                 "a tool cannot have this name",
@@ -90,7 +97,7 @@ class Tool:
                 rule="a number of seconds above 0",
                 repair="leave it out for the episode's own limit",
             )
-        documented, arguments = _read_docstring(inspect.getdoc(function) or "")
+        documented, arguments = _read_docstring(inspect.getdoc(named) or "")
         self.description = description if description is not None else documented
         self.timeout_s = timeout_s
         self.process = process
@@ -125,16 +132,17 @@ class Tool:
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ValueError("; ".join(problems)) from None
-        return {name: getattr(found, name) for name in type(found).model_fields}
+        return {each.alias or name: getattr(found, name) for name, each in type(found).model_fields.items()}
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
         """Call the function with checked arguments and return its answer as text."""
         if self.process:
             return await call_in_process(self.function, arguments)
         if inspect.iscoroutinefunction(self.function):
-            value = await self.function(**arguments)
-        else:
-            value = await _on_own_thread(partial(self.function, **arguments))
+            return as_text(await contain(self.function(**arguments)))
+        value = await call_on_thread(partial(self.function, **arguments), name=self.name)
+        if inspect.isawaitable(value):  # an object whose __call__ is a coroutine function
+            value = await contain(value)
         return as_text(value)
 
 
@@ -209,8 +217,8 @@ async def run_call(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], *,
     try:
         async with asyncio.timeout(limit_s) as timer:
             result = ToolResult(call, await known.run(arguments))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a tool raises is its answer
-        reason = reason_of(error)
+    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
+        reason = reason_of(error.error if isinstance(error, ToolExit) else error)
         if isinstance(reason, Fault | EpisodeOver | ReplayMismatch):  # of the tool's server, or of an agent in the tool
             raise reason from (None if reason is error else error)
         if timer.expired():
@@ -258,39 +266,23 @@ def as_text(value: object) -> str:
         return str(value)
 
 
-async def _on_own_thread(call: Callable[[], Any]) -> Any:
-    """Return what a call returns, on a thread of its own: calls that hang cannot use up the threads of a pool."""
-    loop, outcome = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def finish(value: Any, error: BaseException | None) -> None:
-        if outcome.done():
-            return  # its time was up
-        if error is None:
-            outcome.set_result(value)
-        else:
-            outcome.set_exception(error)
-
-    def work() -> None:
-        value: Any = None
-        failed: BaseException | None = None
-        try:
-            value = call()
-        except BaseException as error:  # noqa: BLE001 - the caller's; a future cannot hold StopIteration
-            failed = RuntimeError("StopIteration") if isinstance(error, StopIteration) else error
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for it
-            loop.call_soon_threadsafe(finish, value, failed)
-
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="forge-tool", daemon=True).start()
-    return await outcome
-
-
 def _raised(name: str, error: BaseException) -> str:
-    return as_text(f"Error: {name} failed: {type(error).__name__}: {error}"[:2000])
+    error = error.error if isinstance(error, ToolExit) else error
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 - the message of a tool's own exception may raise as well
+        message = "(it has no readable message)"
+    return as_text(f"Error: {name} failed: {type(error).__name__}: {message[:2000]}"[:2000])
 
 
 def _arguments_model(function: Callable[..., Any], name: str, described: Mapping[str, str]) -> type[BaseModel]:
+    """Return a model with a field for each parameter. Its own names of the fields never clash with the model's."""
     fields: dict[str, Any] = {}
-    for each in inspect.signature(function, eval_str=True).parameters.values():
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except (NameError, AttributeError, SyntaxError, TypeError, ValueError) as error:
+        raise _cannot_describe(name, value=function, reason=f"{type(error).__name__}: {error}") from error
+    for each in parameters.values():
         if each.name == "self":
             continue
         if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY) or each.annotation is each.empty:
@@ -302,8 +294,37 @@ def _arguments_model(function: Callable[..., Any], name: str, described: Mapping
                 repair="annotate it, and take no *args or **kwargs",
             )
         default = ... if each.default is each.empty else each.default
-        fields[each.name] = (each.annotation, Field(default, description=described.get(each.name)))
-    return create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid", strict=False), **fields)
+        entry = Field(default, alias=each.name, description=_describe(each.annotation, described.get(each.name)))
+        fields[f"argument_{len(fields)}"] = (each.annotation, entry)
+    try:
+        made: type[BaseModel] = create_model(
+            f"{name}_arguments", __config__=ConfigDict(extra="forbid", strict=False), **fields
+        )
+        made.model_json_schema()
+    except PydanticUserError as error:
+        raise _cannot_describe(name, value=function, reason=error.message.splitlines()[0]) from error
+    return made
+
+
+def _describe(annotation: Any, documented: str | None) -> str | None:
+    """Return what the docstring says of a parameter, or else a description in its `Annotated`."""
+    if documented is not None:
+        return documented
+    for each in getattr(annotation, "__metadata__", ()):
+        found = each if isinstance(each, str) else getattr(each, "description", None)
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def _cannot_describe(name: str, *, value: object, reason: str) -> OptionError:
+    return OptionError(
+        f"the parameters of a tool cannot be described to the policy: {reason}",
+        path=f"tool {name}",
+        value=value,
+        rule="annotations that have a JSON schema: numbers, text, lists, dicts, Literal, Enum, pydantic models",
+        repair="change the annotation; what the policy must not choose belongs in a closure or an object",
+    )
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:

@@ -153,11 +153,13 @@ class EpisodeWorker(ForgeActor):
                 async with self._service.session() as session:
                     policy = ServicePolicy(self._service, max_seq_len=options.max_seq_len, session=session)
                     try:
-                        return await self._run(task, key, policy, file, entries, evaluation=evaluation)
+                        return await self._run(
+                            task, key, policy, file, entries, evaluation=evaluation, num_restarts=int(file.was_stale)
+                        )
                     except ReplayMismatch as mismatch:
                         _log.warning("episode %s starts over: %s", key, mismatch)
                         file.clear()
-                        return await self._run(task, key, policy, file, [], evaluation=evaluation, num_mismatches=1)
+                        return await self._run(task, key, policy, file, [], evaluation=evaluation, num_restarts=1)
         finally:
             self._running.discard(current)
 
@@ -170,7 +172,7 @@ class EpisodeWorker(ForgeActor):
         entries: Sequence[Entry],
         *,
         evaluation: bool,
-        num_mismatches: int = 0,
+        num_restarts: int = 0,
     ) -> Episode:
         options = self._options
         state = EpisodeState(
@@ -203,7 +205,7 @@ class EpisodeWorker(ForgeActor):
             member=key.member,
             turn_rewards=made.turn_rewards,
             outcome=made.outcome,
-            stats=stats | {"num_replay_mismatches": float(num_mismatches)},
+            stats=stats | {"num_replay_mismatches": float(num_restarts)},
         )
 
     @endpoint(concurrent=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Literal
+from functools import partial
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field
 
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch
 from forge.envs.tool_calls import MalformedCall, ToolCall
@@ -157,6 +159,85 @@ def test_tools_that_cannot_be():
         tool(timeout_s=0)(search.function)
     with pytest.raises(OptionError, match="same name"):
         as_tools([search, search])
+
+
+def test_descriptions_and_names_of_parameters_are_free():
+    @tool
+    def look(
+        json: Annotated[str, Field(description="the query", min_length=1)],
+        copy: Annotated[int, "how many"] = 1,
+        _raw: bool = False,
+        model_config: str | None = None,
+    ) -> str:
+        "Look."
+        return f"{json} {copy} {_raw} {model_config}"
+
+    properties = look.schema["function"]["parameters"]["properties"]
+    assert list(properties) == ["json", "copy", "_raw", "model_config"]
+    assert properties["json"] == {"description": "the query", "minLength": 1, "type": "string"}
+    assert properties["copy"]["description"] == "how many"
+    assert run(call("look", json="a", _raw=True), look).text == "a 1 True None"
+    assert run(call("look", json=""), look).text.startswith("Error: bad arguments of look: json: ")
+
+
+def test_objects_and_partial_functions_have_names():
+    class Finder:
+        "Find things."
+
+        async def __call__(self, word: str) -> str:
+            return f"found {word}"
+
+    assert run(call("Finder", word="a"), Finder()).text == "found a"
+
+    def add(a: int, b: int) -> int:
+        "Add."
+        return a + b
+
+    made = Tool(partial(add, b=2))
+    assert (made.name, made.description) == ("add", "Add.")
+    assert run(call("add", a=1), made).text == "3"
+
+
+def test_annotations_without_a_schema_are_named():
+    def take(x: threading.Event) -> str:
+        return ""
+
+    def undefined(x: Missing) -> str:  # noqa: F821
+        return ""
+
+    for function in (take, undefined):
+        with pytest.raises(OptionError, match="cannot be described") as error:
+            Tool(function)
+        assert error.value.path == f"tool {function.__name__}"
+    with pytest.raises(OptionError, match="a tool is a function"):
+        tool("search")
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), StopIteration(1), GeneratorExit(), asyncio.CancelledError(), Mute()]
+)
+def test_whatever_a_plain_function_raises_ends_only_its_call(error):
+    def raises() -> str:
+        raise error
+
+    result = run(call("raises"), raises)
+    assert result.error == "raised"
+    assert result.text.startswith(f"Error: raises failed: {type(error).__name__}")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), BaseExceptionGroup("x", [SystemExit()])])
+def test_whatever_a_coroutine_function_raises_ends_only_its_call(error):
+    async def raises() -> str:
+        raise error
+
+    result = run(call("raises"), raises)
+    assert result.error == "raised"
+    assert result.text.startswith(f"Error: raises failed: {type(error).__name__}")
 
 
 def test_plain_functions_that_hang_keep_no_other_waiting():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -71,3 +73,18 @@ def test_a_group_reward_that_raises_is_a_fault_and_one_of_wrong_values_ends_the_
     for values in ([1.0], [1.0, float("nan")]):
         with pytest.raises(RewardError):
             asyncio.run(worker(group_reward=lambda task, given, values=values: values).compare(TASK, episodes))
+
+
+@episode(deterministic=True)
+async def silent(task: Task, agent: Any) -> float:
+    return await agent.record(lambda: 1.0)
+
+
+def test_an_episode_whose_journal_is_too_old_starts_over_and_is_counted(tmp_path: Path) -> None:
+    made = worker(program=silent, journal_dir=str(tmp_path))
+    turn = {"kind": "turn", "key": [0], "prompt": "x", "completion": {"versions": [{"version": 2}]}}
+    (tmp_path / "0-0.jsonl").write_text(json.dumps(turn) + "\n")
+    stale = asyncio.run(made.run(TASK, 0, 0, oldest_version=3))
+    assert (stale.stats["num_replay_mismatches"], stale.stats["num_replayed"]) == (1.0, 0.0)
+    again = asyncio.run(made.run(TASK, 0, 0, oldest_version=3))
+    assert (again.stats["num_replay_mismatches"], again.stats["num_replayed"]) == (0.0, 1.0)

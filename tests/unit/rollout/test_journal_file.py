@@ -54,7 +54,9 @@ def test_a_line_without_its_end_does_not_join_the_next_one(tmp_path: Path) -> No
 
 def test_turns_of_weights_that_are_too_old_are_not_replayed(tmp_path: Path) -> None:
     path = written(tmp_path, turn(4), turn(3))
-    assert JournalFile.of(str(tmp_path), KEY).read(oldest_version=4) == []
+    file = JournalFile.of(str(tmp_path), KEY)
+    assert file.read(oldest_version=4) == []
+    assert file.was_stale
     assert not path.exists()
 
 
