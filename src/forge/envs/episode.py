@@ -19,6 +19,9 @@ Program = Callable[[Task, Agent], Awaitable[float | Score | None]]
 RETURNED: Final = "reward"
 """The name of the reward that a program returns as a number."""
 
+CLOSE_LIMIT_S = 30.0
+"""How long a program may take to end after its time was up or it was cancelled."""
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRun:
@@ -169,7 +172,9 @@ async def run_episode(program: EpisodeProgram, state: EpisodeState) -> EpisodeRu
     began, limit_s = loop.time(), state.limits.timeout_s
     returned: float | Score | None = None
     try:
-        async with asyncio.timeout(limit_s) as timer:
+        # What a program does when its time is up, such as closing an environment, has a limit of its own.
+        close_s = None if limit_s is None else limit_s + CLOSE_LIMIT_S
+        async with asyncio.timeout(close_s), asyncio.timeout(limit_s) as timer:
             returned = await program(state.task, Agent(state))
     except Exception as error:
         reason = reason_of(error)  # programs run branches in task groups

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from forge.config.episodes import EpisodeLimits
 from forge.envs.agent import EpisodeKey, EpisodeState
 from forge.envs.agent_checks import check_reward
-from forge.envs.episode import EpisodeProgram, run_episode
+from forge.envs.episode import CLOSE_LIMIT_S, EpisodeProgram, run_episode
 from forge.envs.journal import Entry, Journal
 from forge.envs.limits import Fault, ReplayMismatch
 from forge.envs.tool_calls import ToolFormat
@@ -241,11 +241,14 @@ class EpisodeWorker(ForgeActor):
 
     @endpoint(concurrent=True)
     async def close(self) -> None:
-        """Cancel all episodes that are under way, and wait until they have ended."""
+        """Cancel all episodes that are under way, and wait until they have ended, for a limited time."""
         running = [task for task in self._running if task is not asyncio.current_task()]
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        if running:
+            _, stuck = await asyncio.wait(running, timeout=CLOSE_LIMIT_S)
+            if stuck:
+                _log.warning("%d episodes did not end within %g s after they were cancelled", len(stuck), CLOSE_LIMIT_S)
 
 
 def _seed_of(seed: int, position: int) -> int:

@@ -42,6 +42,8 @@ class JournalFile:
         entries: list[Entry] = []
         size = 0
         for line in self.path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break  # what is appended must not join it
             try:
                 entries.append(json.loads(line))
             except ValueError:

@@ -428,3 +428,26 @@ def test_a_replay_with_other_sampling_starts_over(codec):
     assert run(ask_twice, policy, journal=Journal(entries), sampling={"temperature": 1.0}).num_replayed == 2
     with pytest.raises(ReplayMismatch):
         run(ask_twice, policy, journal=Journal(entries), sampling={"temperature": 0.5})
+
+
+def test_a_program_that_does_not_end_when_its_time_is_up_is_ended(codec, monkeypatch):
+    monkeypatch.setattr("forge.envs.episode.CLOSE_LIMIT_S", 0.02)
+    was_cancelled = []
+
+    async def cannot_close(task, agent):
+        try:
+            await agent.generate(task.messages)
+            await asyncio.Event().wait()
+        finally:
+            try:
+                await asyncio.Event().wait()  # a sandbox that does not answer
+            except asyncio.CancelledError:
+                was_cancelled.append(True)
+                raise
+
+    policy = ScriptedPolicy(codec, lambda text: f"One.{END}")
+    with pytest.raises(Fault) as fault:
+        run(episode(cannot_close), policy, limits=EpisodeLimits(timeout_s=0.02))
+    assert (fault.value.kind, was_cancelled) == ("time", [True])
+    done = run(episode(time_is_task=True)(cannot_close), policy, limits=EpisodeLimits(timeout_s=0.02))
+    assert done.outcome == "time_limit"
