@@ -217,7 +217,7 @@ async def run_call(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], *,
     try:
         async with asyncio.timeout(limit_s) as timer:
             result = ToolResult(call, await known.run(arguments))
-    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
+    except Exception as error:  # whatever a tool raises is its answer
         reason = reason_of(error.error if isinstance(error, ToolExit) else error)
         if isinstance(reason, Fault | EpisodeOver | ReplayMismatch):  # of the tool's server, or of an agent in the tool
             raise reason from (None if reason is error else error)
