@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, Validation
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
 from forge.envs.tool_process import ToolProcessFailed, call_in_process, check_importable
 from forge.envs.tool_threads import ToolExit, call_on_thread, contain
-from forge.errors import OptionError
+from forge.errors import ActorFailure, EngineDead, OptionError, ServiceStopped
 from forge.types import MalformedCall, ToolCall
 
 _NAME: Final = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
@@ -217,10 +217,12 @@ async def run_call(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], *,
     try:
         async with asyncio.timeout(limit_s) as timer:
             result = ToolResult(call, await known.run(arguments))
-    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
+    except Exception as error:  # whatever a tool raises is its answer
         reason = reason_of(error.error if isinstance(error, ToolExit) else error)
         if isinstance(reason, Fault | EpisodeOver | ReplayMismatch):  # of the tool's server, or of an agent in the tool
             raise reason from (None if reason is error else error)
+        if isinstance(reason, ActorFailure | EngineDead | ServiceStopped):
+            raise Fault(f"{call.name} lost a process: {reason.message}", kind="service") from error
         if timer.expired():
             result = ToolResult(call, f"Error: {call.name} took longer than {limit_s:g} s.", "timeout")
         elif isinstance(error, ToolProcessFailed):

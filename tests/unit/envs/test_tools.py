@@ -13,7 +13,7 @@ from pydantic import Field
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch
 from forge.envs.tool_calls import MalformedCall, ToolCall
 from forge.envs.tools import Tool, as_text, as_tools, cut_middle, run_call, tool
-from forge.errors import OptionError
+from forge.errors import ActorFailure, OptionError
 
 
 @tool(timeout_s=5)
@@ -99,6 +99,13 @@ def test_a_fault_is_not_an_answer():
 
     with pytest.raises(Fault, match="gone"):
         run(call("lost"), lost)
+
+    async def asks_a_service() -> str:
+        raise ActorFailure("the judge died")
+
+    with pytest.raises(Fault, match="asks_a_service lost a process: the judge died") as fault:
+        run(call("asks_a_service"), asks_a_service)
+    assert fault.value.kind == "service"
 
 
 def test_plain_functions_run_and_methods_can_be_tools():
