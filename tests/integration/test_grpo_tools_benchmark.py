@@ -29,14 +29,13 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 
     paths = [str(BENCHMARKS), str(BENCHMARKS / "harness")]
     names = ("grpo_tools", "harness.tools_plan", "harness.tools_ours", "trl_tools")
-    before = set(sys.modules)
+    before, path = set(sys.modules), list(sys.path)
     environment = dict(os.environ)
     sys.path[:0] = paths
     try:
         yield {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
     finally:
-        for path in paths:
-            sys.path.remove(path)
+        sys.path[:] = path
         ours = ("grpo", "grpo_plan", "grpo_tools", "harness", "sft", "trl_grpo", "trl_tools")
         for name in set(sys.modules) - before:
             if name.partition(".")[0] in ours:
