@@ -57,7 +57,7 @@ def teach(
         tuned = asyncio.run(run_sft(sft))
         if tuned.is_stopped:
             sys.exit(tuned.exit_code)
-    print("2. Reinforcement learning: what succeeds. Held-out success is `avg@1`.", flush=True)
+    print("2. Reinforcement learning: what succeeds. Held-out success is `avg@k`.", flush=True)
     places = [f"model.path={model}", f"prompts.sources.0.path={files}/prompts.jsonl"]
     places += [f"evaluation.sources.0.path={files}/heldout.jsonl"]
     grpo = load(GRPOConfig, files=[app / "grpo.yaml"], overrides=[*common, *places, *overrides])

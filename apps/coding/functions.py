@@ -17,7 +17,7 @@ import json
 import operator
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,13 @@ _known: dict[tuple[str, tuple[int, ...]], Verdict] = {}
 """Verdicts of this process. The same program gets the same verdict, so it is run once."""
 
 
-@forge.episode(deterministic=True)
+def solutions(task: Task) -> list[str]:
+    """Return a right answer, for `forge env check`."""
+    k = int(task.messages[-1]["content"].rstrip(".").split()[-1])
+    return [written(sign, k) for sign in OPERATORS if _task(k, sign)["wanted"] == task.metadata["wanted"]]
+
+
+@forge.episode(deterministic=True, oracle=solutions)
 async def repair(task: Task, agent: Agent, *, max_attempts: int = 2) -> float:
     """Write a function that passes the tests, in a few attempts. The reward is 1 if one of them does."""
     wanted = tuple(task.metadata["wanted"])
@@ -86,6 +92,13 @@ def asked(k: int) -> dict[str, str]:
 
 def written(sign: str, k: int) -> str:
     return f"def f(x): return x {sign} {k}"
+
+
+def oracle(task: Task, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the best answer, for `forge env check`: `+` at first, and then what the reply says."""
+    k = int(str(messages[0]["content"]).rstrip(".").split()[-1])
+    sign = "+" if len(messages) == 1 else "*" if "small" in str(messages[-1]["content"]) else "-"
+    return written(sign, k)
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ import forge
 from forge import Observation, Task
 
 MOVES = {"right": (1, 0), "left": (-1, 0), "up": (0, 1), "down": (0, -1)}
-DISTANCES = range(2, 6)
+DISTANCES = range(2, 5)
 ILLEGAL = -1.0
-NUM_HELDOUT, NUM_SHOWN, NUM_SHOWN_MOVES = 16, 4000, 5
+NUM_HELDOUT, NUM_SHOWN, NUM_SHOWN_MOVES = 10, 4000, 4
 
 OPPOSITES = {"right": "left", "left": "right", "up": "down", "down": "up"}
 
@@ -45,7 +45,7 @@ class Treasure:
         shaping: 0 for the final reward alone.
     """
 
-    max_moves: int = 6
+    max_moves: int = 5
     shaping: float = 0.2
     _way: Way = field(default=(0, 0), init=False)
     _num_moves: int = field(default=0, init=False)
@@ -72,6 +72,12 @@ class Treasure:
     async def close(self) -> None:
         """Nothing is held: an environment with a process or a connection would release it here."""
 
+    @staticmethod
+    def oracle(task: Task) -> list[str]:
+        """Return right answers, for `forge env check`."""
+        right, up = task.metadata["way"]
+        return ["right"] * right + ["left"] * -right + ["up"] * up + ["down"] * -up
+
 
 hunt = forge.episode_from_env(Treasure, deterministic=True)
 
@@ -89,7 +95,12 @@ def moved(way: Way, answer: str) -> Way:
 def shown(way: Way) -> dict[str, str]:
     words = (("right", "left"), ("up", "down"))
     parts = [f"{abs(steps)} {names[steps < 0]}" for steps, names in zip(way, words, strict=True) if steps]
-    return {"role": "user", "content": f"The treasure is {' and '.join(parts) or 'here'}."}
+    return {"role": "user", "content": f"It is {' and '.join(parts) or 'here'}."}
+
+
+def oracle(task: Task, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the best answer, for `forge env check`: the last direction that the last message names."""
+    return str(messages[-1]["content"]).rstrip(".").split()[-1]
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------

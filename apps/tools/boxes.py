@@ -28,7 +28,13 @@ WORDS = ("first", "last")
 NUM_HELDOUT_PAIRS, NUM_PER_QUESTION, NUM_SHOWN = 25, 4, 8000
 
 
-@forge.episode(deterministic=True)
+def solutions(task: Task) -> list[Any]:
+    """Return right answers, for `forge env check`."""
+    box = task.metadata["numbers"].index(int(str(task.answer)))
+    return [{"name": "open", "arguments": {"box": box}}, f"It is {task.answer}."]
+
+
+@forge.episode(deterministic=True, oracle=solutions)
 async def look(task: Task, agent: Agent, *, max_turns: int = 3) -> float:
     """Answer with the number in a box. The reward is 1 for the right number, and 0 otherwise."""
     numbers = task.metadata["numbers"]
@@ -57,6 +63,14 @@ def question(boxes: tuple[int, int], word: str) -> dict[str, str]:
 def call(box: int) -> dict[str, str]:
     """Return a call as the tiny model's chat template has it: the whole answer is JSON."""
     return {"role": "assistant", "content": json.dumps({"name": "open", "arguments": {"box": box}})}
+
+
+def oracle(task: Task) -> list[Any]:
+    """Return the best answers, for `forge env check`: a call, whatever the model's format, and a text."""
+    words = str(task.messages[0]["content"]).rstrip("?").split()
+    boxes = int(words[2]), int(words[4].rstrip("."))
+    call = {"name": "open", "arguments": {"box": boxes[WORDS.index(words[-1])]}}
+    return [call, f"It is {task.answer}."]
 
 
 # ---- Files ----------------------------------------------------------------------------------------------------------

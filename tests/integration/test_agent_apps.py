@@ -6,15 +6,19 @@ import asyncio
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from forge.config import GRPOConfig, SFTConfig, load
+from forge.envs.check import check_env
 from forge.envs.episode import EpisodeRun, run_episode
+from forge.loops.evaluation import Evaluation
+from forge.loops.grpo import GRPOResult
 from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
 from forge.types import Task
@@ -94,6 +98,52 @@ def test_the_files_are_the_same_for_a_seed_and_held_out_tasks_are_not_trained_on
     assert len(lengths) >= sft.training.batch_size * (sft.training.max_steps or 0) // 2
 
 
+@pytest.mark.parametrize(("app", "program"), [(app, app) for app in PROGRAMS], indirect=["program"])
+def test_both_stages_find_their_files(
+    app: str, program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(APPS))
+    warm_start = importlib.import_module("warm_start")
+    tuned: list[SFTConfig] = []
+
+    async def run_sft(config: SFTConfig) -> Any:
+        tuned.append(config)
+        assert Path(str(config.data.sources[0].path)).is_file()
+        (tmp_path / config.run.name / "checkpoints" / "hf").mkdir(parents=True)
+        return SimpleNamespace(is_stopped=False)
+
+    async def run_grpo(config: GRPOConfig) -> Any:
+        assert Path(str(config.model.path)).is_dir()
+        assert all(Path(str(each.sources[0].path)).is_file() for each in (config.prompts, config.evaluation))
+        evaluations = [Evaluation(4, solved, solved, {1: solved}, 6.0) for solved in (0.25, 0.75)]
+        return GRPOResult(config.training.max_steps, 0.5, *evaluations, is_stopped=False, export=None, report=None)
+
+    monkeypatch.setattr(warm_start, "run_sft", run_sft)
+    monkeypatch.setattr(warm_start, "run_grpo", run_grpo)
+    command = ["main.py", "--seed", "7", "--output", str(tmp_path), "training.max_steps=3"]
+    for _ in range(2):  # the second time with the model of the first
+        monkeypatch.setattr(sys, "argv", command)
+        warm_start.main(APPS / app, program.write_files)
+        out = capsys.readouterr().out
+        assert "Held-out success: 25.0% -> 75.0% of 4 tasks never seen" in out
+        assert "3 steps" in out
+    assert [config.run.seed for config in tuned] == [7]
+    monkeypatch.setattr(sys, "argv", [*command[:-1], "training.max_stepz=3"])
+    with pytest.raises(SystemExit) as error:
+        warm_start.main(APPS / app, program.write_files)
+    assert error.value.code == 2
+    assert "max_steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("app", "program"), [(app, app) for app in PROGRAMS], indirect=["program"])
+def test_an_oracle_solves_every_task_and_doing_nothing_none(app: str, program: ModuleType, tmp_path: Path) -> None:
+    episode = {"games": "hunt", "tools": "look", "coding": "repair"}[app]
+    chosen = list(tasks(program.write_files(tmp_path), "heldout.jsonl"))[:2]
+    report = asyncio.run(check_env(getattr(program, episode), chosen, oracle=program.oracle))
+    assert report.is_ok, [check for check in report.checks if check.status != "pass"]
+    assert {check.name: check.status for check in report.checks}["oracle"] == "pass"
+
+
 @pytest.mark.parametrize("program", ["games"], indirect=True)
 def test_the_treasure_is_found_by_walking_to_it(program: ModuleType, codec: ChatTokenizer, tmp_path: Path) -> None:
     def towards(text: str) -> str:
@@ -110,8 +160,8 @@ def test_the_treasure_is_found_by_walking_to_it(program: ModuleType, codec: Chat
     assert (len(silent.turns), dict(silent.score.parts)) == (1, {"illegal": -1.0})
     opposite = {"up": "down", "down": "up", "left": "right", "right": "left"}
     away = play(program.hunt, codec, task, lambda text: opposite[towards(text)])
-    assert (len(away.turns), away.score.parts["found"]) == (6, 0.0)
-    assert away.score.reward == pytest.approx(-1.2)
+    assert (len(away.turns), away.score.parts["found"]) == (5, 0.0)
+    assert away.score.reward == pytest.approx(-1.0)
     final_only = play(program.hunt.with_args({"shaping": 0}), codec, task, towards)
     assert dict(final_only.score.parts) == {"found": 1.0}
 

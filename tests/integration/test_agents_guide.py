@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from forge.cli import make_parser
+from forge.cli import main, make_parser
 from forge.config import GRPOConfig, load
 from forge.envs.tools import ToolError
 from forge.loops.planning import plan_run
@@ -37,7 +37,12 @@ def block(kind: str, containing: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files that the section on configuration speaks of."""
-    parts = [block("python", "async def solve"), block("python", "class Guess"), block("python", "def shortest_wins")]
+    parts = [
+        block("python", "async def solve"),
+        block("python", "class Guess"),
+        block("python", "def shortest_wins"),
+        block("python", "def solutions"),
+    ]
     program = "\n\n".join(part.split("run = await")[0] for part in parts)
     (tmp_path / "my_agents.py").write_text(program, encoding="utf-8")
     record = '{"messages": [{"role": "user", "content": "Guess."}], "answer": "%d", "secret": %d}\n'
@@ -90,8 +95,16 @@ def test_every_metric_is_listed() -> None:
     assert kinds_of(section("Look at it")) == expected
 
 
+def commands() -> list[list[str]]:
+    lines = re.findall(r"^forge (.*?)(?:  +#.*)?$", block("bash", "forge template check"), re.MULTILINE)
+    return [line.split() for line in lines]
+
+
 def test_its_commands_exist() -> None:
     parser = make_parser()
-    for line in re.findall(r"^forge (.*?)(?:  +#.*)?$", block("bash", "forge template check"), re.M):
-        words = [word for word in line.split() if word not in ("…", "--task")]
-        assert parser.parse_args(words).handler is not None
+    assert [parser.parse_args(words).command for words in commands()] == ["template", "episode", "episode", "env"]
+
+
+def test_the_environment_passes_its_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(commands()[-1]) == 0
+    assert "All checks passed." in capsys.readouterr().out

@@ -68,12 +68,23 @@ def test_a_turn_says_what_counts_and_what_it_earned(page: Path) -> None:
     turns = find(find(outline(page), "detail")[0], "turn")
     said = [find(turn, "said")[0] for turn in turns]
     assert ["counted" in each["class"] for each in said] == [True, True, True, True, False]
-    assert texts(said[1], "small")[0].endswith("tokens sampled: in the loss")
-    assert texts(said[4], "small")[0].endswith("never delivered: not in the loss")
+    assert texts(said[1], "small")[0].endswith("tokens sampled, in the loss")
+    assert texts(said[4], "small")[0].endswith("not in the loss: never delivered")
     read = len(encode("add the tens"))
     assert texts(turns[0], "marks") == [f"reward0.5advantage−0.500weightsv0read{read} tokenstime0.25 s"]
     assert "cached12 tokens" in texts(turns[1], "marks")[0]
     assert "endcut off by length" in texts(turns[4], "marks")[0]
+
+
+def test_episodes_that_a_limit_ended_may_be_left_out_of_the_loss(tmp_path: Path) -> None:
+    folder = make_agent_run(tmp_path)
+    (folder / "config.yaml").write_text("rollout: {mask_truncated: true}\n")
+    page = write_report(folder).path
+    first = find(outline(page), "detail")[0]  # it ended by the limit of turns
+    assert not find(first, "counted")
+    assert texts(find(first, "said")[0], "small")[0].endswith("not in the loss: the episode was cut off")
+    finished = "find((node) => node.tag === 'tr')[2].fire('click')"
+    assert len(find(find(outline(page, finished), "detail")[0], "counted")) == 4
 
 
 def test_breaks_branches_and_lost_answers_are_explained(page: Path) -> None:
@@ -95,6 +106,7 @@ def test_an_episode_says_how_it_ended_and_what_it_used(page: Path) -> None:
     (chips,) = find(detail, "chips")
     assert "endingturn limit" in chips["text"]
     assert "tool errors1" in chips["text"]
+    assert "weightsv0 (" in chips["text"]
     assert "prefix_breaks/template1" in find(detail, "stats")[0]["text"]
     assert texts(find(detail, "parts")[0], "tr") == ["right0", "style0.5", "reward0.5"]
     assert "Prompt" not in texts(detail, "h4")

@@ -176,6 +176,13 @@ def test_a_surrogate_returns_one_loss_for_each_token() -> None:
         PolicyLoss(kind="own_parts:total")(view(advantages=[1.0, 1.0], old_logprobs=[-1.0, -2.0]))
 
 
+def test_arguments_that_a_run_gives_itself_are_not_offered_to_the_user() -> None:
+    with pytest.raises(InvalidConfig, match="takes no arguments"):
+        find_advantage(read("algorithm.advantage.args={gamma: 0.5}").algorithm)
+    with pytest.raises(InvalidConfig, match="the arguments are gamma, baseline"):
+        find_advantage(read("algorithm.advantage.function=turn", "algorithm.advantage.args={gama: 0.5}").algorithm)
+
+
 def test_an_advantage_function_of_ones_own() -> None:
     algorithm = read(
         "algorithm.advantage.function=own_parts:ranked", "algorithm.advantage.args={spread: 2.0}"

@@ -133,7 +133,7 @@ def _policy(arguments: argparse.Namespace, chosen: ChosenProgram) -> AbstractAsy
     from forge.cli.episode_policies import open_endpoint, open_model
 
     if arguments.endpoint is None:
-        return open_model(chosen.config)
+        return open_model(chosen.config, as_in_run=bool(arguments.config))
     api_key = arguments.api_key or os.environ.get("OPENAI_API_KEY")
     return open_endpoint(chosen.config, arguments.endpoint, model=arguments.model, api_key=api_key)
 
@@ -144,6 +144,7 @@ async def _run(
     """Run the episode. What the program raises is part of the attempt."""
     import traceback
 
+    from forge.cli.episode_policies import ProgressPolicy
     from forge.cli.episode_print import Attempt
     from forge.envs.agent import EpisodeState
     from forge.envs.episode import EpisodeRun, run_episode
@@ -156,10 +157,10 @@ async def _run(
             task=task,
             key=key,
             limits=opened.limits,
-            policy=opened.policy,
+            policy=ProgressPolicy(opened.policy, sys.stderr) if sys.stderr.isatty() else opened.policy,
             codec=opened.codec,
             tool_format=opened.tool_format,
-            sampling=chosen.config.generator.sampling.model_dump(exclude={"n", "seed"}),
+            sampling=opened.sampling,
             journal=Journal(),
         )
         began = time.perf_counter()

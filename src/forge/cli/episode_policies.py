@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from forge.envs.character_codec import CharacterCodec, ChatPrompt, character_limits
 from forge.envs.limits import Fault
@@ -46,6 +46,7 @@ class OpenedPolicy:
         about: what it is, in a line.
         is_exact: whether tokens are those that were sampled. Those of an endpoint are characters.
         limits: the episode's limits as far as they can be kept.
+        sampling: options of every completion.
         notes: what is different from a run.
         usage: tokens by the turn's seed, where the endpoint reports them.
     """
@@ -56,8 +57,31 @@ class OpenedPolicy:
     about: str
     is_exact: bool
     limits: EpisodeLimits
+    sampling: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     usage: Mapping[int, Usage] = field(default_factory=dict)
+
+
+class ProgressPolicy:
+    """A policy that reports each turn when it is done.
+
+    Args:
+        policy: who answers.
+        stream: where the reports go.
+    """
+
+    def __init__(self, policy: Policy, stream: TextIO) -> None:
+        self._policy, self._stream = policy, stream
+        self._num_turns = 0
+        self.max_seq_len = policy.max_seq_len
+
+    async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
+        """See `forge.envs.agent.Policy.sample`."""
+        began = time.perf_counter()
+        completion = await self._policy.sample(token_ids, options=options, session=session)
+        self._num_turns += 1
+        print(f"turn {self._num_turns} took {time.perf_counter() - began:.1f} s", file=self._stream, flush=True)
+        return completion
 
 
 # ---- A model's folder ------------------------------------------------------------------------------------------------
@@ -81,12 +105,16 @@ class EnginePolicy:
 
 
 @asynccontextmanager
-async def open_model(config: GRPOConfig) -> AsyncIterator[OpenedPolicy]:
-    """Load the configuration's model on the native engine of this process."""
+async def open_model(config: GRPOConfig, *, as_in_run: bool) -> AsyncIterator[OpenedPolicy]:
+    """Load the configuration's model on the native engine of this process.
+
+    With `as_in_run`, context and longest answer are those of a run with this configuration.
+    """
     from forge.config import GeneratorConfig
     from forge.envs.tool_calls import detect_format
     from forge.generator.native.engine import NativeEngine
     from forge.generator.prompts import PromptReader
+    from forge.memory.resolved import context_lengths
     from forge.models.locate import resolve
     from forge.models.tokenizer import ChatTokenizer
 
@@ -100,6 +128,10 @@ async def open_model(config: GRPOConfig) -> AsyncIterator[OpenedPolicy]:
             rule="a folder with the model's files",
             repair="name it with --model, or set model.preset=tiny for a model of random weights",
         )
+    if as_in_run:
+        max_seq_len, max_tokens = context_lengths(config, model.architecture)
+        sampling = section.sampling.model_copy(update={"max_tokens": max_tokens})
+        section = section.model_copy(update={"max_seq_len": max_seq_len, "sampling": sampling})
     tokenizer = await asyncio.to_thread(ChatTokenizer.load, model.folder, chat_template=section.chat_template)
     if not tokenizer.has_chat_template:
         raise ModelError(
@@ -128,6 +160,7 @@ async def open_model(config: GRPOConfig) -> AsyncIterator[OpenedPolicy]:
             about=f"{model.name} on the native engine, up to {engine.max_seq_len} tokens",
             is_exact=True,
             limits=config.episode.limits,
+            sampling=section.sampling.model_dump(exclude={"n", "seed"}),
             notes=tuple(notes),
         )
     finally:
@@ -272,6 +305,7 @@ async def open_endpoint(
             about=f"{name} at {url}",
             is_exact=False,
             limits=character_limits(limits),
+            sampling=config.generator.sampling.model_dump(exclude={"n", "seed"}),
             notes=tuple(notes),
             usage=policy.usage,
         )

@@ -95,9 +95,10 @@ def _verdict(found: Sequence[Continuation]) -> str:
     num_broken = len(found) - num_exact - num_refused
     parts = [f"{num_exact} of {len(found)} continuations are exact"]
     if num_broken:
-        parts.append(f"{num_broken} start a new branch, whose history is computed again")
+        starts = "starts" if num_broken == 1 else "start"
+        parts.append(f"{num_broken} {starts} a new branch, whose history is computed again")
     if num_refused:
-        parts.append(f"{num_refused} are refused by the template")
+        parts.append(f"{num_refused} {'is' if num_refused == 1 else 'are'} refused by the template")
     return "; ".join(parts) + "."
 
 

@@ -174,7 +174,8 @@ def argument_problems(
     problems = []
     for name in args:
         if name not in known and not takes_any:
-            rule = f"the arguments are {', '.join(known)}" if known else f"{what} takes no arguments"
+            own = [each for each in known if each not in offered]
+            rule = f"the arguments are {', '.join(own)}" if own else f"{what} takes no arguments"
             repair = did_you_mean(name, known) or "remove it"
             problems.append(Problem(path=f"{path}.{name}", value=args[name], rule=rule, repair=repair))
     for name, parameter in known.items():

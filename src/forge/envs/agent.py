@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
+from forge.envs.agent_checks import check_credit, check_messages, check_options, check_reward
 from forge.envs.history import ChatCodec, Extension, History
 from forge.envs.journal import Journal, TurnEntry
 from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault
 from forge.envs.tool_calls import ToolFormat, parse_answer
 from forge.envs.tools import Tool, ToolResult, as_tools, cut_middle, run_call
 from forge.envs.trace import Message, path_to
-from forge.errors import OptionError, RewardError
+from forge.errors import OptionError
 from forge.types import Completion, EpisodeOutcome, Task, Turn
 
 if TYPE_CHECKING:
@@ -112,6 +112,15 @@ class EpisodeState:
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
     outcome: EpisodeOutcome = "finished"
     is_closed: bool = False
+    generating: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def close(self) -> None:
+        """End the episode: refuse further use of its agents, and cancel tasks that the program left waiting for a
+        turn."""
+        self.is_closed = True
+        self.journal.close()
+        for task in self.generating:
+            task.cancel()
 
 
 class Agent:
@@ -175,6 +184,8 @@ class Agent:
         `options` override the run's sampling for this turn (`max_tokens`, `temperature`, `stop`, …). `template` are
         further arguments of the chat template. Raises `EpisodeOver` where a limit leaves no room for another turn.
         """
+        check_messages(messages, "agent.generate")
+        check_options(options)
         return await self._generate(messages, as_tools(tools), template, options)
 
     async def run_tools(
@@ -191,6 +202,16 @@ class Agent:
         Calls of one answer run at the same time. After `max_turns` turns it returns with the calls unanswered, and the
         episode's outcome is `turn_limit`.
         """
+        check_messages(messages, "agent.run_tools")
+        check_options(options)
+        if max_turns is not None and max_turns < 1:
+            raise OptionError(
+                "max_turns leaves no turn",
+                path="agent.run_tools(max_turns=)",
+                value=max_turns,
+                rule="a whole number of at least 1",
+                repair="leave it out for the episode's own limit",
+            )
         known = as_tools(tools)
         turn = await self._generate(messages, known, template, options)
         num_turns = 1
@@ -205,6 +226,7 @@ class Agent:
 
     def replace_history(self, messages: Sequence[Message]) -> None:
         """Continue with another history: a summary, or one without old reasoning. The next turn starts a new root."""
+        check_messages(messages, "agent.replace_history")
         self._history = self._history.replaced(messages)
 
     def fork(self) -> Agent:
@@ -235,9 +257,10 @@ class Agent:
 
     def add_reward(self, value: float, *, name: str = "reward", turn: Turn | None = None) -> None:
         """Add to the episode's reward `name`; with `turn`, to what that turn earned itself."""
+        state = self._state
+        check_credit(name, turn, state.turns)
         number = check_reward(value, name)
         self._check_open()
-        state = self._state
         state.rewards[name] = state.rewards.get(name, 0.0) + number
         if turn is not None:
             state.turn_rewards[turn.index] = state.turn_rewards.get(turn.index, 0.0) + number
@@ -303,8 +326,9 @@ class Agent:
         seed = state.key.seed(*self.path, self._num_turns)
         self._num_turns += 1
         counts.num_turns += 1
-        entry = TurnEntry((*self.path, self._num_turns - 1), prompt_ids)
-        completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, {**sampling, "seed": seed}))
+        asked = {**sampling, "seed": seed}
+        entry = TurnEntry((*self.path, self._num_turns - 1), prompt_ids, asked)
+        completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, asked))
         turn = Turn.of(
             completion,
             index=len(state.turns),
@@ -324,7 +348,9 @@ class Agent:
         return turn
 
     async def _ask(self, prompt_ids: Sequence[int], options: Mapping[str, Any]) -> Completion:
-        state = self._state
+        state, task = self._state, asyncio.current_task()
+        assert task is not None
+        state.generating.add(task)
         try:
             async with asyncio.timeout(state.limits.turn_timeout_s) as timer:
                 return await state.policy.sample(prompt_ids, options=options, session=self._session)
@@ -333,11 +359,14 @@ class Agent:
                 raise
             limit_s = state.limits.turn_timeout_s
             raise Fault(f"a turn took longer than {limit_s:g} s", kind="turn_timeout", path=str(state.key)) from None
+        finally:
+            state.generating.discard(task)
 
     def _allowed(self, options: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
         """Return the options of a turn within what the limits leave, or raise `EpisodeOver`."""
         state, limits, counts = self._state, self._state.limits, self._state.counts
         if limits.max_turns is not None and counts.num_turns >= limits.max_turns:
+            state.outcome = "turn_limit"  # also where the program catches it
             raise EpisodeOver("turn_limit", f"{limits.max_turns} turns")
         room = state.policy.max_seq_len - num_prompt_tokens
         if room < 1:
@@ -348,6 +377,7 @@ class Agent:
         if limits.max_tokens is not None:
             left = limits.max_tokens - counts.num_sampled
             if left < 1:
+                state.outcome = "token_limit"
                 raise EpisodeOver("token_limit", f"{limits.max_tokens} tokens")
             room = min(room, left)
         return {**chosen, "max_tokens": room}
@@ -379,18 +409,3 @@ class Agent:
                 rule="an agent is used only inside its episode",
                 repair="await everything that uses the agent before the program returns",
             )
-
-
-def check_reward(value: object, name: str) -> float:
-    """Return a reward as a number; `RewardError` if it is not a finite one."""
-    is_number = isinstance(value, int | float) or (hasattr(value, "__float__") and not isinstance(value, str))
-    number = float(value) if is_number else math.nan  # type: ignore[arg-type]
-    if not math.isfinite(number):
-        raise RewardError(
-            f"the reward {name!r} is not a finite number",
-            path=f"add_reward(name={name!r})",
-            value=value,
-            rule="a finite number",
-            repair="return a number for every answer; raise Fault where there is none because something else failed",
-        )
-    return number

@@ -49,8 +49,14 @@ class CharacterCodec:
         head = json.dumps(words, default=str, sort_keys=True).translate(_CLEAN)
         return head + "".join(map(_render, messages)) + _render({"role": "assistant", "content": ""}).removesuffix(_END)
 
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return ()
+
     def encode_rendered(self, text: str) -> list[int]:
         return list(map(ord, text))
+
+    encode_literal = encode_rendered
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))

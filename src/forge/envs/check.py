@@ -16,16 +16,16 @@ from typing import Any, Final, Literal
 from forge.envs.agent import EpisodeKey, EpisodeState
 from forge.envs.character_codec import CharacterCodec, character_limits
 from forge.envs.check_agents import (
+    AgentPolicy,
     AnswerFunction,
     Oracle,
     OracleAnswers,
-    ScriptedPolicy,
     act_randomly,
     do_nothing,
     takes_messages,
 )
 from forge.envs.check_findings import make_checks
-from forge.envs.check_leaks import GRACE_S, OpenResources, end_pending, resources_after
+from forge.envs.check_leaks import GRACE_S, OpenResources, cancel_since, pending_since, resources_after
 from forge.envs.check_records import AgentName, AgentSummary, CheckedEpisode, EnvReport
 from forge.envs.episode import EpisodeProgram, EpisodeRun, run_episode
 from forge.envs.journal import Journal
@@ -76,19 +76,24 @@ async def check_env(
     bounds = character_limits(limits or EpisodeLimits())
     agents: list[AgentSummary] = []
     leaks: list[tuple[str, str]] = []
-    for number, (name, make) in enumerate(players.items()):
-        found = []
-        before: OpenResources | None = None
-        for group, task in enumerate(tasks):
-            key = EpisodeKey(seed, group, number)
-            first = await _run(program, task, key, make(task), name, bounds, grace_s)
-            if before is None:  # what the first episode leaves open may be a cache that later ones use
-                before = OpenResources.now()
-            second = await _run(program, task, key, make(task), name, bounds, grace_s)
-            found.append(replace(first, difference=difference(first, second), pending=first.pending + second.pending))
-        assert before is not None
-        leaks += (await resources_after(before, grace_s=grace_s)).since(before)
-        agents.append(AgentSummary(name, tuple(found)))
+    running = asyncio.all_tasks()
+    try:
+        for number, (name, make) in enumerate(players.items()):
+            found = []
+            before: OpenResources | None = None
+            for group, task in enumerate(tasks):
+                key = EpisodeKey(seed, group, number)
+                first = await _run(program, task, key, make(task), name, bounds, grace_s)
+                if before is None:  # what the first episode leaves open may be a cache that later ones use
+                    before = OpenResources.now()
+                second = await _run(program, task, key, make(task), name, bounds, grace_s)
+                pending = first.pending + second.pending
+                found.append(replace(first, difference=difference(first, second), pending=pending))
+            assert before is not None
+            leaks += (await resources_after(before, grace_s=grace_s)).since(before)
+            agents.append(AgentSummary(name, tuple(found)))
+    finally:
+        await cancel_since(running, grace_s=grace_s)
     checks = make_checks(agents, is_deterministic=program.deterministic, leaks=leaks, max_reward=max_reward)
     return EnvReport(program.name, len(tasks), tuple(agents), checks)
 
@@ -108,7 +113,7 @@ async def _run(
         task=task,
         key=key,
         limits=limits,
-        policy=ScriptedPolicy(answer, codec),
+        policy=AgentPolicy(answer, codec),
         codec=codec,
         tool_format="hermes",
         sampling={},
@@ -128,7 +133,7 @@ async def _run(
     except Exception:  # noqa: BLE001 - whatever a program raises is reported
         kind, error = "raised", traceback.format_exc()[-_MAX_TRACEBACK:]
     seconds = loop.time() - began
-    pending = await end_pending(before, grace_s=grace_s)
+    pending = await pending_since(before, grace_s=grace_s)
     counts = state.counts
     return CheckedEpisode(
         agent,

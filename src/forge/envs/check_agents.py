@@ -29,7 +29,7 @@ _DEEPEST: Final = 4
 
 
 @dataclass(slots=True)
-class ScriptedPolicy:
+class AgentPolicy:
     """A policy whose answers a function gives. One for each episode; tokens are characters.
 
     Attributes:

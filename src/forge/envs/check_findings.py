@@ -76,7 +76,8 @@ def _leaks(episodes: Sequence[CheckedEpisode], leaks: Sequence[tuple[str, str]])
     if not detail:
         return Check("leaks", "pass", "no task, process, file, thread or sandbox was left behind")
     # One thing may be a cache that was filled late; more are left behind again and again.
-    is_sure = bool(pending) or "sandbox" in kinds or any(_num(leaks, kind) > 1 for kind in kinds)
+    num_pending = sum(len(each.pending) for each in pending)
+    is_sure = num_pending > 1 or "sandbox" in kinds or any(_num(leaks, kind) > 1 for kind in kinds)
     return Check("leaks", "fail" if is_sure else "warn", "episodes leave something behind", tuple(detail))
 
 
@@ -90,7 +91,7 @@ def _signal(episodes: Sequence[CheckedEpisode]) -> Check:
         return Check("signal", "skip", "no episode was rewarded")
     low, high = min(rewards), max(rewards)
     if high - low <= _CLOSE:
-        return Check("signal", "warn", f"every episode got the reward {low:g}: there is nothing to learn from")
+        return Check("signal", "warn", f"every episode got the reward {low:g}: no agent did better or worse")
     return Check("signal", "pass", f"rewards range from {low:g} to {high:g}")
 
 

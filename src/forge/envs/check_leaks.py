@@ -48,19 +48,27 @@ async def resources_after(before: OpenResources, *, grace_s: float = GRACE_S) ->
     return found
 
 
-async def end_pending(before: Iterable[asyncio.Task[object]], *, grace_s: float = GRACE_S) -> list[str]:
-    """Wait for tasks that were started since `before`, cancel those that stay, and return their names."""
-    current = asyncio.current_task()
-    left = asyncio.all_tasks() - set(before) - ({current} if current is not None else set())
+async def pending_since(before: Iterable[asyncio.Task[object]], *, grace_s: float = GRACE_S) -> list[str]:
+    """Wait for tasks that were started since `before`, and return the names of those that stay."""
+    left = _started_since(before)
     if not left:
         return []
     _, pending = await asyncio.wait(left, timeout=grace_s)
-    names = sorted(_task_name(task) for task in pending)
-    for task in pending:
+    return sorted(_task_name(task) for task in pending)
+
+
+async def cancel_since(before: Iterable[asyncio.Task[object]], *, grace_s: float = GRACE_S) -> None:
+    """Cancel tasks that were started since `before`, and wait for their end."""
+    left = _started_since(before)
+    for task in left:
         task.cancel()
-    if pending:
-        await asyncio.wait(pending, timeout=grace_s)
-    return names
+    if left:
+        await asyncio.wait(left, timeout=grace_s)
+
+
+def _started_since(before: Iterable[asyncio.Task[object]]) -> set[asyncio.Task[object]]:
+    current = asyncio.current_task()
+    return asyncio.all_tasks() - set(before) - ({current} if current is not None else set())
 
 
 def counted(labels: Iterable[str], *, most: int = 3) -> str:
@@ -117,5 +125,5 @@ def _sandboxes() -> Iterable[tuple[str, str, str]]:
     if module is None:
         return
     for each in gc.get_objects():
-        if isinstance(each, module.Box) and each.is_open:
+        if type(each) is module.Box and each.is_open:  # isinstance would ask proxies for their class, which may act
             yield "sandbox", str(id(each)), repr(each)

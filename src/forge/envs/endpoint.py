@@ -24,8 +24,7 @@ from forge.envs.endpoint_branches import BranchIndex, BranchPoint
 from forge.envs.endpoint_replies import Answer
 from forge.envs.endpoint_requests import ChatRequest, SamplingRules
 from forge.envs.endpoint_server import EndpointServer, closed_error, shared_server
-from forge.envs.journal import ReplayMismatch
-from forge.envs.limits import EpisodeOver, Fault
+from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch
 from forge.envs.tools import cut_middle
 from forge.envs.trace import Message, path_to
 from forge.errors import DataError

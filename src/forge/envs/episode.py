@@ -9,14 +9,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, overload
 
-from forge.envs.agent import Agent, EpisodeCounts, EpisodeState, check_reward
-from forge.envs.limits import EpisodeOver, Fault
+from forge.envs.agent import Agent, EpisodeCounts, EpisodeState
+from forge.envs.agent_checks import check_reward
+from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
 from forge.errors import OptionError, RewardError
 from forge.types import EpisodeOutcome, Score, Task, Turn
 
 Program = Callable[[Task, Agent], Awaitable[float | Score | None]]
 RETURNED: Final = "reward"
 """The name of the reward that a program returns as a number."""
+
+CLOSE_LIMIT_S = 30.0
+"""How long a program may take to end after its time was up or it was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +76,22 @@ class EpisodeProgram:
         return await self.function(task, agent, **self.args)
 
     def with_args(self, args: Mapping[str, Any]) -> EpisodeProgram:
-        """Return the program with keyword arguments, checked against its signature."""
+        """Return the program with keyword arguments in addition to those that it has, checked against its signature.
+
+        Of an argument that it has already, the new value is used.
+        """
+        merged = {**self.args, **args}
         try:
-            inspect.signature(self.function).bind(None, None, **args)
+            inspect.signature(self.function).bind(None, None, **merged)
         except TypeError as error:
             raise OptionError(
                 f"the episode {self.name} does not take these arguments: {error}",
                 path="episode.args",
-                value=dict(args),
+                value=merged,
                 rule=f"keyword arguments of {self.name}{inspect.signature(self.function)}",
                 repair="correct episode.args",
             ) from None
-        return replace(self, args=dict(args))
+        return replace(self, args=merged)
 
 
 @overload
@@ -124,6 +132,16 @@ def episode(
                 rule="async def program(task, agent)",
                 repair="write `async def`",
             )
+        try:
+            inspect.signature(function).bind_partial(None, None)
+        except TypeError:
+            raise OptionError(
+                "an episode takes a task and an agent",
+                path=name,
+                value=f"{name}{inspect.signature(function)}",
+                rule="async def program(task, agent)",
+                repair="give it these two parameters first",
+            ) from None
         if not math.isfinite(limit_reward):
             raise OptionError(
                 "limit_reward is not a finite number",
@@ -154,18 +172,24 @@ async def run_episode(program: EpisodeProgram, state: EpisodeState) -> EpisodeRu
     began, limit_s = loop.time(), state.limits.timeout_s
     returned: float | Score | None = None
     try:
-        async with asyncio.timeout(limit_s) as timer:
+        # What a program does when its time is up, such as closing an environment, has a limit of its own.
+        close_s = None if limit_s is None else limit_s + CLOSE_LIMIT_S
+        async with asyncio.timeout(close_s), asyncio.timeout(limit_s) as timer:
             returned = await program(state.task, Agent(state))
-    except EpisodeOver as over:
-        state.outcome = over.outcome
-    except TimeoutError:
-        if not timer.expired():
+    except Exception as error:
+        reason = reason_of(error)  # programs run branches in task groups
+        if timer.expired() and not isinstance(reason, Fault | ReplayMismatch):
+            if not program.time_is_task:
+                raise Fault(f"the episode took longer than {limit_s:g} s", kind="time", path=str(state.key)) from None
+            state.outcome = "time_limit"
+        elif isinstance(reason, EpisodeOver):
+            state.outcome = reason.outcome
+        elif reason is error:
             raise
-        if not program.time_is_task:
-            raise Fault(f"the episode took longer than {limit_s:g} s", kind="time", path=str(state.key)) from None
-        state.outcome = "time_limit"
+        else:
+            raise reason from error
     finally:
-        state.is_closed = True
+        state.close()
     score = _score(program, state, returned)
     turns, turn_rewards = _ordered(state)
     seconds = loop.time() - began
@@ -178,8 +202,11 @@ def _score(program: EpisodeProgram, state: EpisodeState, returned: float | Score
     if isinstance(returned, Score):
         check_reward(returned.reward, RETURNED)
         parts = {**returned.parts, **{name: parts[name] + returned.parts.get(name, 0.0) for name in parts}}
-        total = returned.reward + math.fsum(state.rewards.values())
-        return replace(returned, reward=total, parts=parts)
+        for name, value in returned.parts.items():
+            check_reward(value, name)
+        added = math.fsum(state.rewards.values())
+        unshaped = None if returned.unshaped is None else check_reward(returned.unshaped, "unshaped") + added
+        return replace(returned, reward=returned.reward + added, parts=parts, unshaped=unshaped)
     if returned is not None:
         parts[RETURNED] = parts.get(RETURNED, 0.0) + check_reward(returned, RETURNED)
     if not parts and state.outcome != "finished":

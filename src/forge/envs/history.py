@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
+from forge.envs.rendered import PromptCodec, RenderedPrompt, render
 from forge.envs.trace import Message
 from forge.types import PrefixBreakKind
 
@@ -18,15 +19,11 @@ _JOINT: Final = 16
 """Tokens before a joint that are decoded again to see whether the tokens on both sides can be joined."""
 
 
-class ChatCodec(Protocol):
+class ChatCodec(PromptCodec, Protocol):
     """What a history needs from a tokenizer with a chat template (`forge.models.tokenizer.ChatTokenizer`)."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
-
-    def render_prompt(self, messages: Sequence[Message], **options: Any) -> str: ...
-
-    def encode_rendered(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -72,16 +69,16 @@ class History:
         self, messages: Sequence[Message], codec: ChatCodec, *, template: Mapping[str, Any] | None = None
     ) -> Extension:
         """Return what to append so that the engine continues after `messages`."""
-        text = codec.render_prompt([*self.messages, *messages], **(template or {}))
+        prompt = render([*self.messages, *messages], codec, template or {})
         if self.text is None or self.edit is not None:
-            return self._start_over(text, codec, self.edit)
-        if not text.startswith(self.text):
-            return self._start_over(text, codec, "template")
-        rest = text[len(self.text) :]
-        appended = tuple(codec.encode_rendered(rest)) if rest else ()
+            return self._start_over(prompt, codec, self.edit)
+        if not prompt.text.startswith(self.text):
+            return self._start_over(prompt, codec, "template")
+        rest = prompt.text[len(self.text) :]
+        appended = tuple(prompt.encode(codec, start=len(self.text)))
         if codec.decode(self.tail + appended) != codec.decode(self.tail) + rest:
-            return self._start_over(text, codec, "retokenization")
-        return Extension(appended, starts_over=False, prefix_break=None, text=text)
+            return self._start_over(prompt, codec, "retokenization")
+        return Extension(appended, starts_over=False, prefix_break=None, text=prompt.text)
 
     def after(
         self, extension: Extension, messages: Sequence[Message], sampled_ids: Sequence[int], codec: ChatCodec
@@ -100,8 +97,8 @@ class History:
         edit = why if self.text is not None else None
         return replace(self, messages=tuple(messages), edit=edit)
 
-    def _start_over(self, text: str, codec: ChatCodec, why: PrefixBreakKind | None) -> Extension:
-        return Extension(tuple(codec.encode_rendered(text)), starts_over=True, prefix_break=why, text=text)
+    def _start_over(self, prompt: RenderedPrompt, codec: ChatCodec, why: PrefixBreakKind | None) -> Extension:
+        return Extension(tuple(prompt.encode(codec)), starts_over=True, prefix_break=why, text=prompt.text)
 
 
 def answer_message(sampled_ids: Sequence[int], codec: ChatCodec) -> Message:

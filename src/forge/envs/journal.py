@@ -12,9 +12,10 @@ import inspect
 import json
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
+from forge.envs.limits import ReplayMismatch
 from forge.envs.tools import ToolResult
 from forge.errors import OptionError
 from forge.types import Completion, MalformedCall, Timings, ToolCall, VersionSpan
@@ -23,21 +24,21 @@ T = TypeVar("T")
 Entry = Mapping[str, Any]
 
 
-class ReplayMismatch(Exception):
-    """A replayed episode asked for another turn than its journal has: it must be run from its start."""
-
-
 @dataclass(frozen=True, slots=True)
 class TurnEntry:
-    """A turn that is asked for: its branch and number, and its whole prompt."""
+    """A turn that is asked for: its branch and number, its whole prompt, and how it is sampled."""
 
     key: tuple[int, ...]
     prompt_ids: tuple[int, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
-        """A digest of the prompt's tokens."""
-        return hashlib.blake2b(array("q", self.prompt_ids).tobytes(), digest_size=16).hexdigest()
+        """A digest of the prompt's tokens and the sampling options. How long a turn may be is not part of it: that
+        depends on the other branches."""
+        options = {name: value for name, value in self.options.items() if name != "max_tokens"}
+        text = json.dumps(options, sort_keys=True, default=str)
+        return hashlib.blake2b(array("q", self.prompt_ids).tobytes() + text.encode(), digest_size=16).hexdigest()
 
 
 class Journal:
@@ -54,11 +55,11 @@ class Journal:
         self.num_replayed = 0
 
     async def turn(self, asked: TurnEntry, ask: Callable[[], Awaitable[Completion]]) -> Completion:
-        """Return the completion of a turn: the journal's, if it has one for the same prompt."""
+        """Return the completion of a turn: the journal's, if it has one for the same prompt and sampling."""
         known = self._take("turn", asked.key)
         if known is not None:
             if known["prompt"] != asked.digest:
-                raise ReplayMismatch(f"turn {asked.key}: the prompt differs from the journal's")
+                raise ReplayMismatch(f"turn {asked.key}: its prompt or its sampling differs from the journal's")
             return _read_completion(known["completion"])
         completion = await ask()
         if self._write is not None:
@@ -110,6 +111,10 @@ class Journal:
             )
         self._add("record", key, value=result)
         return result
+
+    def close(self) -> None:
+        """Write nothing more: the episode is over, whatever it left running."""
+        self._write = None
 
     def _take(self, kind: str, key: tuple[Any, ...]) -> Entry | None:
         known = self._known.pop((kind, key), None)

@@ -176,6 +176,8 @@ def _parse_llama(text: str) -> list[_Found] | None:
         at = end
         while at < len(body) and body[at] in "; \n\t\r":
             at += 1
+    if len(found) == 1 and isinstance(found[0], _Bad):
+        return [_Bad(text, found[0].reason)]  # the answer stays as it is
     return found or [_Bad(text, f"it is not JSON like {_LLAMA_EXAMPLE}")]
 
 
@@ -207,7 +209,14 @@ def _read_call(body: str, *, raw: str) -> _Found:
 def _check_call(value: Any, key: str, *, raw: str) -> _Found:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return _Bad(raw, 'it must be an object with the key "name", whose value is text')
+    other = "parameters" if key == "arguments" else "arguments"
+    if key not in value and other in value:
+        return _Bad(raw, f'the arguments must be in "{key}", not in "{other}"')
     arguments = value.get(key, {})
     if not isinstance(arguments, dict):
         return _Bad(raw, f'the value of "{key}" must be an object')
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):  # Python reads NaN, 1e999 and halves of surrogate pairs
+        return _Bad(raw, "it has a number or a character that JSON does not allow")
     return value["name"], arguments

@@ -13,12 +13,15 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, Protocol, overload
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
-from forge.envs.limits import Fault
-from forge.errors import OptionError
+from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
+from forge.envs.tool_process import ToolProcessFailed, call_in_process, check_importable
+from forge.envs.tool_threads import ToolExit, call_on_thread, contain
+from forge.errors import ActorFailure, EngineDead, OptionError, ServiceStopped
 from forge.types import MalformedCall, ToolCall
 
 _NAME: Final = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
@@ -65,9 +68,19 @@ class Tool:
         name: str | None = None,
         description: str | None = None,
         timeout_s: float | None = None,
+        process: bool = False,
     ) -> None:
+        if not callable(function):
+            raise OptionError(
+                "a tool is a function",
+                path="tool",
+                value=function,
+                rule="a function, a method, or an object with __call__",
+                repair="decorate a function with @tool, or @tool(name=…)",
+            )
         self.function = function
-        self.name: str = name or str(getattr(function, "__name__", ""))
+        named = function.func if isinstance(function, partial) else function
+        self.name: str = name or str(getattr(named, "__name__", type(named).__name__))
         if not _NAME.match(self.name):
             raise OptionError(
                 "a tool cannot have this name",
@@ -84,9 +97,12 @@ class Tool:
                 rule="a number of seconds above 0",
                 repair="leave it out for the episode's own limit",
             )
-        documented, arguments = _read_docstring(inspect.getdoc(function) or "")
+        documented, arguments = _read_docstring(inspect.getdoc(named) or "")
         self.description = description if description is not None else documented
         self.timeout_s = timeout_s
+        self.process = process
+        if process:
+            check_importable(function, self.name)
         self._model = _arguments_model(function, self.name, arguments)
         parameters = self._model.model_json_schema()
         parameters.pop("title", None)
@@ -116,14 +132,17 @@ class Tool:
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ValueError("; ".join(problems)) from None
-        return {name: getattr(found, name) for name in type(found).model_fields}
+        return {each.alias or name: getattr(found, name) for name, each in type(found).model_fields.items()}
 
     async def run(self, arguments: Mapping[str, Any]) -> str:
         """Call the function with checked arguments and return its answer as text."""
+        if self.process:
+            return await call_in_process(self.function, arguments)
         if inspect.iscoroutinefunction(self.function):
-            value = await self.function(**arguments)
-        else:
-            value = await asyncio.to_thread(self.function, **arguments)
+            return as_text(await contain(self.function(**arguments)))
+        value = await call_on_thread(partial(self.function, **arguments), name=self.name)
+        if inspect.isawaitable(value):  # an object whose __call__ is a coroutine function
+            value = await contain(value)
         return as_text(value)
 
 
@@ -133,7 +152,11 @@ def tool(function: Callable[..., Any]) -> Tool: ...
 
 @overload
 def tool(
-    *, name: str | None = None, description: str | None = None, timeout_s: float | None = None
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    timeout_s: float | None = None,
+    process: bool = False,
 ) -> Callable[[Callable[..., Any]], Tool]: ...
 
 
@@ -143,16 +166,18 @@ def tool(
     name: str | None = None,
     description: str | None = None,
     timeout_s: float | None = None,
+    process: bool = False,
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a function a tool: `@tool`, or `@tool(timeout_s=5)`.
 
     The docstring is the description; a section `Args:` describes arguments. Every parameter needs an annotation. A
-    coroutine function is cancelled when its time is up. A plain function runs on a thread, which cannot be ended: let
-    it run in a sandbox if it may hang.
+    coroutine function is cancelled when its time is up. A plain function runs on a thread of its own, which cannot be
+    ended. With `process`, every call runs in a process of its own, which is killed when its time is up: for functions
+    that may hang, crash or eat memory. For hostile code use `forge.sandbox`.
     """
 
     def make(function: Callable[..., Any]) -> Tool:
-        return Tool(function, name=name, description=description, timeout_s=timeout_s)
+        return Tool(function, name=name, description=description, timeout_s=timeout_s, process=process)
 
     return make if function is None else make(function)
 
@@ -175,7 +200,8 @@ def as_tools(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
 
 
 async def run_call(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], *, timeout_s: float | None) -> ToolResult:
-    """Run one call. It raises only `Fault` and cancellation; everything else comes back as text for the policy."""
+    """Run one call. Whatever a tool raises comes back as text for the policy, except `Fault`, cancellation, and what
+    ends an episode whose agent the tool uses."""
     if isinstance(call, MalformedCall):
         return ToolResult(call, f"Error: this tool call cannot be read: {call.reason}.", "malformed")
     known = tools.get(call.name)
@@ -191,15 +217,18 @@ async def run_call(call: ToolCall | MalformedCall, tools: Mapping[str, Tool], *,
     try:
         async with asyncio.timeout(limit_s) as timer:
             result = ToolResult(call, await known.run(arguments))
-    except Fault:
-        raise
-    except TimeoutError as error:
+    except Exception as error:  # whatever a tool raises is its answer
+        reason = reason_of(error.error if isinstance(error, ToolExit) else error)
+        if isinstance(reason, Fault | EpisodeOver | ReplayMismatch):  # of the tool's server, or of an agent in the tool
+            raise reason from (None if reason is error else error)
+        if isinstance(reason, ActorFailure | EngineDead | ServiceStopped):
+            raise Fault(f"{call.name} lost a process: {reason.message}", kind="service") from error
         if timer.expired():
             result = ToolResult(call, f"Error: {call.name} took longer than {limit_s:g} s.", "timeout")
+        elif isinstance(error, ToolProcessFailed):
+            result = ToolResult(call, f"Error: {call.name} failed: {error.message}", "raised")
         else:
             result = ToolResult(call, _raised(call.name, error), "raised")
-    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
-        result = ToolResult(call, _raised(call.name, error), "raised")
     return replace(result, seconds=loop.time() - began)
 
 
@@ -240,12 +269,22 @@ def as_text(value: object) -> str:
 
 
 def _raised(name: str, error: BaseException) -> str:
-    return f"Error: {name} failed: {type(error).__name__}: {error}"[:2000]
+    error = error.error if isinstance(error, ToolExit) else error
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 - the message of a tool's own exception may raise as well
+        message = "(it has no readable message)"
+    return as_text(f"Error: {name} failed: {type(error).__name__}: {message[:2000]}"[:2000])
 
 
 def _arguments_model(function: Callable[..., Any], name: str, described: Mapping[str, str]) -> type[BaseModel]:
+    """Return a model with a field for each parameter. Its own names of the fields never clash with the model's."""
     fields: dict[str, Any] = {}
-    for each in inspect.signature(function, eval_str=True).parameters.values():
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except (NameError, AttributeError, SyntaxError, TypeError, ValueError) as error:
+        raise _cannot_describe(name, value=function, reason=f"{type(error).__name__}: {error}") from error
+    for each in parameters.values():
         if each.name == "self":
             continue
         if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY) or each.annotation is each.empty:
@@ -257,8 +296,37 @@ def _arguments_model(function: Callable[..., Any], name: str, described: Mapping
                 repair="annotate it, and take no *args or **kwargs",
             )
         default = ... if each.default is each.empty else each.default
-        fields[each.name] = (each.annotation, Field(default, description=described.get(each.name)))
-    return create_model(f"{name}_arguments", __config__=ConfigDict(extra="forbid", strict=False), **fields)
+        entry = Field(default, alias=each.name, description=_describe(each.annotation, described.get(each.name)))
+        fields[f"argument_{len(fields)}"] = (each.annotation, entry)
+    try:
+        made: type[BaseModel] = create_model(
+            f"{name}_arguments", __config__=ConfigDict(extra="forbid", strict=False), **fields
+        )
+        made.model_json_schema()
+    except PydanticUserError as error:
+        raise _cannot_describe(name, value=function, reason=error.message.splitlines()[0]) from error
+    return made
+
+
+def _describe(annotation: Any, documented: str | None) -> str | None:
+    """Return what the docstring says of a parameter, or else a description in its `Annotated`."""
+    if documented is not None:
+        return documented
+    for each in getattr(annotation, "__metadata__", ()):
+        found = each if isinstance(each, str) else getattr(each, "description", None)
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def _cannot_describe(name: str, *, value: object, reason: str) -> OptionError:
+    return OptionError(
+        f"the parameters of a tool cannot be described to the policy: {reason}",
+        path=f"tool {name}",
+        value=value,
+        rule="annotations that have a JSON schema: numbers, text, lists, dicts, Literal, Enum, pydantic models",
+        repair="change the annotation; what the policy must not choose belongs in a closure or an object",
+    )
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:

@@ -28,7 +28,15 @@ from forge.data.opening import open_corpus
 from forge.data.prompts import PromptDataset, open_prompts
 from forge.errors import ForgeError
 from forge.loops.evaluation import check_evaluation
-from forge.loops.planning import GRPOPlan, _completed, _rollout, make_run_loss, refuse_ranks
+from forge.loops.planning import (
+    GRPOPlan,
+    _completed,
+    _rollout,
+    find_group_reward,
+    find_program,
+    make_run_loss,
+    refuse_ranks,
+)
 from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, make_sft_loss, prepare_sft
 from forge.loops.resuming import check_folders
 from forge.loops.run_paths import load_tokenizer, run_dir
@@ -154,8 +162,12 @@ def _try_grpo(config: GRPOConfig, num_ranks: int | None, found: _Found) -> Facts
 def _find_grpo(config: GRPOConfig, found: _Found) -> None:
     """Find what is wrong besides the first problem. The order is that of `plan_run`."""
     model = found.attempt(resolve, config.model)
-    found.attempt(check_rewards, config.rewards)
-    found.attempt(check_evaluation, config.evaluation, [function.label for function in config.rewards.functions])
+    if config.episode.kind is None:
+        found.attempt(check_rewards, config.rewards)
+        found.attempt(check_evaluation, config.evaluation, [function.label for function in config.rewards.functions])
+    else:
+        found.attempt(find_program, config)
+        found.attempt(find_group_reward, config)
     if model is not None:
         _find_layout(config, model, planned_ranks(config.distributed), found)
         completed = found.attempt(_completed, config, model.architecture)
@@ -177,18 +189,21 @@ def _find_prompts(config: GRPOConfig, found: _Found) -> None:
     A source that is known to be a problem is not read again: one that cannot be reached takes long to fail.
     """
     sources = (*config.prompts.sources, *config.evaluation.sources)
+    seed, for_episodes = config.run.seed, config.episode.kind is not None
     for source in sources:
         if not found.names(source.path, source.hf_dataset):
             alone = config.prompts.model_copy(update={"sources": (source,)})
-            found.attempt(open_prompts, alone, evaluation=EvaluationConfig(), seed=config.run.seed)
+            found.attempt(open_prompts, alone, evaluation=EvaluationConfig(), seed=seed, for_episodes=for_episodes)
     if not any(found.names(source.path, source.hf_dataset) for source in sources):
-        found.attempt(open_prompts, config.prompts, evaluation=config.evaluation, seed=config.run.seed)
+        evaluation = config.evaluation
+        found.attempt(open_prompts, config.prompts, evaluation=evaluation, seed=seed, for_episodes=for_episodes)
 
 
 def _describe_grpo(plan: GRPOPlan) -> Facts:
     config = plan.config
     rewards = [f"{function.label} ({function.kind})" for function in config.rewards.functions]
-    groups = f"{config.rollout.batch_groups} groups of {config.rollout.group_size} completions"
+    members = "completions" if config.episode.kind is None else "episodes"
+    groups = f"{config.rollout.batch_groups} groups of {config.rollout.group_size} {members}"
     facts = _describe_run(config, resolve(config.model), checkpoint=plan.checkpoint)
     dataset = plan.prompts.dataset
     if isinstance(dataset, PromptDataset):
@@ -199,7 +214,11 @@ def _describe_grpo(plan: GRPOPlan) -> Facts:
             facts.append(("skipped", f"{dataset.num_skipped} records that could not be read"))
     if plan.heldout is not None:
         facts.append(("held out", f"{len(plan.heldout)} prompts for evaluation"))
-    facts.append(("rewards", ", ".join(rewards)))
+    if config.episode.kind is None:
+        facts.append(("rewards", ", ".join(rewards)))
+    else:
+        args = ", ".join(f"{name}={value!r}" for name, value in config.episode.args.items())
+        facts.append(("episode", f"{config.episode.kind}({args}), in {config.episode.num_replicas} process(es)"))
     facts.append(("steps", f"{plan.num_steps:,}, each from {groups}"))
     facts.append(("trainer", f"{planned_ranks(config.distributed)} rank(s), placement {config.placement}"))
     facts.append(("generators", f"{config.generator.num_replicas} of engine {config.generator.engine}"))

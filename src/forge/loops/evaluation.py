@@ -102,9 +102,14 @@ def episode_attempts(config: EvaluationConfig, source: EpisodeSource) -> Attempt
 
     async def attempt(index: int, task: Task) -> list[Episode]:
         members = range(num_attempts(config))
-        return list(
-            await asyncio.gather(*(source.run_member(index, member, task, evaluation=True) for member in members))
-        )
+        try:
+            async with asyncio.TaskGroup() as tasks:  # one that fails ends the others
+                running = [
+                    tasks.create_task(source.run_member(index, member, task, evaluation=True)) for member in members
+                ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [each.result() for each in running]
 
     return attempt
 

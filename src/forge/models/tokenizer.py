@@ -51,6 +51,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._stop_ids = tuple(stop_ids)
         self._templates: dict[str, ChatTemplate] = {}
+        self._literal: Any = None
         self._prepare()
 
     @classmethod
@@ -112,6 +113,16 @@ class ChatTokenizer:
         """
         return self._encode(self._plain, text, add_special_tokens=False, max_tokens=max_tokens)
 
+    def encode_literal(self, text: str) -> list[int]:
+        """Return the tokens of text in which special tokens are plain text: no control token is among them."""
+        if self._literal is None:
+            from tokenizers import Tokenizer
+
+            literal = Tokenizer.from_str(self._plain.to_str())
+            literal.encode_special_tokens = True
+            self._literal = literal
+        return self._encode(self._literal, text, add_special_tokens=False, max_tokens=None)
+
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text, with what the tokenizer puts before it, such as BOS, and with EOS at its end."""
         ids: list[int] = self._whole.encode(_checked(text), add_special_tokens=True).ids
@@ -166,6 +177,11 @@ class ChatTokenizer:
         return end or self.decode([self.eos_token_id])
 
     @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The texts of the control tokens."""
+        return self._special_tokens
+
+    @property
     def special_ids(self) -> SpecialIds:
         """What `write_hf_config` writes into a config.json."""
         found = self._tokenizer
@@ -212,6 +228,9 @@ class ChatTokenizer:
             each.no_padding()
             each.no_truncation()
         self._plain.post_processor = None
+        self._literal = None
+        known = self._tokenizer.added_tokens_decoder.values()
+        self._special_tokens = tuple(token.content for token in known if token.special)
         stops = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
         stops += self._stop_ids
         if self.has_chat_template:
@@ -241,13 +260,12 @@ class ChatTokenizer:
             )
         text = self._tokenizer.get_chat_template(tools=options.get("tools"))
         if text not in self._templates:
-            known = self._tokenizer.added_tokens_decoder.values()
             stops = [self._tokenizer.eos_token, *map(self._whole.id_to_token, self._stop_ids)]
             self._templates[text] = ChatTemplate(
                 text,
                 self.name,
                 words=dict(self._tokenizer.special_tokens_map),
-                special_tokens=tuple(token.content for token in known if token.special),
+                special_tokens=self._special_tokens,
                 stop_tokens=tuple(stop for stop in stops if stop is not None),
             )
         return self._templates[text]

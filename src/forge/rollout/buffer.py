@@ -194,8 +194,8 @@ class ReplayBuffer:
         self._dropped += [Scored.of(episode) for episode in group.episodes]
 
     def is_stale(self, group: Group) -> bool:
-        """Whether it is too old for the next batch, and so for all."""
-        return group.version < self.oldest_version
+        """Whether it is too old for the next batch, and so for all. Without a token, nothing of it is old."""
+        return group.num_tokens > 0 and group.version < self.oldest_version
 
     @property
     def oldest_version(self) -> int:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from forge.config import EpisodeConfig
 from forge.envs.limits import Fault
@@ -22,6 +22,7 @@ from forge.types import Episode, Group, Task
 
 _log = logging.getLogger("forge.episodes")
 
+T = TypeVar("T")
 CompareFunction = Callable[[Task, Sequence[Episode]], Awaitable[list[float]]]
 
 
@@ -75,14 +76,15 @@ class EpisodeSource(RolloutProgress):
         try:
             with span("rollout", group=number), self.generating():
                 self.enter(number, f"runs {self._group_size} episodes")
-                episodes = await self._members(number, task, oldest_version=oldest_version)
+                try:
+                    episodes = await self._members(number, task, oldest_version=oldest_version)
+                except (Fault, ActorFailure, CallTimeout) as error:
+                    raise self._failed(task, "an episode ended in a fault", error) from error
             self.count(len(episodes), sum(episode.num_tokens for episode in episodes))
             self.enter(number, "scoring")
             with span("score", group=number):
-                added = None if self._compare is None else await self._compare(task, episodes)
+                added = await self._compared(number, task, episodes)
                 references = await self._references.logprobs(episodes, number=number)
-        except (Fault, ActorFailure, CallTimeout) as error:
-            raise self._failed(number, task, error) from error
         finally:
             self.leave(number)
         self._num_failed_in_a_row = 0
@@ -96,14 +98,30 @@ class EpisodeSource(RolloutProgress):
 
     async def run_member(self, number: int, member: int, task: Task, **options: Any) -> Episode:
         """Run one episode, again after faults, `episode.max_retries` times. Then the last fault is raised."""
+        what = f"episode {member} of group {number}"
+        return await self._without_faults(lambda: self._run(task, number, member, **options), what)
+
+    async def _compared(self, number: int, task: Task, episodes: Sequence[Episode]) -> list[float] | None:
+        """Return what the group's reward adds to each episode. Faults of it do not end the episodes: only the
+        comparison is made again."""
+        compare = self._compare
+        if compare is None:
+            return None
+        what = f"the reward of group {number}"
+        try:
+            return await self._without_faults(lambda: compare(task, episodes), what)
+        except (Fault, ActorFailure, CallTimeout) as error:
+            raise self._failed(task, "the group's reward failed", error) from error
+
+    async def _without_faults(self, attempt: Callable[[], Awaitable[T]], what: str) -> T:
         num_left = self._config.max_retries
         while True:
             try:
-                return await self._run(task, number, member, **options)
+                return await attempt()
             except (Fault, ActorFailure, CallTimeout) as error:
                 kind = error.kind if isinstance(error, Fault) else "worker"
                 self._faults[kind] += 1
-                _log.warning("episode %d of group %d ended in a fault (%s): %s", member, number, kind, error.message)
+                _log.warning("%s ended in a fault (%s): %s", what, kind, error.message)
                 if num_left == 0:
                     raise
                 num_left -= 1
@@ -125,13 +143,11 @@ class EpisodeSource(RolloutProgress):
             raise errors.exceptions[0] from None
         return [task.result() for task in running]
 
-    def _failed(self, number: int, task: Task, error: Fault | ActorFailure | CallTimeout) -> Exception:
+    def _failed(self, task: Task, what: str, error: Fault | ActorFailure | CallTimeout) -> Exception:
         self._num_failed_in_a_row += 1
         most = self._config.max_failed_groups
         if self._num_failed_in_a_row < most:
-            return GroupFailed(
-                f"an episode ended in a fault {self._config.max_retries + 1} times: {error.message}", path=task.id
-            )
+            return GroupFailed(f"{what} {self._config.max_retries + 1} times: {error.message}", path=task.id)
         return RolloutError(
             f"{most} groups in a row failed by faults; the last one: {error.message}",
             path="episode.max_failed_groups",

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from forge.config.episodes import EpisodeLimits
-from forge.envs.agent import EpisodeKey, EpisodeState, check_reward
-from forge.envs.episode import EpisodeProgram, run_episode
-from forge.envs.journal import Entry, Journal, ReplayMismatch
-from forge.envs.limits import Fault
+from forge.envs.agent import EpisodeKey, EpisodeState
+from forge.envs.agent_checks import check_reward
+from forge.envs.episode import CLOSE_LIMIT_S, EpisodeProgram, run_episode
+from forge.envs.journal import Entry, Journal
+from forge.envs.limits import Fault, ReplayMismatch
 from forge.envs.tool_calls import ToolFormat
 from forge.errors import ActorFailure, CallTimeout, EngineDead, ForgeError, Overloaded, PromptError, RewardError
 from forge.observe import span
@@ -153,11 +154,13 @@ class EpisodeWorker(ForgeActor):
                 async with self._service.session() as session:
                     policy = ServicePolicy(self._service, max_seq_len=options.max_seq_len, session=session)
                     try:
-                        return await self._run(task, key, policy, file, entries, evaluation=evaluation)
+                        return await self._run(
+                            task, key, policy, file, entries, evaluation=evaluation, num_restarts=int(file.was_stale)
+                        )
                     except ReplayMismatch as mismatch:
                         _log.warning("episode %s starts over: %s", key, mismatch)
                         file.clear()
-                        return await self._run(task, key, policy, file, [], evaluation=evaluation, num_mismatches=1)
+                        return await self._run(task, key, policy, file, [], evaluation=evaluation, num_restarts=1)
         finally:
             self._running.discard(current)
 
@@ -170,7 +173,7 @@ class EpisodeWorker(ForgeActor):
         entries: Sequence[Entry],
         *,
         evaluation: bool,
-        num_mismatches: int = 0,
+        num_restarts: int = 0,
     ) -> Episode:
         options = self._options
         state = EpisodeState(
@@ -189,7 +192,7 @@ class EpisodeWorker(ForgeActor):
             if isinstance(error, PromptError):
                 raise Fault(f"the policy refused a prompt: {error}", kind="prompt", path=str(key)) from error
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = traceback.format_exc()[-_MAX_TRACEBACK:]
             message = f"the program raised {type(error).__name__}: {error}\n{text}"
             raise Fault(message, kind="raised", path=f"{options.program.name}, episode {key}") from error
@@ -203,7 +206,7 @@ class EpisodeWorker(ForgeActor):
             member=key.member,
             turn_rewards=made.turn_rewards,
             outcome=made.outcome,
-            stats=stats | {"num_replay_mismatches": float(num_mismatches)},
+            stats=stats | {"num_replay_mismatches": float(num_restarts)},
         )
 
     @endpoint(concurrent=True)
@@ -212,8 +215,15 @@ class EpisodeWorker(ForgeActor):
         function = self._options.group_reward
         if function is None:
             return [0.0] * len(episodes)
-        found = function(task, episodes)
-        values = list(await found if inspect.isawaitable(found) else found)
+        try:
+            found = function(task, episodes)
+            values = list(await found if inspect.isawaitable(found) else found)
+        except ForgeError:
+            raise
+        except Exception as error:
+            text = traceback.format_exc()[-_MAX_TRACEBACK:]
+            message = f"the group reward raised {type(error).__name__}: {error}\n{text}"
+            raise Fault(message, kind="group_reward", path="episode.group_reward") from error
         if len(values) != len(episodes):
             raise RewardError(
                 "the group reward did not return a number for each episode",
@@ -231,11 +241,14 @@ class EpisodeWorker(ForgeActor):
 
     @endpoint(concurrent=True)
     async def close(self) -> None:
-        """Cancel all episodes that are under way, and wait until they have ended."""
+        """Cancel all episodes that are under way, and wait until they have ended, for a limited time."""
         running = [task for task in self._running if task is not asyncio.current_task()]
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        if running:
+            _, stuck = await asyncio.wait(running, timeout=CLOSE_LIMIT_S)
+            if stuck:
+                _log.warning("%d episodes did not end within %g s after they were cancelled", len(stuck), CLOSE_LIMIT_S)
 
 
 def _seed_of(seed: int, position: int) -> int:

@@ -19,9 +19,15 @@ _log = logging.getLogger("forge.episodes")
 
 @dataclass(slots=True)
 class JournalFile:
-    """Appends entries, and reads those that an earlier process left. A torn last line is left out."""
+    """Appends entries, and reads those that an earlier process left. A torn last line is left out.
+
+    Attributes:
+        path: the file; None for one that keeps nothing.
+        was_stale: whether `read` found entries that are too old to be used.
+    """
 
     path: Path | None = None
+    was_stale: bool = field(default=False, init=False)
     _file: Any = field(default=None, init=False)
 
     @classmethod
@@ -36,6 +42,8 @@ class JournalFile:
         entries: list[Entry] = []
         size = 0
         for line in self.path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break  # what is appended must not join it
             try:
                 entries.append(json.loads(line))
             except ValueError:
@@ -43,6 +51,7 @@ class JournalFile:
             size += len(line)
         if any(version < oldest_version for version in _versions(entries)):
             _log.warning("%s: its turns are too old; the episode starts over", self.path)
+            self.was_stale = True
             self.clear()
             return []
         os.truncate(self.path, size)

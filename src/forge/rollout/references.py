@@ -31,7 +31,11 @@ class References:
         self._ask, self._kl, self._temperature = logprobs, algorithm.kl, temperature or 1.0
 
     async def logprobs(self, episodes: Sequence[Episode], *, number: int) -> list[tuple[float, ...] | None]:
-        """Return the reference's logprobs of each episode's sampled tokens; None for each without a reference."""
+        """Return the reference's logprobs of each episode's sampled tokens; None for each without a reference.
+
+        Tokens that were not delivered are not trained on, and not scored: they get the policy's own logprobs, so that
+        they add nothing to a divergence.
+        """
         if self._ask is None:
             return [None] * len(episodes)
         samples = [plain_samples(episode, number=number) for episode in episodes]
@@ -40,7 +44,8 @@ class References:
         assert found is not None  # rank 0 answers
         each = iter(found)
         return [
-            sampled_values(episode, [next(each) for _ in rows]) for episode, rows in zip(episodes, samples, strict=True)
+            sampled_values(episode, [next(each) for _ in rows], others=episode.logprobs)
+            for episode, rows in zip(episodes, samples, strict=True)
         ]
 
     def charged(self, episode: Episode) -> Episode:

@@ -104,9 +104,12 @@ def with_field(batch: Batch, name: str, values: Sequence[Tensor]) -> Batch:
     return replace(batch, fields={**batch.fields, name: torch.cat(list(values))})
 
 
-def sampled_values(episode: Episode, rows: Sequence[Tensor]) -> tuple[float, ...]:
-    """Return values of an episode's T sampled tokens from those of its rows; 0 where a token counts in none."""
-    found = [0.0] * episode.num_tokens
+def sampled_values(
+    episode: Episode, rows: Sequence[Tensor], *, others: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Return values of an episode's T sampled tokens from those of its rows; where a token counts in none, that of
+    `others`, or 0."""
+    found = [0.0] * episode.num_tokens if others is None else list(others)
     places = _places(episode)
     for row, values in zip(episode_rows(episode), rows, strict=True):
         for start, end, turn, is_counted in row.sampled_spans():

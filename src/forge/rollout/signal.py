@@ -64,7 +64,7 @@ class SignalTest:
 
     def is_counted(self, episode: Episode) -> bool:
         """Whether a completion is in the loss at all."""
-        return episode.num_tokens > 0 and not is_masked(episode, mask_truncated=self.mask_truncated)
+        return episode.num_delivered_tokens > 0 and not is_masked(episode, mask_truncated=self.mask_truncated)
 
     def counts(self, group: Group) -> bool:
         """Whether any completion of a group is in the loss."""

@@ -38,8 +38,14 @@ class PlainChat:
         lines = [f"{message['role']}: {message.get('content') or ''}{_END}\n" for message in messages]
         return (f"tools: {tools}{_END}\n" if tools else "") + "".join(lines) + "assistant: "
 
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return ()
+
     def encode_rendered(self, text: str) -> list[int]:
         return list(map(ord, text))
+
+    encode_literal = encode_rendered
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))

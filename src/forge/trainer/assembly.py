@@ -193,9 +193,7 @@ def _split(
 
 
 def _compile_layers(part: LanguageModel) -> None:
-    """Compile each layer for rows of any length. Attention is not compiled, and divides a layer into two graphs."""
-    torch._dynamo.config.nested_graph_breaks = True  # else four: one for the norm before it, one for the product after
-    torch._dynamo.config.specialize_int = True  # else the width of a head is a variable in every kernel
+    """Compile each layer for rows of any length. Attention is not compiled."""
     for layer in part.layers.values():
         layer.compile(dynamic=True)
 

@@ -225,6 +225,11 @@ class Episode:
         return sum(len(turn) for turn in self.turns)
 
     @property
+    def num_delivered_tokens(self) -> int:
+        """Tokens that were sampled and delivered: those that are trained on."""
+        return sum(len(turn) for turn in self.turns if turn.is_delivered)
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """The T sampled tokens."""
         return tuple(token for turn in self.turns for token in turn.token_ids)
@@ -246,8 +251,9 @@ class Episode:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it was cut off: its last turn by length, or the episode by a limit."""
-        return self.outcome != "finished" or (bool(self.turns) and self.turns[-1].finish_reason == "length")
+        """Whether it was cut off: its last turn that was delivered by length, or the episode by a limit."""
+        last = next((turn for turn in reversed(self.turns) if turn.is_delivered), None)
+        return self.outcome != "finished" or (last is not None and last.finish_reason == "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +276,8 @@ class Group:
 
     @property
     def version(self) -> int:
-        """The oldest weights that made a token of it."""
-        return min(episode.version for episode in self.episodes)
+        """The oldest weights that made a token of it. Episodes without a token do not count."""
+        return min((episode.version for episode in self.episodes if episode.num_tokens), default=INITIAL_VERSION)
 
     @property
     def rewards(self) -> tuple[float, ...]:

@@ -25,6 +25,10 @@ rollout: {batch_groups: 2, group_size: 4}
 generator: {sampling: {max_tokens: 16}}
 training: {max_steps: 20, max_seq_len: 128}
 """
+EPISODE = """
+episode: {kind: asking:ask, args: {most: 3}}
+evaluation: {fraction: 0.25, reward: guessed}
+"""
 TUNE = """
 model: {preset: tiny}
 training: {max_seq_len: 128, batch_size: 2, gradient_accumulation_steps: 8}
@@ -78,6 +82,24 @@ def test_a_run_of_reinforcement_learning_is_described_and_not_started(
     assert facts["memory"].startswith("host: ")
     assert out.endswith("Nothing was started.\n")
     assert sorted(place.rglob("*")) == before
+
+
+def test_a_run_of_episodes_is_described_by_its_program(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import forge\n@forge.episode\nasync def ask(task, agent, *, most=1):\n    return 0.0\n"
+    Path("asking.py").write_text(program)
+    same = "".join(json.dumps({"prompt": "Guess.", "answer": str(number)}) + "\n" for number in range(8))
+    Path("prompts.jsonl").write_text(same)
+    Path("first.yaml").write_text(FIRST.replace("rewards: {functions: [{kind: number}]}", EPISODE))
+    code, out, _ = run(capsys, "run", GRPO, "--config", "first.yaml", "--dry-run")
+    assert code == 0
+    assert "episode     asking:ask(most=3), in 1 process(es)" in out
+    assert "held out    2 prompts" in out
+    assert "2 groups of 4 episodes" in out
+    assert "rewards" not in out
+    words = ("episode.args.most=1", "episode.args.least=1", "prompts.sources.0.path=none.jsonl")
+    code, _, err = run(capsys, "run", GRPO, "--config", "first.yaml", "--dry-run", *words)
+    assert code == 2
+    assert problems(err) == ["episode.args", "none.jsonl"]
 
 
 def test_fine_tuning_is_described_with_what_decides_its_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -205,6 +205,13 @@ def test_a_configuration_names_program_arguments_limits_and_tasks(capsys: pytest
     assert len(changed["turns"]) == 1
 
 
+def test_context_and_longest_answer_are_those_of_the_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", configuration(), "--model", str(tiny), "training.max_seq_len=96"]
+    found = tried(capsys, *words)
+    assert "up to 96 tokens" in found["policy"]
+    assert 0 < found["turns"][0]["num_sampled_tokens"] <= 48
+
+
 # ---- Tasks
 
 
@@ -288,10 +295,12 @@ def test_a_terminal_gets_colours_and_no_control_characters(
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    screen = Terminal()
+    screen, errors = Terminal(), Terminal()
     with serving(FakeGenerator(["Clear \x1b[2J 4."])) as server:
         monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(sys, "stderr", errors)
         assert main(["episode", "try", "tried_episodes:calculate", "--endpoint", server.base_url, "--task", "Hi"]) == 0
+    assert errors.getvalue().startswith("turn 1 took ")
     text = screen.getvalue()
     assert "\x1b[1;36muser\x1b[0m" in text
     assert "\x1b[1;32massistant\x1b[0m\n  Clear �[2J 4." in text

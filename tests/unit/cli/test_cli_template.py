@@ -38,7 +38,7 @@ def test_a_prefix_break_is_classified_and_shown(thinking: Path, capsys: pytest.C
     text = capsys.readouterr().out
     assert "prefix break (template)" in text
     assert "sampled '<think>" in text
-    assert "start a new branch" in text.splitlines()[-1]
+    assert "1 starts a new branch" in text.splitlines()[-1]
     assert main(["template", "check", str(thinking), "--strict"]) == 1
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from forge.envs.agent import EpisodeKey
 from forge.envs.episode import episode, run_episode
-from forge.envs.journal import Journal, ReplayMismatch
-from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault
+from forge.envs.journal import Journal
+from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault, ReplayMismatch
 from forge.envs.tools import tool
 from forge.envs.trace import rows_of
 from forge.errors import OptionError, RewardError
@@ -320,3 +320,134 @@ def test_programs_that_cannot_be(codec):
     with pytest.raises(OptionError) as error:
         ask_twice.with_args({"depth": 3})
     assert error.value.path == "episode.args"
+
+
+def branches_in_a_task_group(*, fails=None):
+    @episode(limit_reward=-1.0)
+    async def program(task, agent):
+        async def branch(fork):
+            await fork.generate(task.messages)
+            await fork.generate(MORE)
+
+        async with asyncio.TaskGroup() as group:
+            for fork in (agent.fork(), agent.fork()):
+                group.create_task(branch(fork))
+            if fails is not None:
+                group.create_task(fails())
+        return 1.0
+
+    return program
+
+
+def test_what_ends_branches_in_a_task_group_ends_the_episode_as_it_would_alone(codec):
+    policy = ScriptedPolicy(codec, lambda text: f"One.{END}")
+    done = run(branches_in_a_task_group(), policy, limits=EpisodeLimits(max_turns=3))
+    assert (done.outcome, done.score.reward) == ("turn_limit", -1.0)
+
+    async def loses_its_sandbox():
+        raise Fault("gone", kind="sandbox")
+
+    with pytest.raises(Fault) as fault:
+        run(branches_in_a_task_group(fails=loses_its_sandbox), policy, limits=EpisodeLimits(max_turns=1))
+    assert fault.value.kind == "sandbox"
+
+    async def has_a_bug():
+        raise KeyError("x")
+
+    with pytest.raises(ExceptionGroup):  # a limit does not hide a bug
+        run(branches_in_a_task_group(fails=has_a_bug), policy, limits=EpisodeLimits(max_turns=1))
+
+    async def hangs_and_fails():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise KeyError("while it was cancelled")
+
+    with pytest.raises(Fault) as fault:
+        run(branches_in_a_task_group(fails=hangs_and_fails), policy, limits=EpisodeLimits(timeout_s=0.05))
+    assert fault.value.kind == "time"
+
+
+def test_a_returned_score_is_checked_in_all_its_parts_and_keeps_what_is_unshaped(codec):
+    def returning(score):
+        @episode
+        async def program(task, agent):
+            agent.add_reward(2.0, name="step")
+            return score
+
+        return run(program, ScriptedPolicy(codec, []))
+
+    assert returning(Score(1.0, unshaped=3.0)).score == Score(3.0, {"step": 2.0}, unshaped=5.0)
+    for score in (Score(1.0, {"judge": math.nan}), Score(1.0, unshaped=math.inf)):
+        with pytest.raises(RewardError):
+            returning(score)
+
+
+def test_a_limit_that_the_program_catches_is_the_outcome_all_the_same(codec):
+    @episode
+    async def goes_on(task, agent):
+        try:
+            while True:
+                await agent.generate(task.messages)
+        except EpisodeOver:
+            return 0.5
+
+    policy = ScriptedPolicy(codec, lambda text: f"One.{END}")
+    done = run(goes_on, policy, limits=EpisodeLimits(max_turns=2))
+    assert (done.outcome, done.score.reward) == ("turn_limit", 0.5)
+    done = run(goes_on, policy, limits=EpisodeLimits(max_tokens=8))
+    assert (done.outcome, done.score.reward) == ("token_limit", 0.5)
+
+
+def test_what_a_program_leaves_running_is_cancelled_and_writes_nothing(codec):
+    left, entries = [], []
+
+    @episode(deterministic=True)
+    async def leaves(task, agent):
+        left.append(asyncio.create_task(agent.fork().generate(MORE)))
+        await agent.generate(task.messages)
+        return 1.0
+
+    async def body():
+        policy = ScriptedPolicy(codec, lambda text: f"One.{END}", delay=lambda text: 60.0 * ("More." in text))
+        state = state_of(policy, journal=Journal(write=entries.append))
+        done = await run_episode(leaves, state)
+        await asyncio.wait(left)
+        return done
+
+    done = asyncio.run(body())
+    assert left[0].cancelled()
+    assert len(done.turns) == len(entries) == 1
+
+
+def test_a_replay_with_other_sampling_starts_over(codec):
+    entries = []
+    policy = ScriptedPolicy(codec, [f"One.{END}", f"Two.{END}"])
+    run(ask_twice, policy, journal=Journal(write=entries.append), sampling={"temperature": 1.0})
+    assert len(policy.prompts) == len(entries) == 2
+    assert run(ask_twice, policy, journal=Journal(entries), sampling={"temperature": 1.0}).num_replayed == 2
+    with pytest.raises(ReplayMismatch):
+        run(ask_twice, policy, journal=Journal(entries), sampling={"temperature": 0.5})
+
+
+def test_a_program_that_does_not_end_when_its_time_is_up_is_ended(codec, monkeypatch):
+    monkeypatch.setattr("forge.envs.episode.CLOSE_LIMIT_S", 0.02)
+    was_cancelled = []
+
+    async def cannot_close(task, agent):
+        try:
+            await agent.generate(task.messages)
+            await asyncio.Event().wait()
+        finally:
+            try:
+                await asyncio.Event().wait()  # a sandbox that does not answer
+            except asyncio.CancelledError:
+                was_cancelled.append(True)
+                raise
+
+    policy = ScriptedPolicy(codec, lambda text: f"One.{END}")
+    with pytest.raises(Fault) as fault:
+        run(episode(cannot_close), policy, limits=EpisodeLimits(timeout_s=0.02))
+    assert (fault.value.kind, was_cancelled) == ("time", [True])
+    done = run(episode(time_is_task=True)(cannot_close), policy, limits=EpisodeLimits(timeout_s=0.02))
+    assert done.outcome == "time_limit"

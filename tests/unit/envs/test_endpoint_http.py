@@ -18,8 +18,8 @@ from endpoint_clients import LIMIT_S
 from forge.envs.endpoint import open_endpoint
 from forge.envs.endpoint_server import shared_server
 from forge.envs.episode import episode, run_episode
-from forge.envs.journal import Journal, ReplayMismatch
-from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault
+from forge.envs.journal import Journal
+from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault, ReplayMismatch
 from forge.envs.trace import rows_of
 from scripted_policy import END, ScriptedPolicy, state_of
 

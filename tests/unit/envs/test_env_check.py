@@ -269,6 +269,20 @@ def test_tasks_that_outlive_their_episode_are_named_and_ended() -> None:
     assert len(cancelled) == 4
 
 
+def test_a_single_task_that_stays_is_a_warning(left: list[Any]) -> None:
+    async def connect(task: Task, agent: Agent) -> float:
+        if not left:
+            left.append(asyncio.create_task(asyncio.Event().wait(), name="reader"))
+        await agent.generate(task.messages)
+        assert not left[0].done(), "later episodes use it"
+        return 0.0
+
+    report = checked(connect, grace_s=0.01)
+    assert check(report, "runs").status == "pass"
+    assert check(report, "leaks").status == "warn"
+    assert left[0].cancelled()
+
+
 def test_what_is_kept_for_later_episodes_is_no_leak(left: list[Any]) -> None:
     async def cache(task: Task, agent: Agent) -> float:
         if not left:

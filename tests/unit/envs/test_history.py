@@ -78,6 +78,8 @@ class Spaced:
 
     stop_token_ids = ()
 
+    special_tokens = ()
+
     def render_prompt(self, messages, **options):
         return "".join(f"[{message['content']}]" for message in messages)
 

@@ -29,6 +29,7 @@ def test_hermes_calls_with_text_around_them():
         ('{"name": 3}', "name"),
         ('{"name": "a", "arguments": [1]}', "arguments"),
         ("[" * 100_000, "not JSON"),
+        ('{"name": "a", "parameters": {"x": 1}}', 'must be in "arguments"'),
     ],
 )
 def test_malformed_calls_say_why(body, reason):
@@ -55,6 +56,7 @@ def test_llama_calls():
     assert parse("The answer is {4}.", "llama").calls == ()
     assert isinstance(parse("<|python_tag|>print(1)", "llama").calls[0], MalformedCall)
     assert isinstance(parse(call[:-1], "llama").calls[0], MalformedCall)
+    assert 'must be in "parameters"' in parse(CALL, "llama").calls[0].reason
 
 
 @pytest.mark.parametrize("text", [CALL, f"```json\n{CALL}\n```", f"```\n{CALL}```", f"[{CALL}]", f"  {CALL}\n"])
@@ -77,3 +79,12 @@ def test_the_format_of_a_template():
     assert detect_format("… <tool_call>\n{{ call }}") == "hermes"
     assert detect_format("<|python_tag|>") == "llama"
     assert detect_format("{{ messages }}") == "json"
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
+def test_numbers_and_characters_that_json_does_not_allow_are_malformed(value):
+    (call,) = parse_answer(
+        f'<tool_call>{{"name": "f", "arguments": {{"x": {value}}}}}</tool_call>', "hermes", id_prefix="c"
+    ).calls
+    assert isinstance(call, MalformedCall)
+    assert "JSON does not allow" in call.reason

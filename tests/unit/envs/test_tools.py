@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+import threading
+from functools import partial
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import Field
 
-from forge.envs.limits import Fault
+from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch
 from forge.envs.tool_calls import MalformedCall, ToolCall
 from forge.envs.tools import Tool, as_text, as_tools, cut_middle, run_call, tool
-from forge.errors import OptionError
+from forge.errors import ActorFailure, OptionError
 
 
 @tool(timeout_s=5)
@@ -97,6 +100,13 @@ def test_a_fault_is_not_an_answer():
     with pytest.raises(Fault, match="gone"):
         run(call("lost"), lost)
 
+    async def asks_a_service() -> str:
+        raise ActorFailure("the judge died")
+
+    with pytest.raises(Fault, match="asks_a_service lost a process: the judge died") as fault:
+        run(call("asks_a_service"), asks_a_service)
+    assert fault.value.kind == "service"
+
 
 def test_plain_functions_run_and_methods_can_be_tools():
     def double(x: int) -> int:
@@ -156,3 +166,139 @@ def test_tools_that_cannot_be():
         tool(timeout_s=0)(search.function)
     with pytest.raises(OptionError, match="same name"):
         as_tools([search, search])
+
+
+def test_descriptions_and_names_of_parameters_are_free():
+    @tool
+    def look(
+        json: Annotated[str, Field(description="the query", min_length=1)],
+        copy: Annotated[int, "how many"] = 1,
+        _raw: bool = False,
+        model_config: str | None = None,
+    ) -> str:
+        "Look."
+        return f"{json} {copy} {_raw} {model_config}"
+
+    properties = look.schema["function"]["parameters"]["properties"]
+    assert list(properties) == ["json", "copy", "_raw", "model_config"]
+    assert properties["json"] == {"description": "the query", "minLength": 1, "type": "string"}
+    assert properties["copy"]["description"] == "how many"
+    assert run(call("look", json="a", _raw=True), look).text == "a 1 True None"
+    assert run(call("look", json=""), look).text.startswith("Error: bad arguments of look: json: ")
+
+
+def test_objects_and_partial_functions_have_names():
+    class Finder:
+        "Find things."
+
+        async def __call__(self, word: str) -> str:
+            return f"found {word}"
+
+    assert run(call("Finder", word="a"), Finder()).text == "found a"
+
+    def add(a: int, b: int) -> int:
+        "Add."
+        return a + b
+
+    made = Tool(partial(add, b=2))
+    assert (made.name, made.description) == ("add", "Add.")
+    assert run(call("add", a=1), made).text == "3"
+
+
+def test_annotations_without_a_schema_are_named():
+    def take(x: threading.Event) -> str:
+        return ""
+
+    def undefined(x: Missing) -> str:  # noqa: F821
+        return ""
+
+    for function in (take, undefined):
+        with pytest.raises(OptionError, match="cannot be described") as error:
+            Tool(function)
+        assert error.value.path == f"tool {function.__name__}"
+    with pytest.raises(OptionError, match="a tool is a function"):
+        tool("search")
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), StopIteration(1), GeneratorExit(), asyncio.CancelledError(), Mute()]
+)
+def test_whatever_a_plain_function_raises_ends_only_its_call(error):
+    def raises() -> str:
+        raise error
+
+    result = run(call("raises"), raises)
+    assert result.error == "raised"
+    assert result.text.startswith(f"Error: raises failed: {type(error).__name__}")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), BaseExceptionGroup("x", [SystemExit()])])
+def test_whatever_a_coroutine_function_raises_ends_only_its_call(error):
+    async def raises() -> str:
+        raise error
+
+    result = run(call("raises"), raises)
+    assert result.error == "raised"
+    assert result.text.startswith(f"Error: raises failed: {type(error).__name__}")
+
+
+def test_plain_functions_that_hang_keep_no_other_waiting():
+    ended = threading.Event()
+
+    def hangs() -> str:
+        ended.wait()
+        return ""
+
+    async def body() -> None:
+        tools = as_tools([hangs, quick])
+        stuck = [asyncio.create_task(run_call(call("hangs"), tools, timeout_s=None)) for _ in range(40)]
+        assert (await run_call(call("quick"), tools, timeout_s=None)).text == "done"
+        ended.set()
+        assert {(await each).error for each in stuck} == {None}
+
+    def quick() -> str:
+        return "done"
+
+    asyncio.run(body())
+
+
+def test_a_tool_that_exits_or_stops_an_iteration_answers_its_own_call_only():
+    def exits() -> str:
+        raise SystemExit(3)
+
+    def stops() -> str:
+        return next(iter(()))
+
+    async def exits_itself() -> str:
+        raise SystemExit(3)
+
+    for each in (exits, stops, exits_itself):
+        assert run(call(each.__name__), each, timeout_s=5.0).error == "raised"
+
+
+def test_what_ends_the_episode_of_an_agent_in_a_tool_is_not_an_answer():
+    async def asks_in_a_group() -> str:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(lost())
+        return ""
+
+    async def lost() -> None:
+        raise Fault("gone", kind="server")
+
+    async def asks_too_often() -> str:
+        raise EpisodeOver("turn_limit", "3 turns")
+
+    async def replays() -> str:
+        raise ReplayMismatch("turn 0")
+
+    with pytest.raises(Fault, match="gone"):
+        run(call("asks_in_a_group"), asks_in_a_group)
+    with pytest.raises(EpisodeOver):
+        run(call("asks_too_often"), asks_too_often)
+    with pytest.raises(ReplayMismatch):
+        run(call("replays"), replays)

@@ -126,3 +126,16 @@ def test_the_keys_that_keep_a_run_off_gpus_can_be_pasted(tmp_path: Path, monkeyp
     added = problem.repair.rpartition("or add ")[2].split()
     assert added == ["distributed.with_gpus=false", "generator.with_gpus=false"]
     assert dry_run(config(tmp_path / "run", *on_gpu, *added)).problems == ()
+
+
+def test_a_run_of_episodes_says_which_program_it_plays_and_all_problems_with_it(tmp_path: Path) -> None:
+    base = ("rewards.functions=[]", "episode.kind=own_episodes:dialogue")
+    found = dry_run(config(tmp_path / "run", *base, "episode.num_replicas=2"))
+    assert found.problems == ()
+    facts = dict(found.facts)
+    assert facts["episode"] == "own_episodes:dialogue(), in 2 process(es)"
+    assert "groups of 3 episodes" in facts["steps"]
+    assert "rewards" not in facts
+    wrong = ("episode.args={num_turn: 3}", "episode.group_reward=own_episodes:nobody")
+    paths = [problem.path for problem in dry_run(config(tmp_path / "wrong", *base, *wrong)).problems]
+    assert paths == ["episode.args", "episode.group_reward"]

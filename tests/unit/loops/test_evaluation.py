@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from episodes import make_completion
 from forge.config import EvaluationConfig, Sampling
+from forge.envs.limits import Fault
 from forge.errors import ActorFailure, ConfigError, EngineDead, PromptError
-from forge.loops.evaluation import Evaluation, Evaluator, check_evaluation, pass_at_k, single_turn_attempts
-from forge.types import Completion, Group, Score, Task
+from forge.loops.evaluation import (
+    Evaluation,
+    Evaluator,
+    check_evaluation,
+    episode_attempts,
+    pass_at_k,
+    single_turn_attempts,
+)
+from forge.rollout.episode_source import EpisodeSource
+from forge.types import Completion, Episode, Group, Score, Task
 
 
 class Book:
@@ -166,3 +175,27 @@ def test_a_reward_that_is_not_there_cannot_decide() -> None:
     with pytest.raises(ConfigError) as caught:
         check_evaluation(EvaluationConfig(reward="rihgt"), ["right", "other"])
     assert (caught.value.path, caught.value.rule) == ("evaluation.reward", "one of right, other")
+
+
+def test_an_episode_that_fails_ends_the_other_attempts_of_its_prompt() -> None:
+    cancelled = list[int]()
+
+    class Source:
+        async def run_member(self, number: int, member: int, task: Task, **options: Any) -> Episode:
+            if member == 1:
+                raise Fault("gone")
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(member)
+                raise
+            raise AssertionError("never")
+
+    attempt = episode_attempts(EvaluationConfig(num_samples=3, temperature=1.0), cast(EpisodeSource, Source()))
+
+    async def body() -> None:
+        with pytest.raises(Fault, match="gone"):
+            await attempt(0, Task("t"))
+        assert sorted(cancelled) == [0, 2]
+
+    asyncio.run(body())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -513,5 +514,25 @@ def test_in_any_order_the_bound_holds_and_no_group_is_lost_or_twice(
         again = buffer_of(num_groups=num_groups, **keys)
         again.load(state)
         return again
+
+    run(body())
+
+
+def test_episodes_without_a_token_do_not_make_their_group_old() -> None:
+    async def body() -> None:
+        buffer = buffer_of(num_groups=3, batch_groups=1, staleness=0)
+        for version, number in enumerate(await admitted(buffer)):
+            group = make_group(number, (0.0, 1.0), version=version)
+            silent = replace(group.episodes[0], turns=())
+            buffer.put(replace(group, episodes=(silent, group.episodes[1])))
+        taken = await buffer.take()
+        assert taken is not None
+        assert (len(taken.groups), taken.num_stale, taken.staleness) == (1, 0, (0,))
+        buffer.commit()
+        buffer.serve(1)
+        (number,) = await admitted(buffer)
+        group = make_group(number, (0.0, 1.0), version=1)
+        buffer.put(replace(group, episodes=tuple(replace(each, turns=()) for each in group.episodes)))
+        assert (buffer.counts.num_stale, buffer.uncommitted_drops) == (0, ((number, "no_signal"),))
 
     run(body())

@@ -158,3 +158,32 @@ def test_journals_of_groups_that_are_done_with_are_removed(tmp_path: Path) -> No
     )
     made.forget([3, 5])
     assert sorted(path.stem for path in tmp_path.iterdir()) == ["13-0", "4-0"]
+
+
+def test_a_comparison_that_fails_is_made_again_without_its_episodes() -> None:
+    failures: list[Exception] = [Fault("no judge", kind="judge"), ActorFailure("a worker died")]
+
+    async def compare(task: Task, episodes: Sequence[Episode]) -> list[float]:
+        if failures:
+            raise failures.pop(0)
+        return [10.0] * len(episodes)
+
+    worker = Worker()
+    made = source(worker, compare, max_retries=2)
+    assert asyncio.run(made.roll_out(0)).rewards == (10.0, 11.0, 12.0)
+    assert len(worker.asked) == GROUP_SIZE
+    failures[:] = [Fault("no judge", kind="judge")] * 3
+    with pytest.raises(GroupFailed, match="the group's reward failed 3 times: no judge"):
+        asyncio.run(made.roll_out(1))
+
+
+def test_a_reference_model_that_dies_is_no_fault_of_an_episode() -> None:
+    made = source(Worker())
+
+    async def dies(batch: Any, temperature: float) -> None:
+        raise ActorFailure("the reference died")
+
+    made._references = References(dies, algorithm=AlgorithmConfig(), temperature=1.0)
+    with pytest.raises(ActorFailure):  # the group is requeued
+        asyncio.run(made.roll_out(0))
+    assert made.take_metrics()["episode/num_faults"] == 0.0

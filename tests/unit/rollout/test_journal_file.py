@@ -42,9 +42,21 @@ def test_a_line_that_a_kill_cut_off_is_left_out_and_written_over(tmp_path: Path)
     assert JournalFile.of(str(tmp_path), KEY).read(oldest_version=0) == [turn(4), turn(5)]
 
 
+def test_a_line_without_its_end_does_not_join_the_next_one(tmp_path: Path) -> None:
+    path = written(tmp_path, turn(4), turn(5))
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    again = JournalFile.of(str(tmp_path), KEY)
+    assert again.read(oldest_version=0) == [turn(4)]
+    again.write(turn(6))
+    again.close()
+    assert JournalFile.of(str(tmp_path), KEY).read(oldest_version=0) == [turn(4), turn(6)]
+
+
 def test_turns_of_weights_that_are_too_old_are_not_replayed(tmp_path: Path) -> None:
     path = written(tmp_path, turn(4), turn(3))
-    assert JournalFile.of(str(tmp_path), KEY).read(oldest_version=4) == []
+    file = JournalFile.of(str(tmp_path), KEY)
+    assert file.read(oldest_version=4) == []
+    assert file.was_stale
     assert not path.exists()
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import torch
 
+from forge.config import AlgorithmConfig
+from forge.rollout.references import References
 from forge.rollout.samples import logprobs_by_episode, make_batch, plain_samples, sampled_values
+from forge.rollout.signal import SignalTest
 from forge.rollout.turn_credit import turn as turn_advantage
-from forge.types import Episode, Group, Score, Task, Turn, VersionSpan
+from forge.types import Batch, Episode, Group, Score, Task, Turn, VersionSpan
 
 TASK = Task("made-up")
 
@@ -85,3 +91,34 @@ def test_turns_have_advantages_of_their_own() -> None:
     # returns to go of the chain: 6, 5 and 3 (what is not of a single turn counts to the end); the other's: 2, 0, 0
     assert first == [4.0, 4.0, 5.0, 3.0, 3.0]
     assert second == [-4.0, -4.0]
+
+
+def test_tokens_that_were_not_delivered_add_nothing_to_the_divergence() -> None:
+    lost = a_turn(1, 0, (3,), (12,), is_delivered=False)
+    made = Episode(TASK, (a_turn(0, None, (1, 2), (10, 11)), lost), Score(1.0))
+    algorithm = AlgorithmConfig(kl={"coefficient": 0.5, "place": "reward", "estimator": "k1", "credit": "completion"})
+
+    async def ask(batch: Batch, temperature: float) -> list[torch.Tensor]:
+        return [sample.token_ids.float().neg() - 1.0 for sample in batch.samples()]
+
+    references = References(ask, algorithm=algorithm, temperature=1.0)
+    ((first, second, third),) = asyncio.run(references.logprobs([made], number=0))  # type: ignore[misc]
+    assert (first, second, third) == (-11.0, -12.0, -12.0)
+    charged = references.charged(replace(made, ref_logprobs=(first, second, third)))
+    assert charged.score.parts["kl"] == -2.0
+
+
+def test_a_group_of_which_nothing_was_delivered_does_not_count() -> None:
+    lost = Episode(TASK, (a_turn(0, None, (1, 2), (10, 11), is_delivered=False),), Score(1.0))
+    assert (lost.num_tokens, lost.num_delivered_tokens) == (2, 0)
+    assert not SignalTest(AlgorithmConfig()).counts(Group(0, 0, (lost, replace(lost, score=Score(0.0)))))
+
+
+def test_an_episode_is_cut_off_by_its_last_answer_that_was_delivered() -> None:
+    first = a_turn(0, None, (1,), (10,))
+    lost = a_turn(1, 0, (2,), (11,), finish_reason="length", is_delivered=False)
+    assert not Episode(TASK, (first, lost), Score(1.0)).is_truncated
+    assert Episode(TASK, (first, replace(lost, is_delivered=True)), Score(1.0)).is_truncated
+    assert Episode(TASK, (first,), Score(1.0), outcome="turn_limit").is_truncated
+    batch = make_batch([Group(0, 0, (Episode(TASK, (first, lost), Score(1.0)),))], mask_truncated=True)
+    assert batch.loss_weights.tolist() == [0.0, 1.0]

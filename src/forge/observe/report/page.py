@@ -107,6 +107,7 @@ def describe(run: Run, *, made_at: float) -> dict[str, Any]:
             "firstTime": metrics.first_time,
             "lastTime": metrics.last_time,
             "madeAt": made_at,
+            "maskTruncated": run.setting("rollout.mask_truncated") is True,
         },
         "facts": facts(run),
         "tiles": headline(metrics),

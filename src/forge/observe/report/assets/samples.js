@@ -224,7 +224,8 @@ class Samples {
 
   facts(item) {
     const ends = { stop: 'ended by itself', length: 'cut off by length', abort: 'cut short' };
-    const versions = item.versions.map(([version, start, end]) => `v${minus(String(version))} (${end - start} tokens)`).join(', ');
+    const spans = isEpisode(item) ? versionCounts(item) : item.versions.map(([version, start, end]) => [version, end - start]);
+    const versions = spans.map(([version, count]) => `v${minus(String(version))} (${count} tokens)`).join(', ');
     const told = [
       ...(item.outcome === 'trained' ? [] : [['outcome', item.reason ? `${item.outcome}: ${item.reason}` : item.outcome]]),
       ['reward', figure(item.reward), 'main'],

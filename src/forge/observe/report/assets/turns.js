@@ -35,12 +35,26 @@ function versionsOf(item, turn) {
   return [...new Set(item.versions.filter(([, start, end]) => start < turn.end && end > turn.start).map(([version]) => version))];
 }
 
-// Whether a turn's sampled tokens count in the loss, in words.
+// Why a turn's sampled tokens are not in the loss; null where they are.
+function leftOut(item, turn) {
+  if (!turn.delivered) return 'never delivered';
+  if (item.outcome === 'evaluation') return 'held out';
+  if (item.outcome !== 'trained') return 'its group was not trained on';
+  const last = item.turns.filter(({ delivered }) => delivered).pop();
+  const isCut = item.ending !== 'finished' || (last && last.finish === 'length');
+  return data.run.maskTruncated && isCut ? 'the episode was cut off' : null;
+}
+
 function maskOf(item, turn) {
-  const count = turn.end - turn.start;
-  if (!turn.delivered) return `${count} tokens sampled, never delivered: not in the loss`;
-  if (item.outcome !== 'trained') return `${count} tokens sampled; this group was not trained on`;
-  return `${count} tokens sampled: in the loss`;
+  const why = leftOut(item, turn);
+  return `${turn.end - turn.start} tokens sampled, ${why === null ? 'in the loss' : `not in the loss: ${why}`}`;
+}
+
+// How many tokens each version of the weights sampled.
+function versionCounts(item) {
+  const counts = new Map();
+  item.versions.forEach(([version, start, end]) => counts.set(version, (counts.get(version) || 0) + end - start));
+  return [...counts];
 }
 
 class Conversation {
@@ -56,7 +70,7 @@ class Conversation {
   }
 
   turn(turn) {
-    const isCounted = turn.delivered && this.item.outcome === 'trained';
+    const isCounted = leftOut(this.item, turn) === null;
     const node = make(
       'section', { class: `turn depth${Math.min(6, turn.path.length)}${turn.delivered ? '' : ' lost'}` },
       this.head(turn),
