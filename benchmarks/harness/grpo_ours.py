@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,21 +140,29 @@ def say(event: str, **values: Any) -> None:
 
 def settings_of(plan: Plan, folder: Path, *, side: Sequence[str] = ()) -> list[str]:
     """The configuration of a run, as it would be written on the command line of `apps/grpo/main.py`."""
-    task = folder / "task"
     return [
-        f"run.seed={plan.seed}",
-        f"model.path={folder / 'model'}",
-        f"prompts.sources=[{{path: {task / 'prompts.jsonl'}}}]",
-        f"evaluation.sources=[{{path: {task / 'heldout.jsonl'}}}]",
+        *common_settings(plan, folder),
+        f"evaluation.sources=[{{path: {folder / 'task' / 'heldout.jsonl'}}}]",
         "evaluation.at_start=false",
         "evaluation.at_end=false",
         "rewards.functions=[{kind: 'harness.grpo_plan:reward', name: right}]",
+        f"generator.sampling.ignore_eos={str(plan.is_fixed_length).lower()}",
+        *side,
+        *plan.settings,
+    ]
+
+
+def common_settings(plan: Plan, folder: Path) -> list[str]:
+    """Return the settings that do not depend on what an episode is."""
+    return [
+        f"run.seed={plan.seed}",
+        f"model.path={folder / 'model'}",
+        f"prompts.sources=[{{path: {folder / 'task' / 'prompts.jsonl'}}}]",
         f"rollout.batch_groups={plan.num_prompts}",
         f"rollout.group_size={plan.group_size}",
         "rollout.no_signal=keep",
         "rollout.max_no_signal_groups=1000000",
         f"generator.sampling.max_tokens={plan.max_tokens}",
-        f"generator.sampling.ignore_eos={str(plan.is_fixed_length).lower()}",
         f"generator.max_batch={plan.samples_per_step}",
         "generator.with_gpus=false",
         f"training.max_seq_len={plan.max_seq_len}",
@@ -167,8 +176,6 @@ def settings_of(plan: Plan, folder: Path, *, side: Sequence[str] = ()) -> list[s
         "checkpointing.save_interval_s=null",
         "checkpointing.export_hf=false",
         "record.report=false",
-        *side,
-        *plan.settings,
     ]
 
 
@@ -178,19 +185,26 @@ async def _opened(config: Any, plan: Plan) -> AsyncIterator[Any]:
     import forge
     from forge.loops.evaluation import make_evaluator
     from forge.loops.grpo import GRPOLoop
-    from forge.loops.planning import plan_run
-    from forge.loops.rollouts import single_turn
-    from forge.loops.workers import Workers, start_workers
+    from forge.loops.planning import episode_options, plan_run
+    from forge.loops.rollouts import make_source
+    from forge.loops.workers import start_workers
 
     run = plan_run(config)
     async with forge.run():
-        workers = await start_workers(run.config, run.trainer, loss=run.loss, run=run.run)
+        workers = await start_workers(
+            run.config,
+            run.trainer,
+            loss=run.loss,
+            run=run.run,
+            episodes=episode_options(run),
+            tokenizer=run.tokenizer,
+        )
         gate = Gate(workers.policy)
         evaluator = None if plan.goal is None else make_evaluator(run, workers)
         trainer: Any = Turns(workers.trainer, gate, window=plan.window, evaluator=evaluator)
         policy: Any = gate
-        watched = Workers(trainer, policy, workers.rewards, workers.reference)
-        loop = GRPOLoop(run, watched, single_turn(run, watched))
+        watched = replace(workers, trainer=trainer, policy=policy)
+        loop = GRPOLoop(run, watched, make_source(run, watched))
         try:
             yield loop
         finally:
@@ -199,12 +213,17 @@ async def _opened(config: Any, plan: Plan) -> AsyncIterator[Any]:
 
 def serve(folder: Path, plan: Plan, name: str) -> None:
     """Train as `apps/grpo/main.py` does, in turns, until the measuring program has gone."""
+    place = f"side{list(SIDES).index(name)}"
+    metrics = train_in_turns(folder, plan, settings_of(plan, folder, side=SIDES[name]), place=place)
+    say("done", times=time_split(metrics, plan))
+
+
+def train_in_turns(folder: Path, plan: Plan, settings: Sequence[str], *, place: str) -> Path:
+    """Run a loop with these settings until the measuring program has gone, and return the file of its metrics."""
     from forge.config import GRPOConfig, load
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
-    place = f"side{list(SIDES).index(name)}"
-    run = [f"run.output_dir={folder / 'runs'}", f"run.name={place}"]
-    config = load(GRPOConfig, overrides=[*settings_of(plan, folder, side=SIDES[name]), *run])
+    config = load(GRPOConfig, overrides=[*settings, f"run.output_dir={folder / 'runs'}", f"run.name={place}"])
 
     async def train() -> None:
         async with _opened(config, plan) as loop:
@@ -212,7 +231,7 @@ def serve(folder: Path, plan: Plan, name: str) -> None:
                 await loop.run()
 
     asyncio.run(train())
-    say("done", times=time_split(folder / "runs" / place / "metrics.jsonl", plan))
+    return folder / "runs" / place / "metrics.jsonl"
 
 
 def time_split(path: Path, plan: Plan) -> dict[str, float]:

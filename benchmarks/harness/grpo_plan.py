@@ -113,7 +113,7 @@ def prepare(folder: Path, plan: Plan, *, start: Path | None = None) -> dict[str,
     if start is not None:
         shutil.copytree(start, folder / "model")
     elif plan.sft_steps:
-        _teach(folder, plan)
+        teach(folder, num_steps=plan.sft_steps)
     else:
         shutil.copytree(folder / "untaught", folder / "model")
     return {
@@ -140,8 +140,8 @@ def _num_lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
-def _teach(folder: Path, plan: Plan) -> None:
-    """Show the model how an answer is written: every question is answered with each of its digits, right or wrong."""
+def teach(folder: Path, *, num_steps: int) -> None:
+    """Train the model in `untaught` on the task's demonstrations, which show the form of answers, into `model`."""
     from forge.config import SFTConfig, load
     from forge.loops.sft import run_sft
 
@@ -151,7 +151,7 @@ def _teach(folder: Path, plan: Plan) -> None:
         f"data.sources=[{{path: {folder / 'task' / 'demonstrations.jsonl'}}}]",
         "training.batch_size=3",
         "training.max_seq_len=512",
-        f"training.max_steps={plan.sft_steps}",
+        f"training.max_steps={num_steps}",
         "training.learning_rate=1e-3",
         "distributed.num_threads=1",
         "distributed.with_gpus=false",

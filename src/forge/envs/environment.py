@@ -66,13 +66,26 @@ class Env(Protocol):
 
 
 def episode_from_env(
-    make: Callable[..., Env | Awaitable[Env]], *, deterministic: bool = False, limit_reward: float = 0.0, **args: Any
+    make: Callable[..., Env | Awaitable[Env]],
+    *,
+    deterministic: bool = False,
+    limit_reward: float = 0.0,
+    time_is_task: bool = False,
+    **args: Any,
 ) -> EpisodeProgram:
     """Return the episode that plays an environment to its end: `episode_from_env(Maze, size=5)`.
 
     `make(**args)` makes one environment per episode, and may be a coroutine function. Each reward is that of the turn
-    before it. A class may have a static method `oracle`, see `EpisodeProgram`.
+    before it. A class may have a static method `oracle`. For the other options see `EpisodeProgram`.
     """
+    if not callable(make):
+        raise OptionError(
+            "an environment is made anew for each episode",
+            path="episode_from_env",
+            value=type(make).__name__,
+            rule="a class, or a function that returns an environment",
+            repair="pass the class and its arguments: episode_from_env(Maze, size=5)",
+        )
 
     async def play(task: Task, agent: Agent, **args: Any) -> None:
         made = make(**args)
@@ -88,12 +101,16 @@ def episode_from_env(
         try:
             await _play(env, task, agent)
         finally:
-            await env.close()
+            closing: Any = env.close()
+            if inspect.isawaitable(closing):  # a plain function has closed it already
+                await closing
 
     play.__qualname__ = getattr(make, "__qualname__", "environment")
     play.__signature__ = _signature(play, make)  # type: ignore[attr-defined]  # so that arguments are checked early
     oracle = getattr(make, "oracle", None)
-    program = episode(deterministic=deterministic, limit_reward=limit_reward, oracle=oracle)(play)
+    program = episode(deterministic=deterministic, limit_reward=limit_reward, time_is_task=time_is_task, oracle=oracle)(
+        play
+    )
     return program.with_args(args) if args else program
 
 
@@ -135,8 +152,23 @@ def as_program(found: Any, *, name: str, path: str = "episode.kind") -> EpisodeP
     )
 
 
+async def _observe(env: Env, method: str, given: Any) -> Observation:
+    """Return what an environment shows, or raise where its method is not as `Env` says."""
+    made = getattr(env, method)(given)
+    seen = await made if inspect.isawaitable(made) else made
+    if isinstance(seen, Observation) and seen is not made:
+        return seen
+    raise OptionError(
+        "an environment's method is not a coroutine function that returns an Observation",
+        path=f"{type(env).__qualname__}.{method}",
+        value=type(seen).__name__ if seen is not made else f"{type(seen).__name__}, from a plain function",
+        rule=f"async def {method}(…) -> forge.Observation",
+        repair="return Observation(messages, reward=…, terminated=…, truncated=…)",
+    )
+
+
 async def _play(env: Env, task: Task, agent: Agent) -> None:
-    seen = await env.reset(task)
+    seen = await _observe(env, "reset", task)
     for name, value in seen.rewards.items():
         agent.add_reward(value, name=name)
     while not seen.is_over:
@@ -144,7 +176,7 @@ async def _play(env: Env, task: Task, agent: Agent) -> None:
             turn = await agent.run_tools(seen.messages, tools=seen.tools)
         else:
             turn = await agent.generate(seen.messages)
-        seen = await env.step(agent.messages[-1])
+        seen = await _observe(env, "step", agent.messages[-1])
         for name, value in seen.rewards.items():
             agent.add_reward(value, name=name, turn=turn)
 

@@ -10,6 +10,7 @@ from forge.envs.environment import CountingEnv, Env, Observation, episode_from_e
 from forge.envs.episode import run_episode
 from forge.envs.tools import tool
 from forge.errors import OptionError
+from forge.testing import play
 from scripted_policy import END, ScriptedPolicy, state_of
 
 
@@ -116,3 +117,27 @@ def test_arguments_that_an_environment_does_not_take_are_refused_before_a_run():
     with pytest.raises(OptionError, match="size"):
         episode_from_env(make, wide=True)
     assert dict(episode_from_env(make, size=1, wide=True).args) == {"size": 1, "wide": True}
+
+
+def test_methods_that_are_not_as_the_protocol_says_are_named():
+    class Gym(CountingEnv):
+        async def step(self, message):
+            return [], 1.0, True, False, {}
+
+    class Plain(CountingEnv):
+        def reset(self, task):
+            return Observation([{"role": "user", "content": "Go."}])
+
+        def close(self):
+            return None
+
+    for env, method in ((Gym, "step"), (Plain, "reset")):
+        with pytest.raises(OptionError, match="returns an Observation") as error:
+            asyncio.run(play(env, ["1"]))
+        assert error.value.path.endswith(f"{env.__name__}.{method}")
+    with pytest.raises(OptionError, match="anew for each episode"):
+        episode_from_env(CountingEnv())
+
+
+def test_time_can_be_part_of_an_environment_s_task():
+    assert episode_from_env(CountingEnv, time_is_task=True, goal=2).time_is_task
