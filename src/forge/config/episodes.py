@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from forge.config.base import ConfigModel, EpisodeName, FrozenDict, GroupRewardName, broken_rule
+from forge.config.base import ConfigModel, EpisodeName, FrozenDict, GroupRewardName
 
 
 class EpisodeLimits(ConfigModel):
@@ -65,12 +65,9 @@ class EpisodeConfig(ConfigModel):
         default=8, ge=1, description="Consecutive groups that failed by faults after which the run ends."
     )
 
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
-        if self.kind is None:
-            for key in type(self).model_fields:
-                if key != "kind" and getattr(self, key) != type(self).model_fields[key].get_default(
-                    call_default_factory=True
-                ):
-                    raise broken_rule("only with episode.kind", repair="name a program, or remove it", key=key)
-        return self
+    @property
+    def chosen_keys(self) -> tuple[str, ...]:
+        """The keys besides `kind` that have another value than the default."""
+        fields = type(self).model_fields
+        changed = (key for key in fields if getattr(self, key) != fields[key].get_default(call_default_factory=True))
+        return tuple(key for key in changed if key != "kind")

@@ -181,7 +181,8 @@ class Agent:
     ) -> Turn:
         """Append messages to the history, sample an answer and append it too.
 
-        `options` override the run's sampling for this turn (`max_tokens`, `temperature`, `stop`, …). `template` are
+        `options` override the run's sampling for this turn (`max_tokens`, `stop`, …). Tokens sampled at another
+        `temperature` than the run's are off policy: a trainer computes their logprobs at the run's. `template` are
         further arguments of the chat template. Raises `EpisodeOver` where a limit leaves no room for another turn.
         """
         check_messages(messages, "agent.generate")

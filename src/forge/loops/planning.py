@@ -151,7 +151,17 @@ def plan_run(config: GRPOConfig, *, program: EpisodeProgram | None = None) -> GR
 def find_program(config: GRPOConfig) -> EpisodeProgram | None:
     """Return the program that the section `episode` names; None for prompts and rewards."""
     section = config.episode
-    return None if section.kind is None else load_program(section.kind, section.args)
+    if section.kind is not None:
+        return load_program(section.kind, section.args)
+    if section.chosen_keys:
+        raise ConfigError(
+            "keys of `episode` have no effect without a program",
+            path=f"episode.{section.chosen_keys[0]}",
+            value=getattr(section, section.chosen_keys[0]),
+            rule="only with episode.kind, or with run_grpo(config, episode=…)",
+            repair="name a program, or remove it",
+        )
+    return None
 
 
 def find_group_reward(config: GRPOConfig) -> GroupReward | None:

@@ -75,7 +75,7 @@ def episodes(plan: GRPOPlan, workers: Workers) -> EpisodeSource:
     assert workers.episodes is not None
     section = plan.config.episode
     if plan.checkpoint is None:
-        shutil.rmtree(journal_dir(plan.config), ignore_errors=True)  # of another run in this folder
+        shutil.rmtree(journal_dir(plan.config).parent, ignore_errors=True)  # of another run in this folder
     else:
         prune_journals(journal_dir(plan.config), newest_version=plan.resume_step)
     return EpisodeSource(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Protocol
 
-from forge.config import CheckpointConfig, MetricsConfig, RunConfig
+from forge.config import CheckpointConfig, GRPOConfig, MetricsConfig, RunConfig
 from forge.errors import ConfigError
 from forge.models.locate import ResolvedModel
 from forge.models.tokenizer import ChatTokenizer
@@ -34,9 +35,13 @@ def checkpoint_dir(config: HasRunPaths) -> Path:
     return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
 
 
-def journal_dir(config: HasRunPaths) -> Path:
-    """Return where the journals of deterministic episodes are until their groups are done with."""
-    return run_dir(config) / "journals"
+def journal_dir(config: GRPOConfig) -> Path:
+    """Return where the journals of deterministic episodes are until their groups are done with.
+
+    A program with other arguments or limits has another folder: what it did before must not be replayed.
+    """
+    section = config.episode.model_dump_json(include={"kind", "args", "limits", "tool_format"})
+    return run_dir(config) / "journals" / hashlib.blake2b(section.encode(), digest_size=6).hexdigest()
 
 
 def load_tokenizer(model: ResolvedModel, *, chat_template: str | None, purpose: str) -> ChatTokenizer:
