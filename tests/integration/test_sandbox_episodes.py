@@ -165,6 +165,8 @@ def test_an_error_in_the_block_still_closes_it() -> None:
 
 
 def test_a_cancelled_episode_closes_its_sandbox() -> None:
+    before = set(psutil.Process().children())
+
     async def main() -> None:
         started = asyncio.Event()
 
@@ -176,7 +178,7 @@ def test_a_cancelled_episode_closes_its_sandbox() -> None:
 
         running = asyncio.create_task(program())
         await started.wait()
-        below = psutil.Process().children(recursive=True)
+        below = [each for each in psutil.Process().children(recursive=True) if each not in before]
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

@@ -48,10 +48,12 @@ def any_backend() -> LaunchedSandbox:
 def use(backend: LaunchedSandbox, body: Callable[[Box], Awaitable[Any]], limits: SandboxLimits = LIMITS) -> Any:
     """Run a coroutine with an open sandbox, and see that nothing is left of it."""
 
+    before = set(psutil.Process().children())  # such as Python's own tracker of shared memory, of another test
+
     async def inside() -> Any:
         async with asyncio.timeout(500), Box(backend, limits=limits) as box:
             found = await body(box)
-            below = psutil.Process().children(recursive=True)
+            below = [each for each in psutil.Process().children(recursive=True) if each not in before]
         assert below
         assert psutil.wait_procs(below, timeout=60)[1] == [], "everything ends with the sandbox"
         return found
