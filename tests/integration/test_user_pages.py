@@ -73,7 +73,7 @@ def test_the_first_configuration_is_valid(tmp_path: Path) -> None:
 def test_a_loss_of_ones_own_goes_through_the_loop(folder: Path, leaves_nothing: None) -> None:
     program = str(ROOT / "apps" / "grpo" / "main.py")
     printed = run(folder, "-m", "forge.cli", "run", program, "--config", "my_run.yaml").splitlines()
-    steps = [line for line in printed if line.startswith("Episode ")]
+    steps = [line for line in printed if line.startswith("Step ")]
     assert len(steps) == 4
     assert all("Entropy:" in line for line in steps)
 

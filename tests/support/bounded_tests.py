@@ -59,6 +59,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 # ---- Time limit --------------------------------------------------------------------------------------------------
 
 
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Arm the timer anew in the next phase: pytest's own plugin of this name cancels every one when a test fails."""
+    node.config.stash[_armed_at] = float("-inf")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     try:
