@@ -16,7 +16,7 @@ from forge.envs.agent_checks import check_credit, check_messages, check_options,
 from forge.envs.history import ChatCodec, Extension, History
 from forge.envs.journal import Journal, TurnEntry
 from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault
-from forge.envs.tool_calls import ToolFormat, parse_answer
+from forge.envs.tool_calls import ToolFormat, opens_reasoning, parse_answer
 from forge.envs.tools import Tool, ToolResult, as_tools, cut_middle, run_call
 from forge.envs.trace import Message, path_to
 from forge.errors import OptionError
@@ -304,7 +304,12 @@ class Agent:
             turn = await self._sample(messages, extension, options)
             if tools:
                 call_prefix = "call_" + "_".join(map(str, (*self.path, self._num_turns - 1)))
-                parsed = parse_answer(turn.text, state.tool_format, id_prefix=call_prefix)
+                parsed = parse_answer(
+                    turn.text,
+                    state.tool_format,
+                    id_prefix=call_prefix,
+                    is_reasoning=opens_reasoning(extension.text),
+                )
                 turn = state.turns[turn.index] = replace(turn, calls=parsed.calls)
             self._history = self._history.after(extension, messages, turn.token_ids, state.codec)
             self._last = turn.index

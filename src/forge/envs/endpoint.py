@@ -25,6 +25,7 @@ from forge.envs.endpoint_replies import Answer
 from forge.envs.endpoint_requests import ChatRequest, SamplingRules
 from forge.envs.endpoint_server import EndpointServer, closed_error, shared_server
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch
+from forge.envs.tool_calls import opens_reasoning
 from forge.envs.tools import cut_middle
 from forge.envs.trace import Message, path_to
 from forge.errors import DataError
@@ -200,7 +201,15 @@ class Endpoint:
         turn = self._classified(turn, point)
         num_read = sum(len(each.context_ids) + len(each) for each in path_to(state.turns, turn.index)) - len(turn)
         name = f"{point.key[0]:015x}-{point.key[1]}"
-        answer = Answer.of(turn, asked, name=name, tool_format=state.tool_format, num_prompt_tokens=num_read)
+        prompt = (agent.history.text or "").removesuffix(state.codec.decode(turn.token_ids))
+        answer = Answer.of(
+            turn,
+            asked,
+            name=name,
+            tool_format=state.tool_format,
+            num_prompt_tokens=num_read,
+            is_reasoning=opens_reasoning(prompt),
+        )
         state.turns[turn.index] = answer.turn
         self._branches.add(point, answer.turn, agent.history, answer.message)
         self._turns[answer.id] = turn.index

@@ -69,6 +69,13 @@ def test_tools_are_called_until_none_is(codec):
     assert done.counts.num_tool_calls == 2
 
 
+@pytest.mark.parametrize("ending", ["</think>It is 6.", ""])
+def test_a_call_in_the_reasoning_is_not_run(codec, ending):
+    thought = "<think>Perhaps " + (CALL % 3).removesuffix(END)
+    done = run(use_tools, ScriptedPolicy(codec, [f"{thought}{ending}{END}"]))
+    assert (done.counts.num_turns, done.counts.num_tool_calls, done.turns[0].calls) == (1, 0, ())
+
+
 def test_calls_of_one_answer_run_at_the_same_time(codec):
     meeting = asyncio.Barrier(2)
 
