@@ -96,6 +96,8 @@ class EpisodeState:
         policy, codec, tool_format: who answers, and how conversations become tokens.
         sampling: options of every completion.
         journal: what happened, for a replay.
+        over: the limit that ended it; None while none has.
+        full_branches: the branches whose conversation is too long.
     """
 
     task: Task
@@ -111,8 +113,21 @@ class EpisodeState:
     turn_rewards: dict[int, float] = field(default_factory=dict)
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
     outcome: EpisodeOutcome = "finished"
+    over: EpisodeOver | None = None
+    full_branches: set[tuple[int, ...]] = field(default_factory=set)
     is_closed: bool = False
     generating: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    def end(self, over: EpisodeOver) -> EpisodeOver:
+        """Take note of a limit that was reached, and return what to raise.
+
+        The episode has no further turn, whether or not the program catches it. A conversation that is too long is the
+        exception: the program may replace its history.
+        """
+        self.outcome = over.outcome
+        if over.outcome != "context_full" and self.over is None:
+            self.over = over
+        return over
 
     def close(self) -> None:
         """End the episode: refuse further use of its agents, and cancel tasks that the program left waiting for a
@@ -183,7 +198,8 @@ class Agent:
 
         `options` override the run's sampling for this turn (`max_tokens`, `stop`, …). Tokens sampled at another
         `temperature` than the run's are off policy: a trainer computes their logprobs at the run's. `template` are
-        further arguments of the chat template. Raises `EpisodeOver` where a limit leaves no room for another turn.
+        further arguments of the chat template. Raises `EpisodeOver` where a limit leaves no room for another turn, and
+        again whenever it is called after that.
         """
         check_messages(messages, "agent.generate")
         check_options(options)
@@ -287,6 +303,9 @@ class Agent:
     ) -> Turn:
         state = self._state
         self._check_open()
+        if state.over is not None:
+            await asyncio.sleep(0)  # a program that catches everything in a loop must not keep others waiting
+            raise state.over
         if self._is_generating:
             raise OptionError(
                 "a branch generates one turn at a time",
@@ -313,9 +332,17 @@ class Agent:
                 turn = state.turns[turn.index] = replace(turn, calls=parsed.calls)
             self._history = self._history.after(extension, messages, turn.token_ids, state.codec)
             self._last = turn.index
+            self._leave_full()
             return turn
         finally:
             self._is_generating = False
+
+    def _leave_full(self) -> None:
+        """Take back that this branch was too long: its history was replaced."""
+        state = self._state
+        state.full_branches.discard(self.path)
+        if not state.full_branches and state.outcome == "context_full":
+            state.outcome = "finished"
 
     async def _extend(self, messages: Sequence[Message], words: Mapping[str, Any]) -> Extension:
         """Return what to append. Long texts are tokenised on a thread, so that other episodes go on."""
@@ -372,26 +399,25 @@ class Agent:
         """Return the options of a turn within what the limits leave, or raise `EpisodeOver`."""
         state, limits, counts = self._state, self._state.limits, self._state.counts
         if limits.max_turns is not None and counts.num_turns >= limits.max_turns:
-            state.outcome = "turn_limit"  # also where the program catches it
-            raise EpisodeOver("turn_limit", f"{limits.max_turns} turns")
+            raise state.end(EpisodeOver("turn_limit", f"{limits.max_turns} turns"))
         room = state.policy.max_seq_len - num_prompt_tokens
         if room < 1:
-            raise EpisodeOver("context_full", f"{num_prompt_tokens} tokens of {state.policy.max_seq_len}")
+            state.full_branches.add(self.path)
+            raise state.end(EpisodeOver("context_full", f"{num_prompt_tokens} tokens of {state.policy.max_seq_len}"))
         chosen = {**state.sampling, **options, "n": 1}
         wanted = chosen.get("max_tokens")
         room = room if wanted is None else min(room, int(wanted))
         if limits.max_tokens is not None:
             left = limits.max_tokens - counts.num_sampled
             if left < 1:
-                state.outcome = "token_limit"
-                raise EpisodeOver("token_limit", f"{limits.max_tokens} tokens")
+                raise state.end(EpisodeOver("token_limit", f"{limits.max_tokens} tokens"))
             room = min(room, left)
         return {**chosen, "max_tokens": room}
 
     async def _run_calls(self, turn: Turn, tools: Mapping[str, Tool]) -> list[ToolResult]:
         state, limits, counts = self._state, self._state.limits, self._state.counts
         if limits.max_tool_calls is not None and counts.num_tool_calls + len(turn.calls) > limits.max_tool_calls:
-            raise EpisodeOver("tool_call_limit", f"{limits.max_tool_calls} tool calls")
+            raise state.end(EpisodeOver("tool_call_limit", f"{limits.max_tool_calls} tool calls"))
         counts.num_tool_calls += len(turn.calls)
         results = await state.journal.tools(
             [call.id for call in turn.calls],

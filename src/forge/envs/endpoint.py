@@ -186,6 +186,7 @@ class Endpoint:
         self._failure.faults.pop(point.key[0], None)
         if self._state.outcome == "context_full":
             self._state.outcome = "finished"  # the client shortened its conversation
+            self._state.full_branches.clear()
         return answer
 
     async def _sample(self, asked: ChatRequest, point: BranchPoint) -> Answer:
@@ -234,7 +235,7 @@ class Endpoint:
         num_results = sum(message.get("role") == "tool" for message in point.messages) if point.node is not None else 0
         if num_results:
             if limits.max_tool_calls is not None and counts.num_tool_calls + num_results > limits.max_tool_calls:
-                raise EpisodeOver("tool_call_limit", f"{limits.max_tool_calls} tool calls")
+                raise state.end(EpisodeOver("tool_call_limit", f"{limits.max_tool_calls} tool calls"))
             counts.num_tool_calls += num_results
         return [
             {**message, "content": cut_middle(str(message["content"]), limits.max_tool_tokens, state.codec)}
@@ -271,7 +272,7 @@ class Endpoint:
             return request_error(error)
         if isinstance(error, EpisodeOver):
             self._failure.over = error
-            self._state.outcome = error.outcome
+            self._state.end(error)
             return _limit_error(error)
         if isinstance(error, ReplayMismatch):
             self._failure.mismatch = error

@@ -183,13 +183,15 @@ async def run_episode(program: EpisodeProgram, state: EpisodeState) -> EpisodeRu
                 raise Fault(f"the episode took longer than {limit_s:g} s", kind="time", path=str(state.key)) from None
             state.outcome = "time_limit"
         elif isinstance(reason, EpisodeOver):
-            state.outcome = reason.outcome
+            state.end(reason)
         elif reason is error:
             raise
         else:
             raise reason from error
     finally:
         state.close()
+    if state.over is not None:  # whatever the program did after it
+        state.outcome = state.over.outcome
     score = _score(program, state, returned)
     turns, turn_rewards = _ordered(state)
     seconds = loop.time() - began
