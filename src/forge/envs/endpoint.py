@@ -16,7 +16,7 @@ from typing import Final
 
 from aiohttp import web
 
-from forge.envs.agent import Agent, EpisodeState
+from forge.envs.agent import Agent
 from forge.envs.chat_api.errors import RequestError, request_error
 from forge.envs.chat_api.requests import check_tools, read_body
 from forge.envs.chat_api.responses import EVENT_HEADERS, event
@@ -25,6 +25,7 @@ from forge.envs.endpoint_replies import Answer
 from forge.envs.endpoint_requests import ChatRequest, SamplingRules
 from forge.envs.endpoint_server import EndpointServer, closed_error, shared_server
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch
+from forge.envs.state import EpisodeState
 from forge.envs.tool_calls import opens_reasoning
 from forge.envs.tools import cut_middle
 from forge.envs.trace import Message, path_to

@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, overload
 
-from forge.envs.agent import Agent, EpisodeCounts, EpisodeState
+from forge.envs.agent import Agent
 from forge.envs.agent_checks import check_reward
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
+from forge.envs.state import EpisodeCounts, EpisodeState
 from forge.errors import OptionError, RewardError
 from forge.types import EpisodeOutcome, Score, Task, Turn
 
