@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge.config.episodes import EpisodeLimits
-from forge.envs.agent import EpisodeKey, EpisodeState, Policy
 from forge.envs.character_codec import CharacterCodec
 from forge.envs.environment import Env, as_program
 from forge.envs.episode import EpisodeProgram, EpisodeRun, Program, run_episode
 from forge.envs.history import ChatCodec
 from forge.envs.journal import Entry, Journal
+from forge.envs.state import EpisodeKey, EpisodeState, Policy
 from forge.envs.tool_calls import ToolFormat
 from forge.errors import OptionError
 from forge.types import INITIAL_VERSION, Completion, Task, VersionSpan
@@ -23,7 +23,7 @@ Answers = Sequence[str] | Callable[[str], str]
 
 @dataclass
 class ScriptedPolicy:
-    """A `forge.envs.agent.Policy` with given answers.
+    """A `forge.envs.state.Policy` with given answers.
 
     Attributes:
         answers: what it says.
@@ -41,7 +41,7 @@ class ScriptedPolicy:
     prompts: list[str] = field(default_factory=list)
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.agent.Policy.sample`."""
+        """See `forge.envs.state.Policy.sample`."""
         number = len(self.prompts)
         self.prompts.append(_text_of(token_ids, self.codec))
         whole = (*self.codec.encode_rendered(self._answer(number)), self.codec.stop_token_ids[0])
