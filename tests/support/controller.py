@@ -13,12 +13,11 @@ import json
 import sys
 import threading
 
-atexit.register(
-    lambda: print(json.dumps([thread.name for thread in threading.enumerate()]), flush=True)
-)  # before Monarch
+# Before Monarch is imported, so that it runs after Monarch's own.
+atexit.register(lambda: print(json.dumps([thread.name for thread in threading.enumerate()]), flush=True))
 
-import forge
-from actors import Worker
+import forge  # noqa: E402
+from actors import Worker  # noqa: E402
 
 
 async def main(how: str) -> None:
