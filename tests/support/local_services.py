@@ -59,7 +59,7 @@ class LocalService:
 
 @contextmanager
 def services_here() -> Iterator[None]:
-    """Let the services of `run_grpo` and `forge.evaluate` have their replicas here. They are closed where a run ends its
+    """Let the services of `run_grpo` and `forge.evaluate` have replicas here. They are closed where a run ends its
     processes."""
     import torch
 

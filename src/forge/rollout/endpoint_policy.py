@@ -62,7 +62,7 @@ class EndpointPolicy:
         self.usage: dict[int, Usage] = {}
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.agent.Policy.sample`."""
+        """See `forge.envs.state.Policy.sample`."""
         began = time.perf_counter()
         request = self._request(self._codec.read_prompt(token_ids), options)
         answer = await ask(self._client, "chat/completions", request)

@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from forge.envs.agent import EpisodeKey, Policy
 from forge.envs.character_codec import CharacterCodec
 from forge.envs.journal import Entry
+from forge.envs.state import EpisodeKey, Policy
 from forge.rollout.endpoint_policy import EndpointPolicy, make_client
 from forge.rollout.episode_worker import EpisodeOptions, EpisodeWorker
 from forge.rollout.journal_file import JournalFile

@@ -16,10 +16,10 @@ from forge.config import EvalConfig, EvalEndpointConfig, ModelConfig, PolicyConf
 from forge.config.generator import PolicyWorkersConfig
 from forge.config.training import DistributedConfig
 from forge.data.mixing import derive
-from forge.envs.agent import EpisodeKey
 from forge.envs.character_codec import character_limits
 from forge.envs.environment import load_program
 from forge.envs.limits import Fault
+from forge.envs.state import EpisodeKey
 from forge.envs.tool_calls import detect_format
 from forge.errors import ConfigError, RewardError
 from forge.loops.evals.run_defaults import EvaluatedRun, open_run
