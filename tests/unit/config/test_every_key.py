@@ -25,6 +25,7 @@ from forge.loops import workers
 from forge.loops.planning import GRPOPlan, episode_options, plan_run
 from forge.memory import Card, resolve_run
 from forge.models.locate import resolve
+from forge.models.tokenizer import ChatTokenizer
 from forge.service import ForgeActor
 
 SRC = Path(forge.__file__).parent
@@ -176,6 +177,14 @@ async def _started(plan: GRPOPlan) -> workers.Workers:
         episodes=episode_options(plan),
         tokenizer=plan.tokenizer,
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tokenizers_are_loaded_once() -> Iterator[None]:
+    """Hundreds of runs are planned with the same tokenizer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChatTokenizer, "load", functools.cache(ChatTokenizer.load))
+        yield
 
 
 def observed(overrides: list[str]) -> list[str]:
