@@ -214,7 +214,9 @@ TASKS: Final[Registry[Factory]] = Registry(
 )
 EPISODES: Final[Registry[Any]] = Registry(
     "episode",
-    {},
+    {
+        "openenv": "forge.envs.external.openenv:openenv_episode",
+    },
     rule="must be an @forge.episode, or a class with the methods reset, step and close",
 )
 GROUP_REWARDS: Final[Registry[Callable[..., Any]]] = Registry(

@@ -1,6 +1,6 @@
 """The integrations that `tests/contract/test_environments.py` runs: each says how to play it, and how to break it.
 
-To add one: write an `Integration` here, or in a module of its own, and append it to `INTEGRATIONS`.
+To add one: write an `Integration` in a module of its own, and return it from `integrations`.
 """
 
 from __future__ import annotations
@@ -126,4 +126,9 @@ COUNTING = Integration(
     close=_close_counting,
 )
 
-INTEGRATIONS: list[Integration] = [COUNTING]
+
+def integrations() -> list[Integration]:
+    """Return all integrations that the contract suite plays."""
+    from openenv_envs import OPENENV
+
+    return [COUNTING, *OPENENV]
