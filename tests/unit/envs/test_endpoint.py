@@ -278,7 +278,6 @@ REFUSED = {
     "response_format": {"type": "json_object"},
     "top_logprobs": 3,
     "logit_bias": {"5": 1},
-    "parallel_tool_calls": False,
     "tool_choice": "required",
 }
 
