@@ -5,7 +5,8 @@ Both train the same model (Qwen3's shape, 4.5 million weights, made here) on the
 reward and chat template, on a CPU in float32, with the same AdamW, clipped token-mean loss, temperature 0.5 and no
 reference model. An episode is four turns: three calls of the tool, then an answer. Ours is a program that calls
 `agent.run_tools`, named by `episode.kind`, with default records and metrics. TRL runs `GRPOTrainer(tools=[...])` in an
-environment of its own and generates with transformers. Both sides are measured at 1 and at 2 threads.
+environment of its own and generates with transformers. Both sides are measured at 1 and at 2 threads, ours also with
+the generator a step ahead on a core of its own.
 
 A model with random weights calls no tool. So all sides start from one that was trained here on demonstrations of such
 episodes, before anything is measured, and then learn at a rate of 1e-6, which changes nothing that could be seen: both
