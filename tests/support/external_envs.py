@@ -142,7 +142,8 @@ COUNTING = Integration(
 def integrations() -> list[Integration]:
     """Return all integrations that the contract suite plays."""
     from gymnasium_envs import GYMNASIUM
+    from mcp_envs import MCP
     from openenv_envs import OPENENV
     from textarena_envs import TEXTARENA
 
-    return [COUNTING, *OPENENV, GYMNASIUM, TEXTARENA]
+    return [COUNTING, *OPENENV, GYMNASIUM, TEXTARENA, *MCP]
