@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,43 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import forge
-from forge.config import ModelConfig, PolicyConfig, ServeConfig, load
-from forge.generator.actor import start_policy
-from forge.generator.openai import serve_openai
-from forge.models.locate import resolve
+from forge.generator.openai import OpenAIServer
 from forge.models.tokenizer import ChatTokenizer
-from local_services import services_here
+from tiny_serving import LIMIT_S, tiny, with_tiny_served
 
 Post = Callable[[dict[str, Any]], Awaitable[httpx.Response]]
-LIMIT_S = 600
 
 
 def served(body: Callable[[Post], Awaitable[None]], *overrides: str) -> None:
-    """Run `body` with what posts to the completions of a server, whose model and engine are in this process."""
+    """Run `body` with what posts to the completions of a server."""
 
-    async def run() -> None:
-        config = load(PolicyConfig, overrides=["model.preset=tiny", *overrides])
-        tokenizer = ChatTokenizer.load(tiny())
-        async with asyncio.timeout(LIMIT_S), forge.run():
-            service = await start_policy(config)
-            try:
-                async with (
-                    serve_openai(service, ServeConfig(port=0), tokenizer=tokenizer) as server,
-                    httpx.AsyncClient(trust_env=False, timeout=LIMIT_S) as client,
-                ):
-                    await body(lambda fields: client.post(f"{server.base_url}/completions", json=fields))
-            finally:
-                await service.shutdown()
+    async def run(server: OpenAIServer) -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=LIMIT_S) as client:
+            await body(lambda fields: client.post(f"{server.base_url}/completions", json=fields))
 
-    with services_here():
-        asyncio.run(run())
-
-
-def tiny() -> Any:
-    folder = resolve(ModelConfig(preset="tiny")).folder
-    assert folder is not None
-    return folder
+    with_tiny_served(run, *overrides)
 
 
 def expected(ids: list[int]) -> tuple[list[float], list[int]]:
