@@ -82,6 +82,7 @@ class EpisodeState:
         policy, codec, tool_format: who answers, and how conversations become tokens.
         sampling: options of every completion.
         journal: what happened, for a replay.
+        is_evaluation: whether nothing of it is trained on.
         over: the limit that ended it; None while none has.
         full_branches: the branches whose conversation is too long.
     """
@@ -99,6 +100,7 @@ class EpisodeState:
     turn_rewards: dict[int, float] = field(default_factory=dict)
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
     outcome: EpisodeOutcome = "finished"
+    is_evaluation: bool = False
     over: EpisodeOver | None = None
     full_branches: set[tuple[int, ...]] = field(default_factory=set)
     is_closed: bool = False

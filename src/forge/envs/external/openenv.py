@@ -152,7 +152,7 @@ class OpenEnvSession:
         await self._socket.close('{"type": "close"}')
 
     async def _request(self, message: Mapping[str, Any], expected: str) -> dict[str, Any]:
-        text = await self._socket.ask(json.dumps(message, ensure_ascii=False), self.options.step_timeout_s)
+        text = await self._socket.ask(json.dumps(message), self.options.step_timeout_s)
         try:
             reply = json.loads(text)
         except (ValueError, RecursionError):
@@ -180,35 +180,29 @@ class OpenEnvSession:
         return StepResult(observation, None if reward is None else float(reward), done)
 
     def _violation(self, problem: str, text: str) -> Fault:
-        _schemas.get(asyncio.get_running_loop(), {}).pop(self.url, None)  # it may have changed: ask for it again
+        _schemas.get(asyncio.get_running_loop(), {}).pop(self.options.server or self.url, None)  # it may have changed
         return self._socket.fault(f"violates its schema: {problem}. It sent {text[:200]}", "schema")
 
 
-_schemas: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Task[dict[str, Any]]]] = (
-    weakref.WeakKeyDictionary()
-)
+_Schemas = dict[OpenEnvServer | str, asyncio.Task[dict[str, Any]]]
+_schemas: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Schemas] = weakref.WeakKeyDictionary()
 
 
 async def _schema_of(session: OpenEnvSession) -> dict[str, Any]:
     """Return what a server's `/schema` says, asked for once for all episodes of this event loop."""
-    known = _schemas.setdefault(asyncio.get_running_loop(), {})
-    if session.url not in known:
-        known[session.url] = asyncio.create_task(_fetch_schema(session.url, session.options))
+    known, key = _schemas.setdefault(asyncio.get_running_loop(), {}), session.options.server or session.url
+    if key not in known:
+        known[key] = asyncio.create_task(_fetch_schema(session.url, session.options))
     try:
-        return await asyncio.shield(known[session.url])
+        return await asyncio.shield(known[key])
     except Fault:
-        known.pop(session.url, None)
+        known.pop(key, None)
         raise
 
 
 async def _fetch_schema(url: str, options: OpenEnvOptions) -> dict[str, Any]:
-    found = await fetch_json(
-        f"{url}/schema",
-        name="openenv",
-        headers=options.headers,
-        max_bytes=options.max_message_bytes,
-        limit_s=options.step_timeout_s,
-    )
+    limits = {"max_bytes": options.max_message_bytes, "limit_s": options.step_timeout_s}
+    found = await fetch_json(f"{url}/schema", name="openenv", headers=options.headers, **limits)
     problem = problem_in(found, {"required": ["action", "observation"], "additionalProperties": {"type": "object"}})
     if problem is not None:
         raise Fault(f"{url}/schema: {problem}", kind="openenv_schema", path=f"{url}/schema")
@@ -420,7 +414,7 @@ class OpenEnv:
             shown = {"result": f"Error: {error.get('message')}" if error else content_text(shown["result"])}
         texts = list(shown.values())
         text = texts[0] if len(texts) == 1 and isinstance(texts[0], str) else as_text(shown) if shown else ""
-        return cut_text(text, self.options.max_chars)
+        return cut_text(as_text(text), self.options.max_chars)
 
 
 async def _play(task: Task, agent: Agent, **args: Any) -> None:

@@ -127,7 +127,7 @@ class MessageSocket:
 
 
 async def fetch_json(
-    url: str, *, name: str, headers: Mapping[str, str], max_bytes: int, limit_s: float
+    url: str, *, name: str, headers: Mapping[str, str], max_bytes: float, limit_s: float
 ) -> dict[str, Any]:
     """Return the JSON object at a URL. `name` is what kinds of faults begin with."""
     limits = aiohttp.ClientTimeout(total=limit_s)
@@ -137,7 +137,11 @@ async def fetch_json(
             http.get(url) as response,
         ):
             response.raise_for_status()
-            text = await response.content.read(max_bytes)
+            text = b""
+            async for part in response.content.iter_any():
+                text += part
+                if len(text) > max_bytes:
+                    raise Fault(f"{url} has more than {max_bytes} bytes", kind=f"{name}_too_large", path=url)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         message = f"{url} cannot be read: {type(error).__name__}: {error}"
         raise Fault(message, kind=f"{name}_unreachable", path=url) from error
