@@ -130,5 +130,6 @@ COUNTING = Integration(
 def integrations() -> list[Integration]:
     """Return all integrations that the contract suite plays."""
     from openenv_envs import OPENENV
+    from program_envs import BLACK_BOX
 
-    return [COUNTING, *OPENENV]
+    return [COUNTING, BLACK_BOX, *OPENENV]
