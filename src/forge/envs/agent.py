@@ -258,13 +258,17 @@ class Agent:
         parent = None if extension.starts_over else self._last
         before = [token for turn in path_to(state.turns, parent) for token in (*turn.context_ids, *turn.token_ids)]
         prompt_ids = (*before, *extension.appended_ids)
-        sampling = self._allowed(options, len(prompt_ids))
+        sampling = await self._allowed(options, len(prompt_ids))
         seed = state.key.seed(*self.path, self._num_turns)
         self._num_turns += 1
-        counts.num_turns += 1
         asked = {**sampling, "seed": seed}
         entry = TurnEntry((*self.path, self._num_turns - 1), prompt_ids, asked)
-        completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, asked))
+        num_sampled = 0
+        try:
+            completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, asked))
+            num_sampled = len(completion)
+        finally:
+            state.tokens.give_back(sampling["max_tokens"], used=num_sampled)
         turn = Turn.of(
             completion,
             index=len(state.turns),
@@ -299,8 +303,8 @@ class Agent:
         finally:
             state.generating.discard(task)
 
-    def _allowed(self, options: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
-        """Return the options of a turn within what the limits leave, or raise `EpisodeOver`."""
+    async def _allowed(self, options: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
+        """Return the options of a turn within what the limits leave, and count it; or raise `EpisodeOver`."""
         state, limits, counts = self._state, self._state.limits, self._state.counts
         if limits.max_turns is not None and counts.num_turns >= limits.max_turns:
             raise state.end(EpisodeOver("turn_limit", f"{limits.max_turns} turns"))
@@ -311,12 +315,15 @@ class Agent:
         chosen = {**state.sampling, **options, "n": 1}
         wanted = chosen.get("max_tokens")
         room = room if wanted is None else min(room, int(wanted))
-        if limits.max_tokens is not None:
-            left = limits.max_tokens - counts.num_sampled
-            if left < 1:
-                raise state.end(EpisodeOver("token_limit", f"{limits.max_tokens} tokens"))
-            room = min(room, left)
-        return {**chosen, "max_tokens": room}
+        counts.num_turns += 1  # before it waits for tokens: turns are counted in the order in which they start
+        given = 0
+        try:
+            given = await state.tokens.take(room)
+        finally:
+            counts.num_turns -= given == 0
+        if not given:
+            raise state.end(EpisodeOver("token_limit", f"{limits.max_tokens} tokens"))
+        return {**chosen, "max_tokens": given}
 
     async def _run_calls(self, turn: Turn, tools: Mapping[str, Tool]) -> list[ToolResult]:
         state, limits, counts = self._state, self._state.limits, self._state.counts

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from forge.envs.history import ChatCodec
 from forge.envs.journal import Journal
 from forge.envs.limits import EpisodeLimits, EpisodeOver
+from forge.envs.token_budget import TokenBudget
 from forge.envs.tool_calls import ToolFormat
 from forge.types import Completion, EpisodeOutcome, Task, Turn
 
@@ -84,6 +85,7 @@ class EpisodeState:
         journal: what happened, for a replay.
         is_evaluation: whether nothing of it is trained on.
         over: the limit that ended it; None while none has.
+        tokens: the sampled tokens that it has left.
         full_branches: the branches whose conversation is too long.
     """
 
@@ -105,6 +107,10 @@ class EpisodeState:
     full_branches: set[tuple[int, ...]] = field(default_factory=set)
     is_closed: bool = False
     generating: set[asyncio.Task[Any]] = field(default_factory=set)
+    tokens: TokenBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = TokenBudget(self.limits.max_tokens)
 
     def end(self, over: EpisodeOver) -> EpisodeOver:
         """Take note of a limit that was reached, and return what to raise.
