@@ -20,6 +20,7 @@ from engine_ranks import Ranks, opened, ranks_of
 from episode_rows import Maker, episodes, in_order, samples_of
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.losses import Correction, CrossEntropy, KLPenalty, Loss, PolicyLoss
+from forge.trainer.bundles import large_sequences
 from forge.types import Batch, Sample
 from gradient_cases import Options, Outcome, check_equal, outcomes_on, run_on_rank, split_options
 
@@ -45,6 +46,7 @@ LOSSES: dict[str, Loss] = {
     "count masked": PolicyLoss(average="sequence_mean", count_masked=True),
     "constant": PolicyLoss(average="constant", length=16),
     "gspo": PolicyLoss(kind="gspo", average="sequence_mean", clip_low=0.9, clip_high=5.0),
+    "gspo by turns": PolicyLoss(kind="gspo", kl=KLPenalty(0.1), entropy_coefficient=0.01, clip_high=5.0),
     "correction": PolicyLoss(proximal="trainer", correction=Correction(kind="truncate", level="sequence", high=9.0)),
 }
 
@@ -110,6 +112,12 @@ def case(loss: str, batch: str = "branching", *, shuffled: bool = False, **optio
     return Case(loss, batch, shuffled, *split_options(options))
 
 
+WHOLE = ("gspo", "gspo by turns", "correction")
+"""Losses with a ratio per sequence."""
+
+SMALL = {"max_seq_len": 40, "microbatch_tokens": 40}
+"""Tokens of a row: fewer than the largest sequences have, so that these are split."""
+
 TIGHT = 110
 """Tokens of a row: more than any sequence has, and far fewer than the batch has."""
 
@@ -117,6 +125,7 @@ ON_ONE = [
     *(case(loss, share_prefixes=True) for loss in LOSSES),
     *(case(loss, shuffled=True, share_prefixes=share, microbatch_tokens=TIGHT) for loss in LOSSES for share in (0, 1)),
     *(case(loss, share_prefixes=True, microbatch_tokens=64) for loss in ("token mean", "sequence mean")),
+    *(case(loss, share_prefixes=share, **SMALL) for loss in WHOLE for share in (0, 1)),
     *(
         case("sequence mean", share_prefixes=True, activation_checkpointing=kind, microbatch_tokens=TIGHT)
         for kind in ("selective", "full")
@@ -137,6 +146,7 @@ ON_TWO = [
     ),
     case("gspo", share_prefixes=True, activation_checkpointing="full", microbatch_tokens=TIGHT, strategy="fsdp"),
     case("token mean", share_prefixes=True, microbatch_tokens=64, strategy="fsdp"),
+    *(case("gspo by turns", shuffled=True, **SMALL, **layout) for layout in LAYOUTS.values()),
 ]
 PLAIN = list(dict.fromkeys(one.plain for one in ON_ONE + ON_TWO))
 
@@ -177,6 +187,16 @@ def run_logprobs(share: bool, max_tokens: int) -> tuple[list[Tensor], list[Tenso
         return scores, list(kept), sum(sum(lengths) for lengths in engine._plan(batch).row_lengths)
 
 
+def run_metrics(loss: str) -> tuple[dict[str, float], dict[str, float], list[bool]]:
+    """The metrics of a step on whole sequences and on split ones, and whether kept logprobs are equal."""
+    found = []
+    for one in (case(loss), case(loss, share_prefixes=True, **SMALL)):
+        with opened(config_of(one), LOSSES[loss]) as engine:
+            found.append(engine.train_step(branching(), keep_logprobs=True))
+    kept = [each.logprobs or () for each in found]
+    return dict(found[0].metrics), dict(found[1].metrics), [torch.allclose(*pair) for pair in zip(*kept, strict=True)]
+
+
 # The tests' side.
 
 
@@ -198,6 +218,21 @@ def test_on_one_rank(one: Case, on_one: dict[Case, Outcome], plain: dict[Case, O
 @pytest.mark.parametrize("one", ON_TWO, ids=str)
 def test_on_two_ranks(one: Case, on_two: dict[Case, Outcome], plain: dict[Case, Outcome]) -> None:
     check_equal(on_two[one], plain[one.plain])
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_the_small_rows_split_sequences(share: bool) -> None:
+    assert large_sequences(branching(), max_tokens=40, share_prefixes=share) == {0, 1}
+    assert large_sequences(branching(), max_tokens=TIGHT, share_prefixes=share) == set()
+
+
+@pytest.mark.parametrize("loss", WHOLE)
+def test_metrics_are_those_of_whole_sequences(loss: str, ranks: Ranks, tmp_path: Path) -> None:
+    [(whole, split, kept)] = ranks.run(run_metrics, 1, scratch=tmp_path, loss=loss)
+    assert whole["ratio"] > 0
+    assert split == pytest.approx(whole, rel=1e-8)
+    assert kept
+    assert all(kept)
 
 
 def test_losses_differ(plain: dict[Case, Outcome]) -> None:

@@ -19,6 +19,7 @@ from typing import Final
 from aiohttp import web
 
 from forge.envs.agent import Agent
+from forge.envs.agent_checks import has_temperature
 from forge.envs.chat_api.errors import RequestError, request_error
 from forge.envs.chat_api.requests import check_tools, read_body
 from forge.envs.chat_api.responses import EVENT_HEADERS, event
@@ -228,7 +229,8 @@ class Endpoint:
             self._mark(point.node.turn, is_delivered=True)  # the client has it after all
         path = (*self._path, *point.key)
         agent = Agent(state, path=path, history=point.history, last=point.last, session=point.session)
-        turn = await agent.generate(messages, template=asked.template, **asked.options)
+        is_on_policy = has_temperature(asked.options, state.sampling)
+        turn = await agent.generate(messages, template=asked.template, train=is_on_policy, **asked.options)
         turn = self._classified(turn, point)
         num_read = sum(len(each.context_ids) + len(each) for each in path_to(state.turns, turn.index)) - len(turn)
         name = f"{point.key[0]:015x}-{point.key[1]}"

@@ -191,6 +191,7 @@ class EpisodeWorker(ForgeActor):
             tool_format=options.tool_format,
             sampling=options.evaluation_sampling if evaluation else options.sampling,
             journal=Journal(entries, write=file.write),
+            is_evaluation=evaluation,
         )
         try:
             made = await run_episode(options.program, state)

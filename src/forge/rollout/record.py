@@ -228,6 +228,7 @@ def _turn_fields(episode: Episode, turn: Turn, start: int, decode: Callable[[Seq
         "prefix_break": turn.prefix_break,
         "context": None if turn.prefix_break is None else decode(turn.context_ids),
         "is_delivered": turn.is_delivered,
+        "is_trained": turn.is_trained,
         "calls": [_call_fields(call) for call in turn.calls],
         "reward": _number(episode.turn_rewards[turn.index]) if turn.index in episode.turn_rewards else None,
         "advantage": None if own is None or not len(turn) else _number(own[start]),

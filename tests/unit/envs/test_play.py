@@ -110,7 +110,7 @@ def test_another_codec_is_used() -> None:
     class Lines:
         """Every message is a line."""
 
-        stop_token_ids, special_tokens = (10,), ()
+        stop_token_ids, special_tokens, tag_tokens = (10,), (), ()
         encode_rendered = encode_literal = CharacterCodec.encode_rendered
         decode = CharacterCodec.decode
 

@@ -124,7 +124,6 @@ class ServerPool:
         self._num_failed_starts = 0
         self._was_ready = False
         self._opening: asyncio.Task[None] | None = None
-        self._folder: Path | None = None
         self._python = sys.executable
         self._num_made = 0
 
@@ -171,9 +170,6 @@ class ServerPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
         self._tell()
 
     async def _least_loaded(self, limit_s: float | None) -> Server:
@@ -209,13 +205,11 @@ class ServerPool:
     async def _start_all(self) -> None:
         if self.spec.requirements:
             self._python = str(await asyncio.to_thread(python_of, self.spec.requirements))
-        self._folder = Path(tempfile.mkdtemp(prefix="forge-servers-"))
         for _ in range(self.spec.instances):
             self._add()
 
     def _add(self) -> None:
-        assert self._folder is not None
-        server = Server(self._num_made, self._folder / f"{self._num_made}.log")
+        server = Server(self._num_made, Path(tempfile.mkdtemp(prefix="forge-server-")) / "output")
         self._num_made += 1
         self.servers.append(server)
         server.task = _task(self._keep(server), f"server {server.number}")
@@ -233,6 +227,7 @@ class ServerPool:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         finally:
             self._retired.discard(server)
+            shutil.rmtree(server.log.parent, ignore_errors=True)
 
     async def _run(self, server: Server) -> None:
         """Run a server once, to its end."""
@@ -270,7 +265,8 @@ class ServerPool:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGTERM)  # the guard ends the server
-            await asyncio.gather(asyncio.shield(ended), watched, return_exceptions=True)
+            await process.wait()  # not `ended`: the end of a loop cancels all tasks
+            await asyncio.gather(ended, watched, return_exceptions=True)
             if not server.was_ready:
                 self._num_failed_starts += 1
             self._tell()

@@ -125,6 +125,11 @@ def main() -> int:
         if not data:
             break
         log.write(data)
+    if os.getppid() != owner:  # it cannot remove this any more
+        for path in (log_path, log_path + ".1"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        os.rmdir(os.path.dirname(log_path))
     code = 137 if status is None else os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -111,9 +112,12 @@ def _make(folder: Path, requirements: Sequence[str], *, lock: int, limit_s: floa
         shutil.rmtree(folder)
     python = str(folder / "bin" / "python")
     try:
-        _run([sys.executable, "-m", "venv", str(folder)], requirements, lock=lock, limit_s=limit_s)
-        pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-compile", "--quiet"]
-        _run([*pip, *requirements], requirements, lock=lock, limit_s=limit_s)
+        has_pip = importlib.util.find_spec("pip") is not None  # a pip of its own would take seconds
+        made = [sys.executable, "-m", "venv", *(["--without-pip"] if has_pip else []), str(folder)]
+        _run(made, requirements, lock=lock, limit_s=limit_s)
+        pip = [sys.executable, "-m", "pip", "--python", python] if has_pip else [python, "-m", "pip"]
+        options = ["--disable-pip-version-check", "--no-input", "install", "--no-compile", "--quiet"]
+        _run([*pip, *options, *requirements], requirements, lock=lock, limit_s=limit_s)
         draft = folder / f"{_FINISHED}.draft"
         draft.write_text(json.dumps({"requirements": list(requirements), "python": sys.version}))
         os.replace(draft, folder / _FINISHED)
