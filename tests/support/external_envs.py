@@ -144,6 +144,7 @@ def integrations() -> list[Integration]:
     from gymnasium_envs import GYMNASIUM
     from mcp_envs import MCP
     from openenv_envs import OPENENV
+    from program_envs import BLACK_BOX
     from textarena_envs import TEXTARENA
 
-    return [COUNTING, *OPENENV, GYMNASIUM, TEXTARENA, *MCP]
+    return [COUNTING, BLACK_BOX, *OPENENV, GYMNASIUM, TEXTARENA, *MCP]
