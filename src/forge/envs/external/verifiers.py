@@ -34,8 +34,8 @@ class VerifiersOptions(HostOptions):
     )
     chat: bool = Field(
         default=False,
-        description="Whether agents that name no harness and runtime just talk, in the environment's process. Otherwise "
-        "they have verifiers' defaults, which need an account and a network.",
+        description="Whether agents that name no harness and runtime just talk, in the environment's process. "
+        "Otherwise they have verifiers' defaults, which need an account and a network.",
     )
     model: str = Field(default="policy", description="What the environment calls the model.")
     sampling: Mapping[str, Any] = Field(default_factory=dict, description="Sampling parameters of its requests.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -16,6 +17,14 @@ _CHAT = "forge_chat"
 """The id of the harness that is a plain conversation."""
 
 
+_LATE = (
+    *("mcp.server.mcpserver", "uvicorn", "httpcore", "anyio._backends._asyncio", "verifiers.v1.utils.version"),
+    *("verifiers.v1.tasksets.harbor", "verifiers.v1.tasksets.nemo_gym", "verifiers.v1.tasksets.openenv"),
+    "verifiers.v1.envs.isolated_verifier",
+)
+"""What verifiers imports in its first episode: nine tenths of the time that an episode takes."""
+
+
 class Refused(Exception):
     """The options are wrong."""
 
@@ -23,6 +32,9 @@ class Refused(Exception):
 def prepare() -> None:
     """Import what takes long."""
     _register_chat(importlib.import_module("verifiers.v1"))
+    for name in _LATE:
+        with contextlib.suppress(ImportError):  # another version has it elsewhere
+            importlib.import_module(name)
 
 
 class Host:
