@@ -217,6 +217,7 @@ EPISODES: Final[Registry[Any]] = Registry(
     {
         "gymnasium": "forge.envs.external.gymnasium:gymnasium_episode",
         "openenv": "forge.envs.external.openenv:openenv_episode",
+        "program": "forge.envs.programs:run_program",
         "textarena": "forge.envs.external.textarena:textarena_episode",
     },
     rule="must be an @forge.episode, or a class with the methods reset, step and close",
