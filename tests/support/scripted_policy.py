@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge.envs.agent import EpisodeKey, EpisodeState
 from forge.envs.journal import Journal
 from forge.envs.limits import EpisodeLimits
+from forge.envs.state import EpisodeKey, EpisodeState
 from forge.models.tokenizer import ChatTokenizer
 from forge.types import Completion, Task, VersionSpan
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forge.cli.episode_inputs import ChosenProgram
     from forge.cli.episode_policies import OpenedPolicy
     from forge.cli.episode_print import Attempt
-    from forge.envs.agent import EpisodeKey
+    from forge.envs.state import EpisodeKey
     from forge.types import Task
 
 _KEYS = {
@@ -71,7 +71,7 @@ def _try(arguments: argparse.Namespace) -> int:
     from forge.cli.chat import model_folder, parse_number
     from forge.cli.episode_inputs import read_numbered, read_program, read_task
     from forge.cli.episode_print import EpisodePrinter, plain_attempt
-    from forge.envs.agent import EpisodeKey
+    from forge.envs.state import EpisodeKey
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     options = {key: parse_number(getattr(arguments, name)) for name, key in _KEYS.items()}
@@ -146,10 +146,10 @@ async def _run(
 
     from forge.cli.episode_policies import ProgressPolicy
     from forge.cli.episode_print import Attempt
-    from forge.envs.agent import EpisodeState
     from forge.envs.episode import EpisodeRun, run_episode
     from forge.envs.journal import Journal
     from forge.envs.limits import Fault
+    from forge.envs.state import EpisodeState
     from forge.errors import ForgeError
 
     async with policy as opened:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import httpx
 
     from forge.config import EpisodeLimits, GRPOConfig
-    from forge.envs.agent import Policy
     from forge.envs.history import ChatCodec
+    from forge.envs.state import Policy
     from forge.envs.tool_calls import ToolFormat
     from forge.generator.native.engine import NativeEngine
     from forge.generator.prompts import PromptReader
@@ -76,7 +76,7 @@ class ProgressPolicy:
         self.max_seq_len = policy.max_seq_len
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.agent.Policy.sample`."""
+        """See `forge.envs.state.Policy.sample`."""
         began = time.perf_counter()
         completion = await self._policy.sample(token_ids, options=options, session=session)
         self._num_turns += 1
@@ -95,7 +95,7 @@ class EnginePolicy:
         self.max_seq_len = engine.max_seq_len
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.agent.Policy.sample`."""
+        """See `forge.envs.state.Policy.sample`."""
         from forge.generator.engine import Request
 
         prompt_ids = self._reader.token_ids(token_ids=token_ids)
@@ -187,7 +187,7 @@ class EndpointPolicy:
         self.usage: dict[int, Usage] = {}
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.agent.Policy.sample`."""
+        """See `forge.envs.state.Policy.sample`."""
         began = time.perf_counter()
         answer = await self._ask(self._request(self._codec.read_prompt(token_ids), options))
         try:

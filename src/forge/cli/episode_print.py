@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TextIO
 
 from forge.cli.episode_policies import OpenedPolicy
-from forge.envs.agent import EpisodeKey, EpisodeState
 from forge.envs.episode import EpisodeRun
+from forge.envs.state import EpisodeKey, EpisodeState
 from forge.envs.trace import path_to
 from forge.types import MalformedCall, ToolCall, Turn
 

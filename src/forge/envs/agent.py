@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from forge.envs.agent_checks import check_credit, check_messages, check_options, check_reward
-from forge.envs.history import ChatCodec, Extension, History
-from forge.envs.journal import Journal, TurnEntry
-from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault
-from forge.envs.tool_calls import ToolFormat, parse_answer
+from forge.envs.history import Extension, History
+from forge.envs.journal import TurnEntry
+from forge.envs.limits import EpisodeOver, Fault
+from forge.envs.state import EpisodeState
+from forge.envs.tool_calls import opens_reasoning, parse_answer
 from forge.envs.tools import Tool, ToolResult, as_tools, cut_middle, run_call
 from forge.envs.trace import Message, path_to
 from forge.errors import OptionError
-from forge.types import Completion, EpisodeOutcome, Task, Turn
+from forge.types import Completion, Task, Turn
 
 if TYPE_CHECKING:
     from forge.envs.endpoint import Endpoint
@@ -28,99 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LONG_TEXT: Final = 16_384
 """Characters whose tokenisation would keep other episodes waiting."""
-
-
-class Policy(Protocol):
-    """What an agent needs from the generators."""
-
-    max_seq_len: int
-    """The longest prompt and completion together, in tokens."""
-
-    async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """Sample one completion. Requests of one `session` go to the replica that has its cache, where it is up."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeKey:
-    """What an episode's randomness depends on, together with the weights: nothing else, and never arrival order."""
-
-    run_seed: int
-    group: int
-    member: int
-
-    def seed(self, *parts: object) -> int:
-        """Return 63 bits that depend on this key and `parts`."""
-        text = ":".join(map(str, (self.run_seed, self.group, self.member, *parts)))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-    def __str__(self) -> str:
-        return f"{self.run_seed}-{self.group}-{self.member}"
-
-
-@dataclass(slots=True)
-class EpisodeCounts:
-    """What an episode used. `num_undelivered` are requests over HTTP whose answer never reached the client."""
-
-    num_turns: int = 0
-    num_sampled: int = 0
-    num_observed: int = 0
-    num_tool_calls: int = 0
-    tool_errors: Counter[str] = field(default_factory=Counter)
-    tools_s: float = 0.0
-    prefix_breaks: Counter[str] = field(default_factory=Counter)
-    num_undelivered: int = 0
-
-    def as_stats(self) -> dict[str, float]:
-        """Return the counts as plain numbers by name."""
-        found = {
-            "num_turns": float(self.num_turns),
-            "num_sampled": float(self.num_sampled),
-            "num_observed": float(self.num_observed),
-            "num_tool_calls": float(self.num_tool_calls),
-            "num_tool_errors": float(self.tool_errors.total()),
-            "num_prefix_breaks": float(self.prefix_breaks.total()),
-            "num_undelivered": float(self.num_undelivered),
-            "tools_s": self.tools_s,
-        }
-        found |= {f"tool_errors/{kind}": float(count) for kind, count in sorted(self.tool_errors.items())}
-        return found | {f"prefix_breaks/{kind}": float(count) for kind, count in sorted(self.prefix_breaks.items())}
-
-
-@dataclass(slots=True)
-class EpisodeState:
-    """What all branches of one episode share.
-
-    Attributes:
-        task, key, limits: what is done, what its randomness depends on, and what it may use.
-        policy, codec, tool_format: who answers, and how conversations become tokens.
-        sampling: options of every completion.
-        journal: what happened, for a replay.
-    """
-
-    task: Task
-    key: EpisodeKey
-    limits: EpisodeLimits
-    policy: Policy
-    codec: ChatCodec
-    tool_format: ToolFormat
-    sampling: Mapping[str, Any]
-    journal: Journal
-    turns: list[Turn] = field(default_factory=list)
-    rewards: dict[str, float] = field(default_factory=dict)
-    turn_rewards: dict[int, float] = field(default_factory=dict)
-    counts: EpisodeCounts = field(default_factory=EpisodeCounts)
-    outcome: EpisodeOutcome = "finished"
-    is_closed: bool = False
-    generating: set[asyncio.Task[Any]] = field(default_factory=set)
-
-    def close(self) -> None:
-        """End the episode: refuse further use of its agents, and cancel tasks that the program left waiting for a
-        turn."""
-        self.is_closed = True
-        self.journal.close()
-        for task in self.generating:
-            task.cancel()
 
 
 class Agent:
@@ -183,7 +89,8 @@ class Agent:
 
         `options` override the run's sampling for this turn (`max_tokens`, `stop`, …). Tokens sampled at another
         `temperature` than the run's are off policy: a trainer computes their logprobs at the run's. `template` are
-        further arguments of the chat template. Raises `EpisodeOver` where a limit leaves no room for another turn.
+        further arguments of the chat template. Raises `EpisodeOver` where a limit leaves no room for another turn, and
+        again whenever it is called after that.
         """
         check_messages(messages, "agent.generate")
         check_options(options)
@@ -287,6 +194,9 @@ class Agent:
     ) -> Turn:
         state = self._state
         self._check_open()
+        if state.over is not None:
+            await asyncio.sleep(0)  # a program that catches everything in a loop must not keep others waiting
+            raise state.over
         if self._is_generating:
             raise OptionError(
                 "a branch generates one turn at a time",
@@ -304,13 +214,26 @@ class Agent:
             turn = await self._sample(messages, extension, options)
             if tools:
                 call_prefix = "call_" + "_".join(map(str, (*self.path, self._num_turns - 1)))
-                parsed = parse_answer(turn.text, state.tool_format, id_prefix=call_prefix)
+                parsed = parse_answer(
+                    turn.text,
+                    state.tool_format,
+                    id_prefix=call_prefix,
+                    is_reasoning=opens_reasoning(extension.text),
+                )
                 turn = state.turns[turn.index] = replace(turn, calls=parsed.calls)
             self._history = self._history.after(extension, messages, turn.token_ids, state.codec)
             self._last = turn.index
+            self._leave_full()
             return turn
         finally:
             self._is_generating = False
+
+    def _leave_full(self) -> None:
+        """Take back that this branch was too long: its history was replaced."""
+        state = self._state
+        state.full_branches.discard(self.path)
+        if not state.full_branches and state.outcome == "context_full":
+            state.outcome = "finished"
 
     async def _extend(self, messages: Sequence[Message], words: Mapping[str, Any]) -> Extension:
         """Return what to append. Long texts are tokenised on a thread, so that other episodes go on."""
@@ -367,26 +290,25 @@ class Agent:
         """Return the options of a turn within what the limits leave, or raise `EpisodeOver`."""
         state, limits, counts = self._state, self._state.limits, self._state.counts
         if limits.max_turns is not None and counts.num_turns >= limits.max_turns:
-            state.outcome = "turn_limit"  # also where the program catches it
-            raise EpisodeOver("turn_limit", f"{limits.max_turns} turns")
+            raise state.end(EpisodeOver("turn_limit", f"{limits.max_turns} turns"))
         room = state.policy.max_seq_len - num_prompt_tokens
         if room < 1:
-            raise EpisodeOver("context_full", f"{num_prompt_tokens} tokens of {state.policy.max_seq_len}")
+            state.full_branches.add(self.path)
+            raise state.end(EpisodeOver("context_full", f"{num_prompt_tokens} tokens of {state.policy.max_seq_len}"))
         chosen = {**state.sampling, **options, "n": 1}
         wanted = chosen.get("max_tokens")
         room = room if wanted is None else min(room, int(wanted))
         if limits.max_tokens is not None:
             left = limits.max_tokens - counts.num_sampled
             if left < 1:
-                state.outcome = "token_limit"
-                raise EpisodeOver("token_limit", f"{limits.max_tokens} tokens")
+                raise state.end(EpisodeOver("token_limit", f"{limits.max_tokens} tokens"))
             room = min(room, left)
         return {**chosen, "max_tokens": room}
 
     async def _run_calls(self, turn: Turn, tools: Mapping[str, Tool]) -> list[ToolResult]:
         state, limits, counts = self._state, self._state.limits, self._state.counts
         if limits.max_tool_calls is not None and counts.num_tool_calls + len(turn.calls) > limits.max_tool_calls:
-            raise EpisodeOver("tool_call_limit", f"{limits.max_tool_calls} tool calls")
+            raise state.end(EpisodeOver("tool_call_limit", f"{limits.max_tool_calls} tool calls"))
         counts.num_tool_calls += len(turn.calls)
         results = await state.journal.tools(
             [call.id for call in turn.calls],

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from forge.envs.agent import EpisodeKey, EpisodeState
 from forge.envs.character_codec import CharacterCodec, character_limits
 from forge.envs.check_agents import (
     AgentPolicy,
@@ -30,6 +29,7 @@ from forge.envs.check_records import AgentName, AgentSummary, CheckedEpisode, En
 from forge.envs.episode import EpisodeProgram, EpisodeRun, run_episode
 from forge.envs.journal import Journal
 from forge.envs.limits import EpisodeLimits, Fault
+from forge.envs.state import EpisodeKey, EpisodeState
 from forge.errors import OptionError, RewardError
 from forge.types import Task
 

@@ -42,7 +42,7 @@ class AgentPolicy:
     max_seq_len: int = 2**30
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.agent.Policy.sample`."""
+        """See `forge.envs.state.Policy.sample`."""
         text = await self.answer(self.codec.read_prompt(token_ids), random.Random(options["seed"]))
         ids = self.codec.encode_answer(text, max_tokens=options["max_tokens"])
         is_cut = not ids or ids[-1] not in self.codec.stop_token_ids

@@ -16,7 +16,7 @@ from typing import Final
 
 from aiohttp import web
 
-from forge.envs.agent import Agent, EpisodeState
+from forge.envs.agent import Agent
 from forge.envs.chat_api.errors import RequestError, request_error
 from forge.envs.chat_api.requests import check_tools, read_body
 from forge.envs.chat_api.responses import EVENT_HEADERS, event
@@ -25,6 +25,8 @@ from forge.envs.endpoint_replies import Answer
 from forge.envs.endpoint_requests import ChatRequest, SamplingRules
 from forge.envs.endpoint_server import EndpointServer, closed_error, shared_server
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch
+from forge.envs.state import EpisodeState
+from forge.envs.tool_calls import opens_reasoning
 from forge.envs.tools import cut_middle
 from forge.envs.trace import Message, path_to
 from forge.errors import DataError
@@ -185,6 +187,7 @@ class Endpoint:
         self._failure.faults.pop(point.key[0], None)
         if self._state.outcome == "context_full":
             self._state.outcome = "finished"  # the client shortened its conversation
+            self._state.full_branches.clear()
         return answer
 
     async def _sample(self, asked: ChatRequest, point: BranchPoint) -> Answer:
@@ -200,7 +203,15 @@ class Endpoint:
         turn = self._classified(turn, point)
         num_read = sum(len(each.context_ids) + len(each) for each in path_to(state.turns, turn.index)) - len(turn)
         name = f"{point.key[0]:015x}-{point.key[1]}"
-        answer = Answer.of(turn, asked, name=name, tool_format=state.tool_format, num_prompt_tokens=num_read)
+        prompt = (agent.history.text or "").removesuffix(state.codec.decode(turn.token_ids))
+        answer = Answer.of(
+            turn,
+            asked,
+            name=name,
+            tool_format=state.tool_format,
+            num_prompt_tokens=num_read,
+            is_reasoning=opens_reasoning(prompt),
+        )
         state.turns[turn.index] = answer.turn
         self._branches.add(point, answer.turn, agent.history, answer.message)
         self._turns[answer.id] = turn.index
@@ -225,7 +236,7 @@ class Endpoint:
         num_results = sum(message.get("role") == "tool" for message in point.messages) if point.node is not None else 0
         if num_results:
             if limits.max_tool_calls is not None and counts.num_tool_calls + num_results > limits.max_tool_calls:
-                raise EpisodeOver("tool_call_limit", f"{limits.max_tool_calls} tool calls")
+                raise state.end(EpisodeOver("tool_call_limit", f"{limits.max_tool_calls} tool calls"))
             counts.num_tool_calls += num_results
         return [
             {**message, "content": cut_middle(str(message["content"]), limits.max_tool_tokens, state.codec)}
@@ -262,7 +273,7 @@ class Endpoint:
             return request_error(error)
         if isinstance(error, EpisodeOver):
             self._failure.over = error
-            self._state.outcome = error.outcome
+            self._state.end(error)
             return _limit_error(error)
         if isinstance(error, ReplayMismatch):
             self._failure.mismatch = error

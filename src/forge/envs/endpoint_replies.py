@@ -37,10 +37,20 @@ class Answer:
 
     @classmethod
     def of(
-        cls, turn: Turn, asked: ChatRequest, *, name: str, tool_format: ToolFormat, num_prompt_tokens: int
+        cls,
+        turn: Turn,
+        asked: ChatRequest,
+        *,
+        name: str,
+        tool_format: ToolFormat,
+        num_prompt_tokens: int,
+        is_reasoning: bool = False,
     ) -> Answer:
-        """Return a turn as the answer to a request. Calls are read where the client gave tools."""
-        reader = CallReader(tool_format, id_prefix=f"call_{name}") if asked.template.get("tools") else None
+        """Return a turn as the answer to a request. Calls are read where the client gave tools, after the reasoning
+        that the prompt may have opened."""
+        reader = None
+        if asked.template.get("tools"):
+            reader = CallReader(tool_format, id_prefix=f"call_{name}", is_reasoning=is_reasoning)
         message = AssistantMessage(reader)
         deltas = tuple(message.add(turn.text, is_last=True))
         return cls(

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from forge.envs.agent import Agent
 from forge.envs.episode import EpisodeProgram, episode
+from forge.envs.limits import EpisodeOver
 from forge.envs.tools import Tool
 from forge.envs.trace import Message
 from forge.errors import OptionError
@@ -24,7 +25,7 @@ class Observation:
         messages: what the policy reads next.
         reward: what the last answer earned: a number, or several by name; None if there is nothing to say about it.
         terminated: whether the task has come to its own end.
-        truncated: whether the environment ended it before.
+        truncated: whether the environment ended it before; then the outcome is `truncated`.
         tools: tools that the policy may call in its next answer; their results are read before the environment steps.
         name: the name of a reward that is one number.
     """
@@ -179,6 +180,8 @@ async def _play(env: Env, task: Task, agent: Agent) -> None:
         seen = await _observe(env, "step", agent.messages[-1])
         for name, value in seen.rewards.items():
             agent.add_reward(value, name=name, turn=turn)
+    if not seen.terminated:
+        raise EpisodeOver("truncated", f"{type(env).__qualname__} ended the episode")
 
 
 @dataclass(slots=True)

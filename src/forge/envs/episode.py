@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, overload
 
-from forge.envs.agent import Agent, EpisodeCounts, EpisodeState
+from forge.envs.agent import Agent
 from forge.envs.agent_checks import check_reward
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
+from forge.envs.state import EpisodeCounts, EpisodeState
 from forge.errors import OptionError, RewardError
 from forge.types import EpisodeOutcome, Score, Task, Turn
 
@@ -183,13 +184,15 @@ async def run_episode(program: EpisodeProgram, state: EpisodeState) -> EpisodeRu
                 raise Fault(f"the episode took longer than {limit_s:g} s", kind="time", path=str(state.key)) from None
             state.outcome = "time_limit"
         elif isinstance(reason, EpisodeOver):
-            state.outcome = reason.outcome
+            state.end(reason)
         elif reason is error:
             raise
         else:
             raise reason from error
     finally:
         state.close()
+    if state.over is not None:  # whatever the program did after it
+        state.outcome = state.over.outcome
     score = _score(program, state, returned)
     turns, turn_rewards = _ordered(state)
     seconds = loop.time() - began

@@ -12,7 +12,7 @@ __all__ = ["EpisodeLimits", "EpisodeOver", "Fault", "ReplayMismatch", "reason_of
 
 
 class EpisodeOver(Exception):
-    """Raised by the agent when a limit leaves no room for another turn. It ends the episode, which is then scored."""
+    """Raised when a limit leaves no room for another turn, or an environment ends the episode. It is then scored."""
 
     def __init__(self, outcome: EpisodeOutcome, detail: str) -> None:
         super().__init__(f"{outcome}: {detail}")

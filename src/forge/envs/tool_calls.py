@@ -5,7 +5,12 @@
   `<|python_tag|>`.
 - `json`: the whole answer is one `{"name": …, "arguments": {…}}` or a list of them, with or without a code fence.
 
+In the last two formats an answer may be JSON without being a call, such as `{"answer": 3}` or `[1, 2]`. Only what has
+the shape of a call counts as one: an object with `name` and with `arguments` or `parameters`.
+
 A call that is cut off or malformed is reported with the reason, so that the model can be told. Nothing is guessed.
+Reasoning between `<think>` and `</think>` is text, whatever it contains; so is all that follows a `<think>` that is
+never closed.
 """
 
 from __future__ import annotations
@@ -21,8 +26,12 @@ from forge.types import MalformedCall, ToolCall
 ToolFormat: TypeAlias = Literal["hermes", "llama", "json"]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _THOUGHT = "<think>", "</think>"
 _PYTHON_TAG: Final = "<|python_tag|>"
 _FENCE: Final = re.compile(r"^```(?:json)?\s*\n(.*?)\n?```$", re.DOTALL)
+_NAME_FIRST: Final = re.compile(r"""\[?\s*\{\s*["']name["']\s*:""")
+_NAME: Final = re.compile(r"""["']name["']\s*:""")
+_ARGUMENTS: Final = re.compile(r"""["'](?:arguments|parameters)["']\s*:""")
 _EXAMPLE: Final = '{"name": "tool", "arguments": {"x": 1}}'
 _LLAMA_EXAMPLE: Final = '{"name": "tool", "parameters": {"x": 1}}'
 
@@ -35,13 +44,21 @@ class ParsedAnswer:
     calls: tuple[ToolCall | MalformedCall, ...]
 
 
-def parse_answer(text: str, tool_format: ToolFormat, *, id_prefix: str) -> ParsedAnswer:
-    """Split an answer. Calls get the ids `{id_prefix}_0`, `{id_prefix}_1`, …, the same for the same answer."""
-    reader = CallReader(tool_format, id_prefix=id_prefix)
+def parse_answer(text: str, tool_format: ToolFormat, *, id_prefix: str, is_reasoning: bool = False) -> ParsedAnswer:
+    """Split an answer. Calls get the ids `{id_prefix}_0`, `{id_prefix}_1`, …, the same for the same answer.
+
+    `is_reasoning` says that the prompt has opened the reasoning (`opens_reasoning`).
+    """
+    reader = CallReader(tool_format, id_prefix=id_prefix, is_reasoning=is_reasoning)
     parts = [*reader.add(text), *reader.finish()]
     calls = tuple(part for part in parts if not isinstance(part, str))
     said = "".join(part for part in parts if isinstance(part, str))
     return ParsedAnswer(said.strip() if calls else said, calls)
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Return whether an answer to a prompt starts inside the reasoning: some chat templates write `<think>`."""
+    return prompt.rstrip().endswith(_THINK)
 
 
 class CallReader:
@@ -50,14 +67,20 @@ class CallReader:
     Wherever the pieces are cut, `add` and `finish` return the same parts in the same order. Text that may still become
     a call is held back. White space next to calls is dropped, except between two texts. An answer without calls stays
     exactly as it is. Calls get the ids `{id_prefix}_0`, `{id_prefix}_1`, ….
+
+    Args:
+        tool_format: how calls are written.
+        id_prefix: what their ids start with.
+        is_reasoning: whether the prompt has opened the reasoning, so that the answer starts inside it.
     """
 
-    def __init__(self, tool_format: ToolFormat = "hermes", *, id_prefix: str) -> None:
+    def __init__(self, tool_format: ToolFormat = "hermes", *, id_prefix: str, is_reasoning: bool = False) -> None:
         self._format, self._id_prefix = tool_format, id_prefix
         self._num_calls = 0
         self._held = ""
         self._space = ""
         self._is_inside = self._after_call = self._has_text = False
+        self._is_reasoning = is_reasoning
         self._is_plain = False
 
     def add(self, text: str) -> list[str | ToolCall | MalformedCall]:
@@ -94,7 +117,18 @@ class CallReader:
                 if isinstance(call, MalformedCall):
                     yield self._said("")
                 yield call
-            before, opening, rest = self._held.partition(_OPEN)
+            if self._is_reasoning:
+                before, close, rest = self._held.partition(_THOUGHT)
+                size = len(before) if close else len(before) - _partial(before, _THOUGHT)
+                self._held, self._is_reasoning = (rest, False) if close else (before[size:], True)
+                yield self._said(before[:size] + close)
+                if not close:
+                    return
+            before, opening, rest = self._held.partition(_first(self._held, _OPEN, _THINK))
+            if opening == _THINK:
+                self._held, self._is_reasoning = rest, True
+                yield self._said(before + opening)
+                continue
             size = len(before.rstrip()) if opening else _sure_length(self._held)
             if size:
                 yield self._said(before[:size])
@@ -139,12 +173,21 @@ _Found: TypeAlias = tuple[str, dict[str, Any]] | _Bad
 
 def _sure_length(text: str) -> int:
     """Return how much of a text is certainly not the start of a call, nor white space before one."""
-    end = len(text)
-    for size in range(min(len(text), len(_OPEN) - 1), 0, -1):
-        if _OPEN.startswith(text[-size:]):
-            end -= size
-            break
+    end = len(text) - max(_partial(text, _OPEN), _partial(text, _THINK))
     return len(text[:end].rstrip())
+
+
+def _partial(text: str, tag: str) -> int:
+    """Return how many of the last characters of a text are the start of a tag."""
+    sizes = range(min(len(text), len(tag) - 1), 0, -1)
+    return next((size for size in sizes if tag.startswith(text[-size:])), 0)
+
+
+def _first(text: str, *tags: str) -> str:
+    """Return the tag that comes first in a text; the first of them where there is none."""
+    places = {tag: text.find(tag) for tag in tags}
+    found = [tag for tag in tags if places[tag] >= 0]
+    return min(found, key=places.__getitem__, default=tags[0])
 
 
 def _may_be_call(text: str, tool_format: ToolFormat) -> bool:
@@ -164,6 +207,8 @@ def _parse_llama(text: str) -> list[_Found] | None:
     is_marked = body.startswith(_PYTHON_TAG)
     body = body.removeprefix(_PYTHON_TAG).strip()
     if not is_marked and not body.startswith("{"):
+        return None
+    if not is_marked and not _looks_like_call(body):
         return None
     decoder, found, at = json.JSONDecoder(), list[_Found](), 0
     while at < len(body):
@@ -185,7 +230,7 @@ def _parse_json(text: str) -> list[_Found] | None:
     body = text.strip()
     fenced = _FENCE.match(body)
     body = fenced.group(1).strip() if fenced else body
-    if not body.startswith(("{", "[")):
+    if not body.startswith(("{", "[")) or not _looks_like_call(body):
         return None
     try:
         value = json.loads(body)
@@ -193,9 +238,20 @@ def _parse_json(text: str) -> list[_Found] | None:
         return [_Bad(text, f"it is not JSON like {_EXAMPLE}")]
     if not isinstance(value, list):
         return [_check_call(value, "arguments", raw=text)]
-    if not value:
-        return [_Bad(text, "the list of calls is empty")]
     return [_check_call(each, "arguments", raw=json.dumps(each, ensure_ascii=False)) for each in value]
+
+
+def _looks_like_call(body: str) -> bool:
+    """Return whether JSON, or text that was meant as JSON, has the shape of a call: a name and arguments."""
+    try:
+        value, _ = json.JSONDecoder().raw_decode(body)
+    except (ValueError, RecursionError):  # cut off, or written wrong: its keys decide
+        return bool(_NAME_FIRST.match(body) or (_NAME.search(body) and _ARGUMENTS.search(body)))
+    return any(_has_call_keys(each) for each in (value if isinstance(value, list) else [value]))
+
+
+def _has_call_keys(value: Any) -> bool:
+    return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
 
 
 def _read_call(body: str, *, raw: str) -> _Found:

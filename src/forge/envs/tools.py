@@ -25,7 +25,6 @@ from forge.errors import ActorFailure, EngineDead, OptionError, ServiceStopped
 from forge.types import MalformedCall, ToolCall
 
 _NAME: Final = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
-_ARGUMENT: Final = re.compile(r"^\s*(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
 ToolError = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "timeout"]
 
@@ -170,7 +169,8 @@ def tool(
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
     """Make a function a tool: `@tool`, or `@tool(timeout_s=5)`.
 
-    The docstring is the description; a section `Args:` describes arguments. Every parameter needs an annotation. A
+    The docstring is the description; a section `Args:` (or `Parameters`, underlined, or `:param x:`) describes
+    arguments. Every parameter needs an annotation. A
     coroutine function is cancelled when its time is up. A plain function runs on a thread of its own, which cannot be
     ended. With `process`, every call runs in a process of its own, which is killed when its time is up: for functions
     that may hang, crash or eat memory. For hostile code use `forge.sandbox`.
@@ -330,17 +330,56 @@ def _cannot_describe(name: str, *, value: object, reason: str) -> OptionError:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into the description and what its section `Args:` says of each argument."""
-    description, _, rest = text.partition("\nArgs:\n")
+    """Split a docstring into the description and what it says of each argument: in a section `Args:` (Google), in one
+    that is underlined (NumPy), or in fields `:param x:` (reST)."""
+    for style in (_GOOGLE, _NUMPY, _REST):
+        start = style.start.search(text)
+        if start is not None:
+            described = _described(text[start.end() if style.has_title else start.start() :], style)
+            return text[: start.start()].strip(), described
+    return text.strip(), {}
+
+
+@dataclass(frozen=True, slots=True)
+class _DocStyle:
+    """How docstrings describe arguments: where that starts, an argument's own line, and the line after the last."""
+
+    start: re.Pattern[str]
+    argument: re.Pattern[str]
+    end: re.Pattern[str]
+    has_title: bool = True
+
+
+_GOOGLE: Final = _DocStyle(
+    re.compile(r"^Arg(?:ument)?s:[ \t]*\n", re.MULTILINE),
+    re.compile(r"^\s+(?P<name>\w+)(?:\s*\([^)]*\))?:\s*(?P<text>.*)$"),
+    re.compile(r"^\S"),
+)
+_NUMPY: Final = _DocStyle(
+    re.compile(r"^Parameters[ \t]*\n-{3,}[ \t]*\n", re.MULTILINE),
+    re.compile(r"^(?P<name>\w+)\s*(?::.*)?$(?P<text>)"),
+    re.compile(r"^\w[\w ]*\n-{3,}", re.MULTILINE),
+)
+_REST: Final = _DocStyle(
+    re.compile(r"^:(?:param|parameter|arg|argument|type|returns?|rtype|raises?)\b.*:", re.MULTILINE),
+    re.compile(r"^:(?:param|parameter|arg|argument)\s+(?:[^:]*\s)?(?P<name>\w+):\s*(?P<text>.*)$"),
+    re.compile(r"^:(?!param|parameter|arg)"),
+    has_title=False,
+)
+
+
+def _described(text: str, style: _DocStyle) -> dict[str, str]:
     arguments: dict[str, str] = {}
     last = ""
-    for line in rest.splitlines():
-        if line and not line[0].isspace():
-            break  # another section
-        found = _ARGUMENT.match(line)
-        if found:
-            last = found.group(1)
-            arguments[last] = found.group(2).strip()
+    for number, line in enumerate(lines := text.splitlines()):
+        found = style.argument.match(line)
+        if style.end.match("\n".join(lines[number : number + 2])):
+            last = ""
+            if style.has_title:
+                break  # another section
+        elif found:
+            last = found["name"]
+            arguments[last] = found["text"].strip()
         elif line.strip() and last:
-            arguments[last] += " " + line.strip()
-    return description.strip(), arguments
+            arguments[last] = f"{arguments[last]} {line.strip()}".strip()
+    return arguments

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forge.config import EvaluationConfig, Sampling
@@ -39,6 +39,7 @@ class Evaluation:
         pass_at: for k = 1, 2, 4 … up to the number of samples: how likely at least one of k is solved (pass@k).
         length: tokens of a completion, on average.
         num_failed: completions of which a reward failed.
+        faults: the faults of its episodes, by kind; they were run again.
     """
 
     num_prompts: int
@@ -47,6 +48,7 @@ class Evaluation:
     pass_at: Mapping[int, float]
     length: float
     num_failed: int = 0
+    faults: Mapping[str, int] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """As JSON can hold it; `read` is the inverse."""
@@ -67,6 +69,9 @@ class Evaluation:
         }
         if self.num_failed:
             metrics["evaluation/num_failed"] = float(self.num_failed)
+        if self.faults:
+            metrics["evaluation/num_faults"] = float(sum(self.faults.values()))
+            metrics |= {f"evaluation/faults/{kind}": float(count) for kind, count in self.faults.items()}
         return metrics | {f"evaluation/pass@{k}": value for k, value in self.pass_at.items()}
 
 
@@ -98,18 +103,10 @@ def single_turn_attempts(
 
 
 def episode_attempts(config: EvaluationConfig, source: EpisodeSource) -> AttemptFunction:
-    """Return what runs the episodes of a prompt, with seeds of their own."""
+    """Return what runs the episodes of a prompt, with seeds of their own, and compares them with each other."""
 
     async def attempt(index: int, task: Task) -> list[Episode]:
-        members = range(num_attempts(config))
-        try:
-            async with asyncio.TaskGroup() as tasks:  # one that fails ends the others
-                running = [
-                    tasks.create_task(source.run_member(index, member, task, evaluation=True)) for member in members
-                ]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [each.result() for each in running]
+        return await source.evaluate(index, task, num_members=num_attempts(config))
 
     return attempt
 
@@ -122,6 +119,7 @@ class Evaluator:
         dataset: the held-out prompts.
         attempt: makes the episodes of one of them.
         at_once: how many prompts are under way at the same time.
+        take_faults: returns the faults since its last call, by kind.
     """
 
     def __init__(
@@ -131,8 +129,9 @@ class Evaluator:
         dataset: PromptDataset,
         attempt: AttemptFunction,
         at_once: int,
+        take_faults: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        self._config, self._dataset, self._attempt = config, dataset, attempt
+        self._config, self._dataset, self._attempt, self._take_faults = config, dataset, attempt, take_faults
         self._slots = asyncio.Semaphore(at_once)
 
     @property
@@ -142,6 +141,7 @@ class Evaluator:
     async def run(self, *, record: Callable[[Sequence[Group]], object] | None = None) -> Evaluation:
         """Ask every prompt once, `num_samples` times. `record` gets the answers, a group for each prompt."""
         tasks: list[asyncio.Task[Group | None]] = []
+        self._take_faults()  # of an evaluation that was ended
         with span("evaluation"):
             try:
                 async with asyncio.TaskGroup() as group:
@@ -190,6 +190,7 @@ class Evaluator:
             pass_at={k: math.fsum(pass_at_k(num_samples, right, k) for right in solved) / len(solved) for k in ks},
             length=sum(episode.num_tokens for episode in flat) / len(flat),
             num_failed=sum(bool(episode.score.failures) for episode in flat),
+            faults=self._take_faults(),
         )
 
     def _check_reward(self, scores: Sequence[Score]) -> None:
@@ -209,13 +210,16 @@ def make_evaluator(plan: GRPOPlan, workers: Workers, source: object) -> Evaluato
     if plan.heldout is None:
         return None
     section = plan.config.evaluation
+    take_faults: Callable[[], Mapping[str, int]] = dict
     if isinstance(source, EpisodeSource):
-        attempt = episode_attempts(section, source)
+        attempt, take_faults = episode_attempts(section, source), source.take_evaluation_faults
     else:
         assert workers.rewards is not None
         score = workers.rewards.score.route
         attempt = single_turn_attempts(section, policy=workers.policy, score=score, sampling=plan.sampling)
-    return Evaluator(section, dataset=plan.heldout, attempt=attempt, at_once=plan.prompts_at_once)
+    return Evaluator(
+        section, dataset=plan.heldout, attempt=attempt, at_once=plan.prompts_at_once, take_faults=take_faults
+    )
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:

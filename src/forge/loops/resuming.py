@@ -37,6 +37,8 @@ _STATES: Final[Mapping[str, Mapping[str, type]]] = {
     "fine-tuning": {"data": dict},
 }
 """What a loop stores with a checkpoint, by the name of the loop: keys and types that a resume relies on."""
+_ARGUMENTS: Final = ("args", "task_args", "engine_args", "columns")
+"""Keys whose value is a mapping with names of the user's own."""
 _BUFFER: Final[Mapping[str, type]] = {"next_number": int, "pending": list, "num_taken": int}
 
 
@@ -142,12 +144,24 @@ def report_changes(config: ConfigModel, folder: Path) -> None:
             pass  # a run of an earlier release is compared by today's names
         before, now = _flat(earlier), _flat(to_plain(config))
         changed = [
-            f"{key}: {before[key]!r} -> {value!r}"
-            for key, value in now.items()
-            if key in before and before[key] != value and key != "checkpointing.resume"
+            f"{key}: {_shown(before, key)} -> {_shown(now, key)}"
+            for key in (*now, *(key for key in before if key not in now))
+            if _differs(key, before, now) and key != "checkpointing.resume"
         ]
         if changed:
             _log.warning("keys that differ from the run that is resumed: %s", ", ".join(changed))
+
+
+def _differs(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether a key changed. One that only one of two releases knows did not; an argument that was added to a
+    function or taken from it did."""
+    if key in before and key in now:
+        return bool(before[key] != now[key])
+    return any(f".{name}." in key for name in _ARGUMENTS)
+
+
+def _shown(flat: Mapping[str, Any], key: str) -> str:
+    return repr(flat[key]) if key in flat else "not set"
 
 
 def _flat(document: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

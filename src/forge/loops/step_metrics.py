@@ -112,6 +112,7 @@ def _of_rollouts(taken: TakenBatch) -> dict[str, Value]:
         "rollout/truncated": sum(each.is_truncated for each in scored) / len(scored),
         "rollout/num_groups": len(taken.groups),
         "rollout/num_no_signal": taken.num_no_signal,
+        "rollout/num_empty": taken.num_empty,
         "rollout/num_given_up": len(taken.drops),
         "rollout/num_stale": taken.num_stale,
         "rollout/staleness_mean": sum(staleness) / len(staleness),

@@ -64,7 +64,8 @@ class TakenBatch:
         groups: in the order of their numbers.
         drops: numbers that were dropped since the last batch, and why.
         num_stale: groups that had to go back to the queue since the last batch.
-        num_no_signal: groups without signal since the last batch, dropped or (with `keep`) in this one.
+        num_no_signal: groups without signal since the last batch, dropped or (with `keep`) in this one. Groups without
+            a token are counted apart (`num_empty`).
         dropped: the episodes of groups that were left out since the last batch for lack of signal.
     """
 
@@ -79,6 +80,11 @@ class TakenBatch:
     def scored(self) -> tuple[Scored, ...]:
         """Every episode that was scored for this batch, trained on or not: how well the policy does."""
         return (*(Scored.of(episode) for group in self.groups for episode in group.episodes), *self.dropped)
+
+    @property
+    def num_empty(self) -> int:
+        """Groups without a token since the last batch."""
+        return sum(why == "empty" for _, why in self.drops)
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -190,7 +196,7 @@ class ReplayBuffer:
         self._notify()
 
     def _drop_no_signal(self, group: Group) -> None:
-        self._drops[group.number] = "no_signal"
+        self._drops[group.number] = self._signal.outcome(group)
         self._dropped += [Scored.of(episode) for episode in group.episodes]
 
     def is_stale(self, group: Group) -> bool:
@@ -232,7 +238,8 @@ class ReplayBuffer:
     def _count_no_signal(self, group: Group, *, is_kept: bool) -> None:
         self.counts.num_no_signal += 1
         reason = self._signal.reason(group)
-        self._count_no_signal_group(NoSignalGroup(group.number, "no_signal", reason, group, is_kept=is_kept))
+        outcome = self._signal.outcome(group)
+        self._count_no_signal_group(NoSignalGroup(group.number, outcome, reason, group, is_kept=is_kept))
 
     def _count_no_signal_group(self, no_signal: NoSignalGroup) -> None:
         self.tally.add(no_signal, recorded_in=self._on_no_signal(no_signal))
@@ -391,7 +398,8 @@ class ReplayBuffer:
     def uncommitted_drops(self) -> tuple[tuple[int, DropReason], ...]:
         """The groups among those pending that were found to teach nothing, and why: those of no step yet."""
         found = dict(self._drops) | dict(() if self._uncommitted is None else self._uncommitted.drops)
-        found |= {number: "no_signal" for number, each in self._ready.items() if each.is_dropped}
+        ready = {number: each.group for number, each in self._ready.items() if each.is_dropped}
+        found |= {number: self._signal.outcome(group) for number, group in ready.items()}
         return tuple(sorted(found.items()))
 
     def state(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -68,6 +69,7 @@ class EpisodeSource(RolloutProgress):
         self._prompts, self._run, self._compare, self._references = prompts, run, compare, references
         self._config, self._group_size, self._journal_dir = config, group_size, journal_dir
         self._faults: Counter[str] = Counter()
+        self._evaluation_faults: Counter[str] = Counter()
         self._num_failed_in_a_row = 0
 
     async def roll_out(self, number: int, *, oldest_version: int = 0) -> Group:
@@ -88,18 +90,40 @@ class EpisodeSource(RolloutProgress):
         finally:
             self.leave(number)
         self._num_failed_in_a_row = 0
-        if added is not None:
-            episodes = [_with_reward(each, value) for each, value in zip(episodes, added, strict=True)]
+        episodes = _with_rewards(episodes, added)
         charged = [
             self._references.charged(replace(episode, ref_logprobs=reference))
             for episode, reference in zip(episodes, references, strict=True)
         ]
         return Group(number, epoch, tuple(charged))
 
-    async def run_member(self, number: int, member: int, task: Task, **options: Any) -> Episode:
+    async def run_member(
+        self, number: int, member: int, task: Task, *, evaluation: bool = False, **options: Any
+    ) -> Episode:
         """Run one episode, again after faults, `episode.max_retries` times. Then the last fault is raised."""
-        what = f"episode {member} of group {number}"
-        return await self._without_faults(lambda: self._run(task, number, member, **options), what)
+        what = f"{'held-out ' if evaluation else ''}episode {member} of group {number}"
+        if evaluation:
+            options["evaluation"] = True
+        attempt = partial(self._run, task, number, member, **options)
+        return await self._without_faults(attempt, what, self._evaluation_faults if evaluation else self._faults)
+
+    async def evaluate(self, number: int, task: Task, *, num_members: int) -> list[Episode]:
+        """Run the episodes of a held-out task, and add what the group's reward gives. Faults are counted apart from
+        those of rollouts; one that remains is raised."""
+        try:
+            async with asyncio.TaskGroup() as tasks:  # one that fails ends the others
+                running = [
+                    tasks.create_task(self.run_member(number, member, task, evaluation=True))
+                    for member in range(num_members)
+                ]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        episodes = [each.result() for each in running]
+        if self._compare is None:
+            return episodes
+        what = f"the reward of held-out group {number}"
+        compare = partial(self._compare, task, episodes)
+        return _with_rewards(episodes, await self._without_faults(compare, what, self._evaluation_faults))
 
     async def _compared(self, number: int, task: Task, episodes: Sequence[Episode]) -> list[float] | None:
         """Return what the group's reward adds to each episode. Faults of it do not end the episodes: only the
@@ -109,18 +133,18 @@ class EpisodeSource(RolloutProgress):
             return None
         what = f"the reward of group {number}"
         try:
-            return await self._without_faults(lambda: compare(task, episodes), what)
+            return await self._without_faults(lambda: compare(task, episodes), what, self._faults)
         except (Fault, ActorFailure, CallTimeout) as error:
             raise self._failed(task, "the group's reward failed", error) from error
 
-    async def _without_faults(self, attempt: Callable[[], Awaitable[T]], what: str) -> T:
+    async def _without_faults(self, attempt: Callable[[], Awaitable[T]], what: str, faults: Counter[str]) -> T:
         num_left = self._config.max_retries
         while True:
             try:
                 return await attempt()
             except (Fault, ActorFailure, CallTimeout) as error:
                 kind = error.kind if isinstance(error, Fault) else "worker"
-                self._faults[kind] += 1
+                faults[kind] += 1
                 _log.warning("%s ended in a fault (%s): %s", what, kind, error.message)
                 if num_left == 0:
                     raise
@@ -163,10 +187,22 @@ class EpisodeSource(RolloutProgress):
         self._faults.clear()
         return found
 
+    def take_evaluation_faults(self) -> dict[str, int]:
+        """Return the faults of held-out episodes since the last call, by kind."""
+        found = dict(sorted(self._evaluation_faults.items()))
+        self._evaluation_faults.clear()
+        return found
+
     def forget(self, numbers: Sequence[int]) -> None:
         """Remove the journals of groups that were trained on or dropped."""
         if self._journal_dir is not None:
             remove_journals(self._journal_dir, numbers)
+
+
+def _with_rewards(episodes: list[Episode], added: Sequence[float] | None) -> list[Episode]:
+    if added is None:
+        return episodes
+    return [_with_reward(each, value) for each, value in zip(episodes, added, strict=True)]
 
 
 def _with_reward(episode: Episode, value: float) -> Episode:

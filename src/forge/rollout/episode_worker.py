@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from forge.config.episodes import EpisodeLimits
-from forge.envs.agent import EpisodeKey, EpisodeState
 from forge.envs.agent_checks import check_reward
 from forge.envs.episode import CLOSE_LIMIT_S, EpisodeProgram, run_episode
 from forge.envs.journal import Entry, Journal
 from forge.envs.limits import Fault, ReplayMismatch
+from forge.envs.state import EpisodeKey, EpisodeState
 from forge.envs.tool_calls import ToolFormat
 from forge.errors import ActorFailure, CallTimeout, EngineDead, ForgeError, Overloaded, PromptError, RewardError
 from forge.observe import span
@@ -87,7 +87,7 @@ class ServicePolicy:
         self.max_seq_len = max_seq_len
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.agent.Policy.sample`. Branches share the episode's session: they share their prefixes."""
+        """See `forge.envs.state.Policy.sample`. Branches share the episode's session: they share their prefixes."""
         try:
             completion = await self._ask(token_ids, options)
             while completion.finish_reason == "abort":

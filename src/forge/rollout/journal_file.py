@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.envs.agent import EpisodeKey
 from forge.envs.journal import Entry
+from forge.envs.state import EpisodeKey
 from forge.types import INITIAL_VERSION
 
 _log = logging.getLogger("forge.episodes")

@@ -27,7 +27,7 @@ from forge.rollout.credit import AdvantageFunction, assign_advantages, needs_bat
 from forge.rollout.samples import is_masked
 from forge.types import Episode, Group
 
-Reason = Literal["all_zero", "all_equal", "equal_before_shaping", "cut_off", "failed", "refused"]
+Reason = Literal["all_zero", "all_equal", "equal_before_shaping", "cut_off", "empty", "failed", "refused"]
 """Why a group teaches nothing."""
 
 REASONS: Final[dict[Reason, str]] = {
@@ -35,6 +35,7 @@ REASONS: Final[dict[Reason, str]] = {
     "all_equal": "all rewards are equal",
     "equal_before_shaping": "all rewards are equal before shaping",
     "cut_off": "only completions that rollout.mask_truncated leaves out could teach anything",
+    "empty": "no episode has a token: nothing was sampled, or no answer was delivered",
     "failed": "a reward failed",
     "refused": "no generator can answer the prompt",
 }
@@ -70,6 +71,10 @@ class SignalTest:
         """Whether any completion of a group is in the loss."""
         return any(self.is_counted(episode) for episode in group.episodes)
 
+    def outcome(self, group: Group) -> Literal["no_signal", "empty"]:
+        """What the ledger says of a group that does not pass."""
+        return "empty" if _is_empty(group) else "no_signal"
+
     def passes(self, groups: Sequence[Group]) -> bool:
         """Whether a completion that counts has an advantage other than 0. Give one group, or all of a batch."""
         if not self._moves(groups, self.algorithm):
@@ -89,6 +94,8 @@ class SignalTest:
 
     def reason(self, group: Group) -> Reason:
         """Why a group does not pass."""
+        if _is_empty(group):
+            return "empty"
         if not self.counts(group):
             return "cut_off"
         if all(episode.score.failures for episode in group.episodes):
@@ -96,6 +103,10 @@ class SignalTest:
         if _are_equal(group.rewards):
             return "all_zero" if _are_equal((0.0, *group.rewards)) else "all_equal"
         return "equal_before_shaping" if _are_equal(group.unshaped_rewards) else "cut_off"
+
+
+def _is_empty(group: Group) -> bool:
+    return all(episode.num_delivered_tokens == 0 for episode in group.episodes)
 
 
 def _is_moved(episode: Episode) -> bool:
@@ -125,8 +136,8 @@ def _are_equal(values: Sequence[float]) -> bool:
     return high - low <= _TOLERANCE * max(1.0, abs(low), abs(high))
 
 
-DropReason = Literal["no_signal", "failed", "refused"]
-"""Why a group is dropped: no signal, a failed reward, a prompt that no generator can answer."""
+DropReason = Literal["no_signal", "empty", "failed", "refused"]
+"""Why a group is dropped: no signal, no token, a failed reward, a prompt that no generator can answer."""
 
 _TRY: Final = "give a completion to `forge rewards try`"
 _ADVICE: Final[dict[Reason, str]] = {
@@ -137,6 +148,8 @@ _ADVICE: Final[dict[Reason, str]] = {
     "equal_before_shaping": "only length terms distinguish completions: try other prompts, or "
     "rollout.no_signal=drop, which learns from length terms, too",
     "cut_off": "raise generator.sampling.max_tokens, or set rollout.mask_truncated=false",
+    "empty": "the episode's program ends before its first turn, or its clients never get an answer: try it with "
+    "`forge episode try`",
     "failed": f"correct the reward, and {_TRY} before the next run",
     "refused": "shorten the prompts, or raise training.max_seq_len; the warnings before this name each prompt",
 }

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from forge.config.episodes import EpisodeLimits
-from forge.envs.agent import EpisodeKey, EpisodeState, Policy
 from forge.envs.environment import Env, as_program
 from forge.envs.episode import EpisodeProgram, EpisodeRun, Program, run_episode
 from forge.envs.history import ChatCodec
 from forge.envs.journal import Entry, Journal
+from forge.envs.state import EpisodeKey, EpisodeState, Policy
 from forge.envs.tool_calls import ToolFormat
 from forge.errors import OptionError
 from forge.types import INITIAL_VERSION, Completion, Task, VersionSpan
@@ -53,7 +53,7 @@ class PlainChat:
 
 @dataclass
 class ScriptedPolicy:
-    """A `forge.envs.agent.Policy` with given answers.
+    """A `forge.envs.state.Policy` with given answers.
 
     Attributes:
         answers: what it says.
@@ -70,7 +70,7 @@ class ScriptedPolicy:
     prompts: list[str] = field(default_factory=list)
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.agent.Policy.sample`."""
+        """See `forge.envs.state.Policy.sample`."""
         prompt = self.codec.decode(token_ids)
         number = len(self.prompts)
         self.prompts.append(prompt.replace(_END, ""))

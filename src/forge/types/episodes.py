@@ -177,8 +177,11 @@ class Score:
 Answer: TypeAlias = Completion | Turn
 """What rewards score: a completion, or a turn of an episode. Both have `text`, `token_ids` and `finish_reason`."""
 
-EpisodeOutcome = Literal["finished", "turn_limit", "token_limit", "context_full", "tool_call_limit", "time_limit"]
-"""How the policy brought an episode to its end. `time_limit` only where the episode declares time part of the task."""
+EpisodeOutcome = Literal[
+    "finished", "truncated", "turn_limit", "token_limit", "context_full", "tool_call_limit", "time_limit"
+]
+"""How the policy brought an episode to its end. `truncated` where its environment ended it before the task was done,
+`time_limit` only where the episode declares time part of the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +254,8 @@ class Episode:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it was cut off: its last turn that was delivered by length, or the episode by a limit."""
+        """Whether it was cut off: its last turn that was delivered by length, or the episode by a limit or its
+        environment."""
         last = next((turn for turn in reversed(self.turns) if turn.is_delivered), None)
         return self.outcome != "finished" or (last is not None and last.finish_reason == "length")
 

@@ -13,7 +13,7 @@ import pytest
 from forge.cli import main
 from forge.cli.episode_inputs import read_task
 from forge.config import GRPOConfig, load
-from forge.envs.agent import EpisodeKey
+from forge.envs.state import EpisodeKey
 from forge.errors import ForgeError
 from forge.testing.generators import FakeGenerator
 from openai_serving import serving

@@ -8,14 +8,14 @@ import math
 
 import pytest
 
-from forge.envs.agent import EpisodeKey
 from forge.envs.episode import episode, run_episode
 from forge.envs.journal import Journal
 from forge.envs.limits import EpisodeLimits, EpisodeOver, Fault, ReplayMismatch
+from forge.envs.state import EpisodeKey
 from forge.envs.tools import tool
 from forge.envs.trace import rows_of
 from forge.errors import OptionError, RewardError
-from forge.types import Score
+from forge.types import Score, Task
 from scripted_policy import END, ScriptedPolicy, state_of
 
 CALL = '<tool_call>{"name": "double", "arguments": {"x": %d}}</tool_call>' + END
@@ -67,6 +67,13 @@ def test_tools_are_called_until_none_is(codec):
     assert "tool\n8<|im_end|>" in texts[2]
     assert len(rows_of(done.turns)) == 1
     assert done.counts.num_tool_calls == 2
+
+
+@pytest.mark.parametrize("ending", ["</think>It is 6.", ""])
+def test_a_call_in_the_reasoning_is_not_run(codec, ending):
+    thought = "<think>Perhaps " + (CALL % 3).removesuffix(END)
+    done = run(use_tools, ScriptedPolicy(codec, [f"{thought}{ending}{END}"]))
+    assert (done.counts.num_turns, done.counts.num_tool_calls, done.turns[0].calls) == (1, 0, ())
 
 
 def test_calls_of_one_answer_run_at_the_same_time(codec):
@@ -397,6 +404,53 @@ def test_a_limit_that_the_program_catches_is_the_outcome_all_the_same(codec):
     assert (done.outcome, done.score.reward) == ("turn_limit", 0.5)
     done = run(goes_on, policy, limits=EpisodeLimits(max_tokens=8))
     assert (done.outcome, done.score.reward) == ("token_limit", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("limits", "outcome"),
+    [({"max_turns": 2}, "turn_limit"), ({"max_tokens": 4}, "token_limit"), ({"max_tool_calls": 1}, "tool_call_limit")],
+)
+def test_after_a_limit_every_further_turn_raises_and_the_outcome_stays(codec, limits, outcome):
+    found = []
+
+    @episode
+    async def stubborn(task, agent):
+        forks = [agent.fork() for _ in range(3)]
+        found.extend(
+            await asyncio.gather(
+                *(fork.run_tools(task.messages, tools=[double], max_turns=2) for fork in forks), return_exceptions=True
+            )
+        )
+        for again in (agent, *forks, agent.fork()):
+            try:
+                found.append(await again.generate(MORE))
+            except Exception as error:  # noqa: BLE001 - as careless programs do
+                found.append(error)
+        return 1.0
+
+    done = run(stubborn, ScriptedPolicy(codec, lambda text: CALL % 1), limits=EpisodeLimits(**limits))
+    assert done.outcome == outcome
+    assert any(isinstance(each, EpisodeOver) for each in found[:3])
+    assert all(isinstance(each, EpisodeOver) and each.outcome == outcome for each in found[3:])
+    assert done.counts.num_turns == len(done.turns)
+
+
+def test_a_branch_that_was_too_long_may_continue_with_another_history(codec):
+    @episode
+    async def compact(task, agent):
+        other = agent.fork()
+        for _ in range(2):
+            with pytest.raises(EpisodeOver, match="context_full"):
+                await agent.generate([{"role": "user", "content": "A long question. " * 20}])
+        await other.generate(MORE)
+        if not task.metadata.get("gives_up"):
+            agent.replace_history(MORE)
+            await agent.generate()
+        return 1.0
+
+    policy = ScriptedPolicy(codec, lambda text: f"One.{END}", max_seq_len=60)
+    assert run(compact, policy).outcome == "finished"
+    assert run(compact, policy, task=Task("t", metadata={"gives_up": True})).outcome == "context_full"
 
 
 def test_what_a_program_leaves_running_is_cancelled_and_writes_nothing(codec):

@@ -101,6 +101,7 @@ def test_plain_answers_of_other_formats_are_given_out_at_once() -> None:
 PIECES = st.sampled_from(
     [
         *(CALL, "<tool_call>", "</tool_call>", "<tool", "word", " ", "\n", "<", '{"name": "f"}', "{", "</tool_call"),
+        *("<think>", "</think>", "<thi", "</"),
         *("é", "<|python_tag|>", "<|py", LLAMA, JSON, "```", "[", "]", ";"),
     ]
 )

@@ -11,6 +11,7 @@ from forge.envs.episode import run_episode
 from forge.envs.tools import tool
 from forge.errors import OptionError
 from forge.testing import play
+from forge.types import Episode
 from scripted_policy import END, ScriptedPolicy, state_of
 
 
@@ -24,6 +25,37 @@ def test_an_environment_is_stepped_to_its_end(codec):
     assert (done.score.reward, dict(done.turn_rewards)) == (2.0, {0: 1.0, 1: 1.0, 2: 0.0})
     assert len(done.turns) == 3
     assert [turn.parent for turn in done.turns] == [None, 0, 1]
+
+
+class Ends:
+    """Ends at its first step, as it is told."""
+
+    def __init__(self, **ending):
+        self.ending = ending
+
+    async def reset(self, task):
+        return Observation(task.messages)
+
+    async def step(self, message):
+        return Observation(**self.ending)
+
+    async def close(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("ending", "outcome", "parts"),
+    [
+        ({"reward": 0.5, "terminated": True}, "finished", {"reward": 0.5}),
+        ({"reward": 0.5, "truncated": True}, "truncated", {"reward": 0.5}),
+        ({"reward": 0.5, "terminated": True, "truncated": True}, "finished", {"reward": 0.5}),
+        ({"truncated": True}, "truncated", {"limit": -1.0}),
+    ],
+)
+def test_an_episode_that_its_environment_truncated_says_so(codec, ending, outcome, parts):
+    done = run(episode_from_env(Ends, limit_reward=-1.0, **ending), ScriptedPolicy(codec, [f"One.{END}"]))
+    assert (done.outcome, dict(done.score.parts)) == (outcome, parts)
+    assert Episode(done.task, done.turns, done.score, outcome=done.outcome).is_truncated == (outcome == "truncated")
 
 
 class Shop:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge.envs.tool_calls import MalformedCall, ToolCall, detect_format, parse_answer
+from forge.envs.tool_calls import MalformedCall, ToolCall, detect_format, opens_reasoning, parse_answer
 
 CALL = '{"name": "add", "arguments": {"x": 1, "y": "zwei"}}'
 
@@ -64,10 +64,33 @@ def test_json_calls(text):
     assert parse(text, "json").calls == (ToolCall("c_0", "add", {"x": 1, "y": "zwei"}),)
 
 
-def test_json_that_is_no_call():
-    assert parse("Four.", "json").calls == ()
-    assert isinstance(parse("[]", "json").calls[0], MalformedCall)
-    assert isinstance(parse("{", "json").calls[0], MalformedCall)
+@pytest.mark.parametrize("tool_format", ["json", "llama"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("Four.", "{", "[]", "[1, 2]", '{"answer": 3}', '{"name": "Oslo"}', '[{"answer": 3}]', '{"answer": 3} is it.'),
+        *('{"answer": ', "{4}", '```json\n{"answer": 3}\n```'),
+    ],
+)
+def test_json_that_is_no_call(text, tool_format):
+    answer = parse(text, tool_format)
+    assert answer.calls == ()
+    assert answer.text == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "add", "arguments": {"x": 1}',
+        "{'name': 'add', 'arguments': {'x': 1}}",
+        '{"type": "function", "name": "add", "arguments": {"x": }}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "add", "arguments": [1]}',
+        f"[{CALL}, 3]",
+    ],
+)
+def test_json_with_the_shape_of_a_call_that_cannot_be_read(text):
+    assert isinstance(parse(text, "json").calls[-1], MalformedCall)
 
 
 def test_a_call_as_part_of_a_message():
@@ -88,3 +111,36 @@ def test_numbers_and_characters_that_json_does_not_allow_are_malformed(value):
     ).calls
     assert isinstance(call, MalformedCall)
     assert "JSON does not allow" in call.reason
+
+
+THOUGHT = f"I could write <tool_call>{CALL}</tool_call>, or not."
+
+
+def test_a_call_in_the_reasoning_is_not_a_call():
+    answer = parse(f"<think>{THOUGHT}</think>\n\nIt is 3.")
+    assert answer.calls == ()
+    assert answer.text == f"<think>{THOUGHT}</think>\n\nIt is 3."
+
+
+def test_a_call_after_the_reasoning_is_one():
+    answer = parse(f"<think>{THOUGHT}</think>\n\n<tool_call>{CALL}</tool_call>")
+    assert [call.name for call in answer.calls] == ["add"]
+    assert answer.text == f"<think>{THOUGHT}</think>"
+
+
+def test_reasoning_that_is_never_closed_has_no_calls():
+    text = f"<think>{THOUGHT}\n<tool_call>{CALL}</tool_call>\n"
+    assert parse(text).calls == ()
+    assert parse(text).text == text
+
+
+def test_reasoning_that_the_prompt_opened():
+    text = f"{THOUGHT}</think><tool_call>{CALL}</tool_call>"
+    assert [call.name for call in parse_answer(text, "hermes", id_prefix="c", is_reasoning=True).calls] == ["add"]
+    assert opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_reasoning_in_the_arguments_of_a_call_is_an_argument():
+    (call,) = parse('<tool_call>{"name": "say", "arguments": {"text": "<think>"}}</tool_call>').calls
+    assert call == ToolCall("c_0", "say", {"text": "<think>"})

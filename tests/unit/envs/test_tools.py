@@ -302,3 +302,51 @@ def test_what_ends_the_episode_of_an_agent_in_a_tool_is_not_an_answer():
         run(call("asks_too_often"), asks_too_often)
     with pytest.raises(ReplayMismatch):
         run(call("replays"), replays)
+
+
+GOOGLE = """Find a page.
+
+Args:
+    query (str): what to look for,
+        in English.
+    limit: how many.
+
+Returns:
+    query: not an argument.
+"""
+NUMPY = """Find a page.
+
+Parameters
+----------
+query : str
+    what to look for,
+    in English.
+limit
+    how many.
+
+Returns
+-------
+query
+    not an argument.
+"""
+REST = """Find a page.
+
+:param str query: what to look for,
+    in English.
+:type limit: int
+:param limit: how many.
+:returns: query: not an argument.
+"""
+
+
+@pytest.mark.parametrize("text", [GOOGLE, NUMPY, REST])
+def test_arguments_are_described_in_every_common_style(text):
+    async def find(query: str, limit: int = 3) -> str:
+        return query
+
+    find.__doc__ = text
+    made = tool(find)
+    assert made.description == "Find a page."
+    described = made.schema["function"]["parameters"]["properties"]
+    assert described["query"]["description"] == "what to look for, in English."
+    assert described["limit"]["description"] == "how many."

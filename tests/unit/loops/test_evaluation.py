@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from episodes import make_completion
-from forge.config import EvaluationConfig, Sampling
+from forge.config import AlgorithmConfig, EpisodeConfig, EvaluationConfig, Sampling
 from forge.envs.limits import Fault
 from forge.errors import ActorFailure, ConfigError, EngineDead, PromptError
 from forge.loops.evaluation import (
@@ -22,6 +23,8 @@ from forge.loops.evaluation import (
     single_turn_attempts,
 )
 from forge.rollout.episode_source import EpisodeSource
+from forge.rollout.references import References
+from forge.rollout.rollouter import Prompts
 from forge.types import Completion, Episode, Group, Score, Task
 
 
@@ -177,21 +180,60 @@ def test_a_reward_that_is_not_there_cannot_decide() -> None:
     assert (caught.value.path, caught.value.rule) == ("evaluation.reward", "one of right, other")
 
 
+def source_of(run: Any, compare: Any = None, **keys: Any) -> EpisodeSource:
+    references = References(None, algorithm=AlgorithmConfig(), temperature=1.0)
+    config = EpisodeConfig(kind="own_episodes:dialogue", **keys)
+    prompts = cast(Prompts, None)
+    return EpisodeSource(prompts, run=run, compare=compare, references=references, config=config, group_size=2)
+
+
+def test_held_out_episodes_are_compared_and_their_faults_are_counted_apart() -> None:
+    faults = [Fault("gone", kind="sandbox"), Fault("no judge", kind="judge")]
+
+    async def run(task: Task, group: int, member: int, *, evaluation: bool) -> Episode:
+        assert evaluation
+        if (group, member) == (1, 0) and len(faults) == 2:
+            raise faults.pop(0)
+        return replace(Episode.single(task, make_completion(), Score(0.0)), member=member)
+
+    async def compare(task: Task, episodes: Sequence[Episode]) -> list[float]:
+        if len(faults) == 1:
+            raise faults.pop()
+        return [float(episode.member == 1) for episode in episodes]
+
+    source = source_of(run, compare)
+    section = EvaluationConfig(num_samples=2, temperature=1.0)
+    evaluator = Evaluator(
+        section,
+        dataset=Book(),
+        attempt=episode_attempts(section, source),
+        at_once=1,
+        take_faults=source.take_evaluation_faults,
+    )
+    found = asyncio.run(evaluator.run())
+    assert (found.reward, found.solved, found.pass_at[2]) == (0.5, 0.5, 1.0)
+    assert found.faults == {"judge": 1, "sandbox": 1}
+    assert found.values()["evaluation/num_faults"] == 2.0
+    assert found.values()["evaluation/faults/sandbox"] == 1.0
+    assert source.take_metrics() == {"episode/num_faults": 0.0}
+    assert Evaluation.read(found.plain()) == found
+    assert Evaluation.read({key: value for key, value in found.plain().items() if key != "faults"}).faults == {}
+
+
 def test_an_episode_that_fails_ends_the_other_attempts_of_its_prompt() -> None:
     cancelled = list[int]()
 
-    class Source:
-        async def run_member(self, number: int, member: int, task: Task, **options: Any) -> Episode:
-            if member == 1:
-                raise Fault("gone")
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                cancelled.append(member)
-                raise
-            raise AssertionError("never")
+    async def run(task: Task, group: int, member: int, **options: Any) -> Episode:
+        if member == 1:
+            raise Fault("gone")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(member)
+            raise
+        raise AssertionError("never")
 
-    attempt = episode_attempts(EvaluationConfig(num_samples=3, temperature=1.0), cast(EpisodeSource, Source()))
+    attempt = episode_attempts(EvaluationConfig(num_samples=3, temperature=1.0), source_of(run, max_retries=0))
 
     async def body() -> None:
         with pytest.raises(Fault, match="gone"):

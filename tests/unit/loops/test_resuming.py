@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from forge.config import GRPOConfig, SFTConfig, load
 from forge.errors import CheckpointError, DataError, ForgeError, LaunchError
@@ -243,6 +244,19 @@ def test_a_key_that_was_unknown_then_is_not_reported_as_a_change(run: Path, capl
         report_changes(config(run, "rewards.functions.0.weight=2"), run)
     assert "rewards.functions.0.weight: 1.0 -> 2.0" in caplog.text
     assert "timeout_s" not in caplog.text
+
+
+def test_arguments_that_were_added_or_removed_are_reported(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = run / "config.yaml"
+    document = yaml.safe_load(path.read_text())
+    document["episode"]["args"] = {"size": 3, "gone": 1}
+    path.write_text(yaml.safe_dump(document))
+    now = config(run)
+    now = now.model_copy(update={"episode": now.episode.model_copy(update={"args": {"size": 4, "goal": 5}})})
+    with caplog.at_level(logging.WARNING, "forge.loops"):
+        report_changes(now, run)
+    for change in ("episode.args.size: 3 -> 4", "episode.args.goal: not set -> 5", "episode.args.gone: 1 -> not set"):
+        assert change in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -533,6 +533,6 @@ def test_episodes_without_a_token_do_not_make_their_group_old() -> None:
         (number,) = await admitted(buffer)
         group = make_group(number, (0.0, 1.0), version=1)
         buffer.put(replace(group, episodes=tuple(replace(each, turns=()) for each in group.episodes)))
-        assert (buffer.counts.num_stale, buffer.uncommitted_drops) == (0, ((number, "no_signal"),))
+        assert (buffer.counts.num_stale, buffer.uncommitted_drops) == (0, ((number, "empty"),))
 
     run(body())

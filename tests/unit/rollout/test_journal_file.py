@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from forge.envs.agent import EpisodeKey
+from forge.envs.state import EpisodeKey
 from forge.rollout.journal_file import JournalFile, prune_journals
 
 KEY = EpisodeKey(1, 2, 3)

@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 import pytest
 
-from episodes import make_group
+from episodes import make_group, with_turn
 from forge.config import AlgorithmConfig, GRPOConfig, OverlongConfig, RewardConfig, RewardsConfig, RolloutConfig
 from forge.config.algorithm import AdvantageConfig, KLConfig, Preset
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
-from forge.rollout.signal import SignalTest
+from forge.rollout.signal import NoSignalGroup, SignalTest
 from forge.types import Group
 
 PRESETS = get_args(Preset)
@@ -179,7 +179,33 @@ def test_what_is_masked_or_empty_has_no_signal() -> None:
     middle = replace(cut, episodes=(cut.episodes[0], whole.episodes[1], cut.episodes[2]))
     assert (test.passes([middle]), test.counts(middle), test.reason(middle)) == (False, True, "cut_off")
     empty = make_group(0, token_ids=(), logprobs=(), versions=())
-    assert not SignalTest(GRPO).passes([empty])
+    assert (test.passes([empty]), test.reason(empty), test.outcome(empty)) == (False, "empty", "empty")
+    lost = replace(whole, episodes=tuple(with_turn(each, is_delivered=False) for each in whole.episodes))
+    assert (test.reason(lost), test.outcome(lost), test.outcome(cut)) == ("empty", "empty", "no_signal")
+
+
+@pytest.mark.parametrize("rule", ["drop", "replace", "keep"])
+def test_groups_without_a_token_are_counted_apart(rule: str) -> None:
+    seen: list[NoSignalGroup] = []
+
+    async def body() -> TakenBatch | None:
+        buffer = ReplayBuffer(
+            RolloutConfig(batch_groups=2, no_signal=rule), num_groups=3, on_no_signal=lambda each: seen.append(each)
+        )
+        for number in range(2):
+            assert await buffer.admit() == number
+        buffer.put(make_group(0, token_ids=(), logprobs=(), versions=()))
+        assert buffer.uncommitted_drops == ((0, "empty"),)
+        if rule == "replace":
+            await buffer.admit()
+            buffer.put(make_group(2))
+        buffer.put(make_group(1))
+        return await buffer.take()
+
+    taken = asyncio.run(asyncio.wait_for(body(), 600))
+    assert taken is not None
+    assert (taken.drops, taken.num_empty, taken.num_no_signal) == (((0, "empty"),), 1, 0)
+    assert [(each.outcome, each.reason) for each in seen] == [("empty", "empty")]
 
 
 def length(**keys: Any) -> RewardConfig:

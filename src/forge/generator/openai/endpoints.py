@@ -15,7 +15,7 @@ from aiohttp import web
 from forge.envs.chat_api.errors import parameter_error
 from forge.envs.chat_api.requests import RequestOptions, read_flag, read_messages, read_template
 from forge.envs.chat_api.responses import AssistantMessage, chat_logprobs, send_events, usage_of
-from forge.envs.tool_calls import CallReader
+from forge.envs.tool_calls import CallReader, opens_reasoning
 from forge.generator.openai.policy import CompletionJob, Policy
 from forge.types import Completion, Delta
 
@@ -47,7 +47,9 @@ class _ChatReply:
     def _new_message(self) -> AssistantMessage:
         if not self._reads_calls:
             return AssistantMessage()
-        return AssistantMessage(CallReader(self._policy.tool_format, id_prefix=f"call_{uuid.uuid4().hex}"))
+        is_reasoning = self._job.chat is not None and opens_reasoning(self._job.chat.text)
+        id_prefix = f"call_{uuid.uuid4().hex}"
+        return AssistantMessage(CallReader(self._policy.tool_format, id_prefix=id_prefix, is_reasoning=is_reasoning))
 
     def whole(self, completions: list[Completion]) -> dict[str, Any]:
         """Return the response, all at once."""

@@ -138,6 +138,7 @@ CHARTS: Final = (
         "Groups that taught nothing",
         (
             ("rollout/num_no_signal", "no signal"),
+            ("rollout/num_empty", "no token"),
             ("rollout/num_failed", "failed reward"),
             ("rollout/num_stale", "too stale"),
         ),

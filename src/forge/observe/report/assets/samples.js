@@ -21,7 +21,7 @@ const KINDS = {
   failed: { label: 'a reward failed', test: (item) => Object.keys(item.failures).length > 0 },
   mixed: { label: 'several versions', test: (item) => new Set(item.versions.map(([version]) => version)).size > 1 },
   ...(data.samples.items.some(isEpisode) ? {
-    limit: { label: 'ended by a limit', test: (item) => isEpisode(item) && item.ending !== 'finished' },
+    limit: { label: 'ended by a limit or truncated', test: (item) => isEpisode(item) && item.ending !== 'finished' },
     tools: { label: 'a tool call failed', test: (item) => isEpisode(item) && item.stats.num_tool_errors > 0 },
     broken: { label: 'a prefix break', test: (item) => isEpisode(item) && item.turns.some((turn) => turn.break !== null) },
     forked: { label: 'several branches', test: (item) => isEpisode(item) && new Set(item.turns.map(({ path }) => path.join('.'))).size > 1 },

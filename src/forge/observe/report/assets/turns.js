@@ -8,7 +8,7 @@ const BREAKS = {
 };
 
 const ENDINGS = {
-  finished: 'finished', turn_limit: 'turn limit', token_limit: 'token limit', context_full: 'context full',
+  finished: 'finished', truncated: 'truncated by the environment', turn_limit: 'turn limit', token_limit: 'token limit', context_full: 'context full',
   tool_call_limit: 'tool call limit', time_limit: 'time limit',
 };
 
