@@ -23,13 +23,11 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
-import contextlib
 import json
-import logging
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,8 +46,14 @@ from harness.grpo_report import (
     time_row,
 )
 from harness.plot import bars, curves
-from harness.report import machine
-from sft import ROOT, Side, make_environment
+from harness.sides import (
+    add_start_options,
+    comparison_parser,
+    parse_comparison,
+    run_comparison,
+    started,
+    trl_program,
+)
 
 TRL_SIDES: Mapping[str, tuple[str, ...]] = {
     "TRL, 1 thread": (),
@@ -85,10 +89,8 @@ def trl_command(environment: Path, plan: Plan, folder: Path, name: str) -> list[
         "learning-rate": plan.learning_rate,
         "seed": plan.seed,
     }
-    words = [word for key, value in asked.items() for word in (f"--{key}", str(value))]
-    words += ["--fixed-length"] if plan.is_fixed_length else ["--evaluate"]
-    program = ROOT / "benchmarks" / "harness" / "trl_grpo.py"
-    return [str(environment / "bin" / "python"), str(program), *words, *TRL_SIDES[name]]
+    kind = "--fixed-length" if plan.is_fixed_length else "--evaluate"
+    return [*trl_program(environment, "trl_grpo.py", asked), kind, *TRL_SIDES[name]]
 
 
 def commands(names: Sequence[str], plan: Plan, folder: Path, environment: Path | None) -> dict[str, list[str]]:
@@ -105,29 +107,6 @@ def commands(names: Sequence[str], plan: Plan, folder: Path, environment: Path |
     return found
 
 
-def finish(side: Side) -> dict[str, Any]:
-    """Let a side end in order, and return what it says last."""
-    side._pipe(side.process.stdin).close()
-    side.last = side.read_until("done")
-    side.process.wait(timeout=120)
-    return side.last
-
-
-@contextlib.contextmanager
-def started(wanted: Mapping[str, Sequence[str]], folder: Path) -> Iterator[list[Side]]:
-    """All sides before their first step, started one after the other; gone afterwards, whatever happens."""
-    sides: list[Side] = []
-    try:
-        for number, (name, command) in enumerate(wanted.items()):
-            threads = 2 if "2 threads" in name else 1
-            sides.append(Side.start(name, command, folder / f"side{number}.log", threads=threads))
-            sides[-1].windows.append(sides[-1].read_until("window"))
-        yield sides
-    finally:
-        for side in sides:
-            side.stop()
-
-
 # ---- measuring
 
 
@@ -139,7 +118,7 @@ def measure_speed(plan: Plan, folder: Path, wanted: Mapping[str, Sequence[str]])
                 side.windows.append(side.take_turn())
             shown = "; ".join(f"{side.name} {_rate(side.windows[-1]):.1f}" for side in sides)
             _tell(f"round {number + 1} of {plan.num_warm + plan.num_rounds}, samples/s: {shown}")
-        lasts = {side.name: finish(side) for side in sides}
+        lasts = {side.name: side.finish() for side in sides}
     windows = {side.name: side.windows[1 + plan.num_warm :] for side in sides}
     ours = [name for name in windows if name in SIDES]
     peers = [name for name in windows if name in TRL_SIDES]
@@ -166,7 +145,7 @@ def measure_time(plan: Plan, folder: Path, wanted: Mapping[str, Sequence[str]]) 
             if not left:
                 break
         for side in sides:
-            finish(side)
+            side.finish()
     return {side.name: curve(side.windows) for side in sides}
 
 
@@ -234,31 +213,16 @@ def draw(found: Mapping[str, Any], folder: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n\n")[0].split()))
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a tiny model; figures mean little")
-    parser.add_argument("--with-trl", action="store_true", help="compare with TRL, installed into .venv-trl if need be")
-    parser.add_argument("--trl-venv", type=Path, help="compare with TRL in this environment")
+    parser = comparison_parser(__doc__)
+    which = "of the speed, and which TRL the time is compared with; default: all but the last"
+    add_start_options(parser, sides=[*SIDES, *TRL_SIDES], which=which)
     parser.add_argument("--model", choices=("5m", "30m"), default="5m", help="weights; default: %(default)s")
     parser.add_argument("--only", choices=("speed", "time"), help="one of the two questions")
-    sides = "of the speed, and which TRL the time is compared with; default: all but the last"
-    parser.add_argument("--sides", nargs="+", choices=[*SIDES, *TRL_SIDES], help=sides)
-    parser.add_argument("--rounds", type=int, help="windows of each side")
-    parser.add_argument("--window", type=int, help="steps of a window")
     parser.add_argument("--goal", type=float, default=0.7, help="held-out accuracy; default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each side to it; default: %(default)s")
     parser.add_argument("--time-window", type=int, default=5, help="steps between evaluations; default: %(default)s")
-    parser.add_argument("--start", type=Path, help="a model that --keep-start kept: nothing is taught again")
-    parser.add_argument("--keep-start", type=Path, help="keep the model that all sides begin with in this new folder")
     parser.add_argument("--plots", type=Path, help="draw what was measured into this folder, as SVG")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal was missed")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of our sides")
-    chosen = parser.parse_args()
-    if chosen.trl_venv is not None and not (chosen.trl_venv / "bin" / "python").exists():
-        parser.error(f"--trl-venv {chosen.trl_venv}: no environment there; --with-trl makes one")
-    return chosen
+    return parse_comparison(parser)
 
 
 def plan_of(chosen: argparse.Namespace) -> Plan:
@@ -271,26 +235,13 @@ def plan_of(chosen: argparse.Namespace) -> Plan:
 
 def main() -> int:
     chosen = parse_arguments()
-    logging.getLogger("forge").setLevel(logging.ERROR)
-    if chosen.serve is not None:
-        serve(chosen.serve, Plan(**json.loads((chosen.serve / "plan.json").read_text())), chosen.side)
-        return 0
-    environment: Path | None = chosen.trl_venv
-    if environment is None and chosen.with_trl:
-        environment = ROOT / ".venv-trl"
-        make_environment(environment)
-    found = {"machine": machine(), **measure(plan_of(chosen), chosen, environment)}
-    found["machine"]["load_after"] = os.getloadavg()[0]
-    print(", ".join(f"{name} {value}" for name, value in found["machine"].items()) + f"\n\n{report(found)}")
-    if environment is None:
-        print("\nTRL: not measured: pass --with-trl")
-    if chosen.plots is not None:
-        draw(found, chosen.plots)
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(found, indent=1) + "\n")
-    missed = [row["what"] for row in found["rows"] if row["met"] is False]
-    print("\n" + ("goals missed: " + "; ".join(missed) if missed else "every goal measured was met"))
-    return 1 if chosen.check and missed else 0
+    return run_comparison(
+        chosen,
+        serve=lambda folder, plan: serve(folder, Plan(**plan), chosen.side),
+        measure=lambda environment: measure(plan_of(chosen), chosen, environment),
+        report=report,
+        draw=None if chosen.plots is None else lambda found: draw(found, chosen.plots),
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ Both train the same model (Qwen3's shape, 4.5 million weights, made here) on the
 reward and chat template, on a CPU in float32, with the same AdamW, clipped token-mean loss, temperature 0.5 and no
 reference model. An episode is four turns: three calls of the tool, then an answer. Ours is a program that calls
 `agent.run_tools`, named by `episode.kind`, with default records and metrics. TRL runs `GRPOTrainer(tools=[...])` in an
-environment of its own and generates with transformers. Both sides are measured at 1 and at 2 threads.
+environment of its own and generates with transformers. Both sides are measured at 1 and at 2 threads, ours also with
+the generator a step ahead on a core of its own.
 
 A model with random weights calls no tool. So all sides start from one that was trained here on demonstrations of such
 episodes, before anything is measured, and then learn at a rate of 1e-6, which changes nothing that could be seen: both
@@ -23,7 +24,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
 import json
-import logging
 import shutil
 import sys
 import tempfile
@@ -32,13 +32,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from grpo import finish, started
 from harness.grpo_plan import SHAPE_5M, SHAPE_QUICK
 from harness.grpo_report import best_of, compare, rates, side_summary
-from harness.report import machine, table, verdict
+from harness.report import table, verdict
+from harness.sides import (
+    add_start_options,
+    comparison_parser,
+    parse_comparison,
+    run_comparison,
+    started,
+    trl_program,
+)
 from harness.tools_ours import SIDES, serve, settings_of
 from harness.tools_plan import MAX_TURNS, ToolsPlan, prepare
-from sft import ROOT, make_environment
 
 GOAL, TOLERANCE = 3.0, 0.02
 TRL_SIDES: Mapping[str, int] = {"TRL, 1 thread": 1, "TRL, 2 threads": 2}
@@ -65,8 +71,7 @@ def trl_command(environment: Path, plan: ToolsPlan, folder: Path, name: str) -> 
         "seed": plan.seed,
         "threads": TRL_SIDES[name],
     }
-    words = [word for key, value in asked.items() for word in (f"--{key}", str(value))]
-    return [str(environment / "bin" / "python"), str(ROOT / "benchmarks" / "harness" / "trl_tools.py"), *words]
+    return trl_program(environment, "trl_tools.py", asked)
 
 
 def commands(names: Sequence[str], plan: ToolsPlan, folder: Path, environment: Path | None) -> dict[str, list[str]]:
@@ -98,7 +103,7 @@ def measure(plan: ToolsPlan, chosen: argparse.Namespace, environment: Path | Non
                 shown = "; ".join(f"{side.name} {rates(side.windows[-1:])[0]:.2f}" for side in sides)
                 line = f"round {number + 1} of {plan.num_warm + plan.num_rounds}, samples/s: {shown}"
                 print(line, file=sys.stderr, flush=True)
-            lasts = {side.name: finish(side) for side in sides}
+            lasts = {side.name: side.finish() for side in sides}
     windows = {side.name: side.windows[1 + plan.num_warm :] for side in sides}
     found["sides"] = {name: side_summary(taken, lasts[name]) for name, taken in windows.items()}
     found["rows"] = [*ratio_rows(windows), *agreement_rows(found["sides"])]
@@ -181,25 +186,10 @@ def report(found: Mapping[str, Any]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=" ".join((__doc__ or "").split("\n\n")[0].split()))
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a tiny model; figures mean little")
-    parser.add_argument("--with-trl", action="store_true", help="compare with TRL, installed into .venv-trl if need be")
-    parser.add_argument("--trl-venv", type=Path, help="compare with TRL in this environment")
-    parser.add_argument("--sides", nargs="+", choices=[*SIDES, *TRL_SIDES], help="default: all")
-    parser.add_argument("--rounds", type=int, help="windows of each side")
-    parser.add_argument("--window", type=int, help="steps of a window")
+    parser = comparison_parser(__doc__)
+    add_start_options(parser, sides=[*SIDES, *TRL_SIDES], which="default: all")
     parser.add_argument("--prompts", type=int, help="prompts of a step")
-    parser.add_argument("--start", type=Path, help="a model that --keep-start kept, instead of training one")
-    parser.add_argument("--keep-start", type=Path, help="keep the model that all sides start from in this new folder")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal was missed")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of our sides")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--side", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.trl_venv is not None and not (chosen.trl_venv / "bin" / "python").exists():
-        parser.error(f"--trl-venv {chosen.trl_venv}: no environment there; --with-trl makes one")
-    return chosen
+    return parse_comparison(parser)
 
 
 def plan_of(chosen: argparse.Namespace) -> ToolsPlan:
@@ -211,24 +201,12 @@ def plan_of(chosen: argparse.Namespace) -> ToolsPlan:
 
 def main() -> int:
     chosen = parse_arguments()
-    logging.getLogger("forge").setLevel(logging.ERROR)
-    if chosen.serve is not None:
-        serve(chosen.serve, ToolsPlan(**json.loads((chosen.serve / "plan.json").read_text())), chosen.side)
-        return 0
-    environment: Path | None = chosen.trl_venv
-    if environment is None and chosen.with_trl:
-        environment = ROOT / ".venv-trl"
-        make_environment(environment)
-    found = {"machine": machine(), **measure(plan_of(chosen), chosen, environment)}
-    found["machine"]["load_after"] = os.getloadavg()[0]
-    print(", ".join(f"{name} {value}" for name, value in found["machine"].items()) + f"\n\n{report(found)}")
-    if environment is None:
-        print("\nTRL: not measured: pass --with-trl")
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(found, indent=1) + "\n")
-    missed = [row["what"] for row in found["rows"] if row["met"] is False]
-    print("\n" + ("goals missed: " + "; ".join(missed) if missed else "every goal measured was met"))
-    return 1 if chosen.check and missed else 0
+    return run_comparison(
+        chosen,
+        serve=lambda folder, plan: serve(folder, ToolsPlan(**plan), chosen.side),
+        measure=lambda environment: measure(plan_of(chosen), chosen, environment),
+        report=report,
+    )
 
 
 if __name__ == "__main__":

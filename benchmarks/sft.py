@@ -19,26 +19,22 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
-import contextlib
 import json
-import logging
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any
 
-from harness.report import machine, table, verdict
+from harness.report import table, verdict
 from harness.sft_ours import serve, settings_of
 from harness.sft_plan import Plan, prepare
+from harness.sides import Side, comparison_parser, parse_comparison, run_comparison, started, trl_program
 from harness.throughput import quartiles
 
-ROOT = Path(__file__).resolve().parent.parent
-TRL_PACKAGES = ("torch==2.13.0", "trl==1.16.0", "transformers==5.22.2", "accelerate==1.15.0", "datasets==5.2.0")
 TRL_MODES = {
     "TRL, packed": ("packed", "random"),
     "TRL, padded, similar lengths together": ("padded", "group_by_length"),
@@ -66,22 +62,6 @@ QUICK = Plan({"num_layers": 2}, longest=256, num_rounds=3, num_warm=1, num_marks
 # ---- TRL's side
 
 
-def make_environment(folder: Path) -> None:
-    """An environment with TRL, made once; releases are pinned, and torch is the one that we use."""
-    python = folder / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    wanted = [package.partition("==")[::2] for package in TRL_PACKAGES]
-    probe = (
-        "from importlib.metadata import version as v; import sys; print(*(v(n).split('+')[0] for n in sys.argv[1:]))"
-    )
-    names, versions = zip(*wanted, strict=True)
-    found = subprocess.run([str(python), "-c", probe, *names], capture_output=True, text=True)
-    if found.stdout.split() != list(versions):
-        print(f"installing {' '.join(TRL_PACKAGES)} into {folder.name}", file=sys.stderr, flush=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *TRL_PACKAGES], check=True)
-
-
 def trl_command(environment: Path, plan: Plan, folder: Path, name: str) -> list[str]:
     mode, order = TRL_MODES[name]
     rows, accumulation = (1, plan.num_rows) if mode == "packed" else (PADDED_ROWS, 2)
@@ -100,138 +80,67 @@ def trl_command(environment: Path, plan: Plan, folder: Path, name: str) -> list[
         "validate-every-tokens": plan.validate_every_tokens,
         "threads": plan.threads,
     }
-    words = [word for key, value in asked.items() for word in (f"--{key}", str(value))]
-    return [str(environment / "bin" / "python"), str(ROOT / "benchmarks/harness/trl_sft.py"), "--take-turns", *words]
+    return [*trl_program(environment, "trl_sft.py", asked), "--take-turns"]
+
+
+def commands(plan: Plan, folder: Path, environment: Path | None) -> dict[str, list[str]]:
+    """Return what starts each of the sides."""
+    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
+    found = {OURS: [sys.executable, str(Path(__file__).resolve()), "--serve", str(folder)]}
+    if environment is not None:
+        found |= {name: trl_command(environment, plan, folder, name) for name in TRL_MODES}
+    return found
 
 
 # ---- measuring
-
-
-@dataclass
-class Side:
-    """A process that trains for one window whenever it is told to."""
-
-    name: str
-    process: subprocess.Popen[str]
-    log: Path
-    windows: list[dict[str, Any]] = field(default_factory=list)
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def start(cls, name: str, command: Sequence[str], log: Path, *, threads: int) -> Self:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        pipe = subprocess.PIPE
-        with log.open("w") as errors:
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment)
-        return cls(name, process, log)
-
-    def take_turn(self) -> dict[str, Any]:
-        self._tell()
-        return self.read_until("window")
-
-    def finish(self) -> None:
-        """Let it validate for the last time and end."""
-        self._tell()
-        self.last = self.read_until("done")
-        self._pipe(self.process.stdin).close()
-        self.process.wait(timeout=120)
-
-    def stop(self) -> None:
-        """See that the process is gone: it ends in order when nobody is left to tell it to go on."""
-        with contextlib.suppress(OSError):
-            self._pipe(self.process.stdin).close()
-        for end in (self.process.terminate, self.process.kill):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(timeout=60)
-            end()
-        self.process.wait()
-
-    def read_until(self, event: str) -> dict[str, Any]:
-        for line in self._pipe(self.process.stdout):
-            if not line.startswith('{"event"'):
-                continue  # a line for people
-            found: dict[str, Any] = json.loads(line)
-            if found["event"] == "validation":
-                self.curve.append((found["tokens"], found["loss"]))
-            if found["event"] == event:
-                return found
-        self.process.wait()
-        raise RuntimeError(f"{self.name}: ended before its {event}\n{self.log.read_text()[-4000:]}")
-
-    def _tell(self) -> None:
-        stream = self._pipe(self.process.stdin)
-        stream.write("\n")
-        stream.flush()
-
-    @staticmethod
-    def _pipe(stream: IO[str] | None) -> IO[str]:
-        assert stream is not None
-        return stream
-
-    def summary(self) -> dict[str, Any]:
-        tokens = sum(window["tokens"] for window in self.windows)
-        rates = self.rates
-        return {
-            "tokens_per_s": statistics.median(rates),
-            "tokens_per_s_best": max(rates),
-            "tokens_per_cpu_s": tokens / sum(window["cpu_seconds"] for window in self.windows),
-            "windows": self.windows,
-            "curve": self.curve,
-            "last": self.last,
-        }
-
-    @property
-    def rates(self) -> list[float]:
-        return [window["tokens"] / window["seconds"] for window in self.windows]
-
-
-@contextlib.contextmanager
-def started(plan: Plan, folder: Path, environment: Path | None) -> Iterator[list[Side]]:
-    """All sides after their first window, started one after the other; they are gone afterwards, whatever happens."""
-    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
-    commands = {OURS: [sys.executable, str(Path(__file__).resolve()), "--serve", str(folder)]}
-    if environment is not None:
-        commands |= {name: trl_command(environment, plan, folder, name) for name in TRL_MODES}
-    sides: list[Side] = []
-    try:
-        for number, (name, command) in enumerate(commands.items()):
-            sides.append(Side.start(name, command, folder / f"side{number}.log", threads=plan.threads))
-            sides[-1].read_until("window")
-        yield sides
-    finally:
-        for side in sides:
-            side.stop()
 
 
 def measure(plan: Plan, environment: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="forge-sft-") as name:
         folder = Path(name)
         data = prepare(folder, plan)
-        with started(plan, folder, environment) as sides:
+        with started(commands(plan, folder, environment), folder, threads=plan.threads) as sides:
+            for side in sides:
+                side.windows.clear()  # the first window warms up
             for number in range(1, plan.num_warm + plan.num_rounds):
-                rates = []
+                shown = []
                 for side in sides if number % 2 else sides[::-1]:
                     window = side.take_turn()
-                    rates.append(f"{side.name} {window['tokens'] / window['seconds']:,.0f}")
+                    shown.append(f"{side.name} {window['tokens'] / window['seconds']:,.0f}")
                     if number >= plan.num_warm:
                         side.windows.append(window)
-                progress = f"window {number + 1} of {plan.num_warm + plan.num_rounds}, tokens/s: {'; '.join(rates)}"
+                progress = f"window {number + 1} of {plan.num_warm + plan.num_rounds}, tokens/s: {'; '.join(shown)}"
                 print(progress, file=sys.stderr, flush=True)
             for side in sides:
-                side.finish()
+                side.finish(with_turn=True)
     return {
         "plan": asdict(plan),
         "settings": [word for word in settings_of(plan, Path()) if "=." not in word and "path" not in word],
         "data": data,
-        "sides": {side.name: side.summary() for side in sides},
+        "sides": {side.name: summary(side) for side in sides},
         "rows": [compare(sides[0], side) for side in sides[1:]],
         "curves": curves(sides),
     }
 
 
+def rates(side: Side) -> list[float]:
+    return [window["tokens"] / window["seconds"] for window in side.windows]
+
+
+def summary(side: Side) -> dict[str, Any]:
+    tokens = sum(window["tokens"] for window in side.windows)
+    return {
+        "tokens_per_s": statistics.median(rates(side)),
+        "tokens_per_s_best": max(rates(side)),
+        "tokens_per_cpu_s": tokens / sum(window["cpu_seconds"] for window in side.windows),
+        "windows": side.windows,
+        "curve": side.curve,
+        "last": side.last,
+    }
+
+
 def compare(ours: Side, peer: Side) -> dict[str, Any]:
-    low, median, high = quartiles(sorted(a / b for a, b in zip(ours.rates, peer.rates, strict=True)))
+    low, median, high = quartiles(sorted(a / b for a, b in zip(rates(ours), rates(peer), strict=True)))
     goal = GOAL_PADDED if peer.name == PADDED else GOAL_BEST
     return {"what": peer.name, "ratio": median, "ratio_quartiles": [low, high], "goal": goal, "met": median >= goal}
 
@@ -287,45 +196,26 @@ def _described(found: dict[str, Any]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a smoke run of a tiny model; figures mean little")
-    parser.add_argument("--with-trl", action="store_true", help="compare with TRL, installed into .venv-trl if need be")
-    parser.add_argument("--trl-venv", type=Path, help="compare with TRL in this environment")
+    parser = comparison_parser(__doc__)
     parser.add_argument("--threads", type=int, default=1, help="of each side; default: %(default)s")
-    parser.add_argument("--rounds", type=int, help="windows of each side")
-    parser.add_argument("--json", type=Path, help="write everything measured to this file")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a goal was missed")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("settings", nargs="*", help="of our side, such as training.compile=true")
-    chosen = parser.parse_args()
-    if chosen.trl_venv is not None and not (chosen.trl_venv / "bin" / "python").exists():
-        parser.error(f"--trl-venv {chosen.trl_venv}: no environment there; --with-trl makes one")
-    return chosen
+    return parse_comparison(parser)
+
+
+def plan_of(chosen: argparse.Namespace) -> Plan:
+    """Return the plan that the command line asks for."""
+    plan = replace(QUICK if chosen.quick else FULL, threads=chosen.threads, settings=tuple(chosen.settings))
+    return replace(plan, num_rounds=chosen.rounds) if chosen.rounds else plan
 
 
 def main() -> int:
     chosen = parse_arguments()
-    logging.getLogger("forge").setLevel(logging.ERROR)
-    if chosen.serve is not None:
-        serve(chosen.serve, Plan(**json.loads((chosen.serve / "plan.json").read_text())))
-        return 0
-    environment: Path | None = chosen.trl_venv
-    if environment is None and chosen.with_trl:
-        environment = ROOT / ".venv-trl"
-        make_environment(environment)
-    plan = replace(QUICK if chosen.quick else FULL, threads=chosen.threads, settings=tuple(chosen.settings))
-    if chosen.rounds:
-        plan = replace(plan, num_rounds=chosen.rounds)
-    found = {"machine": machine(), **measure(plan, environment)}
-    found["machine"]["load_after"] = os.getloadavg()[0]
-    print(", ".join(f"{name} {value}" for name, value in found["machine"].items()) + f"\n\n{report(found)}")
-    if environment is None:
-        print("\nTRL: not measured: pass --with-trl")
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(found, indent=1) + "\n")
-    missed = [row["what"] for row in found["rows"] if not row["met"]]
-    print("\n" + ("goals missed: " + "; ".join(missed) if missed else "every goal measured was met"))
-    return 1 if chosen.check and missed else 0
+    return run_comparison(
+        chosen,
+        serve=lambda folder, plan: serve(folder, Plan(**plan)),
+        measure=lambda environment: measure(plan_of(chosen), environment),
+        report=report,
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from forge.config import ForgeConfig, GRPOConfig, PolicyConfig, SFTConfig
+from forge.config import EvalConfig, ForgeConfig, GRPOConfig, PolicyConfig, SFTConfig
 from forge.config.fields import elements_of, sections_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "config.md"
@@ -46,6 +46,13 @@ What `forge.config.GRPOConfig` adds for `apps/grpo`; see [the guide](../guides/g
 `rollout.batch_groups` groups.
 """
 
+EVAL_HEADER = """\
+# Evaluation
+
+What `forge.config.EvalConfig` adds for `forge eval`; see [the guide](../guides/evaluation.md). The sections `prompts`,
+`rewards` and `episode` are those of reinforcement learning, and `generator` is that of generation.
+"""
+
 
 def make_page() -> str:
     """The whole page."""
@@ -54,6 +61,8 @@ def make_page() -> str:
     elsewhere = {section for schema in (SFTConfig, PolicyConfig) for _, section in _added(schema)}
     own = [(path, section) for path, section in _added(GRPOConfig) if section not in elsewhere]
     pages += [GRPO_HEADER, *_keys(GRPOConfig), *_sections(own)]
+    elsewhere |= {section for _, section in _added(GRPOConfig)}
+    pages += [EVAL_HEADER, *_sections([each for each in _added(EvalConfig) if each[1] not in elsewhere])]
     return "\n".join(pages).rstrip() + "\n"
 
 

@@ -3,6 +3,7 @@
     python scripts/run_tests.py --limit-s 5400 -n 2 tests/unit
 
 Tests start hundreds of processes. They share compiled modules in `__pycache__`, whatever PYTHONDONTWRITEBYTECODE says.
+Threads of OpenMP sleep while they wait: those that spin take the cores from the tests of other workers.
 
 All other arguments go to pytest, and its exit status is the result. With -n, each worker runs whole files, and is
 replaced when it dies, however often. A run that exceeds the limit, or that gets SIGTERM, is interrupted as by Ctrl-C:
@@ -45,6 +46,7 @@ class Run:
         self.status = STOPPED
         self.ended, self.all_ended = threading.Event(), threading.Event()
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
         self._pid = os.posix_spawn(command[0], command, environment, setsigdef=ENDING_SIGNALS)
         threading.Thread(target=self._reap, daemon=True).start()
 

@@ -14,8 +14,10 @@ from harness.tools_plan import MAX_TURNS, ToolsPlan, is_right, open_box
 SIDES = {
     "ours, 1 thread": ("placement=shared",),
     "ours, 2 threads": ("placement=shared", "distributed.num_threads=2"),
+    "ours, asynchronous, staleness 1": ("placement=apart", "rollout.staleness=1"),
 }
-"""Synchronous, with trainer and generator in one process; another one runs the episodes."""
+"""The first two are synchronous, with trainer and generator in one process. In the last they have a core each. Another
+process runs the episodes."""
 
 
 @forge.episode

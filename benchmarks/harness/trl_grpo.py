@@ -21,6 +21,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,14 +171,11 @@ class Meter:
         self._wall, self._cpu_s = time.perf_counter(), time.process_time()
 
 
-def build_trainer(args: argparse.Namespace, folder: str) -> Any:
+def open_trainer(model: Path, meter: Meter, records: list[dict[str, Any]], **options: Any) -> Any:
+    """Return a `GRPOTrainer` on these records that reports windows. `options` are further ones of the trainer."""
     from datasets import Dataset
-    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+    from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOTrainer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    judge = Judge(tokenizer, args.heldout, max_tokens=args.max_tokens) if args.evaluate else None
-    meter = Meter(window=args.window, judge=judge)
 
     class MeteredTrainer(GRPOTrainer):  # type: ignore[misc]
         """Counts what goes through the model for the loss."""
@@ -196,30 +194,40 @@ def build_trainer(args: argparse.Namespace, folder: str) -> Any:
             if not meter.step_ended(named["model"]):
                 control.should_training_stop = True
 
-    questions = read_questions(args.prompts)
-    records = [{"prompt": as_messages(each["prompt"]), "answer": each["answer"]} for each in questions]
-    trainer = MeteredTrainer(
-        model=str(args.model),
-        reward_funcs=right,
-        args=build_config(args, folder),
-        train_dataset=Dataset.from_list(records),
-        processing_class=tokenizer,
-        callbacks=[Watch()],
-    )
+    trainer = MeteredTrainer(model=str(model), train_dataset=Dataset.from_list(records), callbacks=[Watch()], **options)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def main() -> None:
-    args = parse_arguments()
+def build_trainer(args: argparse.Namespace, folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    judge = Judge(tokenizer, args.heldout, max_tokens=args.max_tokens) if args.evaluate else None
+    questions = read_questions(args.prompts)
+    return open_trainer(
+        args.model,
+        Meter(window=args.window, judge=judge),
+        [{"prompt": as_messages(each["prompt"]), "answer": each["answer"]} for each in questions],
+        reward_funcs=right,
+        args=build_config(args, folder),
+        processing_class=tokenizer,
+    )
+
+
+def run_side(threads: int, build: Callable[[str], Any], last: Callable[[], dict[str, Any]] = dict) -> None:
+    """Train until the measuring program ends it, and report `done`. `build` gets a folder and returns the trainer.
+
+    `last` returns what else is reported.
+    """
     import torch
     import transformers
     import trl
 
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(args, folder)
+        trainer = build(folder)
         trainer.train()
     say(
         "done",
@@ -229,27 +237,39 @@ def main() -> None:
         threads=torch.get_num_threads(),
         parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
         log=trainer.state.log_history[-1:],
+        **last(),
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train with TRL's GRPOTrainer on a CPU and print JSON lines.")
+def side_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser that knows the options of every side of TRL's."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model with its tokenizer")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of prompts and answers to train on")
-    parser.add_argument("--heldout", type=Path, required=True, help="JSONL file of held-out ones")
     parser.add_argument("--prompts-per-step", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=8, help="completions of each prompt")
-    parser.add_argument("--max-tokens", type=int, default=32, help="new tokens of a completion")
-    parser.add_argument("--fixed-length", action="store_true", help="exactly so many")
+    parser.add_argument("--group-size", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--rows", type=int, default=0, help="samples that go through the model at once; 0 for all")
     parser.add_argument("--window", type=int, default=4, help="steps of a window")
     parser.add_argument("--most-steps", type=int, default=1_000_000)
-    parser.add_argument("--evaluate", action="store_true", help="ask the held-out questions at each window's end")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--continuous-batching", action="store_true", help="generate with continuous batching")
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main() -> None:
+    args = parse_arguments()
+    run_side(args.threads, lambda folder: build_trainer(args, folder))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = side_parser("Train with TRL's GRPOTrainer on a CPU and print JSON lines.")
+    parser.add_argument("--heldout", type=Path, required=True, help="JSONL file of held-out prompts and answers")
+    parser.add_argument("--max-tokens", type=int, default=32, help="new tokens of a completion")
+    parser.add_argument("--fixed-length", action="store_true", help="exactly so many")
+    parser.add_argument("--evaluate", action="store_true", help="ask the held-out questions at each window's end")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--continuous-batching", action="store_true", help="generate with continuous batching")
     return parser.parse_args()
 
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import trl_grpo
-from trl_grpo import Meter, say
+from trl_grpo import Meter
 
 from harness.tools_plan import MAX_TURNS, is_right, open_box, read_tasks
 
@@ -43,16 +42,18 @@ def build_config(args: argparse.Namespace, folder: str) -> Any:
     return config
 
 
-class Counted:
-    """What episodes had, over all that the loss was computed on."""
+class Counted(Meter):
+    """Counts what episodes had as well, over all that the loss was computed on."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, window: int) -> None:
+        super().__init__(window=window, judge=None)
         self.num_samples = self.num_turns = self.num_sampled = self.num_observed = 0
 
-    def add(self, inputs: dict[str, Any]) -> None:
+    def count(self, inputs: dict[str, Any]) -> None:
         """Count from the masks: each run of sampled tokens is a turn, and tool results lie between them."""
         read = inputs["completion_mask"]
         mask = read * inputs["tool_mask"]
+        super().count({**inputs, "completion_mask": mask})
         starts = mask.clone()
         starts[:, 1:] *= 1 - mask[:, :-1]
         self.num_samples += mask.shape[0]
@@ -66,89 +67,38 @@ class Counted:
         return {name: getattr(self, name) / max(self.num_samples, 1) for name in names}
 
 
-def build_trainer(args: argparse.Namespace, folder: str, counted: Counted) -> Any:
-    from datasets import Dataset
-    from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
-    from trl import GRPOTrainer
+def build_trainer(args: argparse.Namespace, folder: str, meter: Counted) -> Any:
+    from transformers import AutoTokenizer
     from trl.chat_template_utils import qwen3_template
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.response_template = qwen3_template  # TRL knows it for Qwen's own templates only
-    meter = Meter(window=args.window, judge=None)
-
-    class MeteredTrainer(GRPOTrainer):  # type: ignore[misc]
-        """Counts what goes through the model for the loss."""
-
-        def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
-            meter.count({**inputs, "completion_mask": inputs["completion_mask"] * inputs["tool_mask"]})
-            counted.add(inputs)
-            return super().compute_loss(model, inputs, *rest, **named)
-
-    class Watch(TrainerCallback):  # type: ignore[misc]
-        """Closes windows."""
-
-        def on_train_begin(self, _args: Any, _state: Any, control: Any, **named: Any) -> None:
-            control.should_training_stop = not meter.begin(named["model"])
-
-        def on_step_end(self, _args: Any, _state: Any, control: Any, **named: Any) -> None:
-            if not meter.step_ended(named["model"]):
-                control.should_training_stop = True
-
-    records = [{"prompt": each["messages"], "answer": each["answer"]} for each in read_tasks(args.prompts)]
-    trainer = MeteredTrainer(
-        model=str(args.model),
+    return trl_grpo.open_trainer(
+        args.model,
+        meter,
+        [{"prompt": each["messages"], "answer": each["answer"]} for each in read_tasks(args.prompts)],
         reward_funcs=right,
         args=build_config(args, folder),
-        train_dataset=Dataset.from_list(records),
         processing_class=tokenizer,
         tools=[open_box],
-        callbacks=[Watch()],
     )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 def main() -> None:
     args = parse_arguments()
-    import torch
-    import transformers
-    import trl
-
-    torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()
-    counted = Counted()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = build_trainer(args, folder, counted)
-        trainer.train()
-    say(
-        "done",
-        trl=trl.__version__,
-        transformers=transformers.__version__,
-        torch=torch.__version__,
-        threads=torch.get_num_threads(),
-        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
-        episodes=counted.means(),
-        log=trainer.state.log_history[-1:],
+    meter = Counted(window=args.window)
+    trl_grpo.run_side(
+        args.threads, lambda folder: build_trainer(args, folder, meter), lambda: {"episodes": meter.means()}
     )
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train with TRL's tool loop on a CPU and print JSON lines.")
-    parser.add_argument("--model", type=Path, required=True, help="folder of a Hugging Face model with its tokenizer")
-    parser.add_argument("--prompts", type=Path, required=True, help="JSONL file of messages and answers")
-    parser.add_argument("--prompts-per-step", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=8, help="episodes of each prompt")
+    parser = trl_grpo.side_parser("Train with TRL's tool loop on a CPU and print JSON lines.")
     parser.add_argument("--max-tokens", type=int, default=72, help="new tokens of a turn, at most")
     parser.add_argument("--max-completion-tokens", type=int, default=288, help="tokens after the prompt, at most")
-    parser.add_argument("--rows", type=int, default=0, help="samples that go through the model at once; 0 for all")
-    parser.add_argument("--window", type=int, default=2, help="steps of a window")
-    parser.add_argument("--most-steps", type=int, default=1_000_000)
     parser.add_argument("--temperature", type=float, default=0.5)
     parser.add_argument("--learning-rate", type=float, default=1e-6)
-    parser.add_argument("--attention", default="sdpa")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.set_defaults(fixed_length=False, continuous_batching=False)
+    parser.set_defaults(window=2, fixed_length=False, continuous_batching=False)
     return parser.parse_args()
 
 

@@ -16,7 +16,7 @@ from forge._lazy import lazy_names
 
 if TYPE_CHECKING:
     from forge._version import __version__
-    from forge.config import GeneratorConfig, GRPOConfig, Sampling
+    from forge.config import EvalConfig, GeneratorConfig, GRPOConfig, Sampling
     from forge.envs.agent import Agent
     from forge.envs.environment import Env, Observation, episode_from_env
     from forge.envs.episode import episode
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forge.envs.tools import Tool, tool
     from forge.errors import ActorFailure
     from forge.generator.actor import Generator
+    from forge.loops.evals.running import evaluate
     from forge.observe import Reduce, record_metric
     from forge.rollout.buffer import ReplayBuffer
     from forge.rollout.reward_actor import RewardActor
@@ -45,6 +46,7 @@ __all__ = [
     "Completion",
     "Env",
     "Episode",
+    "EvalConfig",
     "Fault",
     "ForgeActor",
     "GRPOConfig",
@@ -69,6 +71,7 @@ __all__ = [
     "endpoint",
     "episode",
     "episode_from_env",
+    "evaluate",
     "record_metric",
     "run",
     "sandbox",
@@ -91,7 +94,8 @@ _lazy = lazy_names(
         "forge.envs.tools": "Tool tool",
         "forge.types": "Batch Completion Episode Group Sample Score StepResult Task Turn",
         "forge.service": "ForgeActor Service",
-        "forge.config": "GRPOConfig GeneratorConfig Sampling",
+        "forge.config": "EvalConfig GRPOConfig GeneratorConfig Sampling",
+        "forge.loops.evals": "evaluate",
         "forge.generator.actor": "Generator",
         "forge.observe": "Reduce record_metric",
         "forge.trainer.actor": "ReferenceModel Trainer",

@@ -189,6 +189,10 @@ class GroupFailed(ForgeError, RuntimeError):
     policy's. It is dropped."""
 
 
+class EvalError(ForgeError, RuntimeError):
+    """An evaluation that cannot be continued or compared: its settings or tasks are others, or faults ended it."""
+
+
 INPUT_ERRORS: Final = (ConfigError, OptionError, ModelError, DataError, CheckpointError, PromptError)
 """What a user fixes without looking at the program: the text says all, and a command ends with exit code 2."""
 

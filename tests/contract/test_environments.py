@@ -1,4 +1,4 @@
-"""What every environment promises, our own and those of other projects: `external_envs.INTEGRATIONS`.
+"""What every environment promises, our own and those of other projects: `external_envs.integrations`.
 
 Episodes run as in training, by `EpisodeWorker` and `EpisodeSource`; only the generators are scripted.
 """
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from external_envs import INTEGRATIONS, TROUBLES, Integration, Script, Trouble, Unavailable
+from external_envs import TROUBLES, Integration, Script, Trouble, Unavailable, integrations
 from forge.config import AlgorithmConfig, EpisodeConfig
 from forge.config.episodes import EpisodeLimits
 from forge.envs.check_leaks import OpenResources, pending_since, resources_after
@@ -32,7 +32,7 @@ from forge.types import Completion, Episode, Task, VersionSpan
 from leftovers import lasting_children, running_children
 
 END = "<|im_end|>"
-LIMIT_S = 300
+LIMIT_S = 600
 CONTEXT = 8192
 
 
@@ -146,7 +146,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer.load(folder)
 
 
-@pytest.fixture(scope="module", params=INTEGRATIONS, ids=lambda each: each.name)
+@pytest.fixture(scope="module", params=integrations(), ids=lambda each: each.name)
 def bench(request: pytest.FixtureRequest, codec: ChatTokenizer) -> Iterator[Bench]:
     integration: Integration = request.param
     children = running_children()

@@ -85,8 +85,9 @@ def still_running(pidfds: list[int]) -> int:
 def test_the_end_of_the_block_ends_everything(how, code, controllers):
     before = controllers.left()
     controller, workers = controllers.start(how)
-    _, errors = controller.communicate(timeout=600)
+    told, errors = controller.communicate(timeout=600)
     assert controller.returncode == code
+    assert json.loads(told) == ["MainThread"]  # one that waited in Monarch's code could abort the process
     assert ("the user's own mistake" in errors) == (how == "exception")
     assert still_running(workers) == 0
     assert controllers.left() - before == set()
@@ -130,8 +131,9 @@ def test_a_controller_that_is_told_to_end_ends_in_order(controllers, number):
 
 def test_a_program_that_just_ends_takes_its_processes_with_it(controllers):
     controller, workers = controllers.start("forget")
-    _, errors = controller.communicate(timeout=600)
+    told, errors = controller.communicate(timeout=600)
     assert controller.returncode == 0
+    assert json.loads(told) == ["MainThread"]
     assert "was lost" not in errors
     assert still_running(workers) == 0
 

@@ -92,7 +92,8 @@ def test_every_metric_is_listed() -> None:
     added = {"seconds", "num_replayed", "num_replay_mismatches", "num_faults", "faults/KIND", "outcome/KIND"}
     kinds = {"tool_errors/KIND", "prefix_breaks/KIND"}
     expected = {f"episode/{name}" for name in {*run.counts.as_stats(), *added, *kinds}}
-    assert kinds_of(section("Look at it")) == expected
+    of_evaluations = {"evaluation/num_faults", "evaluation/faults/KIND"}
+    assert kinds_of(section("Look at it")) == expected | of_evaluations
 
 
 def commands() -> list[list[str]]:

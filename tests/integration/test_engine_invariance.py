@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from engine_ranks import Ranks, gradients_of, made_batch, opened, ranks_of
+from engine_ranks import Ranks, made_batch, ranks_of
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.losses import CrossEntropy, KLPenalty, Loss, PolicyLoss
 from forge.types import Batch
+from gradient_cases import Options, Outcome, check_equal, outcomes_on, run_on_rank, split_options
 
-TOLERANCE = 1e-10
 VOCAB = 64
 FACTS: dict[str, Any] = {
     "num_layers": 2,
@@ -84,8 +82,8 @@ class Case:
     batch: str = "mixed"
     order: str = "as made"
     model: str = "untied"
-    training: tuple[tuple[str, Any], ...] = ()
-    distributed: tuple[tuple[str, Any], ...] = ()
+    training: Options = ()
+    distributed: Options = ()
 
     @property
     def plain(self) -> Case:
@@ -98,9 +96,7 @@ class Case:
 
 def case(*, loss: str = "cross entropy", batch: str = "mixed", order: str = "as made", **options: Any) -> Case:
     model = options.pop("model", "untied")
-    layout = {name: value for name, value in options.items() if name in DistributedConfig.model_fields}
-    training = {name: value for name, value in options.items() if name not in layout}
-    return Case(loss, batch, order, model, tuple(training.items()), tuple(layout.items()))
+    return Case(loss, batch, order, model, *split_options(options))
 
 
 ON_ONE = [
@@ -168,21 +164,13 @@ def config_of(one: Case) -> TrainerConfig:
     )
 
 
-def run_cases(cases: list[Case]) -> list[tuple[float, float, dict[str, Tensor]]]:
-    """Loss, norm and gradients of every case. Cases that differ in the batch and the loss alone share an engine."""
-    found: dict[Case, tuple[float, float, dict[str, Tensor]]] = {}
-    shared: dict[tuple[Any, ...], list[Case]] = {}
-    for one in cases:
-        config = config_of(one)
-        shared.setdefault((one.model, config.training.model_dump_json(), one.distributed), []).append(one)
-    for together in shared.values():
-        with opened(config_of(together[0])) as engine:
-            for one in together:
-                engine.loss = LOSSES[one.loss]
-                with gradients_of(engine) as gradients:
-                    result = engine.train_step(batch_of(one.batch, order=one.order))
-                found[one] = (result.loss, result.grad_norm, gradients)
-    return [found[one] for one in cases]
+def run_cases(cases: list[Case]) -> list[Outcome]:
+    return run_on_rank(
+        cases,
+        config_of=config_of,
+        batch_of=lambda one: batch_of(one.batch, order=one.order),
+        loss_of=lambda one: LOSSES[one.loss],
+    )
 
 
 # The tests' side.
@@ -193,53 +181,9 @@ def ranks() -> Iterator[Ranks]:
     yield from ranks_of(__name__)
 
 
-@dataclass
-class Outcome:
-    loss: float
-    grad_norm: float
-    gradients: dict[str, Tensor]
-
-
-def outcomes(ranks: Ranks, cases: list[Case], *, num_ranks: int, scratch: Path) -> dict[Case, Outcome]:
-    """What all ranks found. Where several have the same gradient, they must have the same."""
-    answers = ranks.run(run_cases, num_ranks, scratch=scratch, cases=cases)
-    made = {}
-    for one, *found in zip(cases, *answers, strict=True):
-        gradients: dict[str, Tensor] = {}
-        for loss, norm, of_rank in found:
-            assert (loss, norm) == found[0][:2]
-            for name, gradient in of_rank.items():
-                assert name not in gradients or torch.equal(gradients[name], gradient), name
-                gradients[name] = gradient
-        made[one] = Outcome(*found[0][:2], gradients)
-    return made
-
-
-@pytest.fixture(scope="module")
-def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
-    return outcomes(ranks, PLAIN, num_ranks=1, scratch=tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="module")
-def on_one(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
-    return outcomes(ranks, ON_ONE, num_ranks=1, scratch=tmp_path_factory.mktemp("one"))
-
-
-@pytest.fixture(scope="module")
-def on_two(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
-    return outcomes(ranks, ON_TWO, num_ranks=2, scratch=tmp_path_factory.mktemp("two"))
-
-
-def check_equal(found: Outcome, expected: Outcome) -> None:
-    assert found.gradients.keys() == expected.gradients.keys()
-    for name, gradient in expected.gradients.items():
-        assert gradient.dtype == torch.float64
-        largest = float(gradient.abs().max())
-        assert largest > 0, f"{name} has no gradient, so nothing is compared"
-        difference = float((found.gradients[name] - gradient).abs().max())
-        assert difference <= TOLERANCE * largest, f"{name}: {difference / largest:.2g}"
-    assert found.loss == pytest.approx(expected.loss, rel=TOLERANCE)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=TOLERANCE)
+plain = outcomes_on(1, run_cases, PLAIN)
+on_one = outcomes_on(1, run_cases, ON_ONE)
+on_two = outcomes_on(2, run_cases, ON_TWO)
 
 
 @pytest.mark.parametrize("one", ON_ONE, ids=str)

@@ -35,7 +35,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
         for path in paths:
             sys.path.remove(path)
         for name in set(sys.modules) - before:
-            if name.partition(".")[0] in ("grpo", "grpo_plan", "harness", "sft", "trl_grpo"):
+            if name.partition(".")[0] in ("grpo", "grpo_plan", "harness", "trl_grpo"):
                 del sys.modules[name]
         os.environ.clear()
         os.environ.update(environment)

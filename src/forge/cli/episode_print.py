@@ -70,7 +70,7 @@ class Attempt:
 
 
 class EpisodePrinter:
-    """Writes an attempt as text. Roles have colours on a terminal, whose control characters are shown as �."""
+    """Writes an attempt, or messages, as text. Roles have colours on a terminal; control characters become �."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -97,13 +97,18 @@ class EpisodePrinter:
         if turn.prefix_break is not None:
             self._line(f"prefix break ({turn.prefix_break}): the whole history was sent again, as a new branch")
         for message in turn.messages:
-            self._message(str(message.get("role")), message_text(message), name=message.get("name"))
-        self._message("assistant", turn.text)
+            self.message(str(message.get("role")), message_text(message), name=message.get("name"))
+        self.message("assistant", turn.text)
         for call in turn.calls:
             self._line(self._coloured("  calls ", _COLOURS["tool"]) + self._clean(call_text(call)))
         self._line(self._coloured("  " + _turn_facts(attempt, turn), "2"))
 
-    def _message(self, role: str, text: str, *, name: object = None) -> None:
+    def rule(self, text: str) -> None:
+        """Write a line that separates what follows."""
+        self._line(self._coloured(f"── {text}", "2"))
+
+    def message(self, role: str, text: str, *, name: object = None) -> None:
+        """Write one message of a conversation."""
         label = role if name is None else f"{role} {name}"
         self._line(self._coloured(label, f"1;{_COLOURS.get(role, '37')}"))
         for line in self._clean(text).split("\n"):

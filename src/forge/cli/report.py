@@ -12,11 +12,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register `report`."""
     parser = subparsers.add_parser(
         "report",
-        help="make one self-contained HTML page of a run, with curves and samples",
-        description="Make one HTML page of a run's folder: its curves and samples. The page needs no "
-        "network. A run that is still running, or was killed, is shown up to its last step.",
+        help="make one self-contained HTML page of a run or an evaluation, with curves and samples",
+        description="Make one HTML page of the folder of a run, or of a forge eval: its curves and samples. The page "
+        "needs no network. A run that is still running, or was killed, is shown up to its last step.",
     )
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of the run, with its metrics.jsonl")
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="folder of the run, with its metrics.jsonl, or of a forge eval"
+    )
     parser.add_argument("--output", metavar="FILE", type=Path, help="where the page goes; default: RUN_DIR/report.html")
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     parser.add_argument(

@@ -15,6 +15,7 @@ from forge.config.algorithm import (
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.command_line import add_module_folders, from_command_line
 from forge.config.episodes import EpisodeConfig, EpisodeLimits
+from forge.config.evals import EvalConfig, EvalEndpointConfig, EvalSection
 from forge.config.generator import (
     CanaryConfig,
     GenerationConfig,
@@ -80,6 +81,9 @@ __all__ = [
     "DistributedConfig",
     "EpisodeConfig",
     "EpisodeLimits",
+    "EvalConfig",
+    "EvalEndpointConfig",
+    "EvalSection",
     "EvaluationConfig",
     "ForgeConfig",
     "FrozenDict",

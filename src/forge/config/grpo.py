@@ -175,7 +175,10 @@ class RolloutConfig(ConfigModel):
         description="Consecutive groups without signal, or with failed rewards, after which the run ends.",
     )
     max_in_flight: int | None = Field(
-        default=None, ge=1, description="Groups generated or scored at once; null for all admitted ones."
+        default=None,
+        ge=1,
+        description="Groups generated or scored at once; null for as many as the generators have room for, and "
+        "with episode.kind up to twice as many.",
     )
     mask_truncated: bool = Field(
         default=False, description="Whether completions cut off by length are excluded from the loss."

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from forge.envs.agent_checks import check_credit, check_messages, check_options, check_reward
+from forge.envs.agent_checks import check_credit, check_messages, check_options, check_reward, check_temperature
 from forge.envs.history import Extension, History
 from forge.envs.journal import TurnEntry
 from forge.envs.limits import EpisodeOver, Fault
@@ -83,18 +83,19 @@ class Agent:
         *,
         tools: Sequence[Tool | Callable[..., Any]] = (),
         template: Mapping[str, Any] | None = None,
+        train: bool = True,
         **options: Any,
     ) -> Turn:
         """Append messages to the history, sample an answer and append it too.
 
-        `options` override the run's sampling for this turn (`max_tokens`, `stop`, …). Tokens sampled at another
-        `temperature` than the run's are off policy: a trainer computes their logprobs at the run's. `template` are
-        further arguments of the chat template. Raises `EpisodeOver` where a limit leaves no room for another turn, and
-        again whenever it is called after that.
+        `options` override the run's sampling for this turn (`max_tokens`, `stop`, …). With `train=False` the turn is
+        left out of training; only then may it have another `temperature` than the run's. `template` are further
+        arguments of the chat template. Raises `EpisodeOver` where a limit leaves no room for another turn, and again
+        whenever it is called after that.
         """
         check_messages(messages, "agent.generate")
-        check_options(options)
-        return await self._generate(messages, as_tools(tools), template, options)
+        self._check_options(options, train=train)
+        return await self._generate(messages, as_tools(tools), template, options, train=train)
 
     async def run_tools(
         self,
@@ -103,15 +104,16 @@ class Agent:
         tools: Sequence[Tool | Callable[..., Any]],
         max_turns: int | None = None,
         template: Mapping[str, Any] | None = None,
+        train: bool = True,
         **options: Any,
     ) -> Turn:
         """Generate, run the tools that the answer calls, and continue with their results until no tool is called.
 
         Calls of one answer run at the same time. After `max_turns` turns it returns with the calls unanswered, and the
-        episode's outcome is `turn_limit`.
+        episode's outcome is `turn_limit`. `train` and `options` are those of `generate`, for every turn.
         """
         check_messages(messages, "agent.run_tools")
-        check_options(options)
+        self._check_options(options, train=train)
         if max_turns is not None and max_turns < 1:
             raise OptionError(
                 "max_turns leaves no turn",
@@ -121,14 +123,14 @@ class Agent:
                 repair="leave it out for the episode's own limit",
             )
         known = as_tools(tools)
-        turn = await self._generate(messages, known, template, options)
+        turn = await self._generate(messages, known, template, options, train=train)
         num_turns = 1
         while turn.calls:
             if max_turns is not None and num_turns >= max_turns:
                 self._state.outcome = "turn_limit"
                 break
             results = await self._run_calls(turn, known)
-            turn = await self._generate([each.as_message() for each in results], known, template, options)
+            turn = await self._generate([each.as_message() for each in results], known, template, options, train=train)
             num_turns += 1
         return turn
 
@@ -147,7 +149,8 @@ class Agent:
         """Open an OpenAI-compatible endpoint for programs that talk to the policy over HTTP, until the block ends.
 
         Requests with another `temperature` or the like than the run's are refused, because what is sampled is trained
-        on. Parameters in `allow` are honoured instead; those in `ignore` are accepted without effect.
+        on. Parameters in `allow` are honoured instead; those in `ignore` are accepted without effect. Answers at
+        another temperature than the run's are left out of training.
 
         Example:
             >>> async with agent.endpoint() as endpoint:
@@ -191,6 +194,8 @@ class Agent:
         tools: Mapping[str, Tool],
         template: Mapping[str, Any] | None,
         options: Mapping[str, Any],
+        *,
+        train: bool,
     ) -> Turn:
         state = self._state
         self._check_open()
@@ -211,7 +216,7 @@ class Agent:
             if tools:
                 words["tools"] = [each.schema for each in tools.values()]
             extension = await self._extend(messages, words)
-            turn = await self._sample(messages, extension, options)
+            turn = await self._sample(messages, extension, options, train=train)
             if tools:
                 call_prefix = "call_" + "_".join(map(str, (*self.path, self._num_turns - 1)))
                 parsed = parse_answer(
@@ -241,18 +246,29 @@ class Agent:
         is_long = sum(len(str(message.get("content") or "")) for message in messages) > _LONG_TEXT
         return await asyncio.to_thread(extend) if is_long else extend()
 
-    async def _sample(self, messages: Sequence[Message], extension: Extension, options: Mapping[str, Any]) -> Turn:
+    def _check_options(self, options: Mapping[str, Any], *, train: bool) -> None:
+        check_options(options)
+        if train and not self._state.is_evaluation:
+            check_temperature(options, self._state.sampling)
+
+    async def _sample(
+        self, messages: Sequence[Message], extension: Extension, options: Mapping[str, Any], *, train: bool
+    ) -> Turn:
         state, counts = self._state, self._state.counts
         parent = None if extension.starts_over else self._last
         before = [token for turn in path_to(state.turns, parent) for token in (*turn.context_ids, *turn.token_ids)]
         prompt_ids = (*before, *extension.appended_ids)
-        sampling = self._allowed(options, len(prompt_ids))
+        sampling = await self._allowed(options, len(prompt_ids))
         seed = state.key.seed(*self.path, self._num_turns)
         self._num_turns += 1
-        counts.num_turns += 1
         asked = {**sampling, "seed": seed}
         entry = TurnEntry((*self.path, self._num_turns - 1), prompt_ids, asked)
-        completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, asked))
+        num_sampled = 0
+        try:
+            completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, asked))
+            num_sampled = len(completion)
+        finally:
+            state.tokens.give_back(sampling["max_tokens"], used=num_sampled)
         turn = Turn.of(
             completion,
             index=len(state.turns),
@@ -263,6 +279,7 @@ class Agent:
             context_ids=extension.appended_ids,
             seed=seed,
             prefix_break=extension.prefix_break,
+            is_trained=train,
         )
         state.turns.append(turn)
         counts.num_sampled += len(turn)
@@ -286,8 +303,8 @@ class Agent:
         finally:
             state.generating.discard(task)
 
-    def _allowed(self, options: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
-        """Return the options of a turn within what the limits leave, or raise `EpisodeOver`."""
+    async def _allowed(self, options: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
+        """Return the options of a turn within what the limits leave, and count it; or raise `EpisodeOver`."""
         state, limits, counts = self._state, self._state.limits, self._state.counts
         if limits.max_turns is not None and counts.num_turns >= limits.max_turns:
             raise state.end(EpisodeOver("turn_limit", f"{limits.max_turns} turns"))
@@ -298,12 +315,15 @@ class Agent:
         chosen = {**state.sampling, **options, "n": 1}
         wanted = chosen.get("max_tokens")
         room = room if wanted is None else min(room, int(wanted))
-        if limits.max_tokens is not None:
-            left = limits.max_tokens - counts.num_sampled
-            if left < 1:
-                raise state.end(EpisodeOver("token_limit", f"{limits.max_tokens} tokens"))
-            room = min(room, left)
-        return {**chosen, "max_tokens": room}
+        counts.num_turns += 1  # before it waits for tokens: turns are counted in the order in which they start
+        given = 0
+        try:
+            given = await state.tokens.take(room)
+        finally:
+            counts.num_turns -= given == 0
+        if not given:
+            raise state.end(EpisodeOver("token_limit", f"{limits.max_tokens} tokens"))
+        return {**chosen, "max_tokens": given}
 
     async def _run_calls(self, turn: Turn, tools: Mapping[str, Tool]) -> list[ToolResult]:
         state, limits, counts = self._state, self._state.limits, self._state.counts

@@ -52,6 +52,24 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
+def check_temperature(options: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+    """Refuse a temperature that a trainer would not compute with."""
+    if not has_temperature(options, sampling):
+        raise OptionError(
+            "a turn that is trained on is sampled at the run's temperature",
+            path="agent.generate(temperature=)",
+            value=options["temperature"],
+            rule=f"{sampling['temperature']}, the run's: the trainer computes logprobs at that temperature",
+            repair="leave it out, or leave the turn out of training: agent.generate(…, temperature=…, train=False)",
+        )
+
+
+def has_temperature(options: Mapping[str, Any], sampling: Mapping[str, Any]) -> bool:
+    """Return whether a turn with these options is sampled at the run's temperature."""
+    own = sampling.get("temperature")
+    return own is None or bool(options.get("temperature", own) == own)
+
+
 def check_credit(name: object, turn: object, turns: Sequence[Turn]) -> None:
     """Refuse a reward without a name, or for what is not a turn of this episode."""
     if not isinstance(name, str) or not name:

@@ -53,10 +53,15 @@ class CharacterCodec:
     def special_tokens(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def tag_tokens(self) -> tuple[str, ...]:
+        return ()
+
     def encode_rendered(self, text: str) -> list[int]:
         return list(map(ord, text))
 
-    encode_literal = encode_rendered
+    def encode_literal(self, text: str, *, tags: bool = True) -> list[int]:
+        return self.encode_rendered(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(map(chr, ids))

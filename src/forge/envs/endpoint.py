@@ -1,7 +1,8 @@
-"""An episode's endpoint: programs that speak OpenAI's chat protocol as agents, unchanged.
+"""An episode's endpoint: programs that speak OpenAI's protocols as agents, unchanged.
 
 Every answered request is a turn. `endpoint_branches` says which branch of the episode it continues, `endpoint_requests`
-what a client may ask for, and `endpoint_server` which episode a request belongs to.
+what a client may ask for, `endpoint_server` which episode a request belongs to, and `endpoint_listener` how programs in
+a sandbox reach it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -17,14 +19,17 @@ from typing import Final
 from aiohttp import web
 
 from forge.envs.agent import Agent
+from forge.envs.agent_checks import has_temperature
 from forge.envs.chat_api.errors import RequestError, request_error
 from forge.envs.chat_api.requests import check_tools, read_body
 from forge.envs.chat_api.responses import EVENT_HEADERS, event
 from forge.envs.endpoint_branches import BranchIndex, BranchPoint
+from forge.envs.endpoint_listener import SandboxListener
 from forge.envs.endpoint_replies import Answer
 from forge.envs.endpoint_requests import ChatRequest, SamplingRules
 from forge.envs.endpoint_server import EndpointServer, closed_error, shared_server
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch
+from forge.envs.responses_api import error_event
 from forge.envs.state import EpisodeState
 from forge.envs.tool_calls import opens_reasoning
 from forge.envs.tools import cut_middle
@@ -36,6 +41,9 @@ _log = logging.getLogger("forge.episodes")
 
 RETRY_HEADER: Final = "x-stainless-retry-count"
 """OpenAI's clients say here how often they sent the same request before."""
+
+_MOST_READING: Final = 4
+"""The most requests of an episode whose bodies are read at once: what a program can fill memory with."""
 
 _CLOSE_LIMIT_S: Final = 10.0
 _DELIVERY_LIMIT_S: Final = 1.0
@@ -58,6 +66,7 @@ class Endpoint:
 
     Attributes:
         base_url, api_key: what OpenAI's clients are given.
+        last_refusal: why the last request that broke a rule was refused.
     """
 
     def __init__(
@@ -77,6 +86,8 @@ class Endpoint:
         self._delivering: dict[int, asyncio.Future[None]] = {}
         self._turns: dict[str, int] = {}
         self._failure = _Failure({})
+        self._reading = asyncio.Semaphore(_MOST_READING)
+        self.last_refusal: str | None = None
         self._checked_templates: set[str] = set()
         self._is_closed = False
         self.base_url, self.api_key = server.base_url, server.open(self)
@@ -84,20 +95,39 @@ class Endpoint:
     @property
     def environ(self) -> dict[str, str]:
         """Environment variables for a program that uses one of OpenAI's clients."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+        return self.environ_at(self.base_url)
+
+    def environ_at(self, base_url: str) -> dict[str, str]:
+        """Return the same for a program that reaches this endpoint at another address."""
+        return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": self.api_key}
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The turns of this endpoint so far."""
         return tuple(self._state.turns[index] for index in self._turns.values())
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a request got no answer because of the policy or of a limit."""
+        return bool(self._failure.faults) or self._failure.over is not None or self._failure.mismatch is not None
+
     def turn(self, response_id: str) -> Turn:
         """Return the turn of a response by its `id`, for `agent.add_reward(…, turn=…)`. `KeyError` if there is none."""
         return self._state.turns[self._turns[response_id]]
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Answer one request of /v1/chat/completions."""
-        asked = ChatRequest.read(await read_body(request), self._rules)
+    def accept(self, listener: socket.socket) -> SandboxListener:
+        """Serve connections on a socket of a sandbox. Their requests reach this endpoint and no other."""
+        return self._server.accept(listener, self.api_key)
+
+    async def complete(self, request: web.Request, *, is_responses: bool = False) -> web.StreamResponse:
+        """Answer one request of /v1/chat/completions, or of /v1/responses."""
+        async with self._reading:
+            body = await read_body(request)
+        try:
+            asked = ChatRequest.read(body, self._rules, is_responses=is_responses)
+        except RequestError as error:
+            self.last_refusal = error.message
+            raise
         if self._is_closed:
             raise closed_error()
         # The task has the program's context: what the policy finds there, such as a session, is the episode's.
@@ -118,7 +148,7 @@ class Endpoint:
             self._state.counts.num_undelivered += job.cancelled()
         failed = closed_error(_CLOSED_EARLY) if job.cancelled() else job.exception()
         if failed is not None:
-            return await _fail(failed, stream)
+            return await _fail(failed, asked, stream)
         return await self._deliver(request, job.result(), asked, stream)
 
     async def _wait(self, job: asyncio.Task[Answer], request: web.Request, stream: web.StreamResponse | None) -> None:
@@ -199,7 +229,8 @@ class Endpoint:
             self._mark(point.node.turn, is_delivered=True)  # the client has it after all
         path = (*self._path, *point.key)
         agent = Agent(state, path=path, history=point.history, last=point.last, session=point.session)
-        turn = await agent.generate(messages, template=asked.template, **asked.options)
+        is_on_policy = has_temperature(asked.options, state.sampling)
+        turn = await agent.generate(messages, template=asked.template, train=is_on_policy, **asked.options)
         turn = self._classified(turn, point)
         num_read = sum(len(each.context_ids) + len(each) for each in path_to(state.turns, turn.index)) - len(turn)
         name = f"{point.key[0]:015x}-{point.key[1]}"
@@ -213,6 +244,8 @@ class Endpoint:
             is_reasoning=opens_reasoning(prompt),
         )
         state.turns[turn.index] = answer.turn
+        if answer.num_left_out:
+            state.counts.tool_errors["parallel_call"] += answer.num_left_out
         self._branches.add(point, answer.turn, agent.history, answer.message)
         self._turns[answer.id] = turn.index
         return answer
@@ -267,10 +300,10 @@ class Endpoint:
 
     def _refusal(self, error: BaseException, point: BranchPoint) -> RequestError:
         """Return the answer to a request that failed, and keep the reason for the end of the program."""
-        if isinstance(error, RequestError):
-            return error
-        if isinstance(error, DataError):  # the template does not take the client's conversation
-            return request_error(error)
+        if isinstance(error, RequestError | DataError):  # the template may not take the client's conversation
+            refused = request_error(error)
+            self.last_refusal = refused.message
+            return refused
         if isinstance(error, EpisodeOver):
             self._failure.over = error
             self._state.end(error)
@@ -349,11 +382,12 @@ def _limit_error(over: EpisodeOver) -> RequestError:
     return RequestError(text, status=403, kind="episode_over", code=over.outcome)
 
 
-async def _fail(error: BaseException, stream: web.StreamResponse | None) -> web.StreamResponse:
+async def _fail(error: BaseException, asked: ChatRequest, stream: web.StreamResponse | None) -> web.StreamResponse:
     """Raise an error, or send it as an event on a stream that has started."""
     if stream is None or not stream.prepared:
         raise error
-    await stream.write(event(request_error(error).body))
+    refused = request_error(error)
+    await stream.write(error_event(refused) if asked.is_responses else event(refused.body))
     await stream.write_eof()
     return stream
 

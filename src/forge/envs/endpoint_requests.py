@@ -7,16 +7,22 @@ tokens are sampled must be the run's own value, unless the program that opened t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from forge.config import Sampling
 from forge.envs.chat_api.errors import parameter_error
 from forge.envs.chat_api.requests import read_flag, read_messages, read_options, read_template
+from forge.envs.responses_api import as_chat_body
 from forge.envs.trace import Message
 from forge.errors import OptionError
 
-_OWN: Final = frozenset(("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"))
+_OWN: Final = frozenset(
+    ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort")
+)
+_NOT_SAMPLING: Final = ("seed", "tool_choice", "response_format")
+"""What can be ignored besides."""
+
 _FIXED: Final = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "stop_token_ids", "ignore_eos", "include_stop", "adapter"),
@@ -43,7 +49,7 @@ class SamplingRules:
         """Return the rules, or raise `OptionError` for names that cannot be allowed or ignored."""
         for path, names, known in (
             ("agent.endpoint(allow=)", allow, set(_FIXED)),
-            ("agent.endpoint(ignore=)", ignore, {*_FIXED, "seed"}),
+            ("agent.endpoint(ignore=)", ignore, {*_FIXED, *_NOT_SAMPLING}),
         ):
             wrong = sorted(set(names) - known)
             if wrong:
@@ -95,7 +101,9 @@ class ChatRequest:
         messages: the conversation, in the form that chat templates expect.
         template: arguments of the chat template; `tools` among them where the client has tools.
         options: sampling options of this turn.
-        stream, include_usage, logprobs: what the response is like.
+        stream, include_usage, logprobs, one_call: what the response is like.
+        is_responses: whether it is one of the Responses protocol.
+        body: the request as it came.
     """
 
     model: str
@@ -105,13 +113,23 @@ class ChatRequest:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    one_call: bool = False
+    is_responses: bool = False
+    body: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, body: Mapping[str, Any], rules: SamplingRules) -> ChatRequest:
+    def read(cls, given: Mapping[str, Any], rules: SamplingRules, *, is_responses: bool = False) -> ChatRequest:
         """Check the body of a request. `RequestError` names what is wrong with it."""
+        body = _free_choice(as_chat_body(given) if is_responses else given, rules)
         if body.get("response_format") not in (None, {"type": "text"}):
-            rule = "constrains what is sampled, and what is sampled is trained on; leave it out"
-            raise parameter_error("response_format", rule, code="unsupported_value")
+            name = "text.format" if is_responses else "response_format"
+            if "response_format" not in rules.ignore:
+                rule = (
+                    "constrains what is sampled, and what is sampled is trained on; leave it out, or open the endpoint "
+                    "with ignore=['response_format'] to sample without it"
+                )
+                raise parameter_error(name, rule, code="unsupported_value")
+            body = {**body, "response_format": None}
         if body.get("return_token_ids"):
             raise parameter_error(
                 "return_token_ids", "is not supported: the episode keeps them", code="unsupported_value"
@@ -129,7 +147,30 @@ class ChatRequest:
             stream=asked.stream,
             include_usage=asked.include_usage,
             logprobs=wants_logprobs,
+            one_call=not read_flag(body, "parallel_tool_calls", default=True),
+            is_responses=is_responses,
+            body=given if is_responses else {},
         )
+
+
+def _free_choice(body: Mapping[str, Any], rules: SamplingRules) -> Mapping[str, Any]:
+    """Return a request whose `tool_choice` is not a call that has to be made: sampling cannot be forced into one."""
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return body
+    tools = body.get("tools") or ()
+    functions = [tool.get("function") or {} for tool in tools if isinstance(tool, dict)]
+    named = [{"type": "function", "function": {"name": each.get("name")}} for each in functions]
+    if not named or (choice != "required" and choice not in named):
+        rule = 'must be "auto", "none", "required", or name one of `tools`'
+        raise parameter_error("tool_choice", rule)
+    if "tool_choice" not in rules.ignore:
+        rule = (
+            "a call cannot be forced: what is sampled is trained on; leave it out, or open the endpoint with "
+            "ignore=['tool_choice'] to treat it as \"auto\""
+        )
+        raise parameter_error("tool_choice", rule, code="unsupported_value")
+    return {**body, "tool_choice": "auto"}
 
 
 def _is_same(value: Any, own: Any) -> bool:

@@ -10,14 +10,16 @@ import asyncio
 import contextvars
 import hmac
 import secrets
+import socket
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final, Protocol
 
 from aiohttp import web
 
 from forge.envs.chat_api.errors import JsonErrorRunner, RequestError, json_errors
 from forge.envs.chat_api.requests import bearer_key, wrong_key
+from forge.envs.endpoint_listener import SandboxListener
 
 MODEL_NAME: Final = "policy"
 """The name under /v1/models. Requests may use any other."""
@@ -30,14 +32,14 @@ _HOST: Final = "127.0.0.1"
 class ChatHandler(Protocol):
     """What answers the requests of one episode."""
 
-    async def complete(self, request: web.Request) -> web.StreamResponse: ...
+    async def complete(self, request: web.Request, *, is_responses: bool = False) -> web.StreamResponse: ...
 
 
 class EndpointServer:
     """Sends each request to the episode whose key it has."""
 
-    def __init__(self, port: int) -> None:
-        self.base_url = f"http://{_HOST}:{port}/v1"
+    def __init__(self, port: int, connect: Callable[[], web.RequestHandler]) -> None:
+        self.base_url, self._connect = f"http://{_HOST}:{port}/v1", connect
         self._open: dict[str, ChatHandler] = {}
 
     def __len__(self) -> int:
@@ -54,9 +56,16 @@ class EndpointServer:
         """Answer requests with this key with 410 from now on."""
         self._open.pop(key, None)
 
+    def accept(self, listener: socket.socket, key: str) -> SandboxListener:
+        """Serve connections on a socket of a sandbox, for requests with this key alone."""
+        return SandboxListener(listener, self._connect, key=key)
+
     def handler_of(self, request: web.Request) -> ChatHandler:
         """Return what answers a request, or raise the error for a wrong key or a closed endpoint."""
         key = bearer_key(request) or ""
+        only = getattr(request.protocol, "only_key", None)
+        if only is not None and key != only:  # from a sandbox, of which this is not the episode
+            raise wrong_key()
         handler = self._open.get(key)
         if handler is not None:
             return handler
@@ -105,12 +114,14 @@ async def _serve() -> AsyncGenerator[EndpointServer, None]:
     runner = JsonErrorRunner(app, handler_cancellation=True, shutdown_timeout=0.1, access_log=None)
     routes = _Routes()
     app.router.add_post("/v1/chat/completions", routes.chat)
+    app.router.add_post("/v1/responses", routes.responses)
     app.router.add_get("/v1/models", routes.models)
     app.router.add_get("/v1/models/{name:.+}", routes.model)
     await runner.setup()
     try:
         await web.TCPSite(runner, _HOST, 0).start()
-        routes.server = EndpointServer(int(runner.addresses[0][1]))
+        assert runner.server is not None
+        routes.server = EndpointServer(int(runner.addresses[0][1]), runner.server)
         yield routes.server
     finally:
         await runner.cleanup()
@@ -122,6 +133,9 @@ class _Routes:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self.server.handler_of(request).complete(request)
+
+    async def responses(self, request: web.Request) -> web.StreamResponse:
+        return await self.server.handler_of(request).complete(request, is_responses=True)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         self.server.handler_of(request)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from forge.envs.limits import Fault
 from forge.envs.tools import Tool
@@ -25,16 +25,23 @@ from forge.runtime.sandbox.box_records import (
     CommandResult,
     Content,
     Files,
+    ProgramResult,
     PythonResult,
     SandboxError,
     Snapshot,
     as_snapshot,
 )
+from forge.runtime.sandbox.network import PORT
 from forge.runtime.sandbox.records import SandboxLimits
+
+if TYPE_CHECKING:
+    from forge.envs.endpoint import Endpoint
+    from forge.envs.endpoint_listener import SandboxListener
 
 __all__ = [
     "CommandResult",
     "Files",
+    "ProgramResult",
     "PythonResult",
     "SandboxLimits",
     "SandboxTools",
@@ -42,6 +49,9 @@ __all__ = [
     "grade_in_fresh_sandbox",
     "sandbox",
 ]
+
+BRIDGED_URL: Final = f"http://127.0.0.1:{PORT}/v1"
+"""Where programs in a sandbox find the endpoint of their episode."""
 
 AnyTool = TypeVar("AnyTool", bound=Tool)
 
@@ -73,8 +83,13 @@ class SandboxTools:
         work: the path of the work folder inside the sandbox.
     """
 
-    def __init__(self, box: Box, reopen: Callable[[Snapshot], AbstractAsyncContextManager[SandboxTools]]) -> None:
-        self._box, self._reopen = box, reopen
+    def __init__(
+        self,
+        box: Box,
+        reopen: Callable[[Snapshot], AbstractAsyncContextManager[SandboxTools]],
+        bridge: SandboxListener | None = None,
+    ) -> None:
+        self._box, self._reopen, self._bridge = box, reopen, bridge
         self.limits, self.work = box.limits, box.work
         self.bash = self._bound(_BASH, self._run_bash)
         self.python = self._bound(_PYTHON, self._run_python)
@@ -106,6 +121,34 @@ class SandboxTools:
     async def _read_file(self, path: str) -> str:
         with _faults():
             return (await self._box.read_file(path)).decode("utf-8", "replace")
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: Content = "",
+        environ: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> ProgramResult:
+        """Run a command in a process of its own, in the work folder, and return how it ended.
+
+        When it ends, or after `timeout_s` (at most `limits.wall_s`), everything in the sandbox is killed but the shell
+        and the Python kernel. `OSError` if there is no such command.
+
+        Example:
+            >>> result = await box.run(["python3", "agent.py"], stdin="What is 2 + 2?")
+            >>> print(result.stdout, result.exit_code)
+        """
+        with _faults():
+            result = await self._box.run(command, stdin=stdin, environ=environ, timeout_s=timeout_s)
+        self.check_bridge()
+        return result
+
+    def check_bridge(self) -> None:
+        """Raise `Fault` where programs of the sandbox could not reach the endpoint."""
+        failure = None if self._bridge is None else self._bridge.failure
+        if failure is not None:
+            raise Fault(f"a sandbox cannot reach its endpoint: {failure}", kind="sandbox_bridge", path="sandbox")
 
     async def put(self, files: Mapping[str, Content] | Snapshot) -> None:
         """Write files into the work folder, or everything of a snapshot."""
@@ -139,33 +182,53 @@ async def sandbox(
     limits: SandboxLimits | None = None,
     isolation: str = "auto",
     python: str | None = None,
+    readable: Sequence[str] = (),
+    endpoint: Endpoint | None = None,
 ) -> AsyncIterator[SandboxTools]:
     """Open a sandbox for an episode: `async with forge.sandbox() as box`.
 
     It has no network and sees nothing of this machine but the interpreter and the system's folders. When the block
     ends, or this process does, everything in it is killed and its files are gone.
 
+    With an `endpoint`, of `agent.endpoint()`, programs in the sandbox reach that endpoint and nothing else. They find
+    it in the environment variables `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
+
     Args:
         files: what is in its work folder at the start.
         limits: what it may use.
         isolation: see `forge.runtime.sandbox.open_sandbox`.
         python: the interpreter of its Python kernel, with its packages; None for this one's, without packages.
+        readable: further files and folders of this machine that it can read, at the same paths.
+        endpoint: the endpoint that its programs can reach.
     """
-    box = Box(await _backend(isolation, python), limits=limits)
+    backend, port = await _backend(isolation, python), None if endpoint is None else PORT
+    environ = {} if endpoint is None else endpoint.environ_at(BRIDGED_URL)
+    box = Box(backend, limits=limits, readable=readable, environ=environ, port=port)
 
     def reopen(snapshot: Snapshot) -> AbstractAsyncContextManager[SandboxTools]:
-        return sandbox(files=snapshot, limits=limits, isolation=isolation, python=python)
+        return sandbox(
+            files=snapshot, limits=limits, isolation=isolation, python=python, readable=readable, endpoint=endpoint
+        )
 
     with _faults():
         await box.__aenter__()
+    bridge = None
     try:
+        if endpoint is not None and box.listener is not None:
+            bridge = endpoint.accept(box.listener)
         with _faults():
             if files is not None:
                 await box.put(files)
-        yield SandboxTools(box, reopen)
+        opened = SandboxTools(box, reopen, bridge)
+        yield opened
+        opened.check_bridge()
     finally:
-        with _faults():
-            await box.close()
+        try:
+            if bridge is not None:
+                await bridge.close()
+        finally:
+            with _faults():
+                await box.close()
 
 
 _backends: dict[tuple[str, str | None], Any] = {}

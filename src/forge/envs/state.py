@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from forge.envs.history import ChatCodec
 from forge.envs.journal import Journal
 from forge.envs.limits import EpisodeLimits, EpisodeOver
+from forge.envs.token_budget import TokenBudget
 from forge.envs.tool_calls import ToolFormat
 from forge.types import Completion, EpisodeOutcome, Task, Turn
 
@@ -82,7 +83,9 @@ class EpisodeState:
         policy, codec, tool_format: who answers, and how conversations become tokens.
         sampling: options of every completion.
         journal: what happened, for a replay.
+        is_evaluation: whether nothing of it is trained on.
         over: the limit that ended it; None while none has.
+        tokens: the sampled tokens that it has left.
         full_branches: the branches whose conversation is too long.
     """
 
@@ -99,10 +102,15 @@ class EpisodeState:
     turn_rewards: dict[int, float] = field(default_factory=dict)
     counts: EpisodeCounts = field(default_factory=EpisodeCounts)
     outcome: EpisodeOutcome = "finished"
+    is_evaluation: bool = False
     over: EpisodeOver | None = None
     full_branches: set[tuple[int, ...]] = field(default_factory=set)
     is_closed: bool = False
     generating: set[asyncio.Task[Any]] = field(default_factory=set)
+    tokens: TokenBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = TokenBudget(self.limits.max_tokens)
 
     def end(self, over: EpisodeOver) -> EpisodeOver:
         """Take note of a limit that was reached, and return what to raise.

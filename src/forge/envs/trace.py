@@ -56,17 +56,17 @@ def path_to(turns: Sequence[Turn], index: int | None) -> list[Turn]:
 
 
 def rows_of(turns: Sequence[Turn]) -> list[Row]:
-    """Return one row per leaf, in the order of the leaves. Every delivered sampled token counts exactly once.
+    """Return one row per leaf, in the order of the leaves. Every token of a turn that counts does so exactly once.
 
     Turns of which nothing counts are in a row only where a turn that counts extends them.
     """
-    learned = [turn for turn in turns if turn.is_delivered and len(turn) > 0]
+    learned = [turn for turn in turns if turn.counts]
     extended = {before.index for turn in learned for before in path_to(turns, turn.parent)}
     counted: set[int] = set()
     rows = []
     for leaf in (turn for turn in learned if turn.index not in extended):
         path = path_to(turns, leaf.index)
-        counts = tuple(turn.is_delivered and len(turn) > 0 and turn.index not in counted for turn in path)
+        counts = tuple(turn.counts and turn.index not in counted for turn in path)
         counted.update(turn.index for turn, counts_here in zip(path, counts, strict=True) if counts_here)
         rows.append(Row(tuple(path), counts))
     return rows

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from forge.config import GeneratorConfig, InvalidConfig, Sampling
 from forge.config.diagnosis import diagnose
+from forge.envs.rendered import render
 from forge.errors import PromptError
 from forge.models.long_text import LONG_TEXT, TextTooLong
 
@@ -76,8 +77,10 @@ class PromptReader:
                     found = tuple(tokenizer.encode_beginning(prompt, max_tokens=most))
                 else:
                     assert messages is not None
-                    text = tokenizer.render_prompt(messages, **dict(template or {}))
-                    found = tuple(tokenizer.encode_rendered(text, max_tokens=most))
+                    rendered = render(messages, tokenizer, dict(template or {}), tags=False)
+                    found = tuple(tokenizer.encode_rendered(rendered.text, max_tokens=most))
+                    if rendered.literals:  # text of special tokens in messages, which is only text
+                        found = tuple(rendered.encode(tokenizer))
         self._check(found, names[0])
         return found
 

@@ -180,7 +180,7 @@ def _find_grpo(config: GRPOConfig, found: _Found) -> None:
     found.attempt(find_advantage, config.algorithm)
     found.attempt(check_folders, config)
     _find_prompts(config, found)
-    found.attempt(_rollout, config)
+    found.attempt(_rollout, config, has_program=config.episode.kind is not None)
 
 
 def _find_prompts(config: GRPOConfig, found: _Found) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from forge.config import EvaluationConfig, Sampling
 from forge.envs.limits import Fault
 from forge.errors import ActorFailure, CallTimeout, ConfigError, EngineDead, PromptError
+from forge.loops.evals.statistics import pass_at_k
 from forge.observe import span
 from forge.rollout.episode_source import EpisodeSource
 from forge.rollout.rollouter import Policy, ScoreFunction, group_seed
@@ -220,13 +221,6 @@ def make_evaluator(plan: GRPOPlan, workers: Workers, source: object) -> Evaluato
     return Evaluator(
         section, dataset=plan.heldout, attempt=attempt, at_once=plan.prompts_at_once, take_faults=take_faults
     )
-
-
-def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
-    """Return pass@k: how likely at least one of k samples is solved, unbiased (Chen 2021)."""
-    if num_samples - num_solved < k:
-        return 1.0
-    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
 
 
 def check_evaluation(config: EvaluationConfig, reward_names: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from forge.config import GRPOConfig, ModelConfig, RolloutConfig, Sampling, TrainerConfig
 from forge.data.prompts import PromptDataset, PromptOrder, open_prompts
@@ -31,6 +31,9 @@ from forge.trainer.schedules import rate_factor
 
 if TYPE_CHECKING:
     from forge.losses import Loss
+
+EPISODES_PER_WORKER: Final = 1024
+"""Episodes that a worker process runs at once before more of them wait for each other than for tools."""
 
 _log = logging.getLogger("forge.grpo")
 
@@ -138,7 +141,7 @@ def plan_run(config: GRPOConfig, *, program: EpisodeProgram | None = None) -> GR
         heldout=datasets.heldout,
         prompts_digest=order.digest,
         sampling=sampling,
-        rollout=_rollout(config),
+        rollout=_rollout(config, has_program=program is not None),
         num_groups=num_groups,
         num_steps=num_steps,
         prompts_at_once=max(1, _capacity(config) // max(1, config.evaluation.num_samples)),
@@ -251,9 +254,14 @@ def _capacity(config: GRPOConfig) -> int:
     return config.generator.num_replicas * (config.generator.max_batch + config.generator.max_queue)
 
 
-def _rollout(config: GRPOConfig) -> RolloutConfig:
-    """With as many groups in flight as the generators have room for."""
+def _rollout(config: GRPOConfig, *, has_program: bool) -> RolloutConfig:
+    """With as many groups in flight as the generators have room for; with a program up to twice as many, since episodes
+    that wait for a tool hold no room. Their requests wait where there is none."""
     section = config.rollout
+    if has_program:
+        slots = _capacity(config)
+        most = max(slots, min(2 * slots, EPISODES_PER_WORKER * config.episode.num_replicas)) // section.group_size
+        return section.model_copy(update={"max_in_flight": section.max_in_flight or max(1, most)})
     room = _capacity(config) // config.generator.num_replicas // section.group_size
     if room < 1:
         raise ConfigError(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forge.config import (
+    EvalConfig,
     GenerationConfig,
     GeneratorServiceConfig,
     GRPOConfig,
@@ -50,6 +51,14 @@ def grpo_worker_errors(config: GRPOConfig) -> Iterator[ForgeError]:
     }
     yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
     yield from sink_errors(config.metrics)
+
+
+def eval_worker_errors(config: EvalConfig) -> Iterator[ForgeError]:
+    """Yield an error for everything that a worker of this evaluation would refuse as it starts."""
+    yield from _engine_errors(config.generator)
+    yield from _reward_model_errors(config.rewards)
+    asked = {"generator.with_gpus": config.generator.with_gpus}
+    yield from _gpu_errors(asked, is_local=config.launcher.kind == "local")
 
 
 def sft_worker_errors(config: SFTConfig) -> Iterator[ForgeError]:

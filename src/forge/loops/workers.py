@@ -6,10 +6,18 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from forge import store
-from forge.config import GeneratorConfig, GRPOConfig, ModelConfig, Sampling, TrainerConfig
+from forge.config import (
+    GeneratorConfig,
+    GRPOConfig,
+    ModelConfig,
+    ReplicatedWorkerConfig,
+    RewardsConfig,
+    Sampling,
+    TrainerConfig,
+)
 from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, ServiceStopped
 from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
@@ -74,7 +82,10 @@ async def start_workers(
         await store.setup(volumes=config.store.volumes, copies=config.store.copies)
     try:
         async with asyncio.TaskGroup() as tasks:
-            rewards = None if episodes is not None else tasks.create_task(_start_rewards(config, run))
+            rewards = None
+            if episodes is None:
+                scoring = start_rewards(config.rewards, config.workers, judge_on_gpu=run.judge_on_gpu)
+                rewards = tasks.create_task(scoring)
             reference = tasks.create_task(_start_reference(config, trainer_config, run))
             policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss, run=run))
     except BaseExceptionGroup as errors:
@@ -292,8 +303,23 @@ async def _start_episodes(
 # ---- Rewards and reference ------------------------------------------------------------------------------------------
 
 
-async def _start_rewards(config: GRPOConfig, run: ResolvedRun) -> Service[RewardActor]:
-    section = config.rewards
+class RewardProcesses(Protocol):
+    """The processes of what scores, as sections `workers` have them."""
+
+    @property
+    def rewards(self) -> ReplicatedWorkerConfig: ...
+
+    @property
+    def judge(self) -> ReplicatedWorkerConfig: ...
+
+    @property
+    def reward_model(self) -> ReplicatedWorkerConfig: ...
+
+
+async def start_rewards(
+    section: RewardsConfig, workers: RewardProcesses, *, judge_on_gpu: bool
+) -> Service[RewardActor]:
+    """Start what scores completions, with the judge and the reward model where a reward asks them."""
     kinds = {function.kind for function in section.functions}
     judge = reward_model = None
     if "judge" in kinds:
@@ -302,9 +328,9 @@ async def _start_rewards(config: GRPOConfig, run: ResolvedRun) -> Service[Reward
             procs=section.judge.generator.tensor_parallel,
             num_replicas=section.judge.generator.num_replicas,
             num_threads=section.judge.generator.num_threads,
-            with_gpus=run.judge_on_gpu,
+            with_gpus=judge_on_gpu,
             mesh_name="judge",
-            **config.workers.judge.options(),
+            **workers.judge.options(),
         ).as_service(_judge_config(section.judge))
     if "reward_model" in kinds:
         assert section.reward_model is not None
@@ -315,13 +341,13 @@ async def _start_rewards(config: GRPOConfig, run: ResolvedRun) -> Service[Reward
             num_threads=section.reward_model.num_threads,
             with_gpus=section.reward_model.with_gpus,
             mesh_name="reward_model",
-            **config.workers.reward_model.options(),
+            **workers.reward_model.options(),
         ).as_service(section.reward_model)
     return await RewardActor.options(
         num_replicas=section.num_replicas,
         routing="least_loaded",
         mesh_name="rewards",
-        **config.workers.rewards.options(),
+        **workers.rewards.options(),
     ).as_service(section, judge, reward_model)
 
 

@@ -7,6 +7,7 @@ them. The mask is laid over them by character positions (`forge.models.chat`), s
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from forge.models.chat import ChatTemplate, Message, Span
 from forge.models.hf_config import SpecialIds
 from forge.models.long_text import LONG_TEXT, TextTooLong, characters_per_token, encode_long
 
+_TAG = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _CLASSES = {
@@ -51,7 +53,6 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._stop_ids = tuple(stop_ids)
         self._templates: dict[str, ChatTemplate] = {}
-        self._literal: Any = None
         self._prepare()
 
     @classmethod
@@ -113,15 +114,22 @@ class ChatTokenizer:
         """
         return self._encode(self._plain, text, add_special_tokens=False, max_tokens=max_tokens)
 
-    def encode_literal(self, text: str) -> list[int]:
-        """Return the tokens of text in which special tokens are plain text: no control token is among them."""
-        if self._literal is None:
+    def encode_literal(self, text: str, *, tags: bool = True) -> list[int]:
+        """Return the tokens of text in which special tokens are plain text: no control token is among them.
+
+        With `tags` other tokens that look like tags (`tag_tokens`) are plain text, too.
+        """
+        tags = tags and bool(self._tag_tokens)
+        if tags not in self._literal:
             from tokenizers import Tokenizer
 
-            literal = Tokenizer.from_str(self._plain.to_str())
+            content = json.loads(self._plain.to_str())
+            for token in content["added_tokens"]:
+                token["special"] = token["special"] or (tags and token["content"] in self._tag_tokens)
+            literal = Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
             literal.encode_special_tokens = True
-            self._literal = literal
-        return self._encode(self._literal, text, add_special_tokens=False, max_tokens=None)
+            self._literal[tags] = literal
+        return self._encode(self._literal[tags], text, add_special_tokens=False, max_tokens=None)
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text, with what the tokenizer puts before it, such as BOS, and with EOS at its end."""
@@ -182,6 +190,11 @@ class ChatTokenizer:
         return self._special_tokens
 
     @property
+    def tag_tokens(self) -> tuple[str, ...]:
+        """The texts of other tokens that were added to the vocabulary and look like tags: `<think>`, `[INST]`."""
+        return self._tag_tokens
+
+    @property
     def special_ids(self) -> SpecialIds:
         """What `write_hf_config` writes into a config.json."""
         found = self._tokenizer
@@ -228,9 +241,11 @@ class ChatTokenizer:
             each.no_padding()
             each.no_truncation()
         self._plain.post_processor = None
-        self._literal = None
+        self._literal: dict[bool, Any] = {}
         known = self._tokenizer.added_tokens_decoder.values()
         self._special_tokens = tuple(token.content for token in known if token.special)
+        others = (token.content for token in known if not token.special)
+        self._tag_tokens = tuple(text for text in others if _TAG.fullmatch(text))
         stops = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
         stops += self._stop_ids
         if self.has_chat_template:

@@ -97,7 +97,7 @@ def baseline(groups: Sequence[Group], *, algorithm: AlgorithmConfig, mask_trunca
         tokens = token_advantages(rewards, algorithm.advantage, costs=costs, credit=credit, is_counted=is_counted)
         return [list(group) for group in tokens]
     num_tokens = [
-        [each.num_delivered_tokens if counted else 0 for each, counted in zip(group.episodes, counts, strict=True)]
+        [each.num_trained_tokens if counted else 0 for each, counted in zip(group.episodes, counts, strict=True)]
         for group, counts in zip(groups, is_counted, strict=True)
     ]
     return [list(group) for group in advantages(rewards, algorithm.advantage, num_tokens=num_tokens)]

@@ -7,7 +7,8 @@ import hashlib
 import inspect
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from forge.envs.agent_checks import check_reward
 from forge.envs.episode import CLOSE_LIMIT_S, EpisodeProgram, run_episode
 from forge.envs.journal import Entry, Journal
 from forge.envs.limits import Fault, ReplayMismatch
-from forge.envs.state import EpisodeKey, EpisodeState
+from forge.envs.state import EpisodeKey, EpisodeState, Policy
 from forge.envs.tool_calls import ToolFormat
 from forge.errors import ActorFailure, CallTimeout, EngineDead, ForgeError, Overloaded, PromptError, RewardError
 from forge.observe import span
@@ -151,8 +152,7 @@ class EpisodeWorker(ForgeActor):
         try:
             entries = file.read(oldest_version=oldest_version)
             with span("episode", group=group, member=member):
-                async with self._service.session() as session:
-                    policy = ServicePolicy(self._service, max_seq_len=options.max_seq_len, session=session)
+                async with self._open_policy() as policy:
                     try:
                         return await self._run(
                             task, key, policy, file, entries, evaluation=evaluation, num_restarts=int(file.was_stale)
@@ -164,11 +164,17 @@ class EpisodeWorker(ForgeActor):
         finally:
             self._running.discard(current)
 
+    @asynccontextmanager
+    async def _open_policy(self) -> AsyncIterator[Policy]:
+        """Open what answers in one episode."""
+        async with self._service.session() as session:
+            yield ServicePolicy(self._service, max_seq_len=self._options.max_seq_len, session=session)
+
     async def _run(
         self,
         task: Task,
         key: EpisodeKey,
-        policy: ServicePolicy,
+        policy: Policy,
         file: JournalFile,
         entries: Sequence[Entry],
         *,
@@ -185,6 +191,7 @@ class EpisodeWorker(ForgeActor):
             tool_format=options.tool_format,
             sampling=options.evaluation_sampling if evaluation else options.sampling,
             journal=Journal(entries, write=file.write),
+            is_evaluation=evaluation,
         )
         try:
             made = await run_episode(options.program, state)

@@ -57,7 +57,7 @@ class RolloutRecorder:
         that every token has a piece of text."""
         self.folder = Path(folder)
         self._config = config
-        self._decode, self._splitter = decode, PieceSplitter(decode)
+        self._writer = EpisodeLines(decode)
         self._no_signal_step, self._num_no_signal = 0, 0
         try:
             _set_aside(self.folder, after=-1 if resume_step is None else resume_step)
@@ -133,17 +133,44 @@ class RolloutRecorder:
     ) -> Iterator[bytes]:
         for group in groups:
             for index, episode in enumerate(group.episodes):
-                fields: dict[str, Any] = {"step": step, "group": group.number, "epoch": group.epoch, "index": index}
-                fields |= {"outcome": outcome, "reason": reason}
-                fields |= _fields(episode, known.get((group.number, index)), where=f"group {group.number}, {index}")
-                if episode.stats:  # it was made by a program: see `forge.envs.episode`
-                    fields |= self._program_fields(episode)
-                fields["pieces"] = [piece for turn in episode.turns for piece in self._splitter.split(turn.token_ids)]
-                text = json.dumps(fields, ensure_ascii=False, allow_nan=False, default=_plain)
-                yield text.encode("utf-8", "backslashreplace") + b"\n"
+                place = {"step": step, "group": group.number, "epoch": group.epoch, "index": index}
+                yield self._writer.line(
+                    episode,
+                    {**place, "outcome": outcome, "reason": reason},
+                    trainer_logprobs=known.get((group.number, index)),
+                )
+
+
+class EpisodeLines:
+    """Makes the line of an episode.
+
+    Args:
+        decode: makes text of tokens; None where episodes have text and no tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str] | None) -> None:
+        self._decode = decode
+        self._splitter = None if decode is None else PieceSplitter(decode)
+
+    def line(
+        self, episode: Episode, place: Mapping[str, Any], *, trainer_logprobs: Sequence[float] | None = None
+    ) -> bytes:
+        """Return the line; `place` says which episode it is (`step`, `group`, `epoch`, `index`) and what became of
+        it (`outcome`, `reason`)."""
+        where = f"group {place['group']}, {place['index']}"
+        fields = {**place, **_fields(episode, trainer_logprobs, where=where)}
+        if episode.stats:  # it was made by a program: see `forge.envs.episode`
+            fields |= self._program_fields(episode)
+        splitter = self._splitter
+        fields["pieces"] = (
+            None if splitter is None else [piece for turn in episode.turns for piece in splitter.split(turn.token_ids)]
+        )
+        text = json.dumps(fields, ensure_ascii=False, allow_nan=False, default=_plain)
+        return text.encode("utf-8", "backslashreplace") + b"\n"
 
     def _program_fields(self, episode: Episode) -> dict[str, Any]:
-        turns = [_turn_fields(episode, turn, start, self._decode) for turn, start in _starts(episode)]
+        decode = self._decode or (lambda _: "")
+        turns = [_turn_fields(episode, turn, start, decode) for turn, start in _starts(episode)]
         return {"ending": episode.outcome, "stats": dict(episode.stats), "turns": turns}
 
 
@@ -201,6 +228,7 @@ def _turn_fields(episode: Episode, turn: Turn, start: int, decode: Callable[[Seq
         "prefix_break": turn.prefix_break,
         "context": None if turn.prefix_break is None else decode(turn.context_ids),
         "is_delivered": turn.is_delivered,
+        "is_trained": turn.is_trained,
         "calls": [_call_fields(call) for call in turn.calls],
         "reward": _number(episode.turn_rewards[turn.index]) if turn.index in episode.turn_rewards else None,
         "advantage": None if own is None or not len(turn) else _number(own[start]),

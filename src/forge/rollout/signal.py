@@ -65,7 +65,7 @@ class SignalTest:
 
     def is_counted(self, episode: Episode) -> bool:
         """Whether a completion is in the loss at all."""
-        return episode.num_delivered_tokens > 0 and not is_masked(episode, mask_truncated=self.mask_truncated)
+        return episode.num_trained_tokens > 0 and not is_masked(episode, mask_truncated=self.mask_truncated)
 
     def counts(self, group: Group) -> bool:
         """Whether any completion of a group is in the loss."""
@@ -106,7 +106,7 @@ class SignalTest:
 
 
 def _is_empty(group: Group) -> bool:
-    return all(episode.num_delivered_tokens == 0 for episode in group.episodes)
+    return all(episode.num_trained_tokens == 0 for episode in group.episodes)
 
 
 def _is_moved(episode: Episode) -> bool:

@@ -22,6 +22,7 @@ from forge.runtime.control import control
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.handle import ActorHandle
 from forge.runtime.hosts import Host, local_host
+from forge.runtime.replies import stop_replies
 
 if TYPE_CHECKING:
     from forge.config import ForgeConfig, LauncherConfig
@@ -215,6 +216,7 @@ def _close_at_exit() -> None:
         if _runtime is not None and _runtime.pid == os.getpid():
             with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
                 control().start(_runtime.close()).result(timeout=10)
+        stop_replies()
 
     atexit.register(close)
 

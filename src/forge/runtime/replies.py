@@ -32,6 +32,11 @@ OK: Final = 1
 _GATHERED: Final = 0
 """In the place of a call's number: the message is a list of messages."""
 
+_STOP: Final = -1
+"""In the place of a call's number: nothing more is read."""
+
+_STOP_LIMIT_S: Final = 5.0
+
 
 class Awaiting(Protocol):
     """What a channel keeps of an open call."""
@@ -82,7 +87,8 @@ class ReplyChannel:
         self._calls: dict[int, Awaiting] = {}
         self._calls[_GATHERED] = _Gathered(self._calls)
         context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(self._read,), name="forge-replies", daemon=True).start()
+        self._thread = threading.Thread(target=context.run, args=(self._read,), name="forge-replies", daemon=True)
+        self._thread.start()
 
     def open(self, num_ranks: int = 1) -> tuple[int, asyncio.Future[list[Answer]]]:
         """Open a call: its number, and what will hold the answers of its ranks, in rank order."""
@@ -101,12 +107,20 @@ class ReplyChannel:
         """Forget a call; answers that come later are dropped."""
         self._calls.pop(call_id, None)
 
+    def stop(self) -> None:
+        """End the thread that reads, which waits in Monarch's code. A thread that returned from there while Python ends
+        would abort the process."""
+        self.port.send((_STOP, _RANK, OK, b""))
+        self._thread.join(_STOP_LIMIT_S)
+
     def _read(self) -> None:
         while True:
             try:
                 call_id, rank, kind, payload = self._receiver.recv().get()
             except Exception as error:  # noqa: BLE001 - the channel is gone: the process or its client is ending
                 _log.debug("the reply channel closed: %s", error)
+                return
+            if call_id == _STOP:
                 return
             awaiting = self._calls.get(call_id)
             if awaiting is not None and not awaiting.take(rank, kind, payload):
@@ -143,6 +157,12 @@ def reply_channel() -> ReplyChannel:
                 _channel = ReplyChannel()
             channel = _channel
     return channel
+
+
+def stop_replies() -> None:
+    """Read no more answers, at the end of the process."""
+    if _channel is not None and _channel.pid == os.getpid():
+        _channel.stop()
 
 
 class ReplyPort:

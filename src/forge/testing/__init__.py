@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from forge._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from forge.testing.episodes import PlainChat, ScriptedPolicy, play
+    from forge.testing.episodes import ScriptedPolicy, play
     from forge.testing.generators import FakeGenerator, FakeRequest
     from forge.testing.sinks import ListSink
 
-__all__ = ["FakeGenerator", "FakeRequest", "ListSink", "PlainChat", "ScriptedPolicy", "play"]
+__all__ = ["FakeGenerator", "FakeRequest", "ListSink", "ScriptedPolicy", "play"]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "forge.testing.episodes": "PlainChat ScriptedPolicy play",
+        "forge.testing.episodes": "ScriptedPolicy play",
         "forge.testing.generators": "FakeGenerator FakeRequest",
         "forge.testing.sinks": "ListSink",
     },

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from forge.config.episodes import EpisodeLimits
+from forge.envs.character_codec import CharacterCodec
 from forge.envs.environment import Env, as_program
 from forge.envs.episode import EpisodeProgram, EpisodeRun, Program, run_episode
 from forge.envs.history import ChatCodec
@@ -16,39 +17,8 @@ from forge.envs.tool_calls import ToolFormat
 from forge.errors import OptionError
 from forge.types import INITIAL_VERSION, Completion, Task, VersionSpan
 
-_END: Final = "\U000f0003"
-"""A character of a private use area, in the place of the token that ends a turn."""
-
 Answers = Sequence[str] | Callable[[str], str]
 """Answers in the order of requests, or a function from the text of the whole prompt to the answer."""
-
-
-class PlainChat:
-    """A tokenizer for tests: each character is a token, and a message is one line, `role: content`.
-
-    Every history can be extended token by token, unless its messages are replaced.
-    """
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return (ord(_END),)
-
-    def render_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        tools = ", ".join(each["function"]["name"] for each in options.get("tools") or ())
-        lines = [f"{message['role']}: {message.get('content') or ''}{_END}\n" for message in messages]
-        return (f"tools: {tools}{_END}\n" if tools else "") + "".join(lines) + "assistant: "
-
-    @property
-    def special_tokens(self) -> tuple[str, ...]:
-        return ()
-
-    def encode_rendered(self, text: str) -> list[int]:
-        return list(map(ord, text))
-
-    encode_literal = encode_rendered
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(map(chr, ids))
 
 
 @dataclass
@@ -57,23 +27,23 @@ class ScriptedPolicy:
 
     Attributes:
         answers: what it says.
-        codec: the tokenizer.
+        codec: the tokenizer. Without one, each character is a token.
         max_seq_len: its context, in tokens.
         version: the weights that it says it has.
-        prompts: the text of every prompt that it got, without the characters that end messages.
+        prompts: the text of every prompt that it got. Without a tokenizer of your own, a message is a line
+            `role: content`, and the first line names the tools where there are any.
     """
 
     answers: Answers
-    codec: ChatCodec = field(default_factory=PlainChat)
+    codec: ChatCodec = field(default_factory=CharacterCodec)
     max_seq_len: int = 1 << 20
     version: int = INITIAL_VERSION
     prompts: list[str] = field(default_factory=list)
 
     async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
         """See `forge.envs.state.Policy.sample`."""
-        prompt = self.codec.decode(token_ids)
         number = len(self.prompts)
-        self.prompts.append(prompt.replace(_END, ""))
+        self.prompts.append(_text_of(token_ids, self.codec))
         whole = (*self.codec.encode_rendered(self._answer(number)), self.codec.stop_token_ids[0])
         ids = whole[: options["max_tokens"]]
         is_whole = len(ids) == len(whole)
@@ -99,6 +69,16 @@ class ScriptedPolicy:
                 repair="give more answers, or a function from the prompt to the answer",
             )
         return self.answers[number]
+
+
+def _text_of(token_ids: Sequence[int], codec: ChatCodec) -> str:
+    """Return a prompt as text that a test can compare with."""
+    if not isinstance(codec, CharacterCodec):
+        return codec.decode(token_ids)
+    prompt = codec.read_prompt(token_ids)
+    tools = ", ".join(each["function"]["name"] for each in prompt.tools)
+    lines = [f"{message['role']}: {message.get('content') or ''}\n" for message in prompt.messages]
+    return (f"tools: {tools}\n" if tools else "") + "".join(lines) + "assistant: "
 
 
 async def play(
@@ -129,7 +109,7 @@ async def play(
         key=EpisodeKey(0, 0, 0),
         limits=limits or EpisodeLimits(),
         policy=policy,
-        codec=policy.codec if isinstance(policy, ScriptedPolicy) else PlainChat(),
+        codec=policy.codec if isinstance(policy, ScriptedPolicy) else CharacterCodec(),
         tool_format=tool_format,
         sampling={"max_tokens": 4096, **(sampling or {})},
         journal=Journal(tuple(kept), write=kept.append),

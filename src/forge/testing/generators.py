@@ -25,6 +25,8 @@ class _Characters:
         return list(map(ord, text))
 
     encode_rendered = encode_beginning
+    special_tokens: tuple[str, ...] = ()
+    tag_tokens: tuple[str, ...] = ()
 
     def render_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]

@@ -12,7 +12,7 @@ nor in which of them it counts: gradients of all are added up.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -48,7 +48,9 @@ class Bundle:
     prefixes: tuple[int, ...]
 
 
-def find_bundles(batch: Batch, *, max_tokens: int, whole_sequences: bool = False) -> list[Bundle]:
+def find_bundles(
+    batch: Batch, *, max_tokens: int, whole_sequences: bool = False, split: Collection[int] = ()
+) -> list[Bundle]:
     """Return the samples of a batch in bundles, each of at most `max_tokens` tokens that are computed.
 
     Where every sample is its own sequence, consecutive samples share what comes before the first token that counts: the
@@ -56,10 +58,10 @@ def find_bundles(batch: Batch, *, max_tokens: int, whole_sequences: bool = False
 
     Where sequences have several samples, bundles are trees: samples of one sequence share all that they have in common,
     and so do those of consecutive sequences that begin with the same prompt. With `whole_sequences` all samples of a
-    sequence are in one bundle, whether they share anything or not.
+    sequence are in one bundle, whether they share anything or not, except those of sequences in `split`.
     """
     if batch.sequences:
-        return _find_trees(batch, max_tokens=max_tokens, whole_sequences=whole_sequences)
+        return _find_trees(batch, max_tokens=max_tokens, whole_sequences=whole_sequences, split=split)
     ends = list(accumulate(batch.lengths, initial=0))
     tokens = [batch.token_ids[start:end] for start, end in pairwise(ends)]
     leads = _leads(batch, ends)
@@ -79,10 +81,27 @@ def find_bundles(batch: Batch, *, max_tokens: int, whole_sequences: bool = False
     return bundles
 
 
-def sequence_bundles(batch: Batch, *, max_tokens: int) -> list[Bundle]:
-    """Return one bundle for each sequence of a batch. Nothing is shared."""
+def large_sequences(batch: Batch, *, max_tokens: int, share_prefixes: bool) -> frozenset[int]:
+    """Return the sequences whose samples do not fit into one row together."""
+    trees: _Trees | None = None
+    found = set()
+    for sequence, samples in _samples_by_sequence(batch).items():
+        num_tokens = sum(batch.lengths[index] for index in samples)
+        if share_prefixes and num_tokens > max_tokens and len(samples) > 1:
+            trees = trees or _Trees(batch, max_tokens=max_tokens)
+            num_tokens = trees.num_computed_alone(samples, sequence)
+        if num_tokens > max_tokens and len(samples) > 1:
+            found.add(sequence)
+    return frozenset(found)
+
+
+def sequence_bundles(batch: Batch, *, max_tokens: int, split: Collection[int] = ()) -> list[Bundle]:
+    """Return one bundle for each sequence, and one for each sample of those in `split`. Nothing is shared."""
     bundles = []
-    for samples in _samples_by_sequence(batch).values():
+    for sequence, samples in _samples_by_sequence(batch).items():
+        if sequence in split:
+            bundles += [Bundle((index,), 0, batch.lengths[index], (0,)) for index in samples]
+            continue
         num_tokens = sum(batch.lengths[index] for index in samples)
         if num_tokens > max_tokens:
             raise _too_large(batch, samples, num_tokens, max_tokens=max_tokens)
@@ -141,11 +160,18 @@ class _Trees:
         if best is not None:
             self._found[chosen] = best[1]
             return chosen
-        alone = self._grown(_Tree(samples[0]), samples, sequence, 0)
+        alone = self._alone(samples, sequence)
         if alone.num_computed > self._max_tokens:
             raise _too_large(self._batch, samples, alone.num_computed, max_tokens=self._max_tokens)
         self._found.append(alone)
         return chosen
+
+    def num_computed_alone(self, samples: Sequence[int], sequence: int) -> int:
+        """Return how many tokens samples of a sequence take in a tree of their own."""
+        return self._alone(samples, sequence).num_computed
+
+    def _alone(self, samples: Sequence[int], sequence: int) -> _Tree:
+        return self._grown(_Tree(samples[0]), samples, sequence, 0)
 
     def bundles(self) -> list[Bundle]:
         """Return the trees as bundles."""
@@ -195,13 +221,14 @@ class _Trees:
         return alike if alike >= LEAST else 0
 
 
-def _find_trees(batch: Batch, *, max_tokens: int, whole_sequences: bool) -> list[Bundle]:
+def _find_trees(batch: Batch, *, max_tokens: int, whole_sequences: bool, split: Collection[int]) -> list[Bundle]:
     """Put each sequence near the one before it in the batch: into the trees that took that one's samples."""
     trees = _Trees(batch, max_tokens=max_tokens)
     before: dict[int, None] = {}
     for sequence, samples in _samples_by_sequence(batch).items():
         own: dict[int, None] = {}  # an ordered set
-        for part in [samples] if whole_sequences else [[sample] for sample in samples]:
+        is_whole = whole_sequences and sequence not in split
+        for part in [samples] if is_whole else [[sample] for sample in samples]:
             own[trees.add(part, sequence, own | before)] = None
         before = own
     return trees.bundles()

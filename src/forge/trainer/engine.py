@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.config import TrainerConfig
-from forge.errors import ConfigError, DataError, NonFiniteError, StepAbandoned
+from forge.errors import ConfigError, DataError, StepAbandoned
 from forge.losses import CrossEntropy, Loss, TokenView
 from forge.losses.head import check_temperature
 from forge.models.attention import DocumentAttention
@@ -25,24 +26,16 @@ from forge.models.rows import RowRegistry, RowTask
 from forge.models.sizes import num_parameters
 from forge.models.weights import draw_weights, load_hf, named_parameters
 from forge.trainer.assembly import Assembled, Precision, assemble, from_row, head_function, keep_activations_on_host
+from forge.trainer.bundles import large_sequences
 from forge.trainer.layout import check_layout
 from forge.trainer.microbatches import RowPlan, check_batch, plan_batch, scatter_back
+from forge.trainer.nonfinite import bad_names, listed, nonfinite_error
 from forge.trainer.optimizer import Optimizer, gradient_norm, scale_gradients
 from forge.trainer.ranks import Ranks
 from forge.trainer.row_building import Row, Sums, build_rows
 from forge.trainer.schedules import rate_factor
-from forge.types import Batch, Sample, StepResult
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _is_finite(sample: Sample, fields: Sequence[str]) -> bool:
-    """Whether the numbers of a sample that a loss looks at are finite. A NaN would spread to every row's loss."""
-    counted = sample.loss_weights != 0
-    values = [sample.loss_weights, *(sample.fields[name][counted] for name in fields)]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in values)
+from forge.trainer.split_sequences import SplitSequences, samples_of, split_sequences, split_terms
+from forge.types import Batch, StepResult
 
 
 class Engine:
@@ -105,6 +98,7 @@ class Engine:
         self._row_losses: dict[int, tuple[Row, Tensor, Mapping[str, Tensor]]] = {}
         self._scores: dict[int, Tensor] | None = None
         self._kept: dict[int, Tensor] | None = None
+        self._split: SplitSequences | None = None
 
     def _choose_attention(self) -> None:
         training = self.config.training
@@ -179,7 +173,8 @@ class Engine:
             self.optimizer.step(learning_rate=rate)
         self.optimizer.zero_grad()
         if not finite and training.on_nonfinite == "stop":
-            raise self._nonfinite(batch, totals, norm)
+            names = bad_names(batch, totals, fields=self.loss.fields)
+            raise nonfinite_error(names, step=self.step + 1, loss=totals.loss, norm=norm)
         self.step += 1
         return StepResult(
             step=self.step,
@@ -208,14 +203,27 @@ class Engine:
         check_batch(batch, vocab_size=self.model.architecture.vocab_size, fields=self.loss.fields)
         self._normalizer = self._normalizer_of(batch)
         self._row_losses = {}
-        plan = self._plan(batch, whole_sequences=getattr(self.loss, "needs_whole_sequences", False))
+        needs_whole = bool(getattr(self.loss, "needs_whole_sequences", False))
+        self._split = self._split_large(batch) if needs_whole and batch.sequences else None
+        batch = self._split.batch if self._split is not None else batch
+        plan = self._plan(batch, whole_sequences=needs_whole)
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         with torch.set_grad_enabled(backward):
             self._run(rows, self._loss_task, backward=backward)
         return plan
 
+    def _split_large(self, batch: Batch) -> SplitSequences | None:
+        """Take sequences that do not fit into one row through the model without gradients, if there are any."""
+        large = large_sequences(batch, max_tokens=self._row_tokens, share_prefixes=self._shares_prefixes)
+        if not large:
+            return None
+        temperature, entropy = getattr(self.loss, "temperature", 1.0), self.loss.needs_entropy
+        scores = self._score(samples_of(batch, large), temperature=temperature, entropy=entropy)
+        return split_sequences(batch, large, loss=self.loss, scores=scores, normalizer=self._normalizer)
+
     def _sums(self) -> Sums:
-        return sum((Sums.of_row(*row) for row in self._row_losses.values()), Sums())
+        found = sum((Sums.of_row(*row) for row in self._row_losses.values()), Sums())
+        return found + self._split.sums if self._split is not None and self.data_rank == 0 else found
 
     def _normalizer_of(self, batch: Batch) -> float:
         normalizer = self.loss.normalizer(batch)
@@ -250,16 +258,25 @@ class Engine:
         if is_training and self.should_abandon is not None and self.ranks.any(self.should_abandon()):
             raise StepAbandoned("the training step was abandoned on request", path=f"step {self.step + 1}")
 
+    @property
+    def _row_tokens(self) -> int:
+        return self.config.training.microbatch_tokens or self.config.training.max_seq_len
+
+    @property
+    def _shares_prefixes(self) -> bool:
+        return self.config.training.share_prefixes and self.assembled.schedule is None and not self.layout.fixed_shape
+
     def _plan(self, batch: Batch, *, whole_sequences: bool = False) -> RowPlan:
-        training, layout = self.config.training, self.layout
+        layout = self.layout
         plan = plan_batch(
             batch,
             num_ranks=layout.data_parallel,
-            max_tokens=training.microbatch_tokens or training.max_seq_len,
+            max_tokens=self._row_tokens,
             row_multiple=layout.row_multiple,
             fixed_shape=layout.fixed_shape,
-            share_prefixes=training.share_prefixes and self.assembled.schedule is None and not layout.fixed_shape,
+            share_prefixes=self._shares_prefixes,
             whole_sequences=whole_sequences,
+            split=() if self._split is None else self._split.sequences,
         )
         return plan.rounded_up(layout.pipeline_microbatches)
 
@@ -276,10 +293,10 @@ class Engine:
         """Return the task of a training row: tokens that count. A plain sum of -logprobs is left to the head."""
         fused = self.loss.is_nll and self.assembled.schedule is None
         weights = row.weights_T.index_select(0, row.counted_N).to(self._wide) / self._normalizer if fused else None
-        task = self._task(row, temperature=getattr(self.loss, "temperature", 1.0))
-        return replace(task, weights=weights, entropy=self.loss.needs_entropy)
+        temperature = getattr(self.loss, "temperature", 1.0)
+        return replace(self._task(row, temperature=temperature, entropy=self.loss.needs_entropy), weights=weights)
 
-    def _task(self, row: Row, *, temperature: float = 1.0) -> RowTask:
+    def _task(self, row: Row, *, temperature: float = 1.0, entropy: bool = False) -> RowTask:
         asked, documents = self._asked(row), row.documents()
         return RowTask(
             documents=documents,
@@ -287,6 +304,7 @@ class Engine:
             index=row.predictors(asked),
             targets=row.tokens_T.index_select(0, asked),
             temperature=temperature,
+            entropy=entropy,
             as_row=self.assembled.schedule is not None,
             sharing=row.sharing(documents),
         )
@@ -310,24 +328,24 @@ class Engine:
             self._row_losses[key] = (row, scaled.detach(), {})
             return cast(Tensor, scaled)
         logprobs, entropy = from_row(output, task) if task.as_row else output
-        if self._scores is not None:
-            self._scores[key] = row.align(logprobs, self._asked(row)).float()
-            return logprobs.new_zeros(())
         asked = self._asked(row)
+        if self._scores is not None:
+            known = [logprobs, entropy] if task.entropy else [logprobs]
+            self._scores[key] = torch.stack([row.align(each, asked) for each in known], dim=-1)
+            return logprobs.new_zeros(())
         aligned = row.align(logprobs, asked)
         if self._kept is not None:
             self._kept[key] = aligned.detach().float()
-        terms = self.loss(
-            TokenView(
-                logprobs_T=aligned,
-                entropy_T=row.align(entropy, asked) if task.entropy else None,
-                weights_T=row.weights_T,
-                lengths=row.sample_lengths,
-                fields=row.fields,
-                sequences=row.sequences,
-                sequence_weights_T=row.sequence_weights_T,
-            )
+        view = TokenView(
+            logprobs_T=aligned,
+            entropy_T=row.align(entropy, asked) if task.entropy else None,
+            weights_T=row.weights_T,
+            lengths=row.sample_lengths,
+            fields=row.fields,
+            sequences=row.sequences,
+            sequence_weights_T=row.sequence_weights_T,
         )
+        terms = self.loss(view) if self._split is None else split_terms(self.loss, view)
         scaled = terms.total / self._normalizer
         self._row_losses[key] = (row, scaled.detach(), terms.metrics)
         return scaled
@@ -368,24 +386,8 @@ class Engine:
         if self.ranks.device.type == "cuda":
             metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if not finite:
-            metrics["bad_samples"] = _listed(self._bad_names(batch, totals))
+            metrics["bad_samples"] = listed(bad_names(batch, totals, fields=self.loss.fields))
         return metrics
-
-    def _bad_names(self, batch: Batch, totals: Sums) -> list[str]:
-        """Return the samples whose own numbers are not finite; else those of the rows whose loss is not; else all."""
-        own = [index for index, sample in enumerate(batch.samples()) if not _is_finite(sample, self.loss.fields)]
-        chosen = own or sorted(set(totals.bad_samples)) or range(len(batch))
-        return [(batch.identities[index] if batch.identities else "") or f"sample {index}" for index in chosen]
-
-    def _nonfinite(self, batch: Batch, totals: Sums, norm: float) -> NonFiniteError:
-        names = self._bad_names(batch, totals)
-        return NonFiniteError(
-            f"step {self.step + 1}: the loss is {totals.loss:g} and the gradient's norm is {norm:g}",
-            path=_listed(names),
-            value=totals.loss if not math.isfinite(totals.loss) else norm,
-            rule="loss and gradient must be finite; no step was taken",
-            repair="look at these samples, lower training.learning_rate, or set training.on_nonfinite=skip",
-        )
 
     # ---- Scoring ------------------------------------------------------------------------------------------------
 
@@ -399,12 +401,17 @@ class Engine:
         """Return the logprobs of every sample's tokens, float32 [L] each, in order; 0 for the first token."""
         check_temperature(temperature)  # on every rank: only the last stage of a pipeline would look at it
         check_batch(batch, vocab_size=self.model.architecture.vocab_size)
+        return [each[..., 0].float() for each in self._score(batch, temperature=temperature)]
+
+    def _score(self, batch: Batch, *, temperature: float, entropy: bool = False) -> list[Tensor]:
+        """Return the logprobs of every sample's tokens, and with `entropy` the entropies beside them: [L, 1 or 2]."""
+        self._split = None
         plan = self._plan(batch)
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         self._scores = {}
         try:
             with torch.no_grad():
-                self._run(rows, lambda row: self._task(row, temperature=temperature), backward=False)
+                self._run(rows, partial(self._task, temperature=temperature, entropy=entropy), backward=False)
             scores = self._scores
         finally:
             self._scores = None

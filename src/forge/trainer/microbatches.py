@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -295,6 +295,7 @@ def plan_batch(
     fixed_shape: bool = False,
     share_prefixes: bool = False,
     whole_sequences: bool = False,
+    split: Collection[int] = (),
 ) -> RowPlan:
     """As `plan_rows`, for samples that share prefixes or belong together.
 
@@ -303,7 +304,7 @@ def plan_batch(
     the same values in each of them, and the gradient of what is computed once is the sum of theirs. All layers but
     attention work on the tokens that differ; attention sees whole samples. Loss and gradient are the same.
     `forge.trainer.bundles` says which samples share what. With `whole_sequences` all samples of a sequence are in one
-    row.
+    row, except those of sequences in `split`; see `forge.trainer.split_sequences`.
     """
     options: dict[str, Any] = {
         "num_ranks": num_ranks,
@@ -315,9 +316,9 @@ def plan_batch(
         return plan_rows(batch.lengths, **options, identities=batch.identities)
     check_lengths(batch.lengths, max_tokens=max_tokens, identities=batch.identities)
     if share_prefixes:
-        bundles = find_bundles(batch, max_tokens=max_tokens, whole_sequences=whole_sequences)
+        bundles = find_bundles(batch, max_tokens=max_tokens, whole_sequences=whole_sequences, split=split)
     else:
-        bundles = sequence_bundles(batch, max_tokens=max_tokens)
+        bundles = sequence_bundles(batch, max_tokens=max_tokens, split=split)
     plan = plan_rows([bundle.num_computed for bundle in bundles], **options)
     prefixes = {sample: prefix for each in bundles for sample, prefix in zip(each.samples, each.prefixes, strict=True)}
     rows = tuple(

@@ -73,6 +73,7 @@ class Turn:
         prefix_break: why the turn does not extend the branch's previous turn; None where it does, and for first turns.
         calls: the tool calls in it, where the policy was given tools.
         is_delivered: False for a response that never reached its client: it is not trained on.
+        is_trained: False for a turn that the program left out of training.
         num_cached: context tokens, the parent's included, that the engine did not have to compute again.
         timings: how long the engine took.
     """
@@ -94,6 +95,7 @@ class Turn:
     prefix_break: PrefixBreakKind | None = None
     calls: tuple[ToolCall | MalformedCall, ...] = ()
     is_delivered: bool = True
+    is_trained: bool = True
     num_cached: int = 0
     timings: Timings = field(default_factory=Timings)
 
@@ -121,6 +123,11 @@ class Turn:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def counts(self) -> bool:
+        """Whether its tokens are trained on."""
+        return self.is_delivered and self.is_trained and len(self) > 0
 
     @property
     def version(self) -> int:
@@ -228,9 +235,9 @@ class Episode:
         return sum(len(turn) for turn in self.turns)
 
     @property
-    def num_delivered_tokens(self) -> int:
-        """Tokens that were sampled and delivered: those that are trained on."""
-        return sum(len(turn) for turn in self.turns if turn.is_delivered)
+    def num_trained_tokens(self) -> int:
+        """Tokens that are trained on: those that were delivered, of turns that the program did not leave out."""
+        return sum(len(turn) for turn in self.turns if turn.counts)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt
 from pydantic.fields import FieldInfo
 
 import forge
-from forge.config import ForgeConfig, GRPOConfig, InvalidConfig, ModelConfig, PolicyConfig, SFTConfig, load
+from forge.config import EvalConfig, ForgeConfig, GRPOConfig, InvalidConfig, ModelConfig, PolicyConfig, SFTConfig, load
 from forge.config.fields import _options, elements_of, sections_of, walk_fields
 from forge.config.grpo import GRPOWorkersConfig
 from forge.errors import ForgeError
@@ -25,6 +25,7 @@ from forge.loops import workers
 from forge.loops.planning import GRPOPlan, episode_options, plan_run
 from forge.memory import Card, resolve_run
 from forge.models.locate import resolve
+from forge.models.tokenizer import ChatTokenizer
 from forge.service import ForgeActor
 
 SRC = Path(forge.__file__).parent
@@ -57,6 +58,7 @@ READ_OTHERWISE: Mapping[str, str] = {
     "metrics.tensorboard": "the sink of this name: `forge.observe`",
     "metrics.wandb": "the same",
     "workers": "become options whole: `WorkerConfig.options`",
+    "eval.pass_at": "`EvalSection.ks`",
     "episode.evaluation_limits": "are `limits` in evaluations: `forge.rollout.episode_worker`",
 }
 """Keys, or all keys below a section, whose names are not written where they act, and where that is."""
@@ -85,7 +87,7 @@ def _last_name(node: ast.expr) -> str:
     return ""
 
 
-@pytest.mark.parametrize("schema", [GRPOConfig, SFTConfig, PolicyConfig])
+@pytest.mark.parametrize("schema", [GRPOConfig, SFTConfig, PolicyConfig, EvalConfig])
 def test_every_key_is_read_from_its_section(schema: type[ForgeConfig]) -> None:
     unread = []
     for key, _ in leaves(schema):
@@ -98,7 +100,7 @@ def test_every_key_is_read_from_its_section(schema: type[ForgeConfig]) -> None:
 
 
 def test_the_exceptions_are_keys() -> None:
-    known = {key for schema in (GRPOConfig, SFTConfig, PolicyConfig) for key, _ in leaves(schema)}
+    known = {key for schema in (GRPOConfig, SFTConfig, PolicyConfig, EvalConfig) for key, _ in leaves(schema)}
     for exception in READ_OTHERWISE:
         assert any(key == exception or key.startswith(f"{exception}.") for key in known), exception
 
@@ -176,6 +178,14 @@ async def _started(plan: GRPOPlan) -> workers.Workers:
         episodes=episode_options(plan),
         tokenizer=plan.tokenizer,
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tokenizers_are_loaded_once() -> Iterator[None]:
+    """Hundreds of runs are planned with the same tokenizer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChatTokenizer, "load", functools.cache(ChatTokenizer.load))
+        yield
 
 
 def observed(overrides: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from forge.envs.state import EpisodeKey
 from forge.envs.tools import tool
 from forge.envs.trace import rows_of
 from forge.errors import OptionError, RewardError
-from forge.types import Score, Task
+from forge.types import Episode, Score, Task
 from scripted_policy import END, ScriptedPolicy, state_of
 
 CALL = '<tool_call>{"name": "double", "arguments": {"x": %d}}</tool_call>' + END
@@ -153,6 +153,40 @@ def test_compaction_starts_a_new_root_and_is_counted(codec):
     assert [(turn.parent, turn.previous) for turn in done.turns] == [(None, None), (None, 0)]
     assert done.counts.prefix_breaks == {"compaction": 1}
     assert [len(row.turns) for row in rows_of(done.turns)] == [1, 1]
+
+
+def test_a_turn_at_another_temperature_is_refused_unless_it_is_left_out_of_training(codec):
+    seen = []
+
+    @episode
+    async def judged(task, agent):
+        await agent.generate(task.messages, temperature=1.0)
+        judge = agent.fork()
+        with pytest.raises(OptionError, match="run's temperature") as refused:
+            await judge.generate(MORE, temperature=0.0)
+        seen.append(refused.value)
+        await judge.generate(MORE, temperature=0.0, train=False)
+        await agent.run_tools(MORE, tools=[double], train=False, temperature=0.5)
+        return 1.0
+
+    policy = ScriptedPolicy(codec, [f"One.{END}", f"Two.{END}", f"Three.{END}"])
+    done = run(judged, policy)
+    assert [options["temperature"] for options in policy.options] == [1.0, 0.0, 0.5]
+    assert (seen[0].path, seen[0].value) == ("agent.generate(temperature=)", 0.0)
+    (row,) = rows_of(done.turns)
+    assert [turn.text for turn in row.turns] == ["One."]
+    assert [turn.is_trained for turn in done.turns] == [True, False, False]
+    assert Episode(done.task, done.turns, done.score).num_trained_tokens == len(done.turns[0])
+
+
+def test_in_evaluations_every_temperature_is_allowed(codec):
+    @episode
+    async def fixed(task, agent):
+        await agent.generate(task.messages, temperature=0.7)
+        return 1.0
+
+    policy = ScriptedPolicy(codec, [f"One.{END}"])
+    assert run(fixed, policy, is_evaluation=True).turns[0].is_trained
 
 
 def test_stripped_reasoning_starts_a_new_root(thinking):

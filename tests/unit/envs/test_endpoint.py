@@ -278,7 +278,6 @@ REFUSED = {
     "response_format": {"type": "json_object"},
     "top_logprobs": 3,
     "logit_bias": {"5": 1},
-    "parallel_tool_calls": False,
     "tool_choice": "required",
 }
 
@@ -314,7 +313,8 @@ def test_the_program_may_allow_or_ignore_parameters(thinking):
         return 1.0
 
     policy = ScriptedPolicy(thinking, lambda text: f"Yes.{END}")
-    run(program_of(talk, allow=["temperature"], ignore=["top_p", "seed"]), policy)
+    done = run(program_of(talk, allow=["temperature"], ignore=["top_p", "seed"]), policy)
+    assert [turn.is_trained for turn in done.turns] == [False]  # the trainer computes at the run's temperature
     (options,) = policy.options
     assert (options["temperature"], options.get("top_p", 1.0)) == (0.25, 1.0)
     assert options["seed"] != 3

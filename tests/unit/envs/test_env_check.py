@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -29,6 +30,13 @@ from forge.errors import OptionError
 from tried_episodes import Guess, broken, calculate, faulty, unrewarded
 
 TASKS = [Task(f"sum:{n}", messages=({"role": "user", "content": f"{n} + 1?"},), answer=str(n + 1)) for n in range(3)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects() -> None:
+    """Each check collects garbage several times: let it not visit what other tests left in this process."""
+    gc.collect()
+    gc.freeze()
 
 
 def checked(program: Any, tasks: Any = TASKS, **options: Any) -> EnvReport:
@@ -294,6 +302,22 @@ def test_what_is_kept_for_later_episodes_is_no_leak(left: list[Any]) -> None:
         return 0.0
 
     assert check(checked(cache), "leaks").status == "pass"
+
+
+def test_garbage_is_no_leak() -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.own, self.number = self, os.open(os.devnull, os.O_RDONLY)
+
+        def __del__(self) -> None:
+            os.close(self.number)
+
+    async def forget(task: Task, agent: Agent) -> float:
+        await agent.generate(task.messages)
+        Cycle()
+        return 0.0
+
+    assert check(checked(forget), "leaks").status == "pass"
 
 
 # ---- Rewards

@@ -78,7 +78,7 @@ class Spaced:
 
     stop_token_ids = ()
 
-    special_tokens = ()
+    special_tokens = tag_tokens = ()
 
     def render_prompt(self, messages, **options):
         return "".join(f"[{message['content']}]" for message in messages)

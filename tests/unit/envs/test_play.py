@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 
 import forge
 from forge import Agent, Fault, Observation, Task
 from forge.config import EpisodeLimits
+from forge.envs.character_codec import CharacterCodec
 from forge.envs.journal import Entry
 from forge.errors import OptionError, RewardError
-from forge.testing import PlainChat, ScriptedPolicy, play
+from forge.testing import ScriptedPolicy, play
 
 
 @forge.tool
@@ -104,10 +107,16 @@ def test_a_journal_is_replayed() -> None:
 
 
 def test_another_codec_is_used() -> None:
-    class Loud(PlainChat):
-        def render_prompt(self, messages: object, **options: object) -> str:
-            return super().render_prompt(messages, **options).replace("user", "USER")  # type: ignore[arg-type]
+    class Lines:
+        """Every message is a line."""
 
-    policy = ScriptedPolicy(["a", "b"], codec=Loud())
+        stop_token_ids, special_tokens, tag_tokens = (10,), (), ()
+        encode_rendered = encode_literal = CharacterCodec.encode_rendered
+        decode = CharacterCodec.decode
+
+        def render_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+            return "".join(f"{message['role'].upper()}: {message['content']}\n" for message in messages) + "ASSISTANT: "
+
+    policy = ScriptedPolicy(["a", "b"], codec=Lines())
     asyncio.run(play(dialogue, policy))
-    assert policy.prompts[0] == "USER: ?\nassistant: "
+    assert policy.prompts == ["USER: ?\nASSISTANT: ", "USER: ?\nASSISTANT: a\nUSER: Again?\nASSISTANT: "]

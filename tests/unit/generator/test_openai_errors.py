@@ -116,7 +116,8 @@ def test_bad_values_are_named(server: OpenAIServer, change: dict[str, Any], para
         ({"tool_choice": "auto"}, "tool_choice", "tools are given"),
         ({"top_logprobs": 5, "logprobs": True}, "top_logprobs", "may only be 0 or null"),
         ({"logprobs": 1}, "logprobs", "true or false"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "may only be true"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
+        ({"stream_options": {"include_usge": True}}, "stream_options.include_usge", "include_usage"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'"),
     ],
 )

@@ -24,13 +24,7 @@ from forge.models.rows import Documents, RowRegistry, RowTask
 SHAPES = [(8, 4, 64), (4, 4, 8), (6, 2, 24), (32, 1, 128), (3, 3, 256), (5, 5, 40)]
 """Heads, heads of keys and values, width: groups of 1, 2, 3 and 32, and widths that are no whole vectors."""
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Cache:

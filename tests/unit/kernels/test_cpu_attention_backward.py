@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from attention_rows import row_of, tensors_of, through
 from forge.errors import ModelError
 from forge.kernels import cpu_attention, cpu_attention_backward
 from forge.kernels.cpu_attention_backward import SharedLayout, differentiate
 from forge.models import attention
 from forge.models.attention import DocumentAttention
-from forge.models.rows import Documents, RowTask, Sharing
+from forge.models.rows import RowTask
 
 SHAPES = [(8, 4, 64), (4, 4, 8), (6, 2, 24), (50, 1, 16), (3, 3, 256), (5, 5, 40)]
 """Heads, heads of keys and values, width: groups of 1, 2, 3 and 50, and widths that are no whole vectors."""
@@ -23,42 +23,7 @@ LENGTHS = (40, 37, 26, 27, 1, 5, 90, 30)
 PREFIXES = (0, 25, 25, 25, 0, 0, 0, 30)
 """Two groups, the second of which has a document that has nothing of its own, and two documents by themselves."""
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def row_of(lengths: tuple[int, ...], prefixes: tuple[int, ...] = (), *, num_padding: int = 0) -> RowTask:
-    """A row; its `Sharing` has the places in the form that kernels for whole documents take."""
-    documents, nothing = Documents.of(lengths, num_padding=num_padding), torch.zeros(0, dtype=torch.int64)
-    if not any(prefixes):
-        return RowTask(documents, nothing[None], nothing, nothing)
-    sources = SharedLayout.of(lengths, prefixes).sources
-    assert sources is not None
-    num_own = sum(lengths) - sum(prefixes)
-    places = torch.cat([sources, torch.arange(num_own, num_own + num_padding)])
-    own = torch.tensor([places.tolist().index(place) for place in range(num_own + num_padding)])
-    sharing = Sharing.of(documents, prefixes, places=places, own=own)
-    return RowTask(documents, nothing[None], nothing, nothing, sharing=sharing)
-
-
-def tensors_of(num_places: int, shape: tuple[int, int, int], *, seed: int = 0) -> list[Tensor]:
-    """Queries, keys, values and a gradient of the outputs, all [1, L, heads, width]."""
-    maker = torch.Generator().manual_seed(seed)
-    heads, kv_heads, width = shape
-    return [torch.randn(1, num_places, n, width, generator=maker) for n in (heads, kv_heads, kv_heads, heads)]
-
-
-def through(row: RowTask, given: list[Tensor], *, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Output, and the gradients of queries, keys and values."""
-    layer = DocumentAttention(DocumentAttention.Config())
-    leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in given[:3]]
-    out = layer(*leaves, attention_masks=layer.row_registry.enter(row))
-    return [out.detach(), *torch.autograd.grad(out, leaves, given[3].to(dtype))]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def the_same(a: Tensor, b: Tensor) -> bool:

@@ -3,61 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from attention_rows import row_of, tensors_of, through
 from forge.errors import ModelError
 from forge.kernels import cpu_attention_backward
 from forge.kernels.cpu_attention_backward import SharedLayout, differentiate
 from forge.kernels.paged import shared_places
 from forge.models.attention import DocumentAttention
-from forge.models.rows import Documents, RowTask, Sharing
 
 LENGTHS = (40, 37, 45, 30, 26, 20, 7, 31, 300, 290)
 PREFIXES = (0, 25, 33, 28, 10, 18, 0, 7, 31, 280)
 """A tree of six documents, up to four deep, and a chain that starts with a document which is all prefix."""
 SHAPES = [(4, 2, 16), (3, 3, 24), (6, 1, 64)]
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def row_of(lengths: tuple[int, ...], prefixes: tuple[int, ...], *, num_padding: int = 0) -> RowTask:
-    documents, nothing = Documents.of(lengths, num_padding=num_padding), torch.zeros(0, dtype=torch.int64)
-    if not any(prefixes):
-        return RowTask(documents, nothing[None], nothing, nothing)
-    places, own = shared_places(lengths, prefixes)
-    padding = torch.arange(num_padding)
-    sharing = Sharing.of(
-        documents,
-        prefixes,
-        places=torch.cat([places, padding + len(own)]),
-        own=torch.cat([own, padding + len(places)]),
-    )
-    return RowTask(documents, nothing[None], nothing, nothing, sharing=sharing)
-
-
-def tensors_of(num_places: int, shape: tuple[int, int, int], *, seed: int = 0) -> list[Tensor]:
-    maker = torch.Generator().manual_seed(seed)
-    heads, kv_heads, width = shape
-    return [torch.randn(1, num_places, n, width, generator=maker) for n in (heads, kv_heads, kv_heads, heads)]
-
-
-def through(row: RowTask, given: list[Tensor], *, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Output, and the gradients of queries, keys and values."""
-    layer = DocumentAttention(DocumentAttention.Config())
-    leaves = [tensor.to(dtype).detach().requires_grad_() for tensor in given[:3]]
-    out = layer(*leaves, attention_masks=layer.row_registry.enter(row))
-    return [out.detach(), *torch.autograd.grad(out, leaves, given[3].to(dtype))]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def in_whole_documents(given: list[Tensor]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,13 +14,7 @@ from forge.errors import ModelError
 from forge.kernels import cpu_layers
 from forge.models.layers import Rotary, RowNorm, gated
 
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

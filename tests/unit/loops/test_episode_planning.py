@@ -30,6 +30,23 @@ def test_a_program_from_python_has_the_limits_of_the_configuration(tmp_path: Pat
     assert (options.limits.max_turns, options.evaluation_limits.max_turns) == (3, 5)
 
 
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (("generator.max_batch=16", "generator.max_queue=48"), 2 * 64 // 4),
+        (("generator.max_batch=64", "generator.max_queue=1024"), (64 + 1024) // 4),
+        (("generator.max_batch=64", "generator.max_queue=1024", "episode.num_replicas=4"), 2 * (64 + 1024) // 4),
+        (("generator.max_batch=16", "generator.max_queue=48", "rollout.max_in_flight=500"), 500),
+        (("generator.max_batch=1", "generator.max_queue=0"), 1),
+    ],
+)
+def test_more_episodes_are_in_flight_than_generators_have_room_for(
+    words: tuple[str, ...], most: int, tmp_path: Path
+) -> None:
+    plan = plan_run(config(tmp_path / "run", *NAMED, "rollout.group_size=4", *words))
+    assert plan.rollout.max_in_flight == most
+
+
 def test_journals_of_another_program_or_other_arguments_are_not_found(tmp_path: Path) -> None:
     base = config(tmp_path / "run", *NAMED)
     assert journal_dir(config(tmp_path / "run", *NAMED, "episode.max_retries=1")) == journal_dir(base)

@@ -44,9 +44,7 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def task(lengths: tuple[int, ...], *, num_padding: int = 0) -> RowTask:

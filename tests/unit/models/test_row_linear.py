@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,15 +23,7 @@ FAILING = ((1100, 40), (2048, 40), (896, 151))
 COUNTS = (1, 2, 3, 4, 5, 7, 15, 16, 17, 31, 100, 255, 300)
 NUM_ROWS = 400
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 threads = pytest.mark.parametrize("num_threads", [1, 2])
 
 

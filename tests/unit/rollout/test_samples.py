@@ -110,7 +110,7 @@ def test_tokens_that_were_not_delivered_add_nothing_to_the_divergence() -> None:
 
 def test_a_group_of_which_nothing_was_delivered_does_not_count() -> None:
     lost = Episode(TASK, (a_turn(0, None, (1, 2), (10, 11), is_delivered=False),), Score(1.0))
-    assert (lost.num_tokens, lost.num_delivered_tokens) == (2, 0)
+    assert (lost.num_tokens, lost.num_trained_tokens) == (2, 0)
     assert not SignalTest(AlgorithmConfig()).counts(Group(0, 0, (lost, replace(lost, score=Score(0.0)))))
 
 

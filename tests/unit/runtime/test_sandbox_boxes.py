@@ -16,7 +16,7 @@ from forge.runtime.sandbox.box import Box
 from forge.runtime.sandbox.box_records import as_snapshot, command_result, python_result
 from forge.runtime.sandbox.frames import Spool, Unpacker, pack
 from forge.runtime.sandbox.guest_files import WorkFolder
-from forge.runtime.sandbox.guest_programs import Kernel, Shell
+from forge.runtime.sandbox.guest_programs import Call, Kernel, Shell
 from forge.runtime.sandbox.kernel import answer, cut
 from forge.runtime.sandbox.runner import LaunchedSandbox
 
@@ -104,7 +104,9 @@ def test_what_a_shell_reports_is_not_trusted() -> None:
     shell = Shell(PLAN)
     assert shell.read_record([b"300", b"/sandbox/d'x", b'declare -x A="1"\n']) == {"exit_code": 44}
     assert b"cd -- '/sandbox/d'\\''x'" in shell.preamble()
-    assert b"__forge_return 44; eval 'echo '\\''hi'\\'''" in shell.request("echo 'hi'")
+    assert b"__forge_return 44; eval 'echo '\\''hi'\\'''" in shell.request(
+        Call({"id": 1, "timeout_s": 1.0}, b"echo 'hi'")
+    )
     shell.read_record([b"0", b"/elsewhere", b"x" * 300_000])
     assert b"/sandbox/d" in shell.preamble(), "too much to hand to a new shell"
     for status in (b"zero", b"9" * 100_000):

@@ -50,9 +50,7 @@ def config(**options: Any) -> TrainingConfig:
     return TrainingConfig(**{"learning_rate": 1e-2, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, **options})
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_first_step_with_half_states_is_that_of_adamw() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -130,11 +131,24 @@ class _Server(web.Server):
     """Makes a connection of each client."""
 
     def __call__(self) -> RequestHandler:
-        return _Connection(self, loop=asyncio.get_running_loop(), **self._kwargs)
+        return Connection(self, loop=asyncio.get_running_loop(), **self._kwargs)
 
 
-class _Connection(RequestHandler):
-    """Answers what the parser refuses, and what a handler did not catch, as OpenAI does."""
+class Connection(RequestHandler):
+    """Answers what the parser refuses, and what a handler did not catch, as OpenAI does.
+
+    Attributes:
+        only_key: the one key that requests on this connection may have; None for any.
+        on_lost: called when the connection has ended.
+    """
+
+    only_key: str | None = None
+    on_lost: Callable[[], None] | None = None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
 
     def handle_error(
         self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ _SHARED: Final = frozenset(
 _WITHOUT_EFFECT: Final = frozenset(
     ("user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 )
+_STREAM_OPTIONS: Final = ("include_usage", "include_obfuscation")
 _ONLY_AS: Final[Mapping[str, tuple[Any, ...]]] = {
     "top_logprobs": (0,),
     "logit_bias": ({},),
@@ -93,6 +94,9 @@ def read_options(
     n = 1 if body.get("n") is None else body["n"]
     _check_sampling({**sampling, "n": n})
     stream_options = read_object(body, "stream_options")
+    for name in stream_options:
+        if name not in _STREAM_OPTIONS:
+            raise unknown_parameter(f"stream_options.{name}", {f"stream_options.{each}" for each in _STREAM_OPTIONS})
     return RequestOptions(
         sampling=sampling,
         n=n,
@@ -143,12 +147,12 @@ def wrong_key() -> RequestError:
     return RequestError(text, status=401, kind="authentication_error", code="invalid_api_key")
 
 
-def read_flag(body: Mapping[str, Any], name: str) -> bool:
-    """Return a flag; null and missing are false."""
+def read_flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """Return a flag; null and missing are the default."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         raise parameter_error(name, "must be true or false", code="invalid_type")
-    return bool(value)
+    return default if value is None else value
 
 
 def read_object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -165,13 +169,18 @@ def _check_names(body: Mapping[str, Any], own: frozenset[str]) -> None:
         if name in known:
             continue
         if name not in _ONLY_AS:
-            near = did_you_mean(name, known)
-            text = f"Unknown parameter: '{name}'. It would have no effect." + (f" ({near})" if near else "")
-            raise RequestError(text, param=name, code="unknown_parameter")
+            raise unknown_parameter(name, known)
         allowed = _ONLY_AS[name]
         if value is not None and not any(type(value) is type(one) and value == one for one in allowed):
             may_be = " or ".join(json.dumps(one) for one in (*allowed, None))
             raise parameter_error(name, f"is not supported here; it may only be {may_be}", code="unsupported_value")
+
+
+def unknown_parameter(name: str, known: Iterable[str]) -> RequestError:
+    """Return the error for a parameter that does not exist."""
+    near = did_you_mean(name, known)
+    text = f"Unknown parameter: '{name}'. It would have no effect." + (f" ({near})" if near else "")
+    return RequestError(text, param=name, code="unknown_parameter")
 
 
 def _check_sampling(sampling: Mapping[str, Any]) -> None:

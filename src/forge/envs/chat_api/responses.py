@@ -21,11 +21,12 @@ class AssistantMessage:
     """The assistant's message of one choice, as it grows.
 
     With a `reader`, calls in the text become `tool_calls`. A malformed call stays text: the client sees what the model
-    sampled, and nothing is guessed.
+    sampled, and nothing is guessed. With `one_call`, calls after the first are left out.
     """
 
-    def __init__(self, reader: CallReader | None = None) -> None:
-        self._reader = reader
+    def __init__(self, reader: CallReader | None = None, *, one_call: bool = False) -> None:
+        self._reader, self._one_call = reader, one_call
+        self.num_left_out = 0
         self._text = ""
         self._calls: list[ToolCall] = []
         self._all_calls: list[ToolCall | MalformedCall] = []
@@ -36,11 +37,14 @@ class AssistantMessage:
         parts: Sequence[str | ToolCall | MalformedCall] = [text] if text else []
         if self._reader is not None:
             parts = [*self._reader.add(text), *(self._reader.finish() if is_last else ())]
-        return [self._take(part) for part in parts]
+        return [delta for part in parts if (delta := self._take(part)) is not None]
 
-    def _take(self, part: str | ToolCall | MalformedCall) -> dict[str, Any]:
+    def _take(self, part: str | ToolCall | MalformedCall) -> dict[str, Any] | None:
         if not isinstance(part, str):
             self._all_calls.append(part)
+            if self._one_call and self._calls and isinstance(part, ToolCall):
+                self.num_left_out += 1
+                return None
         part = part.text if isinstance(part, MalformedCall) else part
         if isinstance(part, str):
             self._text += part

@@ -19,7 +19,9 @@ from forge.envs.tool_calls import CallReader, opens_reasoning
 from forge.generator.openai.policy import CompletionJob, Policy
 from forge.types import Completion, Delta
 
-_CHAT_PARAMETERS: Final = frozenset(("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"))
+_CHAT_PARAMETERS: Final = frozenset(
+    ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort")
+)
 
 
 async def complete_chat(policy: Policy, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
@@ -28,7 +30,8 @@ async def complete_chat(policy: Policy, request: web.Request, body: Mapping[str,
     messages, template = read_messages(body), read_template(body)
     await policy.check_number(1, options.n)
     job = await policy.prepare_chat(messages, template, options=options)
-    reply = _ChatReply(policy, job, reads_calls="tools" in template)
+    one_call = not read_flag(body, "parallel_tool_calls", default=True)
+    reply = _ChatReply(policy, job, reads_calls="tools" in template, one_call=one_call)
     if options.stream:
         return await send_events(request, reply.chunks())
     completions = await policy.service.generate.route(**job.arguments)
@@ -38,8 +41,9 @@ async def complete_chat(policy: Policy, request: web.Request, body: Mapping[str,
 class _ChatReply:
     """The answer to one request."""
 
-    def __init__(self, policy: Policy, job: CompletionJob, *, reads_calls: bool) -> None:
-        self._policy, self._job, self._options, self._reads_calls = policy, job, job.options, reads_calls
+    def __init__(self, policy: Policy, job: CompletionJob, *, reads_calls: bool, one_call: bool) -> None:
+        self._policy, self._job, self._options = policy, job, job.options
+        self._reads_calls, self._one_call = reads_calls, one_call
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": policy.name}
         self._messages: dict[int, AssistantMessage] = {}
         self._ended: list[Completion] = []
@@ -49,7 +53,8 @@ class _ChatReply:
             return AssistantMessage()
         is_reasoning = self._job.chat is not None and opens_reasoning(self._job.chat.text)
         id_prefix = f"call_{uuid.uuid4().hex}"
-        return AssistantMessage(CallReader(self._policy.tool_format, id_prefix=id_prefix, is_reasoning=is_reasoning))
+        reader = CallReader(self._policy.tool_format, id_prefix=id_prefix, is_reasoning=is_reasoning)
+        return AssistantMessage(reader, one_call=self._one_call)
 
     def whole(self, completions: list[Completion]) -> dict[str, Any]:
         """Return the response, all at once."""

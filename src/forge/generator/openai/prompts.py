@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, AnyStr, Generic, TypeVar
 
 from forge.envs.chat_api.requests import message_key
+from forge.envs.rendered import RenderedPrompt, render
 
 if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer
@@ -64,11 +65,15 @@ class PrefixIndex(Generic[AnyStr, V]):
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as text and as tokens, the first `num_kept` of which are those of an earlier exchange."""
+    """A conversation as text and as tokens, the first `num_kept` of which are those of an earlier exchange.
+
+    `key` is the text in a form that is the same only for the same tokens (`RenderedPrompt.key`).
+    """
 
     text: str
     token_ids: tuple[int, ...]
     num_kept: int = 0
+    key: str = ""
 
 
 class ExactPrompts:
@@ -86,20 +91,20 @@ class ExactPrompts:
 
         A long text of more than `max_tokens` raises `TextTooLong`.
         """
-        text = self.tokenizer.render_prompt(messages, **template)
+        prompt = render(messages, self.tokenizer, template, tags=False)
         restored = [self._as_sampled(message) for message in messages]
         if restored != list(messages):
-            exact = self.tokenizer.render_prompt(restored, **template)
-            found = self._sampled.find(exact)
+            exact = render(restored, self.tokenizer, template, tags=False)
+            found = self._sampled.find(exact.key)
             # Only the turns with calls may differ: what comes after them must be as the template has it.
-            if found is not None and text.endswith(exact[len(found[0]) :]):
-                text = exact
-        return self._encode_text(text, max_tokens)
+            if found is not None and prompt.key.endswith(exact.key[len(found[0]) :]):
+                prompt = exact
+        return self._encode_prompt(prompt, max_tokens)
 
     def remember(self, prompt: ChatPrompt, completion: Completion, *, message: Mapping[str, Any]) -> None:
         """Keep what was sampled after a prompt; `message` is what the client was given for it."""
         sampled = self.tokenizer.decode(completion.token_ids)
-        self._sampled.put(prompt.text + sampled, prompt.token_ids + completion.token_ids)
+        self._sampled.put((prompt.key or prompt.text) + sampled, prompt.token_ids + completion.token_ids)
         key = message_key(message)
         if key is not None:
             self._texts.put(key, completion.text)
@@ -110,14 +115,18 @@ class ExactPrompts:
         text = None if key is None else self._texts.get(key)
         return message if text is None else {"role": "assistant", "content": text}
 
-    def _encode_text(self, text: str, max_tokens: int | None) -> ChatPrompt:
-        found = self._sampled.find(text)
+    def _encode_prompt(self, prompt: RenderedPrompt, max_tokens: int | None) -> ChatPrompt:
+        text, key = prompt.text, prompt.key
+        found = self._sampled.find(key)
+        most = max_tokens if found is None else None  # it may have more tokens than what was sampled
+        plain = tuple(self.tokenizer.encode_rendered(text, max_tokens=most))
+        if prompt.literals:
+            plain = tuple(prompt.encode(self.tokenizer))
         if found is None:
-            return ChatPrompt(text, tuple(self.tokenizer.encode_rendered(text, max_tokens=max_tokens)))
-        plain = tuple(self.tokenizer.encode_rendered(text))  # it may have more tokens than what was sampled
+            return ChatPrompt(text, plain, key=key)
         known, kept = found
-        exact = (*kept, *self.tokenizer.encode_rendered(text[len(known) :]))
+        exact = (*kept, *prompt.encode(self.tokenizer, start=len(known)))
         # Tokens cannot be joined like this if the tokenizer treats the start of a text in its own way.
         if self.tokenizer.decode(exact) != self.tokenizer.decode(plain):
-            return ChatPrompt(text, plain)
-        return ChatPrompt(text, exact, len(kept))
+            return ChatPrompt(text, plain, key=key)
+        return ChatPrompt(text, exact, len(kept), key)

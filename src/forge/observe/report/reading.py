@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import Counter
@@ -14,11 +15,14 @@ from forge.config.loading import FILE_NAME
 from forge.config.yaml_text import read_yaml
 from forge.errors import DataError, OptionError
 from forge.observe.jsonl import MetricsLine, read_jsonl
-from forge.observe.report.samples import SampleSet, json_lines, read_samples
+from forge.observe.report.samples import SampleSet, json_lines, read_evaluation, read_samples
 
 _MAX_POINTS: Final = 1500
 """Points of a curve. Of a longer run each point is the mean of several steps, so that the page stays small."""
 _MAX_CONFIG: Final = 200_000
+EVAL_SAMPLES: Final = "samples.jsonl"
+EVAL_RESULTS: Final = "results.json"
+"""What `forge eval` writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,10 @@ class Run:
 
 
 def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
-    """Read a run's folder. `metrics.jsonl` must be there, with at least one whole line where nothing else is known."""
+    """Read the folder of a run or of an evaluation.
+
+    That of a run must have a `metrics.jsonl`, with at least one whole line where nothing else is known.
+    """
     place = Path(folder)
     if max_samples < 0:
         raise OptionError(
@@ -83,6 +90,8 @@ def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
             rule="0 or more",
             repair="leave it out, or give 0 for a report without samples",
         )
+    if not (place / "metrics.jsonl").is_file() and (place / EVAL_SAMPLES).is_file():
+        return _read_evaluation(place, max_samples=max_samples)
     _check_folder(place)
     metrics = _read_metrics(place / "metrics.jsonl")
     notes: list[str] = []
@@ -101,6 +110,42 @@ def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
             )
         notes.append("The run has not finished a step, so there are no curves.")
     return Run(place, metrics, samples, text, config, ledger, (*notes, *samples.notes))
+
+
+def _read_evaluation(place: Path, *, max_samples: int) -> Run:
+    """Read the folder of a `forge eval`, whose figures are one row of metrics."""
+    notes: list[str] = []
+    results = _read_results(place / EVAL_RESULTS, notes)
+    figures: Any = results.get("figures") or {}
+    values: dict[str, float] = {}
+    if figures.get("reward") is not None:
+        values["evaluation/reward"] = float(figures["reward"]["value"])
+    values |= {f"evaluation/pass@{k}": float(each["value"]) for k, each in figures.get("pass_at", {}).items()}
+    if figures.get("length") is not None:
+        values["evaluation/length"] = float(figures["length"])
+    if figures.get("num_missing"):
+        notes.append(f"{figures['num_missing']} tasks are missing because of faults, and not part of the figures.")
+    step = int((results.get("target") or {}).get("step") or 0)
+    columns = {name: (short(value),) for name, value in values.items()}
+    ended = results.get("time")
+    metrics = Metrics((step,) if values else (), columns, {}, 1, len(values) and 1, step, ended, ended)
+    text, config = _read_config(place / FILE_NAME, notes)
+    samples = read_evaluation(place / EVAL_SAMPLES, max_samples=max_samples)
+    return Run(place, metrics, samples, text, config, {}, (*notes, *samples.notes))
+
+
+def _read_results(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    if not path.is_file():
+        notes.append("The evaluation has not ended, so there are no figures.")
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        notes.append(f"{path.name} could not be read, so there are no figures.")
+        return {}
+    return found
 
 
 def _check_folder(place: Path) -> None:

@@ -54,7 +54,15 @@ def read_samples(folder: Path, *, max_samples: int, max_tokens: int = MAX_TOKENS
     there has none. Lines that cannot be read are counted, not shown. With more than `max_tokens` tokens in all, the
     longest completions are cut to one length.
     """
-    files = _files(folder)
+    return _read(_files(folder), max_samples=max_samples, max_tokens=max_tokens)
+
+
+def read_evaluation(path: Path, *, max_samples: int, max_tokens: int = MAX_TOKENS) -> SampleSet:
+    """Choose at most `max_samples` episodes of one file, which an evaluation wrote: whole tasks, spread over all."""
+    return _read([_File("evaluation", 0, path)], max_samples=max_samples, max_tokens=max_tokens)
+
+
+def _read(files: Sequence[_File], *, max_samples: int, max_tokens: int) -> SampleSet:
     counts = {kind: sum(_count_lines(file.path) for file in files if file.kind == kind) for kind in _KINDS}
     num_samples, num_steps = sum(counts.values()), len({file.step for file in files})
     picks = [

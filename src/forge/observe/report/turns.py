@@ -80,6 +80,7 @@ class TurnTable:
             "finish": cut(str(turn.get("finish_reason") or ""), 40),
             "break": None if turn.get("prefix_break") is None else cut(str(turn["prefix_break"]), 40),
             "delivered": turn.get("is_delivered") is not False,
+            "trained": turn.get("is_trained") is not False,
             "calls": [_call(call) for call in _list(calls)[:_MAX_CALLS] if isinstance(call, dict)],
             "reward": number(turn.get("reward")),
             "advantage": number(turn.get("advantage")),

@@ -14,7 +14,14 @@ from forge._lazy import lazy_names
 
 if TYPE_CHECKING:
     from forge.runtime.sandbox.box import Box
-    from forge.runtime.sandbox.box_records import CommandResult, Files, PythonResult, SandboxError, Snapshot
+    from forge.runtime.sandbox.box_records import (
+        CommandResult,
+        Files,
+        ProgramResult,
+        PythonResult,
+        SandboxError,
+        Snapshot,
+    )
     from forge.runtime.sandbox.detection import Finding, find, open_sandbox, survey
     from forge.runtime.sandbox.records import ISOLATIONS, Isolation, KilledFor, Limits, Outcome, Sandbox, SandboxLimits
 
@@ -28,6 +35,7 @@ __all__ = [
     "KilledFor",
     "Limits",
     "Outcome",
+    "ProgramResult",
     "PythonResult",
     "Sandbox",
     "SandboxError",
@@ -42,7 +50,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "forge.runtime.sandbox.box": "Box",
-        "forge.runtime.sandbox.box_records": "CommandResult Files PythonResult SandboxError Snapshot",
+        "forge.runtime.sandbox.box_records": "CommandResult Files ProgramResult PythonResult SandboxError Snapshot",
         "forge.runtime.sandbox.detection": "Finding find open_sandbox survey",
         "forge.runtime.sandbox.records": "ISOLATIONS Isolation KilledFor Limits Outcome Sandbox SandboxLimits",
     },

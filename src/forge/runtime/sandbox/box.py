@@ -11,7 +11,7 @@ import os
 import posixpath
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
@@ -22,15 +22,19 @@ from forge.runtime.sandbox.box_records import (
     Content,
     FailureKind,
     Files,
+    ProgramResult,
     PythonResult,
     SandboxError,
     Snapshot,
     as_bytes,
     as_snapshot,
+    check_command,
     command_result,
+    program_result,
     python_result,
 )
-from forge.runtime.sandbox.frames import SIZES, pack
+from forge.runtime.sandbox.frames import SIZES, Unpacker, pack
+from forge.runtime.sandbox.network import MARK
 from forge.runtime.sandbox.records import SandboxLimits
 from forge.runtime.sandbox.runner import SETUP_S, LaunchedSandbox
 
@@ -51,12 +55,25 @@ class Box:
     `python`.
     """
 
-    def __init__(self, sandbox: LaunchedSandbox, *, limits: SandboxLimits | None = None) -> None:
+    def __init__(
+        self,
+        sandbox: LaunchedSandbox,
+        *,
+        limits: SandboxLimits | None = None,
+        readable: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+        port: int | None = None,
+    ) -> None:
+        """`readable` are further paths that programs can read, `environ` further environment variables. With a `port`,
+        programs can connect to it on 127.0.0.1, and `listener` is where their connections arrive."""
         self.limits = limits or SandboxLimits()
         self._sandbox = sandbox
         self._shell = _find_bash()
-        plan = sandbox.box_plan(shell=self._shell, limits=self.limits)
+        plan = sandbox.box_plan(
+            shell=self._shell, limits=self.limits, readable=readable, environ=environ or {}, port=port
+        )
         self.work: str = plan["work"]
+        self.listener: socket.socket | None = None
         self._plan = plan
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
@@ -114,6 +131,8 @@ class Box:
         loop.add_reader(self._events.fileno(), self._read_events)
         self._timer = loop.call_later(self.limits.open_s, self._expire)
         try:
+            if self._plan["box"]["port"] is not None:
+                self.listener = await self._receive_listener(loop, control)
             self._reader, self._writer = await asyncio.open_connection(sock=control)
             ready = self._waiting[0] = loop.create_future()
             self._receiving = asyncio.create_task(self._receive())
@@ -135,6 +154,8 @@ class Box:
     async def _close(self) -> None:
         self._timer.cancel()
         self._hang_up()
+        if self.listener is not None:
+            self.listener.close()
         if self._writer is not None:
             self._writer.close()
         try:
@@ -179,6 +200,30 @@ class Box:
             asyncio.get_running_loop().remove_reader(self._events.fileno())
             if not self._ended.done():
                 self._ended.set_result(None)
+
+    async def _receive_listener(self, loop: asyncio.AbstractEventLoop, control: socket.socket) -> socket.socket:
+        """Return the socket on which programs of the sandbox connect, made in the sandbox's own network."""
+        control.setblocking(False)
+        readable = asyncio.Event()
+        loop.add_reader(control.fileno(), readable.set)
+        try:
+            async with asyncio.timeout(SETUP_S):
+                await readable.wait()
+        except TimeoutError:
+            raise SandboxError(f"a sandbox does not start within {SETUP_S:g} s", kind="sandbox_hung") from None
+        finally:
+            loop.remove_reader(control.fileno())
+        data, received, _, _ = socket.recv_fds(control, len(MARK), 1)
+        if received:
+            listener = socket.socket(fileno=received[0])
+            listener.setblocking(False)
+            return listener
+        if data:  # a message that says why it crashed
+            messages = Unpacker().feed(data + await loop.sock_recv(control, 1 << 16))
+            self._crash = messages[0][0].get("crash") if messages else None
+        await asyncio.wait([self._ended], timeout=SETUP_S)
+        self._waiting[0] = loop.create_future()  # it has not started
+        raise self._died()
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -246,7 +291,8 @@ class Box:
         if "failure" in answer:
             raise SandboxError(f"a sandbox's {header['op']} {answer['failure']}", kind="sandbox_start")
         if "errno" in answer:
-            raise OSError(answer["errno"], answer["error"], answer["path"] or header.get("path", self.work))
+            place = header.get("path") or next(iter(header.get("command", ())), self.work)
+            raise OSError(answer["errno"], answer["error"], answer["path"] or place)
         return answer, data
 
     async def _answer(self, number: int, future: asyncio.Future[Answer], patience_s: float) -> Answer:
@@ -300,6 +346,26 @@ class Box:
         data = code.encode("utf-8", "replace")
         answer, output = await self._ask({"op": "python", "timeout_s": limit_s}, data, timeout_s=self.limits.wall_s)
         return python_result(answer, output, timeout_s=limit_s)
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: Content = b"",
+        environ: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> ProgramResult:
+        """Run a command in a process of its own, in the work folder, and return how it ended.
+
+        When it ends, or after `timeout_s`, at most `wall_s` of the limits, everything in the sandbox is killed but the
+        shell and the Python kernel. `OSError` if there is no such command.
+        """
+        limit_s = self._limited(timeout_s)
+        words, variables = list(command), dict(environ or {})
+        check_command(words, variables)
+        header = {"op": "run", "timeout_s": limit_s, "command": words, "environment": variables}
+        answer, output = await self._ask(header, as_bytes(stdin), timeout_s=self.limits.wall_s)
+        return program_result(answer, output)
 
     async def read_file(self, path: str) -> bytes:
         """Return what is in a file of the work folder."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from forge.errors import LaunchError
+from forge.errors import LaunchError, OptionError
 
 Content: TypeAlias = str | bytes
 FailureKind: TypeAlias = Literal["sandbox_start", "sandbox_died", "sandbox_hung", "sandbox_open_time"]
@@ -74,6 +74,24 @@ class PythonResult:
     def __str__(self) -> str:
         parts = [self.output.rstrip("\n") if self.output else None, self.value, self.error]
         return "\n".join([*filter(None, parts), *([f"[{self.note}]"] if self.note else [])]) or "[no output]"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """How a command that ran in a process of its own ended.
+
+    Attributes:
+        stdout, stderr: what it wrote, as UTF-8; where that is more than `output_bytes`, without the middle.
+        exit_code: its exit code; negative for a signal, None if it was killed because its time was over.
+        timed_out: whether its time was over.
+        seconds: how long it took.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    timed_out: bool = False
+    seconds: float = 0.0
 
 
 class Files(dict[str, Content]):
@@ -160,6 +178,32 @@ def command_result(answer: Mapping[str, Any], payload: bytes, *, timeout_s: floa
         notes.append("the next command gets a new shell, with the folder and the exported variables from before")
     output, code = read_output(answer, payload), answer.get("exit_code")
     return CommandResult(output, code, answer["timed_out"], "; ".join(notes), answer["seconds"])
+
+
+def program_result(answer: Mapping[str, Any], payload: bytes) -> ProgramResult:
+    """Return the result of a command that ran in a process of its own."""
+    output, errors = payload[: answer["num_output"]], payload[answer["num_output"] :]
+    code = None if answer["timed_out"] else answer.get("exit_code")
+    texts = read_output(answer, output), read_output(answer["errors"], errors)
+    return ProgramResult(*texts, code, answer["timed_out"], answer["seconds"])
+
+
+def check_command(command: Sequence[Any], environ: Mapping[Any, Any]) -> None:
+    """Refuse what cannot be a command and its environment."""
+    words = [*command, *environ, *environ.values()]
+    if command and all(isinstance(word, str) and "\0" not in word for word in words) and not _has_bad_name(environ):
+        return
+    raise OptionError(
+        "this is not a command",
+        path="run(command=, environ=)",
+        value=[*command, *(f"{name}=…" for name in environ)],
+        rule="texts without NUL bytes, at least one, and names of variables without `=`",
+        repair='["python3", "agent.py"]',
+    )
+
+
+def _has_bad_name(environ: Mapping[str, Any]) -> bool:
+    return any(not name or "=" in name for name in environ)
 
 
 def python_result(answer: Mapping[str, Any], payload: bytes, *, timeout_s: float) -> PythonResult:

@@ -134,21 +134,22 @@ def set_limits(limits: Mapping[str, int]) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
-def filter_calls() -> None:
+def filter_calls(*, has_tcp: bool = False) -> None:
     """Refuse system calls that reach for the network, for other processes' memory, for mounts and new namespaces, and
-    for memory that no limit counts. Needs no privilege after PR_SET_NO_NEW_PRIVS, and cannot be undone."""
-    program = calls_filter(os.uname().machine)
+    for memory that no limit counts. Needs no privilege after PR_SET_NO_NEW_PRIVS, and cannot be undone. With `has_tcp`
+    TCP sockets can be made, for a network of which the sandbox has nothing but its own loopback address."""
+    program = calls_filter(os.uname().machine, has_tcp=has_tcp)
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
     zero = ctypes.c_ulong(0)
     checked(_libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(2), header, zero, zero), "prctl(PR_SET_SECCOMP)")
 
 
-def calls_filter(machine: str) -> bytes:
+def calls_filter(machine: str, *, has_tcp: bool = False) -> bytes:
     """Return the filter as a classic BPF program, eight bytes an instruction."""
     if machine not in _NUMBERS:
         raise OSError(errno.ENOSYS, f"there is no system call filter for {machine}")
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, at_least, any_bit, mask, answer = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     numbers = {**_NUMBERS[machine], **_NEWER}
     clone, socket, prlimit = (numbers.pop(name) for name in ("clone", "socket", "prlimit64"))
     code = [(load, 0, 0, 4), (equal, 1, 0, _ARCHITECTURE[machine]), (answer, 0, 0, _KILL_PROCESS), (load, 0, 0, 0)]
@@ -160,7 +161,12 @@ def calls_filter(machine: str) -> bytes:
     refuse, allow = (answer, 0, 0, _ERRNO | errno.EPERM), (answer, 0, 0, _ALLOW)
     code += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, _NEW_NAMESPACES), refuse, allow]
     code += [(equal, 0, 4, prlimit), (load, 0, 0, 16), (equal, 1, 0, 0), refuse, allow]  # of another process
-    code += [(equal, 0, 4, socket), (load, 0, 0, 16), (equal, 1, 0, 1), refuse, allow, allow]
+    if has_tcp:  # a Unix socket, or IPv4, a stream, TCP or the default
+        code += [(equal, 0, 10, socket), (load, 0, 0, 16), (equal, 8, 0, 1), (equal, 0, 6, 2)]
+        code += [(load, 0, 0, 24), (mask, 0, 0, 0xF), (equal, 0, 3, 1)]
+        code += [(load, 0, 0, 32), (equal, 2, 0, 0), (equal, 1, 0, 6), refuse, allow]
+    else:
+        code += [(equal, 0, 4, socket), (load, 0, 0, 16), (equal, 1, 0, 1), refuse, allow, allow]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 
 
@@ -191,7 +197,8 @@ def become_program(plan: Mapping[str, Any], *, folder: str) -> None:
     """Confine this process and turn it into the program. Returns only by an exception.
 
     `plan` has the fields `command`, `environment`, `limits`, `uid` (null where there is no root to give up) and
-    `files` (the paths to see, or null where a namespace has settled it).
+    `files` (the paths to see, or null where a namespace has settled it). `start` is the folder to start in, where that
+    is not `folder`.
     """
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -199,12 +206,17 @@ def become_program(plan: Mapping[str, Any], *, folder: str) -> None:
     if plan["uid"] is not None:
         become(plan["uid"])
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user undoes an earlier one
-    os.chdir(folder)
+    os.chdir(plan.get("start") or folder)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     if plan["files"] is not None:
         restrict_files(read=plan["files"], write=[folder])
-    filter_calls()
+    filter_calls(has_tcp=has_tcp(plan))
     os.execve(plan["command"][0], plan["command"], plan["environment"])
+
+
+def has_tcp(plan: Mapping[str, Any]) -> bool:
+    """Return whether programs may connect to the loopback address of their sandbox."""
+    return bool((plan.get("box") or {}).get("port"))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The first process of a long-lived sandbox: it runs the shell and the Python kernel, and reads and writes files.
+"""The first process of a long-lived sandbox: it runs the shell, the Python kernel and commands, and handles files.
 
 It is code of ours that answers to the library alone. Behind a boundary it is process 1 of the sandbox, which no signal
 from inside ends; what the policy starts has another user, or at least no way to trace it. What comes from the shell and
@@ -20,16 +20,18 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forge.runtime.sandbox import confine
+from forge.runtime.sandbox import confine, network
 from forge.runtime.sandbox.frames import Unpacker, pack, send_all
 from forge.runtime.sandbox.guest_files import WorkFolder, describe
-from forge.runtime.sandbox.guest_programs import RECORD_BYTES, Call, Kernel, Program, Shell
+from forge.runtime.sandbox.guest_programs import RECORD_BYTES, Call, Command, Kernel, Program, Shell
 
 _CONTROL = 0
 _INTERRUPT_S = 2.0
 """How long a kernel may take to obey an interrupt before it is killed."""
 
 _KILL_S = 10.0
+_MOST_NEW = 50
+_NOT_A_COMMAND = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.E2BIG)
 
 
 class Guest:
@@ -39,7 +41,7 @@ class Guest:
         box = plan["box"]
         self._plan = plan
         self._folder = WorkFolder(plan["work"], uid=plan["uid"], most_bytes=box["most_bytes"])
-        self._programs: dict[str, Program] = {"bash": Shell(plan), "python": Kernel(plan)}
+        self._programs: dict[str, Program] = {"bash": Shell(plan), "python": Kernel(plan), "run": Command(plan)}
         self._unpacker = Unpacker()
         self._wake, wake = os.pipe()
         for descriptor in (self._wake, wake):
@@ -49,6 +51,8 @@ class Guest:
 
     def serve(self) -> None:
         """Serve until the library closes the connection, or it or the launcher is gone."""
+        if confine.has_tcp(self._plan):
+            network.hand_over_listener(_CONTROL, self._plan["box"]["port"])
         self._send({"id": 0})
         while True:
             poll = select.poll()
@@ -91,7 +95,7 @@ class Guest:
     def _handle(self, header: Mapping[str, Any], payload: bytes) -> None:
         operation = header["op"]
         if operation in self._programs:
-            self._programs[operation].calls.append(Call(header, payload.decode("utf-8", "replace")))
+            self._programs[operation].calls.append(Call(header, payload))
         elif operation == "cancel":
             self._cancel(header["id"])
         else:
@@ -135,8 +139,8 @@ class Guest:
             self._begin(name, program, call)
         if program.pid is None:
             return
-        self._feed(program)
-        self._read_records(program)
+        program.feed()
+        program.take_records()
         if program.current is not None and program.record.count(0) >= program.num_fields:
             self._finish_with_record(name, program)
         elif program.status is not None:
@@ -153,14 +157,17 @@ class Guest:
             try:
                 self._start(name, program)
             except OSError as error:
-                self._finish(program, failure=f"cannot start: {error.strerror or error}")
+                reason = error.strerror or str(error)
+                is_missing = name == "run" and error.errno in _NOT_A_COMMAND
+                found = describe(error) if is_missing else {"failure": f"cannot start: {reason}"}
+                self._finish(program, **found)
                 return
-        program.unsent += program.request(call.text)
+        program.unsent += program.request(call)
 
     def _start(self, name: str, program: Program) -> None:
         """Start a program. Where what runs already keeps it from starting, end that first: what is in the background,
-        then the other program as well."""
-        for keep in (self._other(name).pid, None):
+        then the other programs as well."""
+        for keep in (self._others(name), frozenset[int]()):
             for folder in (self._plan["folder"], self._plan["work"]):
                 self._folder.unlock(folder)
             try:
@@ -172,27 +179,6 @@ class Guest:
             else:
                 return
         program.start()
-
-    def _feed(self, program: Program) -> None:
-        while program.unsent:
-            try:
-                sent = os.write(program.requests, program.unsent[:65536])
-            except BlockingIOError:
-                return
-            except BrokenPipeError:
-                sent = len(program.unsent)
-            program.unsent = program.unsent[sent:]
-
-    def _read_records(self, program: Program) -> None:
-        while len(program.record) <= RECORD_BYTES:
-            try:
-                data = os.read(program.records, 65536)
-            except BlockingIOError:
-                return
-            if not data:
-                program.at_end.add(program.records)
-                return
-            program.record += data
 
     def _finish_with_record(self, name: str, program: Program) -> None:
         *fields, rest = bytes(program.record).split(b"\0", program.num_fields)
@@ -209,6 +195,8 @@ class Guest:
         """Say how a program ended, now or with the next call."""
         assert program.status is not None
         code = os.waitstatus_to_exitcode(program.status)
+        if name == "run":  # nothing that a command left running goes on
+            self._kill_all(keep=self._others(name))
         program.drain()
         program.close()
         if program.current is None:
@@ -225,8 +213,8 @@ class Guest:
         self._kill(name, program)
 
     def _kill(self, name: str, program: Program) -> None:
-        """End a program with everything in the sandbox but the other one."""
-        self._kill_all(keep=self._other(name).pid)
+        """End a program with everything in the sandbox but the other ones."""
+        self._kill_all(keep=self._others(name))
         program.drain()
         program.close()
         if program.current is None:
@@ -238,13 +226,14 @@ class Guest:
         call = program.current
         assert call is not None
         program.current = None
-        head, tail, left_out = program.spool.take()
+        described, output = program.take_output()
         answer = {"timed_out": call.is_interrupted, "lost": program.lost, "seconds": time.monotonic() - call.began}
         program.lost = None
-        self._send({"id": call.id, **answer, **found, "num_head": len(head), "left_out": left_out}, head + tail)
+        self._send({"id": call.id, **answer, **found, **described}, output)
 
-    def _other(self, name: str) -> Program:
-        return self._programs["python" if name == "bash" else "bash"]
+    def _others(self, name: str) -> frozenset[int]:
+        """Return the processes of the other programs."""
+        return frozenset(each.pid for own, each in self._programs.items() if own != name and each.pid is not None)
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 
@@ -261,14 +250,17 @@ class Guest:
                 if program.pid == pid:
                     program.status = status
 
-    def _kill_all(self, *, keep: int | None) -> None:
-        """Kill every process of the sandbox but one. If they multiply faster than that, kill the one as well."""
+    def _kill_all(self, *, keep: frozenset[int]) -> None:
+        """Kill every process of the sandbox but some. If they multiply faster than that, kill those as well."""
         until = time.monotonic() + _KILL_S
-        num_rounds = 0
+        killed: set[int] = set()
+        num_new = 0  # rounds that found processes which were not there before: a slow machine is not a fork bomb
         while True:
             self._reap()
-            others = [pid for pid in _descendants() if pid != keep]
-            if keep is None or num_rounds == 50 or not os.path.exists("/proc/self/stat"):
+            others = [pid for pid in _descendants() if pid not in keep]
+            num_new += not killed.issuperset(others)
+            killed.update(others)
+            if not keep or num_new == _MOST_NEW or not os.path.exists("/proc/self/stat"):
                 self._kill_at_once()
             for pid in others:
                 try:
@@ -278,7 +270,6 @@ class Guest:
             if not others or time.monotonic() > until:
                 self._reap()
                 return
-            num_rounds += 1
             time.sleep(0.001)  # until the kernel has ended them
 
     def _kill_at_once(self) -> None:
@@ -342,7 +333,7 @@ def serve(plan: Mapping[str, Any]) -> None:
     confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
     if plan["isolation"] != "process":
         confine.prctl(confine.PR_SET_NO_NEW_PRIVS, 1)
-        confine.filter_calls()
+        confine.filter_calls(has_tcp=confine.has_tcp(plan))
     try:
         Guest(plan).serve()
     except BaseException as error:  # noqa: BLE001 - the library has to know why the sandbox ends

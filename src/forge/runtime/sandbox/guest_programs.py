@@ -1,4 +1,5 @@
-"""The programs that stay in a long-lived sandbox: the shell and the Python kernel, as its first process sees them.
+"""The programs of a long-lived sandbox, as its first process sees them: the shell and the Python kernel, which stay,
+and commands that run once.
 
 It imports the standard library alone: it also travels as text into a sandbox in which the library does not exist.
 """
@@ -26,16 +27,16 @@ _STATE_BYTES = 256 * 1024
 class Call:
     """A request that a program is to answer."""
 
-    def __init__(self, header: Mapping[str, Any], text: str) -> None:
+    def __init__(self, header: Mapping[str, Any], data: bytes) -> None:
         self.id: int = header["id"]
         self.timeout_s: float = header["timeout_s"]
-        self.text = text
+        self.header, self.data = header, data
         self.began = self.deadline = 0.0
         self.is_interrupted = False
 
 
 class Program:
-    """A process that stays: the shell or the kernel."""
+    """A process that answers calls: the shell or the kernel, which stay, or a command."""
 
     num_fields = 1
     """The number of fields, each with a NUL byte after it, that a record has."""
@@ -63,12 +64,16 @@ class Program:
         """Return the command that starts it."""
         raise NotImplementedError
 
+    def changes(self) -> dict[str, Any]:
+        """Return what its plan has in place of the sandbox's."""
+        return {}
+
     def preamble(self) -> bytes:
         """Return what it reads first."""
         return b""
 
-    def request(self, text: str) -> bytes:
-        """Return what asks it to run a text."""
+    def request(self, call: Call) -> bytes:
+        """Return what asks it to answer a call."""
         raise NotImplementedError
 
     def read_record(self, fields: list[bytes]) -> dict[str, Any]:
@@ -112,9 +117,11 @@ class Program:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.place(requests, records, output)
-            confine.become_program({**self._plan, "command": self.command()}, folder=self._plan["folder"])
+            plan = {**self._plan, **self.changes(), "command": self.command()}
+            confine.become_program(plan, folder=self._plan["folder"])
         except BaseException as error:  # noqa: BLE001 - whatever it is, this process ends here
-            os.write(failing, f"{getattr(error, 'errno', None) or errno.EIO} {error}".encode()[:4096])
+            reason = getattr(error, "strerror", None) or str(error)
+            os.write(failing, f"{getattr(error, 'errno', None) or errno.EIO} {reason}".encode()[:4096])
         finally:
             os._exit(127)
 
@@ -148,15 +155,46 @@ class Program:
 
     def drain(self) -> None:
         """Take the output that is in the pipe now."""
+        self._drain(self.output, self.spool)
+
+    def _drain(self, descriptor: int, spool: Spool) -> None:
         for _ in range(17):  # a pipe holds 64 KiB, and an endless writer must not hold us
             try:
-                data = os.read(self.output, 65536)
+                data = os.read(descriptor, 65536)
             except BlockingIOError:
                 return
             if not data:
-                self.at_end.add(self.output)
+                self.at_end.add(descriptor)
                 return
-            self.spool.add(data)
+            spool.add(data)
+
+    def feed(self) -> None:
+        """Write what the process has not been sent yet, as far as there is room."""
+        while self.unsent:
+            try:
+                sent = os.write(self.requests, self.unsent[:65536])
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                sent = len(self.unsent)
+            self.unsent = self.unsent[sent:]
+
+    def take_records(self) -> None:
+        """Read what the process reports."""
+        while len(self.record) <= RECORD_BYTES:
+            try:
+                data = os.read(self.records, 65536)
+            except BlockingIOError:
+                return
+            if not data:
+                self.at_end.add(self.records)
+                return
+            self.record += data
+
+    def take_output(self) -> tuple[dict[str, Any], bytes]:
+        """Return the output of a call, with what describes it."""
+        head, tail, left_out = self.spool.take()
+        return {"num_head": len(head), "left_out": left_out}, head + tail
 
 
 class Shell(Program):
@@ -182,10 +220,11 @@ class Shell(Program):
         line = f"cd -- {folder} 2>/dev/null || cd -- {work}; eval {exported}; __forge_return() {{ return $1; }}\n"
         return line.encode("utf-8", "surrogateescape")
 
-    def request(self, text: str) -> bytes:
+    def request(self, call: Call) -> bytes:
         records = self.numbers[1]
+        text = _quoted(call.data.decode("utf-8", "replace"))
         line = (
-            f"__forge_return {self._last_status}; eval {_quoted(text)} </dev/null {records}>&-; "
+            f"__forge_return {self._last_status}; eval {text} </dev/null {records}>&-; "
             f"{{ builtin printf '%d\\0%s\\0' \"$?\" \"$PWD\"; builtin export -p; builtin printf '\\0'; }} >&{records}\n"
         )
         return line.encode("utf-8", "replace")
@@ -210,8 +249,8 @@ class Kernel(Program):
         start = "import sys; del sys.path[0]; exec(sys.argv.pop(1))"  # no file of the policy stands in for a module
         return [self._plan["command"][0], "-s", "-B", "-u", "-c", start, box["kernel"], *words]
 
-    def request(self, text: str) -> bytes:
-        return json.dumps(text.encode("utf-8", "replace").decode()).encode("ascii") + b"\0"
+    def request(self, call: Call) -> bytes:
+        return json.dumps(call.data.decode("utf-8", "replace")).encode("ascii") + b"\0"
 
     def read_record(self, fields: list[bytes]) -> dict[str, Any]:
         found = json.loads(fields[0], parse_int=str, parse_float=str)  # no numbers: large ones take long to read
@@ -220,6 +259,67 @@ class Kernel(Program):
         return {
             name: None if found.get(name) is None else str(found[name])[:RECORD_BYTES] for name in ("value", "error")
         }
+
+
+class Command(Program):
+    """A command that runs once, with input and two outputs of its own. Its errors take the place of the records."""
+
+    def __init__(self, plan: Mapping[str, Any]) -> None:
+        super().__init__(plan)
+        self._errors = Spool(plan["box"]["output_bytes"])
+
+    @property
+    def _call(self) -> Call:
+        assert self.current is not None
+        return self.current
+
+    def command(self) -> list[str]:
+        first, *rest = self._call.header["command"]
+        path = self._environment().get("PATH", "")
+        return [_find(first, path, start=self._plan["work"]), *rest]
+
+    def changes(self) -> dict[str, Any]:
+        return {"environment": self._environment(), "start": self._plan["work"]}
+
+    def _environment(self) -> dict[str, str]:
+        return {**self._plan["environment"], **self._call.header["environment"]}
+
+    def place(self, requests: int, records: int, output: int) -> None:
+        for number, source in ((0, requests), (1, output), (2, records)):
+            os.dup2(source, number)
+
+    def request(self, call: Call) -> bytes:
+        return call.data
+
+    def feed(self) -> None:
+        super().feed()
+        if not self.unsent and self.requests >= 0:
+            os.close(self.requests)  # the end of its input
+            self.requests = -1
+
+    def take_records(self) -> None:
+        if self.records not in self.at_end:
+            self._drain(self.records, self._errors)
+
+    def drain(self) -> None:
+        super().drain()
+        self.take_records()
+
+    def take_output(self) -> tuple[dict[str, Any], bytes]:
+        described, output = super().take_output()
+        head, tail, left_out = self._errors.take()
+        errors = {"num_head": len(head), "left_out": left_out}
+        return {**described, "num_output": len(output), "errors": errors}, output + head + tail
+
+
+def _find(name: str, path: str, *, start: str) -> str:
+    """Return where a command is: a path, or a name in one of the folders of `path`."""
+    if "/" in name:
+        return os.path.join(start, name)
+    for folder in path.split(":"):
+        if os.access(os.path.join(folder, name), os.X_OK):
+            return os.path.join(folder, name)
+    raise FileNotFoundError(errno.ENOENT, f"{name} is not in {path}")
 
 
 def _quoted(text: str) -> str:

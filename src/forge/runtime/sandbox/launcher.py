@@ -230,10 +230,10 @@ def _inner_command(plan: Mapping[str, Any]) -> tuple[str, str]:
     if plan.get("box") is None:
         with open(confine.__file__, encoding="utf-8") as file:
             return file.read() + "\nmain()\n", json.dumps({name: plan[name] for name in names})
-    from forge.runtime.sandbox import frames, guest, guest_files, guest_programs
+    from forge.runtime.sandbox import frames, guest, guest_files, guest_programs, network
 
     sources = {}
-    for module in (confine, frames, guest_files, guest_programs, guest):
+    for module in (confine, frames, network, guest_files, guest_programs, guest):
         with open(str(module.__file__), encoding="utf-8") as file:
             sources[module.__name__] = file.read()
     names += ["isolation", "folder", "work", "box", "report"]

@@ -13,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import forge
 from forge import _amx
-from forge.errors import LaunchError
+from forge.errors import LaunchError, OptionError
 from forge.runtime.sandbox.launcher import remove
 from forge.runtime.sandbox.records import Isolation, KilledFor, Limits, Outcome, SandboxLimits
 
@@ -74,20 +76,43 @@ class LaunchedSandbox:
             "limits": _as_plain_numbers(limits),
         }
 
-    def box_plan(self, *, shell: str | None, limits: SandboxLimits) -> dict[str, Any]:
-        """Return the plan for the launcher of a long-lived sandbox."""
+    def box_plan(
+        self,
+        *,
+        shell: str | None,
+        limits: SandboxLimits,
+        readable: Sequence[str] = (),
+        environ: Mapping[str, str] = MappingProxyType({}),
+        port: int | None = None,
+    ) -> dict[str, Any]:
+        """Return the plan for the launcher of a long-lived sandbox. See `forge.runtime.sandbox.box.Box`."""
+        if port is not None and self.isolation == "process":
+            raise OptionError(
+                "a sandbox without a boundary cannot have a network of its own",
+                path="sandbox(isolation=)",
+                value=self.isolation,
+                rule="bubblewrap or namespaces, for a sandbox whose programs reach an endpoint",
+                repair="see `forge doctor`; without a boundary, start the program yourself with endpoint.environ",
+            )
+        paths = [os.path.abspath(path) for path in readable]
+        check_readable(paths)
         folder = self._folder()
         work = "/sandbox" if self.isolation != "process" else os.path.join(folder, "sandbox")
         path = f"{os.path.dirname(self._python)}:{_ENVIRONMENT['PATH']}"
+        plan = self.plan("", folder=folder, limits=limits)
+        if paths:
+            plan["readable"] = _without_nested([*plan["readable"], *paths])
+            plan["files"] = None if plan["files"] is None else [*plan["files"], *paths]
         return {
-            **self.plan("", folder=folder, limits=limits),
+            **plan,
             "work": work,
-            "environment": {**_ENVIRONMENT, "PATH": path, "HOME": work, "TMPDIR": folder},
+            "environment": {**_ENVIRONMENT, "PATH": path, "HOME": work, "TMPDIR": folder, **environ},
             "box": {
                 "shell": shell,
                 "kernel": _kernel(),
                 "output_bytes": limits.output_bytes,
                 "most_bytes": limits.folder_bytes,
+                "port": port,
             },
         }
 
@@ -96,6 +121,31 @@ class LaunchedSandbox:
         if self.isolation != "process":
             return "/tmp"
         return os.path.join(tempfile.gettempdir(), f"forge-sandbox-{secrets.token_hex(8)}")
+
+
+def check_readable(paths: Sequence[str]) -> None:
+    """Refuse paths that a sandbox cannot show to its programs."""
+    for path in paths:
+        own = any(path == each or path.startswith(f"{each}/") for each in ("/proc", "/dev", "/sys", "/sandbox"))
+        if own or path in ("/", "/tmp") or not os.path.exists(path):
+            raise OptionError(
+                "a sandbox cannot show this path to its programs",
+                path="sandbox(readable=)",
+                value=path,
+                rule="a file or folder that exists, other than /, /tmp and what lies in /proc, /dev, /sys and /sandbox",
+                repair="name the folder of the program, such as its virtual environment",
+            )
+
+
+def _without_nested(paths: Sequence[str]) -> list[str]:
+    """Return paths without those that lie below another one, which shows them already."""
+    links = {path for path in paths if os.path.islink(path)}
+    found: list[str] = []
+    for path in dict.fromkeys(paths):
+        above = [each for each in paths if each not in links and each != path and path.startswith(f"{each}/")]
+        if not above:
+            found.append(path)
+    return found
 
 
 @functools.cache

@@ -38,6 +38,7 @@ function versionsOf(item, turn) {
 // Why a turn's sampled tokens are not in the loss; null where they are.
 function leftOut(item, turn) {
   if (!turn.delivered) return 'never delivered';
+  if (!turn.trained) return 'left out of training by the program';
   if (item.outcome === 'evaluation') return 'held out';
   if (item.outcome !== 'trained') return 'its group was not trained on';
   const last = item.turns.filter(({ delivered }) => delivered).pop();

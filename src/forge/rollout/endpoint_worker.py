@@ -1,0 +1,92 @@
+"""`EndpointWorker`: runs episodes against another server's endpoint instead of the policy service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from forge.envs.character_codec import CharacterCodec
+from forge.envs.journal import Entry
+from forge.envs.state import EpisodeKey, Policy
+from forge.rollout.endpoint_policy import EndpointPolicy, make_client
+from forge.rollout.episode_worker import EpisodeOptions, EpisodeWorker
+from forge.rollout.journal_file import JournalFile
+from forge.runtime.endpoints import endpoint
+from forge.types import Episode, Task
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointAddress:
+    """Where an endpoint is, and which model answers.
+
+    Attributes:
+        url: its address, which usually ends in /v1.
+        model: the model's name there.
+        api_key: the key that requests are sent with; None for none.
+        timeout_s: seconds that one request may take; None for no limit.
+    """
+
+    url: str
+    model: str
+    api_key: str | None
+    timeout_s: float | None
+
+
+class EndpointWorker(EpisodeWorker):
+    """Runs episodes whose policy is an OpenAI-compatible endpoint.
+
+    Its episodes have the text of the turns and no tokens: those of another server are not known. `num_sampled` of the
+    stats is what the endpoint reports, and is absent where it reports nothing.
+
+    Args:
+        options: what all episodes share; tool calls have the format `hermes`, limits are in characters.
+        address: the endpoint.
+    """
+
+    def __init__(self, options: EpisodeOptions, address: EndpointAddress) -> None:
+        self._characters = CharacterCodec()
+        super().__init__(options, self._characters, cast("Any", None))
+        self._address = address
+        self._client: Any = None
+
+    @asynccontextmanager
+    async def _open_policy(self) -> AsyncIterator[Policy]:
+        address = self._address
+        if self._client is None:
+            self._client = make_client(address.url, api_key=address.api_key, timeout_s=address.timeout_s)
+        yield EndpointPolicy(self._client, address.model, self._characters)
+
+    async def _run(
+        self,
+        task: Task,
+        key: EpisodeKey,
+        policy: Policy,
+        file: JournalFile,
+        entries: Sequence[Entry],
+        *,
+        evaluation: bool,
+        num_restarts: int = 0,
+    ) -> Episode:
+        made = await super()._run(task, key, policy, file, entries, evaluation=evaluation, num_restarts=num_restarts)
+        return _without_tokens(made, cast("EndpointPolicy", policy))
+
+    @endpoint(concurrent=True)
+    async def close(self) -> None:
+        """Cancel all episodes that are under way, and close the connections."""
+        await super().close()
+        if self._client is not None:
+            await self._client.aclose()
+
+
+def _without_tokens(episode: Episode, policy: EndpointPolicy) -> Episode:
+    usage = [policy.usage.get(turn.seed) for turn in episode.turns]
+    stats = {name: value for name, value in episode.stats.items() if name not in ("num_sampled", "num_observed")}
+    if all(each is not None for each in usage):
+        stats["num_sampled"] = float(sum(each.num_sampled for each in usage if each is not None))
+    bare = tuple(
+        replace(turn, context_ids=(), token_ids=(), logprobs=(), full_logprobs=None, versions=())
+        for turn in episode.turns
+    )
+    return replace(episode, turns=bare, stats=stats)
