@@ -18,12 +18,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU is visible here"),
 ]
 
-NUM_STEPS = 12
+NUM_STEPS = 16
 MISMATCH = {"mean": 0.02, "max": 0.25}
 """Of a token's logprob between sampler and trainer in bfloat16 on the same weights, at this size."""
 SETTINGS = (
     *("rewards.functions=[]", "rollout.batch_groups=8", "rollout.group_size=8", "rollout.no_signal=keep"),
-    *("generator.sampling.max_tokens=48", "training.max_seq_len=256", "training.learning_rate=5e-4"),
+    *("generator.sampling.max_tokens=48", "training.max_seq_len=256", "training.learning_rate=2e-4"),
     *(f"training.max_steps={NUM_STEPS}", "checkpointing.save_interval=null", "model.head_precision=float32"),
 )
 
@@ -44,14 +44,16 @@ def check(chosen: GRPOConfig, *, is_synchronous: bool) -> None:
     whole = [episode for episode in seen if len(episode["turns"]) == NUM_TURNS]
     assert len(whole) > 0.8 * len(seen), "the model calls its tool"
     for episode in whole:
-        first, *later = episode["turns"]
+        later = episode["turns"][1:]
         assert [turn["parent"] for turn in episode["turns"]] == [None, 0, 1]
         assert [turn["prefix_break"] for turn in later] == [None, None]
-        assert all(turn["num_cached"] > 0 for turn in later), "the keys of earlier turns are used again"
-        assert later[1]["num_cached"] > later[0]["num_cached"]
-        if is_synchronous:
+        if is_synchronous:  # new weights between two turns make the keys of the first one useless
+            assert 0 < later[0]["num_cached"] < later[1]["num_cached"], "the keys of earlier turns are used again"
             assert {version for version, _, _ in episode["versions"]} == {episode["step"] - 1}
-    assert min(metrics(chosen, "episode/num_tool_calls")) > 0.8
+    reused = [turn["num_cached"] > 0 for episode in whole for turn in episode["turns"][1:]]
+    assert sum(reused) > 0.5 * len(reused)
+    calls = metrics(chosen, "episode/num_tool_calls")
+    assert sum(calls) / len(calls) > 0.8
     assert max(metrics(chosen, "episode/num_faults")) == 0
     mismatch, largest = metrics(chosen, "train/mismatch"), metrics(chosen, "train/mismatch_max")
     if is_synchronous:
