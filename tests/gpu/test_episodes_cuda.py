@@ -23,7 +23,8 @@ MISMATCH = {"mean": 0.02, "max": 0.25}
 """Of a token's logprob between sampler and trainer in bfloat16 on the same weights, at this size."""
 SETTINGS = (
     *("rewards.functions=[]", "rollout.batch_groups=8", "rollout.group_size=8", "rollout.no_signal=keep"),
-    *("generator.sampling.max_tokens=48", "training.max_seq_len=256", "training.learning_rate=2e-4"),
+    *("generator.sampling.max_tokens=48", "training.max_seq_len=256", "training.learning_rate=3e-4"),
+    "training.max_grad_norm=0.1",
     *(f"training.max_steps={NUM_STEPS}", "checkpointing.save_interval=null", "model.head_precision=float32"),
 )
 

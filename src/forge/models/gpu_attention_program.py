@@ -100,8 +100,7 @@ def _widened(values):
     one behind the loads of a product's operands, which for values are then single bytes of shared memory.
     """
     return tl.inline_asm_elementwise(
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
-        "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
         "=r,=r,r",
         [values.to(tl.uint8, bitcast=True)],
         dtype=tl.float16,
