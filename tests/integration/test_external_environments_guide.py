@@ -1,87 +1,97 @@
-"""What the guide on environments of other projects says is so."""
+"""The programs of the guide on environments of other projects run, and its configurations are valid."""
 
 from __future__ import annotations
 
-import asyncio
+import ast
+import inspect
 import re
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from external_envs import Unavailable
-from forge.config import GRPOConfig, load
-from forge.envs.external.openenv import OpenEnvOptions, OpenEnvServer
+from external_envs import Unavailable, venv_or_unavailable
+from forge.config import EpisodeConfig
+from forge.envs.environment import load_program
+from forge.envs.external.common import options_of
+from forge.envs.external.gymnasium import GymnasiumOptions
+from forge.envs.external.mcp import McpOptions
 from forge.envs.external.processes import close_servers
-from forge.loops.planning import plan_run
-from openenv_envs import openenv_python
+from forge.envs.external.textarena import TextArenaOptions
 
-ROOT = Path(__file__).resolve().parents[2]
-GUIDE = (ROOT / "docs" / "guides" / "external_environments.md").read_text(encoding="utf-8")
-
-
-def block(kind: str, containing: str) -> str:
-    found: list[str] = [
-        text for text in re.findall(rf"^```{kind}\n(.*?)^```$", GUIDE, re.M | re.S) if containing in text
-    ]
-    assert len(found) == 1
-    return found[0]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    (tmp_path / "number_game.py").write_text(block("python", "# number_game.py"))
-    (tmp_path / "number_game.yaml").write_text(block("yaml", "# number_game.yaml"))
-    record = '{"messages": [{"role": "user", "content": "Play."}], "seed": 7}\n'
-    (tmp_path / "tasks.jsonl").write_text(record * 8)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+Drive = Callable[[Coroutine[Any, Any, Any]], Any]
+PAGE = Path(__file__).resolve().parents[2] / "docs/guides/external_environments.md"
+SECTIONS = dict(
+    each.split("\n", 1) for each in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+)
+NEEDED = {
+    "Gymnasium": "gymnasium==1.4.0",
+    "OpenEnv": "openenv==0.10.0",
+    "TextArena": "textarena==0.7.4",
+    "MCP": "mcp==2.3.0",
+}
+OPTIONS = {"gymnasium": GymnasiumOptions, "textarena": TextArenaOptions}
+COMMON = "from forge import Task\nfrom forge.testing import play\n"
 
 
-def test_the_configuration_can_be_run(folder: Path) -> None:
-    plan = plan_run(load(GRPOConfig, files=["number_game.yaml"]))
-    assert plan.program is not None
+def blocks(section: str, kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", SECTIONS[section], re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.usefixtures("leaves_nothing")
-def test_the_game_is_played_as_the_guide_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("section", NEEDED)
+def test_the_programs_of_a_section_run(
+    section: str,
+    drive: Drive,
+    leaves_nothing: None,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     try:
-        openenv_python()
+        venv_or_unavailable((NEEDED[section],))
     except Unavailable as reason:
         pytest.skip(str(reason))
-    program = block("python", "run = await play")
-    expected = [line.split("# ", 1)[1] for line in program.splitlines() if "# " in line]
-    names: dict[str, Any] = {}
-    exec(f"async def main():\n{textwrap.indent(program, '    ')}", names)
+    programs = blocks(section, "python")
+    for file in blocks(section, "py"):
+        (tmp_path / file.splitlines()[0].removeprefix("# ")).write_text(file)
+    monkeypatch.chdir(tmp_path)
 
-    async def body() -> None:
+    async def scenario() -> None:
+        names: dict[str, Any] = {"__name__": "page"}
         try:
-            await names["main"]()
+            for program in (COMMON, *programs):
+                code = compile(program, str(PAGE), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+                running = eval(code, names)
+                if inspect.iscoroutine(running):
+                    await running
         finally:
             await close_servers()
 
-    asyncio.run(body())
+    drive(scenario())
+    expected = [line.rsplit("  # ", 1)[1] for program in programs for line in program.splitlines() if "print(" in line]
+    assert expected
     assert capsys.readouterr().out.splitlines() == expected
 
 
-def test_the_table_of_arguments_is_complete() -> None:
-    found = re.findall(
-        r"^\| `([a-z_.]+)` \| (.*?) \| (.*?) \|$", GUIDE.split("All arguments, with their defaults")[1], re.M
-    )
-    expected = []
-    for prefix, model in (("", OpenEnvOptions), ("server.", OpenEnvServer)):
-        for name, entry in model.model_fields.items():
-            default = entry.get_default(call_default_factory=True)
-            shown = "required" if entry.is_required() else "null" if default is None else f"`{_plain(default)}`"
-            expected.append((f"{prefix}{name}", shown, entry.description))
-    assert found == expected
+@pytest.mark.parametrize("section", ["Gymnasium", "TextArena"])
+def test_the_configurations_of_a_section_are_valid(section: str) -> None:
+    found = [EpisodeConfig.model_validate(yaml.safe_load(each)["episode"]) for each in blocks(section, "yaml")]
+    assert found
+    for config in found:
+        assert config.kind is not None
+        options_of(OPTIONS[config.kind], load_program(config.kind, config.args).args)
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(str, value)) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def test_every_argument_of_mcp_is_named() -> None:
+    assert [name for name in McpOptions.model_fields if not re.search(rf"\b{name}\b", SECTIONS["MCP"])] == []
+
+
+def test_every_argument_of_gymnasium_is_listed() -> None:
+    listed = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", SECTIONS["Gymnasium"], re.M)
+        for name in re.findall(r"`(\w+)`", row)
+    }
+    assert listed == set(GymnasiumOptions.model_fields)
