@@ -26,7 +26,12 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/guides/external_environments.
 SECTIONS = dict(
     each.split("\n", 1) for each in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
 )
-NEEDED = {"Gymnasium": "gymnasium==1.4.0", "TextArena": "textarena==0.7.4", "MCP": "mcp==2.3.0"}
+NEEDED = {
+    "Gymnasium": "gymnasium==1.4.0",
+    "OpenEnv": "openenv==0.10.0",
+    "TextArena": "textarena==0.7.4",
+    "MCP": "mcp==2.3.0",
+}
 OPTIONS = {"gymnasium": GymnasiumOptions, "textarena": TextArenaOptions}
 COMMON = "from forge import Task\nfrom forge.testing import play\n"
 
