@@ -17,6 +17,7 @@ from forge.config import EpisodeConfig
 from forge.envs.environment import load_program
 from forge.envs.external.common import options_of
 from forge.envs.external.gymnasium import GymnasiumOptions
+from forge.envs.external.mcp import McpOptions
 from forge.envs.external.processes import close_servers
 from forge.envs.external.textarena import TextArenaOptions
 
@@ -25,7 +26,12 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/guides/external_environments.
 SECTIONS = dict(
     each.split("\n", 1) for each in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
 )
-NEEDED = {"Gymnasium": "gymnasium==1.4.0", "TextArena": "textarena==0.7.4"}
+NEEDED = {
+    "Gymnasium": "gymnasium==1.4.0",
+    "OpenEnv": "openenv==0.10.0",
+    "TextArena": "textarena==0.7.4",
+    "MCP": "mcp==2.3.0",
+}
 OPTIONS = {"gymnasium": GymnasiumOptions, "textarena": TextArenaOptions}
 COMMON = "from forge import Task\nfrom forge.testing import play\n"
 
@@ -36,13 +42,21 @@ def blocks(section: str, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("section", NEEDED)
 def test_the_programs_of_a_section_run(
-    section: str, drive: Drive, leaves_nothing: None, capsys: pytest.CaptureFixture[str]
+    section: str,
+    drive: Drive,
+    leaves_nothing: None,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     try:
         venv_or_unavailable((NEEDED[section],))
     except Unavailable as reason:
         pytest.skip(str(reason))
     programs = blocks(section, "python")
+    for file in blocks(section, "py"):
+        (tmp_path / file.splitlines()[0].removeprefix("# ")).write_text(file)
+    monkeypatch.chdir(tmp_path)
 
     async def scenario() -> None:
         names: dict[str, Any] = {"__name__": "page"}
@@ -61,13 +75,17 @@ def test_the_programs_of_a_section_run(
     assert capsys.readouterr().out.splitlines() == expected
 
 
-@pytest.mark.parametrize("section", NEEDED)
+@pytest.mark.parametrize("section", ["Gymnasium", "TextArena"])
 def test_the_configurations_of_a_section_are_valid(section: str) -> None:
     found = [EpisodeConfig.model_validate(yaml.safe_load(each)["episode"]) for each in blocks(section, "yaml")]
     assert found
     for config in found:
         assert config.kind is not None
         options_of(OPTIONS[config.kind], load_program(config.kind, config.args).args)
+
+
+def test_every_argument_of_mcp_is_named() -> None:
+    assert [name for name in McpOptions.model_fields if not re.search(rf"\b{name}\b", SECTIONS["MCP"])] == []
 
 
 def test_every_argument_of_gymnasium_is_listed() -> None:

@@ -142,8 +142,9 @@ COUNTING = Integration(
 def integrations() -> list[Integration]:
     """Return all integrations that the contract suite plays."""
     from gymnasium_envs import GYMNASIUM
+    from mcp_envs import MCP
     from openenv_envs import OPENENV
     from program_envs import BLACK_BOX
     from textarena_envs import TEXTARENA
 
-    return [COUNTING, BLACK_BOX, *OPENENV, GYMNASIUM, TEXTARENA]
+    return [COUNTING, BLACK_BOX, *OPENENV, GYMNASIUM, TEXTARENA, *MCP]
