@@ -215,7 +215,10 @@ TASKS: Final[Registry[Factory]] = Registry(
 EPISODES: Final[Registry[Any]] = Registry(
     "episode",
     {
+        "gymnasium": "forge.envs.external.gymnasium:gymnasium_episode",
         "openenv": "forge.envs.external.openenv:openenv_episode",
+        "program": "forge.envs.programs:run_program",
+        "textarena": "forge.envs.external.textarena:textarena_episode",
     },
     rule="must be an @forge.episode, or a class with the methods reset, step and close",
 )

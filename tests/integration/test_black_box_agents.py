@@ -17,6 +17,7 @@ from chat_templates import THINKING, chatml_folder
 from forge.config import EpisodeLimits
 from forge.envs import endpoint_listener
 from forge.envs.episode import EpisodeRun, episode, run_episode
+from forge.envs.external.venvs import VenvError, python_of
 from forge.envs.limits import Fault
 from forge.envs.programs import ProgramRun, ProgramSettings, program_episode, run_black_box, run_program
 from forge.envs.trace import rows_of
@@ -293,6 +294,31 @@ def test_a_flood_of_connections_is_bounded_and_every_one_is_served(
     assert (max(open_at_once), len(open_at_once)) == (4, 41)
 
 
+def test_more_clients_than_connections_all_get_their_answers(
+    codec: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that keep their connections open do not shut out others."""
+    monkeypatch.setattr(endpoint_listener, "MAX_CONNECTIONS", 3)
+    source = """
+import threading, openai
+answers = []
+def talk(number):
+    client = openai.OpenAI(timeout=10_000)  # with connections of its own, which it keeps
+    for turn in range(3):
+        message = {"role": "user", "content": f"{number} {turn}"}
+        answers.append(client.chat.completions.create(model="m", messages=[message]).choices[0].message.content)
+threads = [threading.Thread(target=talk, args=(number,)) for number in range(8)]
+for each in threads: each.start()
+for each in threads: each.join()
+print(len(answers), set(answers))
+"""
+    program = program_episode(
+        ["python3", "-c", source], python=sys.executable, grader=_shows("24 {'ok'}"), timeout_s=LIMIT_S
+    )
+    done = run(program, ScriptedPolicy(codec, lambda _: f"ok{END}"))
+    assert sum(turn.is_delivered for turn in done.turns) == 24
+
+
 def test_many_programs_at_once(codec: ChatTokenizer) -> None:
     num_agents = 24
     policies = [ScriptedPolicy(codec, lambda _, number=number: f"I am {number}{END}") for number in range(num_agents)]
@@ -372,6 +398,7 @@ def test_a_folder_is_copied_with_its_modes(codec: ChatTokenizer, tmp_path: Path)
         ({"command": ["true"], "limits": {"memory_bytes": 3}}, "memory_bytes"),
         ({"command": ["true"], "timeout_s": -1}, "wall_s"),
         ({"command": ["true"], "ignore": ["messages"]}, "messages"),
+        ({"command": ["true"], "python": "/usr/bin/python3", "requirements": ["x"]}, "one interpreter"),
     ],
 )
 def test_arguments_are_checked_before_a_run_starts(args: dict[str, Any], words: str) -> None:
@@ -389,7 +416,7 @@ def test_reinforcement_learning_on_a_program(tmp_path: Path) -> None:
     args = {**settings(grader=f"{even.__module__}:even"), "command": ["python3", "agent.py", "{prompt}", "2"]}
     chosen = config(
         tmp_path / "run",
-        *("rewards.functions=[]", "episode.kind=forge.envs.programs:run_program", f"episode.args={json.dumps(args)}"),
+        *("rewards.functions=[]", "episode.kind=program", f"episode.args={json.dumps(args)}"),
         *("training.max_steps=2", "rollout.group_size=2", "record.report=false"),
     )
     assert train_here(chosen).step == 2
@@ -401,3 +428,86 @@ def test_reinforcement_learning_on_a_program(tmp_path: Path) -> None:
     assert metrics(chosen, "episode/num_turns") == [2.0, 2.0]
     assert set(metrics(chosen, "episode/num_faults")) == {0.0}
     assert set(metrics(chosen, "train/mismatch_max")) == {0.0}
+
+
+# ---- agents of other projects, unchanged -----------------------------------------------------------------------------
+
+
+def venv(*requirements: str) -> tuple[str, ...]:
+    """Return requirements that are installed here. Skip the test where that cannot be done."""
+    try:
+        python_of(requirements)
+    except VenvError as error:
+        pytest.skip(f"{requirements[0]} cannot be installed here: {str(error)[-400:]}")
+    return requirements
+
+
+AGENTS_SDK = '''
+import asyncio, sys
+from agents import Agent, Runner, function_tool
+
+@function_tool
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers."""
+    return a * b
+
+async def main():
+    agent = Agent(name="solver", instructions="Use the tool.", tools=[multiply], model="policy")
+    plain = await Runner.run(agent, sys.argv[1])
+    streamed = Runner.run_streamed(agent, plain.to_input_list() + [{"role": "user", "content": "Sure?"}])
+    async for _ in streamed.stream_events():
+        pass
+    print(plain.final_output, streamed.final_output)
+
+asyncio.run(main())
+'''
+
+
+def test_openai_agents(codec: ChatTokenizer) -> None:
+    """It speaks the Responses protocol, streams and calls tools at the same time."""
+    calls = "".join(
+        f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+        for a, b in ((6, 7), (2, 2))
+    )
+    program = program_episode(
+        ["python3", "-c", AGENTS_SDK, "{prompt}"],
+        requirements=venv("openai-agents==0.24.0"),
+        environ={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        limits={"memory_bytes": 4 * 1024**3},
+        grader=_shows("It is 42. Yes."),
+        timeout_s=LIMIT_S,
+    )
+    policy = ScriptedPolicy(codec, [calls + END, f"It is 42.{END}", f"Yes.{END}"])
+    done = run(program, policy)
+    (row,) = rows_of(done.turns)
+    assert row.token_ids == policy.prompts[-1] + done.turns[-1].token_ids
+    assert (done.counts.num_tool_calls, done.counts.prefix_breaks.total()) == (2, 0)
+
+
+def test_mini_swe_agent(codec: ChatTokenizer) -> None:
+    """Its command line, with a shell as its tool, in the sandbox that it works in."""
+    commands = ("sed -i s/2/4/ sum.py", "python3 sum.py", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    calls = [json.dumps({"name": "bash", "arguments": {"command": command}}) for command in commands]
+
+    def fixed(task: Task, run: ProgramRun) -> float:
+        return float(run.exit_code == 0 and run.files["sum.py"] == "print(4)\n")
+
+    program = program_episode(
+        ["mini", "-m", "openai/policy", "-t", "{prompt}", "-y", "--exit-immediately", "-o", "trajectory.json"],
+        requirements=venv("mini-swe-agent==2.4.6", "mcp"),
+        files={"sum.py": "print(2)\n"},
+        environ={
+            "MSWEA_CONFIGURED": "true",
+            "MSWEA_COST_TRACKING": "ignore_errors",
+            "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/mini",
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+        limits={"memory_bytes": 4 * 1024**3},
+        grader=fixed,
+        timeout_s=LIMIT_S,
+    )
+    policy = ScriptedPolicy(codec, [f"<tool_call>{call}</tool_call>{END}" for call in calls])
+    done = run(program, policy)
+    assert (done.score.reward, done.outcome, len(done.turns)) == (1.0, "finished", 3)
+    (row,) = rows_of(done.turns)
+    assert row.token_ids == policy.prompts[-1] + done.turns[-1].token_ids

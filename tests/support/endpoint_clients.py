@@ -28,13 +28,13 @@ TOOLS = [
 
 
 def client_of(endpoint: Endpoint) -> AbstractAsyncContextManager[openai.AsyncOpenAI]:
-    """The official client. It takes no proxy from the environment and tries nothing twice."""
+    """The official client. It takes no proxy from the environment, tries nothing twice and loads no certificates."""
     return openai.AsyncOpenAI(
         base_url=endpoint.base_url,
         api_key=endpoint.api_key,
         max_retries=0,
         timeout=LIMIT_S,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, verify=False),
     )
 
 

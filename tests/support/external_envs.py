@@ -6,13 +6,16 @@ To add one: write an `Integration` in a module of its own, and return it from `i
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from forge import Observation, Task
 from forge.envs.environment import episode_from_env
 from forge.envs.episode import EpisodeProgram
+from forge.envs.external.venvs import VenvError, python_of
 
 Trouble = Literal["crash", "hang", "flood", "violation"]
 TROUBLES: tuple[Trouble, ...] = ("crash", "hang", "flood", "violation")
@@ -20,6 +23,15 @@ TROUBLES: tuple[Trouble, ...] = ("crash", "hang", "flood", "violation")
 
 class Unavailable(Exception):
     """What an integration needs is not on this machine and cannot be installed: its tests are skipped."""
+
+
+@functools.cache
+def venv_or_unavailable(requirements: tuple[str, ...]) -> Path:
+    """Return the Python of a venv. Raises `Unavailable` where it cannot be made."""
+    try:
+        return python_of(requirements)
+    except VenvError as error:
+        raise Unavailable(f"{requirements[0]} cannot be installed here: {str(error)[-400:]}") from error
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,10 @@ COUNTING = Integration(
 
 def integrations() -> list[Integration]:
     """Return all integrations that the contract suite plays."""
+    from gymnasium_envs import GYMNASIUM
+    from mcp_envs import MCP
     from openenv_envs import OPENENV
+    from program_envs import BLACK_BOX
+    from textarena_envs import TEXTARENA
 
-    return [COUNTING, *OPENENV]
+    return [COUNTING, BLACK_BOX, *OPENENV, GYMNASIUM, TEXTARENA, *MCP]

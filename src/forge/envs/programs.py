@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from forge.envs.agent import Agent
 from forge.envs.endpoint_requests import SamplingRules
 from forge.envs.episode import EpisodeProgram
+from forge.envs.external.venvs import python_of
 from forge.envs.limits import EpisodeOver, Fault
 from forge.envs.sandbox import BRIDGED_URL, Files, SandboxLimits, SandboxTools, Snapshot, sandbox
 from forge.errors import OptionError
@@ -52,6 +53,8 @@ class ProgramSettings:
         task_keys: what the JSON file says besides `id` and `messages`: keys of the metadata, or `answer`.
         environ: further environment variables.
         python: the interpreter that `python` and `python3` are, with its packages; a virtual environment's, say.
+        requirements: packages that pip installs, once per machine, into a virtual environment of their own, whose
+            interpreter is used. Instead of `python`.
         readable: further paths of this machine that it can read.
         isolation: see `forge.sandbox`.
         timeout_s: seconds that it may run, answers of the policy included; then it is killed.
@@ -67,6 +70,7 @@ class ProgramSettings:
     task_keys: Sequence[str] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
     python: str | None = None
+    requirements: Sequence[str] = ()
     readable: Sequence[str] = ()
     isolation: str = "auto"
     timeout_s: float = 600.0
@@ -91,6 +95,14 @@ class ProgramSettings:
                 value=self.folder,
                 rule="a folder, relative to the working directory",
                 repair="give its absolute path",
+            )
+        if self.python is not None and self.requirements:
+            raise OptionError(
+                "a program has one interpreter",
+                path="episode.args",
+                value={"python": self.python, "requirements": list(self.requirements)},
+                rule="python or requirements",
+                repair="install the packages into that interpreter's environment, or leave `python` out",
             )
         SamplingRules.of({}, allow=self.allow, ignore=self.ignore)
         self.sandbox_limits()
@@ -139,11 +151,14 @@ async def run_black_box(task: Task, agent: Agent, settings: ProgramSettings) -> 
     What the program does is a result, whatever it is. `Fault` is raised for what is not the policy's doing: the policy
     failed, the sandbox or its connection did, or the program failed before the policy had answered it once.
     """
+    python = settings.python
+    if settings.requirements:
+        python = str(await asyncio.to_thread(python_of, settings.requirements))
     async with agent.endpoint(allow=settings.allow, ignore=settings.ignore) as endpoint:
         async with sandbox(
             limits=settings.sandbox_limits(),
             isolation=settings.isolation,
-            python=settings.python,
+            python=python,
             readable=settings.readable,
             endpoint=endpoint,
         ) as box:
@@ -294,7 +309,7 @@ class _ProgramEpisode(EpisodeProgram):
 
 
 run_program: EpisodeProgram = _ProgramEpisode(_run_program, "run_program")
-"""The episode `kind: forge.envs.programs:run_program`. Its arguments are `grader` and those of `ProgramSettings`."""
+"""The episode `kind: program`. Its arguments are `grader` and those of `ProgramSettings`."""
 
 
 def program_episode(command: Sequence[str], *, grader: str | Grader | None = None, **settings: Any) -> EpisodeProgram:

@@ -16,6 +16,7 @@ from forge.generator.engine import (
     EngineCapabilities,
     EngineStats,
     GenerationEngine,
+    PromptScores,
     Request,
     UpdateReport,
     check_split,
@@ -227,6 +228,22 @@ class Generator(ForgeActor):
         await self._sync.hold([self._engine.version])
         return found
 
+    @endpoint(retry=True, concurrent=True)
+    async def score_prompt(self, token_ids: Sequence[int]) -> PromptScores | None:
+        """Return the logprob of every token given those before it, and the likeliest token at each place."""
+        if not self._is_front:
+            return None
+        if not self._capabilities.prompt_logprobs:
+            raise self._unsupported("score_prompt", "logprobs of other tokens than the prompt's", engine="native")
+        await self._catch_up()
+        self._sync.check()
+        (ids,) = self._reader.lines(token_ids)
+        engine: Any = self._engine
+        (found,) = await self._sync.watched(engine.score_prompts([ids]))
+        await self._sync.hold([self._engine.version])
+        scores: PromptScores = found
+        return scores
+
     # ---- Weights ------------------------------------------------------------------------------------------------
 
     @endpoint(concurrent=True)
@@ -330,12 +347,12 @@ class Generator(ForgeActor):
             raise self._unsupported("load_adapter", "adapters")
         return self._engine
 
-    def _unsupported(self, path: str, what: str) -> ConfigError:
+    def _unsupported(self, path: str, what: str, *, engine: str = "vllm") -> ConfigError:
         return ConfigError(
             f"the engine `{self.config.engine}` does not support {what}",
             path=path,
-            rule="only with an engine that does, such as `vllm`",
-            repair="set generator.engine=vllm, or leave it out",
+            rule=f"only with an engine that does, such as `{engine}`",
+            repair=f"set generator.engine={engine}, or leave it out",
         )
 
 

@@ -24,6 +24,7 @@ class EngineCapabilities:
         adapters: serves LoRA adapters: it has `load_adapter` and `unload_adapter`.
         structured_output: follows `Sampling.structured`.
         engine_args: takes `generator.engine_args`.
+        prompt_logprobs: knows the likeliest token at each place of a prompt: it has `score_prompts`.
         reserves_gpu_share: takes `generator.gpu_memory_share` of the whole GPU when it starts. Other engines apply the
             share to their cache only, and can size it to what a trainer on the same GPU leaves free.
     """
@@ -33,7 +34,23 @@ class EngineCapabilities:
     adapters: bool = False
     structured_output: bool = False
     engine_args: bool = False
+    prompt_logprobs: bool = False
     reserves_gpu_share: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The logprobs of a sequence's L tokens, each given those before it, at temperature 1.
+
+    Attributes:
+        logprobs: of the tokens themselves; the first one's is 0.
+        best_ids: the likeliest token at each place; the first is the sequence's own.
+        best_logprobs: its logprob.
+    """
+
+    logprobs: tuple[float, ...]
+    best_ids: tuple[int, ...]
+    best_logprobs: tuple[float, ...]
 
 
 def engine_class(name: str) -> Any:

@@ -69,7 +69,7 @@ def test_a_configuration_gives_program_arguments_limits_and_prompts(capsys: pyte
     found = checked(capsys, "--config", "run.yaml", "--num-tasks", "2")
     assert found["agents"]["nothing"]["outcomes"] == {"turn_limit": 2}
     found = checked(capsys, "--config", "run.yaml", "--num-tasks", "2", "--max-turns", "9")
-    assert (found["agents"]["nothing"]["outcomes"], found["agents"]["nothing"]["turns_mean"]) == ({"finished": 2}, 4)
+    assert (found["agents"]["nothing"]["outcomes"], found["agents"]["nothing"]["turns_mean"]) == ({"truncated": 2}, 4)
     found = checked(capsys, "--config", "run.yaml", "--num-tasks", "2", "max_guesses=2")
     assert found["agents"]["nothing"]["turns_mean"] == 2
 

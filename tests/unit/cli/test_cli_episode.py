@@ -255,7 +255,7 @@ def test_a_task_that_cannot_be_read_is_named(text: str, parts: list[str]) -> Non
             ["forge episode try needs one program", "path:   MODULE:ATTRIBUTE", "repair: forge episode try my_module"],
         ),
         (["a:b", "c:d"], ["needs one program", "value:  ['a:b', 'c:d']"]),
-        (["tried_episodes"], ["episode.kind", "must be `module:attribute`"]),
+        (["tried_episodes"], ["episode.kind", "`module:attribute`"]),
         (["nowhere_at_all:solve"], ["episode.kind", "cannot be imported"]),
         (["tried_episodes:calculat"], ["episode.kind", "calculate"]),
         (["tried_episodes:CALL"], ["episode.kind"]),

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from forge import Task
 from forge.envs.external.common import content_text, cut_text, with_text
-from forge.envs.external.schemas import SchemaTool, problem_in
+from forge.envs.external.schemas import CompiledSchema, SchemaTool, problem_in
 from forge.errors import OptionError
 from forge.testing import play
 
@@ -40,6 +40,7 @@ class Move(BaseModel):
 
 
 SCHEMA = Move.model_json_schema()
+COMPILED = CompiledSchema(SCHEMA)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,10 @@ def test_the_first_problem_is_named(value: Any, problem: str | None) -> None:
 def test_a_schema_that_contains_itself_ends() -> None:
     loop = {"$ref": "#"}
     assert problem_in({}, loop) is None
+    assert CompiledSchema(loop).problem({}) is None
+    piece = CompiledSchema(Piece.model_json_schema())
+    assert piece.problem({"color": "red", "next": {"color": "red", "next": {"color": "blue"}}}) is None
+    assert piece.problem({"color": "red", "next": {"color": "red", "next": {}}}) == "next.next.color: it is missing"
     assert "nested too deeply" in str(
         problem_in(1, {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"})
     )
@@ -96,6 +101,7 @@ def test_the_verdict_is_that_of_a_full_validator(value: Any) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     verdict = jsonschema.Draft202012Validator(SCHEMA).is_valid(value)
     assert (problem_in(value, SCHEMA) is None) == verdict
+    assert COMPILED.problem(value, "it") == problem_in(value, SCHEMA, "it")
 
 
 def test_a_tool_of_a_schema() -> None:

@@ -135,7 +135,7 @@ def test_bad_conversations_are_named(server: OpenAIServer, change: dict[str, Any
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a"] * 33, "n": 2}, "prompt"),
-        ({"echo": True}, "echo"),
+        ({"echo": True, "logprobs": 0}, "echo"),
         ({"logprobs": 2}, "logprobs"),
         ({"best_of": 3}, "best_of"),
     ],

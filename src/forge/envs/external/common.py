@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from forge.envs.environment import Env, episode_from_env
 from forge.envs.episode import EpisodeProgram, episode
 from forge.envs.tools import as_text
 from forge.envs.trace import Message
 from forge.errors import OptionError
+from forge.types import Task
 
 Options = TypeVar("Options", bound=BaseModel)
 
@@ -39,6 +42,37 @@ def program_of(play: Callable[..., Awaitable[Any]], options: type[BaseModel], na
     play.__signature__ = inspect.Signature([task, agent, *fields])  # type: ignore[attr-defined]
     play.__qualname__ = name
     return episode(play)
+
+
+def env_program(make: Callable[..., Env], options: type[BaseModel], name: str) -> EpisodeProgram:
+    """Return an environment as an episode whose arguments are the fields of `options`."""
+
+    def made(**args: Any) -> Env:
+        return make(**args)
+
+    fields = [
+        inspect.Parameter(
+            key, inspect.Parameter.KEYWORD_ONLY, default=inspect.Parameter.empty if each.is_required() else None
+        )
+        for key, each in options.model_fields.items()
+    ]
+    made.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
+    made.__qualname__ = name
+    return episode_from_env(made)
+
+
+def seed_of(task: Task) -> int:
+    """Return the seed of a task: what its metadata says, else a number made of its id, the same for its whole group."""
+    found = task.metadata.get("seed")
+    if isinstance(found, int):
+        return found
+    return int.from_bytes(hashlib.blake2b(task.id.encode(), digest_size=8).digest()) >> 33
+
+
+def said_text(message: Message) -> str:
+    """Return what an answer says after its reasoning."""
+    text = str(message.get("content") or "")
+    return text.rpartition("</think>")[2]
 
 
 def cut_text(text: str, max_chars: int) -> str:

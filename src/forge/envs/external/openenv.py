@@ -1,9 +1,7 @@
 """OpenEnv: environments on a server, one WebSocket session for each episode.
 
-Actions and observations are read from the server's `/schema`. Where an action is one text, the policy's answer is the
-action. Otherwise the action is a tool, or, for an environment of MCP tools, each of its tools is one. What the policy
-gets wrong comes back to it as text. A server that cannot be reached, is too slow, loses the session or violates its
-schema is a `Fault`: the same task runs again with the same seed.
+What the policy gets wrong comes back to it as text. A server that cannot be reached, is too slow, loses the session or
+violates its schema is a `Fault`.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import random
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from forge.envs.agent import Agent
 from forge.envs.environment import Observation
 from forge.envs.external.common import content_text, cut_text, options_of, program_of, with_text
 from forge.envs.external.processes import Server, ServerPool, ServerSpec, least_used, pool_of
-from forge.envs.external.schemas import Schema, SchemaTool, problem_in, resolved
+from forge.envs.external.schemas import CompiledSchema, Schema, SchemaTool, problem_in, resolved
 from forge.envs.external.sockets import MessageSocket, fetch_json
 from forge.envs.limits import EpisodeOver, Fault
 from forge.envs.tools import as_text
@@ -55,9 +54,7 @@ class OpenEnvServer(ConfigModel):
     )
     folders: tuple[str, ...] = Field(default=(), description="Where the module is found, beside the venv.")
     instances: int = Field(default=1, ge=1, description="Processes.")
-    max_sessions: int | None = Field(
-        default=None, ge=1, description="Episodes that share a process. With 1, a crash ends one episode only."
-    )
+    max_sessions: int | None = Field(default=None, ge=1, description="Episodes that share a process; null for any.")
     env: Mapping[str, str] = Field(default_factory=dict, description="Environment variables.")
     start_limit_s: float = Field(default=120.0, gt=0, description="Seconds until a process must be ready.")
 
@@ -68,7 +65,7 @@ class OpenEnvServer(ConfigModel):
             command=(*uvicorn, "--log-level", "warning"),
             requirements=self.requirements,
             instances=self.instances,
-            folders=self.folders,
+            folders=tuple(map(os.path.abspath, self.folders)),
             env=tuple(sorted(self.env.items())),
             max_users=self.max_sessions,
             start_limit_s=self.start_limit_s,
@@ -86,12 +83,8 @@ class OpenEnvOptions(ConfigModel):
     observe: str | None = Field(default=None, description="`module:attribute`: (observation, a dict) -> text.")
     max_steps: int | None = Field(default=None, ge=1, description="Steps after which the episode ends; null for any.")
     tool_name: str = Field(default="act", description="The tool that an action of several fields becomes.")
-    ends_on_text: bool | None = Field(
-        default=None, description="Whether an answer without a call ends an episode of tools; null: for MCP tools only."
-    )
-    errors: Literal["fault", "text"] = Field(
-        default="fault", description="What an exception of the environment's step is: a fault, or text for the policy."
-    )
+    ends_on_text: bool | None = Field(default=None, description="Whether an answer without a call ends the episode.")
+    errors: Literal["fault", "text"] = Field(default="fault", description="What an exception in a step becomes.")
     check_observations: bool = Field(default=True, description="Whether observations must fit the server's schema.")
     connect_timeout_s: float = Field(default=15.0, gt=0, description="Seconds until a server must be reached.")
     capacity_timeout_s: float = Field(default=600.0, ge=0, description="Seconds to wait for a free session.")
@@ -118,6 +111,15 @@ class StepResult:
     done: bool
 
 
+@dataclass(frozen=True, slots=True)
+class EnvSchemas:
+    """What a server's `/schema` says of actions, and of observations of steps and resets."""
+
+    actions: CompiledSchema
+    steps: CompiledSchema
+    resets: CompiledSchema | None
+
+
 class OpenEnvSession:
     """One session on a server's WebSocket."""
 
@@ -131,15 +133,19 @@ class OpenEnvSession:
             keep_alive_s=options.keep_alive_s,
         )
 
+    def fault(self, what: str, kind: str) -> Fault:
+        """Return a fault of this server."""
+        return self._socket.fault(what, kind)
+
     async def connect(self) -> None:
         """Open the connection."""
         await self._socket.connect(self.options.connect_timeout_s)
 
-    async def reset(self, data: Mapping[str, Any], schema: Schema | None = None) -> StepResult:
+    async def reset(self, data: Mapping[str, Any], schema: CompiledSchema | None = None) -> StepResult:
         """Start an episode. Raises `OpenEnvError` where the server refuses."""
         return self._result(await self._request({"type": "reset", "data": data}, "observation"), schema)
 
-    async def step(self, action: Mapping[str, Any], schema: Schema | None = None) -> StepResult:
+    async def step(self, action: Mapping[str, Any], schema: CompiledSchema | None = None) -> StepResult:
         """Take an action. Raises `OpenEnvError` where the environment raises."""
         return self._result(await self._request({"type": "step", "data": action}, "observation"), schema)
 
@@ -166,7 +172,7 @@ class OpenEnvSession:
             raise self._violation(f'type: expected "{expected}"', text)
         return data
 
-    def _result(self, data: dict[str, Any], schema: Schema | None) -> StepResult:
+    def _result(self, data: dict[str, Any], schema: CompiledSchema | None) -> StepResult:
         observation, reward, done = data.get("observation"), data.get("reward"), data.get("done", False)
         if not isinstance(observation, dict):
             raise self._violation("data.observation: expected an object", as_text(data))
@@ -174,21 +180,21 @@ class OpenEnvSession:
             raise self._violation("data.reward: expected a finite number or null", as_text(reward))
         if not isinstance(done, bool):
             raise self._violation("data.done: expected true or false", as_text(done))
-        problem = None if schema is None else problem_in(observation, schema, "data.observation")
+        problem = None if schema is None else schema.problem(observation, "data.observation")
         if problem is not None:
             raise self._violation(problem, as_text(observation))
         return StepResult(observation, None if reward is None else float(reward), done)
 
     def _violation(self, problem: str, text: str) -> Fault:
         _schemas.get(asyncio.get_running_loop(), {}).pop(self.options.server or self.url, None)  # it may have changed
-        return self._socket.fault(f"violates its schema: {problem}. It sent {text[:200]}", "schema")
+        return self.fault(f"violates its schema: {problem}. It sent {text[:200]}", "schema")
 
 
-_Schemas = dict[OpenEnvServer | str, asyncio.Task[dict[str, Any]]]
+_Schemas = dict[OpenEnvServer | str, asyncio.Task[EnvSchemas]]
 _schemas: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Schemas] = weakref.WeakKeyDictionary()
 
 
-async def _schema_of(session: OpenEnvSession) -> dict[str, Any]:
+async def _schema_of(session: OpenEnvSession) -> EnvSchemas:
     """Return what a server's `/schema` says, asked for once for all episodes of this event loop."""
     known, key = _schemas.setdefault(asyncio.get_running_loop(), {}), session.options.server or session.url
     if key not in known:
@@ -200,13 +206,24 @@ async def _schema_of(session: OpenEnvSession) -> dict[str, Any]:
         raise
 
 
-async def _fetch_schema(url: str, options: OpenEnvOptions) -> dict[str, Any]:
+async def _fetch_schema(url: str, options: OpenEnvOptions) -> EnvSchemas:
     limits = {"max_bytes": options.max_message_bytes, "limit_s": options.step_timeout_s}
     found = await fetch_json(f"{url}/schema", name="openenv", headers=options.headers, **limits)
     problem = problem_in(found, {"required": ["action", "observation"], "additionalProperties": {"type": "object"}})
     if problem is not None:
         raise Fault(f"{url}/schema: {problem}", kind="openenv_schema", path=f"{url}/schema")
-    return found
+    checks = {
+        key: CompiledSchema({**each, "required": [name for name in each.get("required") or () if name not in _HIDDEN]})
+        for key, each in found.items()
+    }
+    resets = checks.get("reset_observation", checks["observation"])
+    # Environments of MCP tools reset with an observation of another class, which most of them do not declare.
+    is_undeclared = _is_mcp(found["action"]) and resets.schema == checks["observation"].schema
+    return EnvSchemas(checks["action"], checks["observation"], None if is_undeclared else resets)
+
+
+def _is_mcp(action: Schema) -> bool:
+    return {"tool_name", "arguments"} <= set(action.get("properties") or ())
 
 
 class OpenEnv:
@@ -235,10 +252,11 @@ class OpenEnv:
         self._action = None if given.action is None else import_attribute(given.action, path="episode.args.action")
         self._observe = None if given.observe is None else import_attribute(given.observe, path="episode.args.observe")
         self._stack = contextlib.AsyncExitStack()
-        self._session: OpenEnvSession | None = None
+        self._session: OpenEnvSession  # from `reset` on
         self._borrowed: tuple[ServerPool, Server] | None = None
-        self._schema: dict[str, Any] = {}
+        self._schemas: EnvSchemas
         self._text_field: str | None = None
+        self._has_choices = False
         self._one_step = asyncio.Lock()
         self._num_steps = 0
 
@@ -253,7 +271,8 @@ class OpenEnv:
         url = await self._stack.enter_async_context(self._server())
         with self._reporting_faults():
             result = await self._begin(url, data)
-            await self._find_tools()
+            if self._action is None:
+                await self._find_tools()
         self.is_over = result.done
         self._num_steps = 0
         shown = with_text(task.messages, self._text_of(result.observation))
@@ -265,10 +284,9 @@ class OpenEnv:
             action = self._action(message)
         else:
             assert self._text_field is not None, "an action of several fields is a tool: use openenv_episode"
-            schema, text = self._schema["action"], str(message.get("content") or "")
-            has_choices = "enum" in resolved(schema["properties"][self._text_field], schema)
-            action = {self._text_field: text.strip() if has_choices else text}
-            problem = problem_in(action, schema)
+            text = str(message.get("content") or "")
+            action = {self._text_field: text.strip() if self._has_choices else text}
+            problem = self._schemas.actions.problem(action)
             if problem is not None:
                 return Observation([{"role": "user", "content": f"Error: this is not a valid answer: {problem}."}])
         try:
@@ -280,14 +298,11 @@ class OpenEnv:
 
     async def state(self) -> dict[str, Any]:
         """Return the environment's own state."""
-        assert self._session is not None, "reset first"
         return await self._session.state()
 
     async def close(self) -> None:
         """End the session."""
         await self._stack.aclose()
-
-    # ---- Servers ----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _server(self) -> AsyncIterator[str]:
@@ -323,35 +338,30 @@ class OpenEnv:
             self._session = session = OpenEnvSession(url, self.options)
             self._stack.push_async_callback(session.close)
             await session.connect()
-            self._schema = await _schema_of(session)
+            self._schemas = await _schema_of(session)
             try:
-                return await session.reset(data, self._observation_schema("reset_observation"))
+                return await session.reset(data, self._schemas.resets if self.options.check_observations else None)
             except OpenEnvError as error:
                 if error.code != "CAPACITY_REACHED":
-                    raise Fault(f"the server {url} cannot reset: {error}", kind="openenv_error", path=url) from None
+                    raise session.fault(f"cannot reset: {error}", "error") from None
                 if loop.time() + pause_s > until:
-                    message = f"the server {url} had no free session for {limit_s:g} s: {error.message}"
-                    raise Fault(message, kind="openenv_capacity", path=url) from None
+                    raise session.fault(f"had no free session for {limit_s:g} s: {error}", "capacity") from None
             await session.close()
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    # ---- Actions and observations -----------------------------------------------------------------------------------
-
     async def _find_tools(self) -> None:
         """Decide what an action is: the answer's text, a tool, or one of the environment's own MCP tools."""
-        schema = self._schema["action"]
+        schema = self._schemas.actions.schema
         fields = {key: each for key, each in (schema.get("properties") or {}).items() if key != "metadata"}
-        if self._action is not None:
-            return
-        if {"tool_name", "arguments"} <= set(fields):
+        if _is_mcp(schema):
             self.has_mcp_tools = True
             listed = (await self._step({"type": "list_tools"}, check=False)).observation.get("tools")
             self.tools = [self._mcp_tool(each) for each in listed or ()]
             return
         needed = [key for key in schema.get("required") or () if key in fields] or list(fields)
         if len(needed) == 1 and resolved(fields[needed[0]], schema).get("type") == "string":
-            self._text_field = needed[0]
+            self._text_field, self._has_choices = needed[0], "enum" in resolved(fields[needed[0]], schema)
             return
         parameters = {**schema, "properties": fields}
         description = schema.get("description") or "Take an action."
@@ -376,33 +386,24 @@ class OpenEnv:
     def _mcp_tool(self, listed: Any) -> SchemaTool:
         problem = problem_in(listed, _MCP_TOOL, "data.observation.tools")
         if problem is not None:
-            assert self._session is not None
-            raise Fault(f"the server {self._session.url} lists a tool badly: {problem}", kind="openenv_schema")
+            raise self._session.fault(f"lists a tool badly: {problem}", "schema")
         name, parameters = listed["name"], listed["input_schema"]
         call = {"type": "call_tool", "tool_name": name}
         return self._tool(name, listed.get("description", ""), parameters, lambda given: {**call, "arguments": given})
 
     async def _step(self, action: Mapping[str, Any], *, check: bool = True) -> StepResult:
         """Take an action. Raises `OpenEnvError` for what the policy did wrong, and `Fault` for everything else."""
-        assert self._session is not None, "reset first"
-        schema = self._observation_schema("observation") if check else None
+        schema = self._schemas.steps if check and self.options.check_observations else None
         with self._reporting_faults():
             try:
                 result = await self._session.step(action, schema)
             except OpenEnvError as error:
                 if error.code == "VALIDATION_ERROR" or self.options.errors == "text":
                     raise
-                url = self._session.url
-                raise Fault(f"the environment at {url} failed: {error}", kind="openenv_error", path=url) from None
+                raise self._session.fault(f"failed: {error}", "error") from None
         self._num_steps += 1
         self.is_over = result.done or self._num_steps == self.options.max_steps
         return result
-
-    def _observation_schema(self, key: str) -> Schema | None:
-        if not self.options.check_observations:
-            return None
-        schema = self._schema.get(key) or self._schema["observation"]
-        return {**schema, "required": [each for each in schema.get("required") or () if each not in _HIDDEN]}
 
     def _text_of(self, observation: Mapping[str, Any]) -> str:
         """Return what the policy reads: the one text of an observation, else its fields as JSON."""

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -233,25 +233,14 @@ class ServerPool:
         """Run a server once, to its end."""
         port = _free_port()
         words = [each.replace("{port}", str(port)).replace("{python}", self._python) for each in self.spec.command]
-        guard = (
-            sys.executable,
-            "-I",
-            "-S",
-            str(_GUARD),
-            str(os.getpid()),
-            str(server.log),
-            str(LOG_BYTES),
-            f"{GRACE_S}",
-        )
         server.num_starts += 1
         server.was_ready = False
         process = await asyncio.create_subprocess_exec(
-            *guard,
-            *words,
+            *guard_command(server.log, words),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
-            env=self._environment(),
+            env=foreign_environment(self.spec.folders, dict(self.spec.env)),
             cwd=self.spec.cwd,
             start_new_session=True,
         )
@@ -310,11 +299,6 @@ class ServerPool:
             return False
         return True
 
-    def _environment(self) -> dict[str, str]:
-        kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-        folders = {"PYTHONPATH": os.pathsep.join(self.spec.folders)} if self.spec.folders else {}
-        return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **folders, **dict(self.spec.env)}
-
     def _problem(self, what: str) -> Fault | LaunchError:
         output = "\n".join(each.output() for each in self.servers[:1])
         message = f"the server {' '.join(self.spec.command)} {what}. The end of its output:\n{output or '(nothing)'}"
@@ -349,6 +333,22 @@ async def close_servers() -> None:
     """End all servers of this event loop. They end with the loop and with the process, too."""
     pools = _pools.pop(asyncio.get_running_loop(), {})
     await asyncio.gather(*(pool.close() for pool in pools.values()))
+
+
+def guard_command(log: Path, command: Sequence[str], *, keeps_stdout: bool = False) -> list[str]:
+    """Return the command line that runs a foreign program under a guard, which ends it with this process.
+
+    Its output goes to `log`, within bounds; with `keeps_stdout`, only what it writes to stderr.
+    """
+    guard = (sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), str(log), str(LOG_BYTES), f"{GRACE_S}")
+    return [*guard, *(("--keep-stdout",) if keeps_stdout else ()), *command]
+
+
+def foreign_environment(folders: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of a foreign program: harmless ones of ours, and what is given."""
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    path = {"PYTHONPATH": os.pathsep.join(folders)} if folders else {}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **path, **env}
 
 
 _users: Counter[str] = Counter()

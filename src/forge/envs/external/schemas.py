@@ -16,6 +16,9 @@ from forge.errors import OptionError
 
 Schema = Mapping[str, Any]
 _MAX_DEPTH: Final = 64
+_NOTES: Final = frozenset(("title", "description", "default", "examples", "$defs", "$schema"))
+"""Keywords that say nothing about values."""
+_OBJECT_KEYS: Final = frozenset(("type", "properties", "required", "additionalProperties"))
 _NUMBER: Final = (int, float)
 _TYPES: Final[dict[str, Callable[[Any], bool]]] = {
     "object": lambda value: isinstance(value, dict),
@@ -43,6 +46,55 @@ _BOUNDS: Final[tuple[tuple[str, type | tuple[type, ...], Callable[[Any, Any], bo
 def problem_in(value: Any, schema: Schema, path: str = "") -> str | None:
     """Return the first way in which a value does not fit a schema, with its path; None where it fits."""
     return next(_problems(value, schema, schema, path, 0), None)
+
+
+class CompiledSchema:
+    """A schema for many values: `problem` answers as `problem_in` does, and at once where the value fits."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self._fits = _compile(schema, schema, frozenset())
+
+    def problem(self, value: Any, path: str = "") -> str | None:
+        """Return the first way in which a value does not fit, with its path; None where it fits."""
+        return None if self._fits(value) else problem_in(value, self.schema, path)
+
+
+def _compile(schema: Any, root: Schema, inside: frozenset[str]) -> Callable[[Any], bool]:
+    """Return a function that says whether a value fits. Schemas of other shapes than usual are interpreted."""
+    if not isinstance(schema, Mapping):
+        return lambda value: schema is not False
+    reference = str(schema.get("$ref", ""))
+    schema = resolved(schema, root)
+    keys, kind = set(schema) - _NOTES, schema.get("type")
+    if not keys:
+        return lambda value: True
+    if keys == {"type"} and isinstance(kind, str) and kind in _TYPES:
+        return _TYPES[kind]
+    if reference not in inside:  # else it contains itself
+        inside = inside | {reference} if reference else inside
+        if keys == {"anyOf"}:
+            choices = [_compile(each, root, inside) for each in schema["anyOf"]]
+            return lambda value: any(fits(value) for fits in choices)
+        if kind == "object" and keys <= _OBJECT_KEYS:
+            return _compile_object(schema, root, inside)
+    return lambda value: next(_problems(value, schema, root, "", 0), None) is None
+
+
+def _compile_object(schema: Schema, root: Schema, inside: frozenset[str]) -> Callable[[Any], bool]:
+    fields = {name: _compile(each, root, inside) for name, each in (schema.get("properties") or {}).items()}
+    rest = _compile(schema.get("additionalProperties", True), root, inside)
+    required = tuple(schema.get("required") or ())
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return False
+        for name in required:
+            if name not in value:
+                return False
+        return all(fields.get(name, rest)(each) for name, each in value.items())
+
+    return fits
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:

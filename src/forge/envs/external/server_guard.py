@@ -1,8 +1,9 @@
 """Runs one foreign server, keeps its output within bounds, and ends it with everything that it started.
 
 A program of its own, without imports beyond the standard library:
-`python -I -S server_guard.py OWNER_PID LOG_FILE LOG_BYTES GRACE_S COMMAND…`. It ends with the server, when it is
-terminated, or when its owner dies, even by SIGKILL. It adopts whatever the server leaves behind, and kills it.
+`python -I -S server_guard.py OWNER_PID LOG_FILE LOG_BYTES GRACE_S [--keep-stdout] COMMAND…`. It ends with the server,
+when it is terminated, or when its owner dies, even by SIGKILL. It adopts whatever the server leaves behind, and kills
+it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
-def _start(command: list[str], output: int) -> int:
+def _start(command: list[str], output: int, *, keeps_stdout: bool) -> int:
     """Start the server in a session of its own and return its pid. It dies with this process."""
     guard, pid = os.getpid(), os.fork()
     if pid:
@@ -54,7 +55,8 @@ def _start(command: list[str], output: int) -> int:
         if os.getppid() != guard:
             os._exit(1)
         os.setsid()
-        os.dup2(output, 1)
+        if not keeps_stdout:
+            os.dup2(output, 1)
         os.dup2(output, 2)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
@@ -93,7 +95,8 @@ def main() -> int:
         return 1
     log = BoundedLog(log_path, log_bytes)
     output_read, output_write = os.pipe2(os.O_CLOEXEC)
-    server = _start(sys.argv[5:], output_write)
+    keeps_stdout = sys.argv[5] == "--keep-stdout"
+    server = _start(sys.argv[5 + keeps_stdout :], output_write, keeps_stdout=keeps_stdout)
     os.close(output_write)
     status: int | None = None
     until: float | None = None

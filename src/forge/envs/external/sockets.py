@@ -17,6 +17,8 @@ CLOSE_S: Final = 2.0
 """How long a server may take to end a session."""
 _FIRST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 2.0
+_SMALL: Final = 16_384
+"""Characters that fit into the buffers of a connection, whether they are read or not."""
 _MAX_WAITING: Final = 2
 """Messages that may wait unread; a server that sends more is not answering requests."""
 
@@ -66,20 +68,35 @@ class MessageSocket:
     async def ask(self, text: str, limit_s: float) -> str:
         """Send a request and return its reply."""
         assert self._socket is not None, "connect first"
+        loop = asyncio.get_running_loop()
+        expires = loop.call_later(limit_s, self._expire, limit_s)  # a third of the cost of asyncio.timeout
         try:
-            async with asyncio.timeout(limit_s):
-                if self._lost is None and not self._replies:
-                    with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # the reader says what happened
+            if self._lost is None and not self._replies:
+                with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # the reader says what happened
+                    if len(text) < _SMALL:
                         await self._socket.send_str(text)
-                while not self._replies:
-                    if self._lost is not None:
-                        raise self._lost
-                    self._waiting = asyncio.get_running_loop().create_future()
-                    await self._waiting
+                    else:  # the server may not read it
+                        await asyncio.wait_for(self._socket.send_str(text), limit_s)
+            while not self._replies:
+                if self._lost is not None:
+                    raise self._lost
+                self._waiting = loop.create_future()
+                await self._waiting
         except TimeoutError:
-            self._lost = self.fault(f"took longer than {limit_s:g} s to answer", "timeout")
+            self._expire(limit_s)
+            assert self._lost is not None
             raise self._lost from None
+        finally:
+            expires.cancel()
         return self._replies.popleft()
+
+    def _expire(self, limit_s: float) -> None:
+        self._lost = self._lost or self.fault(f"took longer than {limit_s:g} s to answer", "timeout")
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def close(self, farewell: str | None = None) -> None:
         """Close the connection. A server that gets a `farewell` closes it itself, when it has ended the session."""
@@ -114,8 +131,7 @@ class MessageSocket:
                 self._lost = self.fault(f"sent a message of more than {self._max_bytes} bytes", "too_large")
             else:
                 self._lost = self.fault(f"closed the connection (code {socket.close_code})", "lost")
-            if self._waiting is not None and not self._waiting.done():
-                self._waiting.set_result(None)
+            self._wake()
 
     async def _ping(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         while True:

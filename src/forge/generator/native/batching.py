@@ -342,11 +342,16 @@ class Batching:
         assert job is not None
         targets = job.token_ids[piece.start + 1 : piece.end + 1]
         job.logprobs += self.runner.logprobs(hidden, targets, temperature=job.temperature)
+        if job.wants_best:
+            best = self.runner.likeliest(hidden)
+            job.best_ids += best
+            job.best_logprobs += self.runner.logprobs(hidden, best, temperature=job.temperature)
         self.scheduler.computed(piece)
         self.counts.num_score_tokens += len(targets)
         if sequence.num_computed == len(sequence.ids):
-            found = job.logprobs
-            self.scheduler.end(sequence)
+            found, best_ids, best_logprobs = job.logprobs, job.best_ids, job.best_logprobs
+            self.scheduler.end(sequence)  # which restarts the job
+            job.best_ids, job.best_logprobs = best_ids, best_logprobs
             job.deliver(found)
 
     def _sample(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> _Launched:

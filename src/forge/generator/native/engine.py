@@ -19,6 +19,7 @@ from forge.generator.engine import (
     EngineCapabilities,
     EngineStats,
     OpenCompletions,
+    PromptScores,
     Request,
     UpdateReport,
     context_limit,
@@ -50,7 +51,7 @@ class NativeEngine:
         on_death: called on the engine's thread when an error ends the engine.
     """
 
-    capabilities: ClassVar = EngineCapabilities(shared_weights=True)
+    capabilities: ClassVar = EngineCapabilities(shared_weights=True, prompt_logprobs=True)
 
     @staticmethod
     def config_errors(config: GenerationConfig) -> Sequence[ConfigError]:
@@ -162,9 +163,23 @@ class NativeEngine:
             )
         return list(await asyncio.gather(*(self._score(token_ids, temperature, urgent) for token_ids in sequences)))
 
+    async def score_prompts(self, sequences: Sequence[Sequence[int]]) -> list[PromptScores]:
+        """Return the logprobs of each sequence's tokens, and the likeliest token at each place."""
+        return list(await asyncio.gather(*map(self._score_prompt, sequences)))
+
+    async def _score_prompt(self, token_ids: Sequence[int]) -> PromptScores:
+        outcome: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+        job = ScoreJob(tuple(token_ids), 1.0, deliver=partial(_resolve, outcome), wants_best=True)
+        logprobs = await self._scored(job, outcome)
+        first = job.token_ids[:1]
+        return PromptScores(tuple(logprobs), (*first, *job.best_ids), (*((0.0,) * len(first)), *job.best_logprobs))
+
     async def _score(self, token_ids: Sequence[int], temperature: float, urgent: bool) -> list[float]:
         outcome: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
         job = ScoreJob(tuple(token_ids), temperature, deliver=partial(_resolve, outcome), is_urgent=urgent)
+        return await self._scored(job, outcome)
+
+    async def _scored(self, job: ScoreJob, outcome: asyncio.Future[list[float]]) -> list[float]:
         self._submit(lambda batching: batching.enter_score(job), job.deliver)
         try:
             return await outcome

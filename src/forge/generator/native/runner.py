@@ -44,6 +44,8 @@ from forge.runtime.machine import memory
 _log = logging.getLogger("forge.generator")
 
 _GIB = 1 << 30
+_LOGIT_ROWS = 256
+"""Rows of logits that are in memory at once where only the largest counts."""
 
 
 class ModelRunner:
@@ -301,6 +303,14 @@ class ModelRunner:
         found, _ = chunked_logprobs(hidden_RD, weight, wanted, temperature=temperature, fp32_logits=is_wide)
         values: list[float] = found.tolist()
         return values
+
+    @torch.inference_mode()
+    def likeliest(self, hidden_RD: Tensor) -> list[int]:
+        """Return the likeliest token after each hidden state."""
+        found: list[int] = []
+        for part in hidden_RD.split(_LOGIT_ROWS):
+            found += self.logits(part).argmax(-1).tolist()
+        return found
 
     def forward(self, rows: StepRows) -> Tensor:
         """Return the hidden states that a step's row asks for."""

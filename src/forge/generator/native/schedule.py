@@ -321,4 +321,4 @@ class Scheduler:
         sequence.slot, sequence.pages = -1, []
         sequence.num_computed, sequence.mark, sequence.num_sealed = 0, ROOT, 0
         if sequence.score is not None:
-            sequence.score.logprobs = [0.0]
+            sequence.score.restart()

@@ -51,13 +51,20 @@ class PendingRequest:
 
 @dataclass(slots=True, eq=False)
 class ScoreJob:
-    """Tokens to be scored; with `is_urgent` before everything else."""
+    """Tokens to be scored; with `is_urgent` before everything else, with `wants_best` also the likeliest tokens."""
 
     token_ids: tuple[int, ...]
     temperature: float
     deliver: Deliver
     is_urgent: bool = False
+    wants_best: bool = False
     logprobs: list[float] = field(default_factory=lambda: [0.0])
+    best_ids: list[int] = field(default_factory=list)
+    best_logprobs: list[float] = field(default_factory=list)
+
+    def restart(self) -> None:
+        """Forget what was computed."""
+        self.logprobs, self.best_ids, self.best_logprobs = [0.0], [], []
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ from forge.envs.chat_api.errors import parameter_error
 from forge.envs.chat_api.requests import RequestOptions, read_flag, read_messages, read_template
 from forge.envs.chat_api.responses import AssistantMessage, chat_logprobs, send_events, usage_of
 from forge.envs.tool_calls import CallReader, opens_reasoning
+from forge.generator.openai.echo import EchoOptions, echoed_logprobs, read_echo
 from forge.generator.openai.policy import CompletionJob, Policy
 from forge.types import Completion, Delta
 
@@ -134,24 +135,32 @@ class _ChatReply:
 # ---- /v1/completions -------------------------------------------------------------------------------------------------
 
 
-_TEXT_PARAMETERS: Final = frozenset(("prompt",))
+_TEXT_PARAMETERS: Final = frozenset(("prompt", "echo"))
 
 
 async def complete_text(policy: Policy, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
     """Complete one prompt or several, whole or piece by piece."""
-    options = policy.read_options(request, body, own=_TEXT_PARAMETERS, logprobs=_wants_logprobs(body))
+    echo = read_echo(body, can_score=bool(policy.card.get("capabilities", {}).get("prompt_logprobs")))
+    if echo is not None and echo.is_prompt_only:
+        body = {**body, "max_tokens": 1}  # its token is left out
+    options = policy.read_options(request, body, own=_TEXT_PARAMETERS, logprobs=_wants_logprobs(body, echo))
     prompts = _read_prompts(body.get("prompt"), policy)
     await policy.check_number(len(prompts), options.n)
-    reply = _TextReply(policy, [policy.prepare_text(prompt, options=options) for prompt in prompts], options)
+    jobs = [policy.prepare_text(prompt, options=options) for prompt in prompts]
+    if echo is not None:
+        return web.json_response(await _EchoReply(policy, jobs, options, echo=echo).whole())
+    reply = _TextReply(policy, jobs, options)
     if options.stream:
         return await send_events(request, reply.chunks())
     return web.json_response(await reply.whole())
 
 
-def _wants_logprobs(body: Mapping[str, Any]) -> bool:
+def _wants_logprobs(body: Mapping[str, Any], echo: EchoOptions | None) -> bool:
     wanted = body.get("logprobs")
-    if wanted is not None and (wanted != 0 or isinstance(wanted, bool)):
-        rule = "may be 0, for the logprobs of the sampled tokens; logprobs of other tokens are not supported"
+    allowed = (0, 1) if echo is not None and echo.knows_best else (0,)
+    if wanted is not None and (wanted not in allowed or isinstance(wanted, bool)):
+        rule = "may be 0, for the logprobs of the tokens themselves; 1, for the likeliest token of each place, only "
+        rule += "with echo, and temperature 0 or max_tokens 0"
         raise parameter_error("logprobs", rule, code="unsupported_value")
     return wanted is not None
 
@@ -239,6 +248,41 @@ class _TextReply:
         if not self._options.return_token_ids:
             return {}
         return {"prompt_token_ids": list(completion.prompt_ids), **exact_tokens(completion)}
+
+
+class _EchoReply(_TextReply):
+    """The answer to a request with `echo`: the prompt stands before each completion, with its logprobs."""
+
+    def __init__(
+        self, policy: Policy, jobs: Sequence[CompletionJob], options: RequestOptions, *, echo: EchoOptions
+    ) -> None:
+        super().__init__(policy, jobs, options)
+        self._echo = echo
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response, all at once. One prompt that fails fails all."""
+        response = await super().whole()
+        if self._echo.is_prompt_only:
+            response["usage"] |= {"completion_tokens": 0, "total_tokens": response["usage"]["prompt_tokens"]}
+        if not self._options.logprobs:
+            return response
+        firsts = self._ended[:: self._options.n]
+        try:
+            async with asyncio.TaskGroup() as group:
+                score = self._policy.service.score_prompt
+                tasks = [group.create_task(score.route(list(completion.prompt_ids))) for completion in firsts]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        for choice, completion in zip(response["choices"], self._ended, strict=True):
+            scores = tasks[choice["index"] // self._options.n].result()
+            choice["logprobs"] = echoed_logprobs(self._policy, completion, scores, echo=self._echo)
+        return response
+
+    def _choice(self, number: int, tokens: Completion | Delta, *, text: str, reason: str | None) -> dict[str, Any]:
+        choice = super()._choice(number, tokens, text=text, reason=reason)
+        prompt = self._jobs[number].prompt.get("prompt")
+        before = prompt if isinstance(prompt, str) else self._policy.decode(self._jobs[number].prompt["token_ids"])
+        return {**choice, "text": before if self._echo.is_prompt_only else before + text}
 
 
 async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:

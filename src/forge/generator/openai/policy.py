@@ -128,6 +128,10 @@ class Policy:
         if self._prompts is not None and job.chat is not None and message is not None:
             self._prompts.remember(job.chat, completion, message=message)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return tokens as text, or nothing where there is no tokenizer."""
+        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
+
     def token_text(self, token_id: int) -> str:
         """Return a token as text, or its number where there is no tokenizer."""
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.decode([token_id])

@@ -30,6 +30,7 @@ _INTERRUPT_S = 2.0
 """How long a kernel may take to obey an interrupt before it is killed."""
 
 _KILL_S = 10.0
+_MOST_NEW = 50
 _NOT_A_COMMAND = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.E2BIG)
 
 
@@ -252,11 +253,14 @@ class Guest:
     def _kill_all(self, *, keep: frozenset[int]) -> None:
         """Kill every process of the sandbox but some. If they multiply faster than that, kill those as well."""
         until = time.monotonic() + _KILL_S
-        num_rounds = 0
+        killed: set[int] = set()
+        num_new = 0  # rounds that found processes which were not there before: a slow machine is not a fork bomb
         while True:
             self._reap()
             others = [pid for pid in _descendants() if pid not in keep]
-            if not keep or num_rounds == 50 or not os.path.exists("/proc/self/stat"):
+            num_new += not killed.issuperset(others)
+            killed.update(others)
+            if not keep or num_new == _MOST_NEW or not os.path.exists("/proc/self/stat"):
                 self._kill_at_once()
             for pid in others:
                 try:
@@ -266,7 +270,6 @@ class Guest:
             if not others or time.monotonic() > until:
                 self._reap()
                 return
-            num_rounds += 1
             time.sleep(0.001)  # until the kernel has ended them
 
     def _kill_at_once(self) -> None:

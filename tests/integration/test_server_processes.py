@@ -20,7 +20,7 @@ from forge.envs.external import processes
 from forge.envs.external.processes import Server, ServerSpec, close_servers, least_used, pool_of
 from forge.errors import LaunchError
 
-SCRIPT = Path(__file__).parents[2] / "support" / "foreign_server.py"
+SCRIPT = Path(__file__).parents[1] / "support" / "foreign_server.py"
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 

@@ -23,7 +23,7 @@ from forge.runtime.launchers.slurm import JobState, SlurmLauncher, job_script, p
 from forge.runtime.sockets import TLS_VARIABLES
 from stand_in_programs import Programs
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "unit" / "runtime" / "golden"
 ACCEPTED = {"sbatch": [{"out": "41;cluster\n"}], "scancel": [{}]}
 
 
@@ -125,7 +125,7 @@ def test_a_job_with_every_option() -> None:
 
 
 def test_the_guide_shows_the_job_that_is_submitted() -> None:
-    guide = (Path(__file__).parents[3] / "docs" / "guides" / "hosts.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "hosts.md").read_text(encoding="utf-8")
     (settings,) = re.findall(r"```yaml\n(launcher:\n  kind: slurm\n.*?)```", guide, re.DOTALL)
     (shown,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", guide, re.DOTALL)
     home = Path("/home/me/project")

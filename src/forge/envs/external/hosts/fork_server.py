@@ -1,0 +1,164 @@
+"""Runs each episode of a foreign environment in a process of its own, forked from one that has imported everything.
+
+A program of its own, without imports beyond the standard library: `python fork_server.py PORT HOST_FILE`. The file has
+a function `prepare()`, which imports what takes long, and a class `Host`. For each connection on the port a process is
+forked, which makes a `Host` and answers requests, one line of JSON each: `{"method": "step", "args": {…}}` is answered
+by `{"result": …}` or `{"error": "…"}`. The first line must be the token in `FORGE_HOST_TOKEN`. When the other side
+closes the connection, the process is killed, whatever it does; when the process ends, the connection closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+TOKEN_VARIABLE = "FORGE_HOST_TOKEN"
+_BACKLOG = 1024
+
+
+class Refused(Exception):
+    """What a host raises where the options are wrong, so that no attempt can succeed."""
+
+
+class ForkServer:
+    """Accepts connections and forks a process for each."""
+
+    def __init__(self, module: Any, port: int) -> None:
+        self._module = module
+        self._listening = socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
+        self._listening.setblocking(False)
+        self._waiting: dict[int, socket.socket] = {}
+        self._pids: dict[int, int] = {}
+        self._poll = select.poll()
+        self._wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> None:
+        """Serve until this process is ended."""
+        self._poll.register(self._listening, select.POLLIN)
+        self._poll.register(self._wake_read, select.POLLIN)
+        while True:
+            for handle, _ in self._poll.poll():
+                if handle == self._listening.fileno():
+                    self._accept()
+                elif handle == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                    self._reap()
+                elif handle in self._pids:  # the other side has closed it
+                    self._poll.unregister(handle)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self._pids[handle], signal.SIGKILL)
+                elif handle in self._waiting:
+                    self._start(handle)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            connection, _ = self._listening.accept()
+            connection.setblocking(True)
+            self._waiting[connection.fileno()] = connection
+            self._poll.register(connection, select.POLLIN | select.POLLRDHUP)
+
+    def _start(self, handle: int) -> None:
+        """Fork the process of a connection whose first bytes have come. One without any was a probe."""
+        connection = self._waiting[handle]
+        try:
+            first = connection.recv(1, socket.MSG_PEEK)
+        except ConnectionError:
+            first = b""
+        if not first:
+            self._forget(handle)
+            return
+        pid = os.fork()
+        if pid == 0:
+            self._run(connection)
+        with contextlib.suppress(OSError):  # it did so itself already
+            os.setpgid(pid, pid)
+        self._pids[handle] = pid
+        self._poll.modify(connection, select.POLLRDHUP)
+
+    def _run(self, connection: socket.socket) -> None:
+        """Serve one connection in the new process, which ends here."""
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._listening.close()
+            for each in self._waiting.values():
+                if each is not connection:
+                    each.close()
+            answer_all(self._module.Host, connection)
+            status = 0
+        except BaseException as error:  # noqa: BLE001 - this is the child: it must not return
+            os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
+        finally:
+            os._exit(status)
+
+    def _reap(self) -> None:
+        while self._pids:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            for handle in [each for each, known in self._pids.items() if known == pid]:
+                del self._pids[handle]
+                self._forget(handle)
+
+    def _forget(self, handle: int) -> None:
+        connection = self._waiting.pop(handle)
+        with contextlib.suppress(KeyError):  # it was unregistered when the other side closed it
+            self._poll.unregister(handle)
+        with contextlib.suppress(OSError):  # the other side has closed it already
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+
+
+def answer_all(make: Any, connection: socket.socket) -> None:
+    """Answer the requests of a connection until it is closed."""
+    with connection.makefile("rwb") as lines:
+        if lines.readline().strip() != os.environ[TOKEN_VARIABLE].encode():
+            return
+        host = make()
+        for line in lines:
+            request = json.loads(line)
+            try:
+                reply = {"result": getattr(host, request["method"])(**request["args"])}
+            except Exception as error:  # noqa: BLE001 - whatever a foreign environment raises is its answer
+                is_refused = type(error).__name__ == Refused.__name__
+                text = str(error) if is_refused else f"{type(error).__name__}: {error}"
+                reply = {"error": text[:4000], "is_refused": is_refused}
+            lines.write(json.dumps(reply).encode() + b"\n")
+            lines.flush()
+
+
+def load(path: str) -> Any:
+    """Return the module of a file."""
+    spec = importlib.util.spec_from_file_location("forge_host", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["forge_host"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    port, path = int(sys.argv[1]), sys.argv[2]
+    sys.path.pop(0)  # the folder of this file: its names are not modules here
+    module = load(path)
+    module.prepare()
+    gc.collect()
+    gc.freeze()  # what is imported stays shared between the processes
+    ForkServer(module, port).serve()
+
+
+if __name__ == "__main__":
+    main()
