@@ -1,7 +1,7 @@
 """Make the venvs of foreign packages that tests use: environments, agents and evaluation harnesses of other projects.
 
-Each is made once per machine, in the user's cache (see `forge.envs.external.venvs`). A package that cannot be installed is
-named with the reason, and its tests are skipped; after one that finds no index the others are not tried.
+Each is made once per machine, in the user's cache (see `forge.envs.external.venvs`). A package that cannot be installed
+is named with the reason, and its tests are skipped; after one that finds no index the others are not tried.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from foreign_packages import ALL
-
 from forge.envs.external.venvs import VenvError, python_of
 
 NUM_AT_ONCE = 2
