@@ -59,7 +59,7 @@ class Seeker:
         tries: list[Try] = []
         failure = ""
         until = Budget(min(self.chosen.side_limit, self.budget.left_s / num_sides) / 60)
-        while (length := next_length(tries, total_bytes=self.total_bytes, least=self.chosen.first)) is not None:
+        while (length := self._next(tries)) is not None:
             if not until.has(LEAST_S[self.plan.device]):
                 failure = "time was over before the end was found"
                 break
@@ -71,6 +71,13 @@ class Seeker:
             tries.append(tried)
             tell(f"{name}: {length:,} tokens: {tried.outcome}, {tried.peak_bytes / 1e9:.1f} GB")
         return {"tries": [asdict(each) for each in tries], "why": failure}
+
+    def _next(self, tries: Sequence[Try]) -> int | None:
+        """Return the length to try next: the next of `--lengths`, or where the end may be."""
+        if not self.chosen.lengths:
+            return next_length(tries, total_bytes=self.total_bytes, least=self.chosen.first)
+        left = [length for length in self.chosen.lengths if length not in {each.length for each in tries}]
+        return left[0] if left and all(each.outcome == "trained" for each in tries) else None
 
     def _run(self, name: str, length: int, *, limit_s: float) -> Outcome:
         plan = replace(self.plan, **TRL[name]) if name in TRL else self.plan
@@ -127,6 +134,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sides", nargs="+", choices=[*OURS, *TRL], default=USUAL, help="default: %(default)s")
     parser.add_argument("--precision", choices=("mixed", "pure", "float32"), help="default: mixed")
     parser.add_argument("--first", type=int, help="length to begin with; default: 16384")
+    parser.add_argument("--lengths", type=int, nargs="+", help="try these alone, until one does not fit")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="training.… or distributed.…")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="interpreter that has TRL")
     parser.add_argument("--minutes", type=float, help="for all sides together; default: no end")

@@ -37,6 +37,7 @@ from forge.memory.records import Part
 from forge.memory.trainer import lasting_parts, training_moments
 from harness.report import table
 
+PARTS = ("trainer", "generator")
 GOAL = 0.1
 """How far a predicted peak may be from the measured one."""
 SETTING_S = 120.0
@@ -408,6 +409,7 @@ def judge(lines: list[Line]) -> tuple[float, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("--shapes", nargs="+", default=["qwen3_0_6b", "qwen3_1_7b"], help="presets of models")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: %(default)s")
     parser.add_argument("--minutes", type=float, default=9.0, help="settings that no longer fit are left out")
     parser.add_argument("--quick", action="store_true", help="on a CPU, with a tiny model: what can be counted there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the lines as JSON")
@@ -424,7 +426,8 @@ def main() -> int:
         return 0
     end, lines = time.monotonic() + 60 * args.minutes, list[Line]()
     for shape in ["tiny"] if args.quick else args.shapes:
-        lines += asyncio.run(compare(shape, settings_for(shape, quick=args.quick), card, end=end))
+        settings = [each for each in settings_for(shape, quick=args.quick) if each.part in args.parts]
+        lines += asyncio.run(compare(shape, settings, card, end=end))
     print(f"\n{show(lines)}\n")
     worst, near = judge(lines)
     if card is not None:

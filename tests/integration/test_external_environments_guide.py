@@ -29,6 +29,7 @@ SECTIONS = dict(
 )
 NEEDED = {
     "Gymnasium": "gymnasium==1.4.0",
+    "OpenEnv": "openenv==0.10.0",
     "TextArena": "textarena==0.7.4",
     "MCP": "mcp==2.3.0",
     "verifiers": "verifiers==0.4.0",

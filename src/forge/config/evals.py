@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, EnvName, PathText, broken_rule
+from forge.config.base import ConfigModel, EnvName, Name, PathText, broken_rule
 from forge.config.episodes import EpisodeConfig
 from forge.config.generator import GeneratorServiceConfig
 from forge.config.grpo import PromptsConfig
@@ -118,11 +118,17 @@ class EvalWorkersConfig(ConfigModel):
     )
 
 
+class EvalRunConfig(RunConfig):
+    """What the evaluation is called and where it writes."""
+
+    name: Name = Field(default="eval", description="Name of the evaluation, and of its folder.")
+
+
 class EvalConfig(ForgeConfig):
     """An evaluation: `forge eval` and `forge.evaluate`."""
 
-    run: RunConfig = Field(
-        default_factory=lambda: RunConfig(name="eval"), description="What the evaluation is called, and its seed."
+    run: EvalRunConfig = Field(
+        default_factory=EvalRunConfig, description="What the evaluation is called, and its seed."
     )
     eval: EvalSection = Field(default_factory=EvalSection, description="What is evaluated, and how often.")
     prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="The tasks.")

@@ -329,6 +329,9 @@ class Endpoint:
         try:
             codec = self._state.codec
             response = stream or web.json_response(answer.whole(asked, codec))
+            is_crowded = getattr(request.protocol, "is_crowded", None)
+            if is_crowded is not None and is_crowded() and not response.prepared:
+                response.force_close()
             await response.prepare(request)
             if stream is not None:
                 await stream.write(answer.events(asked, codec))

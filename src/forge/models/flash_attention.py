@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -115,11 +116,24 @@ def torch_kernel(q: Tensor, k: Tensor, v: Tensor, queries: Documents, keys: Docu
     return out
 
 
+def _import_flash_attn_4() -> Callable[..., Any]:
+    """Import it, and undo what its compiler does to the module path.
+
+    It appends its own folder, whose typing.py would hide Python's in every process that is started with this path.
+    """
+    before = list(sys.path)
+    from flash_attn.cute import flash_attn_varlen_func
+
+    sys.path[:] = [place for place in sys.path if place in before]
+    found: Callable[..., Any] = flash_attn_varlen_func
+    return found
+
+
 @cache
 def _flash_attn_4() -> Kernel:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_directory(os.environ) / "flash_attn_4"))
-    from flash_attn.cute import flash_attn_varlen_func
+    flash_attn_varlen_func = _import_flash_attn_4()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, queries: Documents, keys: Documents, scale: float | None) -> Tensor:
         found: Any = flash_attn_varlen_func(

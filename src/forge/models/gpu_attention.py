@@ -238,6 +238,7 @@ def _options(q: Tensor, k_cache: Tensor, tuning: Tuning) -> dict[str, Any]:
         "CHUNK": tuning.chunk,
         "WHOLE": dims == head_dim,
         "NARROW": k_cache.dtype in NARROW,
+        "PACKED": q.is_cuda,  # Triton's interpreter knows no instructions
         "num_warps": tuning.num_warps,
         "num_stages": tuning.num_stages,
         "enable_fp_fusion": False,

@@ -93,6 +93,23 @@ def _merge(top, total, acc, next_top, next_total, next_acc):
 
 
 @triton.jit
+def _widened(values):
+    """8-bit numbers in float16, which holds them exactly.
+
+    The conversion is an instruction written out, with a side effect as far as the compiler knows: it would move a plain
+    one behind the loads of a product's operands, which for values are then single bytes of shared memory.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+        "=r,=r,r",
+        [values.to(tl.uint8, bitcast=True)],
+        dtype=tl.float16,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@triton.jit
 def _attend_chunk(
     query,
     k_head,
@@ -109,6 +126,7 @@ def _attend_chunk(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """The softmax of ROWS queries over the keys from begin to end, not yet divided by its sum.
 
@@ -135,7 +153,7 @@ def _attend_chunk(
         value = tl.load(v_head + place, mask=inside, other=0.0)
         if key.dtype != query.dtype:  # 8-bit keys and values, which a query's precision holds exactly
             key = key.to(query.dtype)
-            value = value.to(query.dtype)
+            value = _widened(value) if PACKED else value.to(query.dtype)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
@@ -183,6 +201,7 @@ def attend_shared(
     CHUNK: tl.constexpr,
     WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Chunks that neighbouring sequences have in common, one key head at a time, each read once for all of them.
 
@@ -226,6 +245,7 @@ def attend_shared(
             PAGE,
             BLOCK,
             WHOLE,
+            PACKED,
         )
         target = (sequences * (num_kv_heads * GROUP) + heads) * num_chunks_max + chunk
         tl.store(part_tops + target, top, mask=kept)
@@ -269,6 +289,7 @@ def attend_decode(
     STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
     NARROW: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """One sequence, one key head with its GROUP query heads, and every num_splits-th chunk of the context.
 
@@ -329,6 +350,7 @@ def attend_decode(
             PAGE,
             BLOCK,
             WHOLE,
+            PACKED,
         )
         top, total, acc = _merge(top, total, acc, part_top, part_total, part)
         if not SOLO:

@@ -152,11 +152,22 @@ class EpisodeLines:
         self._decode = decode
         self._splitter = None if decode is None else PieceSplitter(decode)
 
+    @property
+    def has_tokens(self) -> bool:
+        """Whether episodes have tokens."""
+        return self._decode is not None
+
     def line(
         self, episode: Episode, place: Mapping[str, Any], *, trainer_logprobs: Sequence[float] | None = None
     ) -> bytes:
-        """Return the line; `place` says which episode it is (`step`, `group`, `epoch`, `index`) and what became of
-        it (`outcome`, `reason`)."""
+        """Return the line; see `fields`."""
+        return encode_line(self.fields(episode, place, trainer_logprobs=trainer_logprobs))
+
+    def fields(
+        self, episode: Episode, place: Mapping[str, Any], *, trainer_logprobs: Sequence[float] | None = None
+    ) -> dict[str, Any]:
+        """Return what the line has. `place` says which episode it is (`step`, `group`, `epoch`, `index`), and what
+        became of it (`outcome`, `reason`)."""
         where = f"group {place['group']}, {place['index']}"
         fields = {**place, **_fields(episode, trainer_logprobs, where=where)}
         if episode.stats:  # it was made by a program: see `forge.envs.episode`
@@ -165,13 +176,18 @@ class EpisodeLines:
         fields["pieces"] = (
             None if splitter is None else [piece for turn in episode.turns for piece in splitter.split(turn.token_ids)]
         )
-        text = json.dumps(fields, ensure_ascii=False, allow_nan=False, default=_plain)
-        return text.encode("utf-8", "backslashreplace") + b"\n"
+        return fields
 
     def _program_fields(self, episode: Episode) -> dict[str, Any]:
         decode = self._decode or (lambda _: "")
         turns = [_turn_fields(episode, turn, start, decode) for turn, start in _starts(episode)]
         return {"ending": episode.outcome, "stats": dict(episode.stats), "turns": turns}
+
+
+def encode_line(fields: Mapping[str, Any]) -> bytes:
+    """Return fields as a line of JSON."""
+    text = json.dumps(fields, ensure_ascii=False, allow_nan=False, default=_plain)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import random
 import threading
@@ -16,12 +17,13 @@ class Guess(Action):
 
     guess: int = Field(ge=1, le=8, description="Your guess.")
     comment: str = Field(default="", description="What you think.")
+    day: datetime.date | None = None
 
     @field_validator("guess")
     @classmethod
     def _not_seven(cls, guess: int) -> int:
         if guess == 7:
-            raise ValueError("seven is forbidden here")  # a rule that no JSON schema shows
+            raise ValueError("seven is forbidden here")
         return guess
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from forge.errors import ConfigError
-from forge.models.flash_attention import Situation, choose_kernel, load_kernel, torch_kernel
+from forge.models.flash_attention import Situation, _flash_attn_4, choose_kernel, load_kernel, torch_kernel
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,24 @@ def test_a_kernel_that_cannot_run_is_refused_by_name(situation: Situation, probl
 def test_a_cpu_is_seen_as_one() -> None:
     assert Situation.of(torch.device("cpu"), saves_selectively=False).capability is None
     assert load_kernel("torch") is torch_kernel
+
+
+def test_loading_flash_attention_4_leaves_the_module_path_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its compiler appends a folder with a typing.py, which processes that are started later would find first."""
+    folder = tmp_path / "flash_attn" / "cute"
+    folder.mkdir(parents=True)
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    (folder / "__init__.py").write_text("import sys\nsys.path.append('nowhere')\ndef flash_attn_varlen_func(): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
+        monkeypatch.setenv(name, "0")
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = list(sys.path)
+    _flash_attn_4.__wrapped__()
+    assert "flash_attn.cute" in sys.modules
+    assert sys.path == before
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.delitem(sys.modules, name)

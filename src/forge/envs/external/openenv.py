@@ -1,9 +1,7 @@
 """OpenEnv: environments on a server, one WebSocket session for each episode.
 
-Actions and observations are read from the server's `/schema`. Where an action is one text, the policy's answer is the
-action. Otherwise the action is a tool, or, for an environment of MCP tools, each of its tools is one. What the policy
-gets wrong comes back to it as text. A server that cannot be reached, is too slow, loses the session or violates its
-schema is a `Fault`: the same task runs again with the same seed.
+What the policy gets wrong comes back to it as text. A server that cannot be reached, is too slow, loses the session or
+violates its schema is a `Fault`.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import random
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -66,7 +65,7 @@ class OpenEnvServer(ConfigModel):
             command=(*uvicorn, "--log-level", "warning"),
             requirements=self.requirements,
             instances=self.instances,
-            folders=self.folders,
+            folders=tuple(map(os.path.abspath, self.folders)),
             env=tuple(sorted(self.env.items())),
             max_users=self.max_sessions,
             start_limit_s=self.start_limit_s,
@@ -116,10 +115,9 @@ class StepResult:
 class EnvSchemas:
     """What a server's `/schema` says of actions, and of observations of steps and resets."""
 
-    action: Schema
     actions: CompiledSchema
     steps: CompiledSchema
-    resets: CompiledSchema
+    resets: CompiledSchema | None
 
 
 class OpenEnvSession:
@@ -134,6 +132,10 @@ class OpenEnvSession:
             max_bytes=options.max_message_bytes,
             keep_alive_s=options.keep_alive_s,
         )
+
+    def fault(self, what: str, kind: str) -> Fault:
+        """Return a fault of this server."""
+        return self._socket.fault(what, kind)
 
     async def connect(self) -> None:
         """Open the connection."""
@@ -185,7 +187,7 @@ class OpenEnvSession:
 
     def _violation(self, problem: str, text: str) -> Fault:
         _schemas.get(asyncio.get_running_loop(), {}).pop(self.options.server or self.url, None)  # it may have changed
-        return self._socket.fault(f"violates its schema: {problem}. It sent {text[:200]}", "schema")
+        return self.fault(f"violates its schema: {problem}. It sent {text[:200]}", "schema")
 
 
 _Schemas = dict[OpenEnvServer | str, asyncio.Task[EnvSchemas]]
@@ -210,12 +212,18 @@ async def _fetch_schema(url: str, options: OpenEnvOptions) -> EnvSchemas:
     problem = problem_in(found, {"required": ["action", "observation"], "additionalProperties": {"type": "object"}})
     if problem is not None:
         raise Fault(f"{url}/schema: {problem}", kind="openenv_schema", path=f"{url}/schema")
-    seen = [found[key] for key in ("observation", "reset_observation") if key in found]
-    checks = [
-        CompiledSchema({**each, "required": [key for key in each.get("required") or () if key not in _HIDDEN]})
-        for each in seen
-    ]
-    return EnvSchemas(found["action"], CompiledSchema(found["action"]), checks[0], checks[-1])
+    checks = {
+        key: CompiledSchema({**each, "required": [name for name in each.get("required") or () if name not in _HIDDEN]})
+        for key, each in found.items()
+    }
+    resets = checks.get("reset_observation", checks["observation"])
+    # Environments of MCP tools reset with an observation of another class, which most of them do not declare.
+    is_undeclared = _is_mcp(found["action"]) and resets.schema == checks["observation"].schema
+    return EnvSchemas(checks["action"], checks["observation"], None if is_undeclared else resets)
+
+
+def _is_mcp(action: Schema) -> bool:
+    return {"tool_name", "arguments"} <= set(action.get("properties") or ())
 
 
 class OpenEnv:
@@ -263,7 +271,8 @@ class OpenEnv:
         url = await self._stack.enter_async_context(self._server())
         with self._reporting_faults():
             result = await self._begin(url, data)
-            await self._find_tools()
+            if self._action is None:
+                await self._find_tools()
         self.is_over = result.done
         self._num_steps = 0
         shown = with_text(task.messages, self._text_of(result.observation))
@@ -294,8 +303,6 @@ class OpenEnv:
     async def close(self) -> None:
         """End the session."""
         await self._stack.aclose()
-
-    # ---- Servers ----------------------------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _server(self) -> AsyncIterator[str]:
@@ -336,23 +343,18 @@ class OpenEnv:
                 return await session.reset(data, self._schemas.resets if self.options.check_observations else None)
             except OpenEnvError as error:
                 if error.code != "CAPACITY_REACHED":
-                    raise Fault(f"the server {url} cannot reset: {error}", kind="openenv_error", path=url) from None
+                    raise session.fault(f"cannot reset: {error}", "error") from None
                 if loop.time() + pause_s > until:
-                    message = f"the server {url} had no free session for {limit_s:g} s: {error.message}"
-                    raise Fault(message, kind="openenv_capacity", path=url) from None
+                    raise session.fault(f"had no free session for {limit_s:g} s: {error}", "capacity") from None
             await session.close()
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    # ---- Actions and observations -----------------------------------------------------------------------------------
-
     async def _find_tools(self) -> None:
         """Decide what an action is: the answer's text, a tool, or one of the environment's own MCP tools."""
-        schema = self._schemas.action
+        schema = self._schemas.actions.schema
         fields = {key: each for key, each in (schema.get("properties") or {}).items() if key != "metadata"}
-        if self._action is not None:
-            return
-        if {"tool_name", "arguments"} <= set(fields):
+        if _is_mcp(schema):
             self.has_mcp_tools = True
             listed = (await self._step({"type": "list_tools"}, check=False)).observation.get("tools")
             self.tools = [self._mcp_tool(each) for each in listed or ()]
@@ -384,7 +386,7 @@ class OpenEnv:
     def _mcp_tool(self, listed: Any) -> SchemaTool:
         problem = problem_in(listed, _MCP_TOOL, "data.observation.tools")
         if problem is not None:
-            raise Fault(f"the server {self._session.url} lists a tool badly: {problem}", kind="openenv_schema")
+            raise self._session.fault(f"lists a tool badly: {problem}", "schema")
         name, parameters = listed["name"], listed["input_schema"]
         call = {"type": "call_tool", "tool_name": name}
         return self._tool(name, listed.get("description", ""), parameters, lambda given: {**call, "arguments": given})
@@ -398,8 +400,7 @@ class OpenEnv:
             except OpenEnvError as error:
                 if error.code == "VALIDATION_ERROR" or self.options.errors == "text":
                     raise
-                url = self._session.url
-                raise Fault(f"the environment at {url} failed: {error}", kind="openenv_error", path=url) from None
+                raise self._session.fault(f"failed: {error}", "error") from None
         self._num_steps += 1
         self.is_over = result.done or self._num_steps == self.options.max_steps
         return result

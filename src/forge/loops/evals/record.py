@@ -88,9 +88,9 @@ class EvalRecord:
     _samples: FileIO = field(repr=False)
     _faults: FileIO = field(repr=False)
 
-    def add(self, line: bytes) -> SampleScore:
+    def add(self, fields: Mapping[str, Any], line: bytes) -> SampleScore:
         """Append a sample's line. It is in the file when this returns, also if the process is killed afterwards."""
-        score = SampleScore.read(json.loads(line))
+        score = SampleScore.read(fields)
         append(self._samples, line)
         self.scores[score.task, score.sample] = score
         return score

@@ -29,7 +29,7 @@ from forge.loops.evals.tasks import EvalTasks, open_tasks
 from forge.loops.run_paths import load_tokenizer
 from forge.loops.worker_checks import eval_worker_errors
 from forge.rewards import check as check_rewards
-from forge.rollout.record import EpisodeLines
+from forge.rollout.record import EpisodeLines, encode_line
 from forge.runtime import run
 from forge.trainer.checkpoint_folder import WriterLock
 from forge.types import Episode
@@ -202,6 +202,7 @@ class _Work:
         self._num_solved = sum(map(self._is_solved, record.scores.values()))
         self._last_faults: dict[tuple[int, int], str] = {}
         self._num_failed = self._num_failed_in_a_row = 0
+        self._writing = asyncio.Lock()
 
     @property
     def is_left(self) -> bool:
@@ -240,17 +241,20 @@ class _Work:
                 await asyncio.sleep(_FIRST_WAIT_S * 2**attempt)
                 continue
             self._num_failed_in_a_row = 0
-            score = self._record.add(self._line(lines, index, sample, episode, has_tokens=started.decode is not None))
+            async with self._writing:  # pieces of text are made on a thread: other samples go on meanwhile
+                fields, line = await asyncio.to_thread(self._line, lines, index, sample, episode)
+            score = self._record.add(fields, line)
             self._num_solved += self._is_solved(score)
             self._last_faults.pop((index, sample), None)
             self._report()
             return
 
-    def _line(self, lines: EpisodeLines, index: int, sample: int, episode: Episode, *, has_tokens: bool) -> bytes:
+    def _line(self, lines: EpisodeLines, index: int, sample: int, episode: Episode) -> tuple[Mapping[str, Any], bytes]:
         reported = episode.stats.get("num_sampled")
-        num_tokens = episode.num_tokens if has_tokens else None if reported is None else int(reported)
+        num_tokens = episode.num_tokens if lines.has_tokens else None if reported is None else int(reported)
         place = {"step": self._plan.target.step, "group": index, "epoch": 0, "index": sample}
-        return lines.line(episode, {**place, "outcome": "evaluation", "reason": None, "num_tokens": num_tokens})
+        fields = lines.fields(episode, {**place, "outcome": "evaluation", "reason": None, "num_tokens": num_tokens})
+        return fields, encode_line(fields)
 
     def _note_fault(self, index: int, sample: int, kind: str, message: str) -> None:
         _log.warning("sample %d of task %d ended in a fault (%s): %s", sample, index, kind, message)
