@@ -294,6 +294,31 @@ def test_a_flood_of_connections_is_bounded_and_every_one_is_served(
     assert (max(open_at_once), len(open_at_once)) == (4, 41)
 
 
+def test_more_clients_than_connections_all_get_their_answers(
+    codec: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that keep their connections open do not shut out others."""
+    monkeypatch.setattr(endpoint_listener, "MAX_CONNECTIONS", 3)
+    source = """
+import threading, openai
+answers = []
+def talk(number):
+    client = openai.OpenAI(timeout=10_000)  # with connections of its own, which it keeps
+    for turn in range(3):
+        message = {"role": "user", "content": f"{number} {turn}"}
+        answers.append(client.chat.completions.create(model="m", messages=[message]).choices[0].message.content)
+threads = [threading.Thread(target=talk, args=(number,)) for number in range(8)]
+for each in threads: each.start()
+for each in threads: each.join()
+print(len(answers), set(answers))
+"""
+    program = program_episode(
+        ["python3", "-c", source], python=sys.executable, grader=_shows("24 {'ok'}"), timeout_s=LIMIT_S
+    )
+    done = run(program, ScriptedPolicy(codec, lambda _: f"ok{END}"))
+    assert sum(turn.is_delivered for turn in done.turns) == 24
+
+
 def test_many_programs_at_once(codec: ChatTokenizer) -> None:
     num_agents = 24
     policies = [ScriptedPolicy(codec, lambda _, number=number: f"I am {number}{END}") for number in range(num_agents)]
@@ -391,7 +416,7 @@ def test_reinforcement_learning_on_a_program(tmp_path: Path) -> None:
     args = {**settings(grader=f"{even.__module__}:even"), "command": ["python3", "agent.py", "{prompt}", "2"]}
     chosen = config(
         tmp_path / "run",
-        *("rewards.functions=[]", "episode.kind=forge.envs.programs:run_program", f"episode.args={json.dumps(args)}"),
+        *("rewards.functions=[]", "episode.kind=program", f"episode.args={json.dumps(args)}"),
         *("training.max_steps=2", "rollout.group_size=2", "record.report=false"),
     )
     assert train_here(chosen).step == 2

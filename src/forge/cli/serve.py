@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from forge.cli.chat import add_policy_arguments, read_policy
 
 if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Coroutine, Iterator
     from pathlib import Path
 
+    from forge.cli.serve_weights import ModelPublisher
     from forge.config import PolicyConfig
+    from forge.generator.openai import OpenAIServer
     from forge.models.tokenizer import ChatTokenizer
 
 _KEYS = {
@@ -18,6 +24,10 @@ _KEYS = {
     "port": "serve.port",
     "api_key": "serve.api_key",
     "record": "serve.record",
+    "model_name": "serve.model_name",
+    "access_log": "serve.access_log",
+    "update_from": "serve.update_from",
+    "follow": "serve.follow_s",
     "num_replicas": "generator.num_replicas",
 }
 
@@ -28,7 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "serve",
         help="serve a model to OpenAI's clients",
         description="Start generators and an OpenAI-compatible endpoint in front of them: /v1/chat/completions, "
-        "/v1/completions and /v1/models. It prints its address when it is ready, and ends on Ctrl-C or SIGTERM.",
+        "/v1/completions and /v1/models. It prints its address when it is ready. Ctrl-C and SIGTERM let it finish its "
+        "requests and end, a second signal ends it at once, and SIGHUP updates the weights.",
         epilog="example: forge serve models/qwen3-0.6b --port 8000 --record agents.jsonl generator.max_batch=128",
     )
     add_policy_arguments(parser)
@@ -40,6 +51,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="API key that requests must send; prefer FORGE_API_KEY, because others can see command lines",
     )
     parser.add_argument("--record", metavar="FILE", help="a .jsonl file to append every exchange to")
+    parser.add_argument("--model-name", metavar="NAME", help="name under /v1/models; default: the folder's or run's")
+    parser.add_argument("--access-log", metavar="FILE", help="`stdout`, or a file for a JSON line of every request")
+    parser.add_argument(
+        "--update-from", metavar="FOLDER", help="model or run that weight updates come from; default: the one served"
+    )
+    parser.add_argument(
+        "--follow", metavar="SECONDS", type=float, help="look for newer weights this often, and serve them"
+    )
     parser.add_argument("--num-replicas", metavar="N", type=int, help="generators that share the requests; default: 1")
     parser.set_defaults(handler=_serve)
 
@@ -54,7 +73,34 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 def configure(arguments: argparse.Namespace) -> PolicyConfig:
     """The configuration that the command line asks for. Overrides win over options, and options over files."""
-    return read_policy(arguments, {key: getattr(arguments, name) for name, key in _KEYS.items()}, command="forge serve")
+    from forge.config import split_words
+
+    options = {key: getattr(arguments, name) for name, key in _KEYS.items()}
+    config = read_policy(arguments, options, command="forge serve")
+    folders, _ = split_words(arguments.words)
+    if folders and config.serve.update_from is None:  # of a run, its newest checkpoint, and not only its last model
+        serve = config.serve.model_copy(update={"update_from": folders[0]})
+        config = config.model_copy(update={"serve": serve})
+    return config
+
+
+class _Stop:
+    """What signals ask for: the first one ends the server in order, and the second at once."""
+
+    def __init__(self) -> None:
+        import asyncio
+
+        self.work: asyncio.Task[None] | None = None
+        self.server: OpenAIServer | None = None
+        self.asked = asyncio.Event()
+
+    def __call__(self) -> None:
+        is_first = not self.asked.is_set()
+        self.asked.set()
+        if self.server is not None and not is_first:
+            self.server.hurry()
+        elif self.server is None and is_first and self.work is not None:
+            self.work.cancel()
 
 
 async def serve_until_stopped(config: PolicyConfig) -> int:
@@ -65,21 +111,14 @@ async def serve_until_stopped(config: PolicyConfig) -> int:
     import asyncio
     import signal
 
-    is_asked = False
-    work = asyncio.create_task(_work(config))
-
-    def stop() -> None:
-        nonlocal is_asked
-        is_asked = True
-        work.cancel()
-
-    loop = asyncio.get_running_loop()
+    stop, loop = _Stop(), asyncio.get_running_loop()
+    stop.work = asyncio.create_task(_work(config, stop))
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)
     try:
-        await work
+        await stop.work
     except asyncio.CancelledError:
-        if not is_asked:
+        if not stop.asked.is_set():
             raise
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -87,10 +126,11 @@ async def serve_until_stopped(config: PolicyConfig) -> int:
     return 0
 
 
-async def _work(config: PolicyConfig) -> None:
+async def _work(config: PolicyConfig, stop: _Stop) -> None:
     import asyncio
 
     import forge
+    from forge.cli.serve_weights import ModelPublisher
     from forge.generator.actor import start_policy
     from forge.generator.openai import check_serving, serve_openai
     from forge.models.locate import resolve
@@ -102,11 +142,45 @@ async def _work(config: PolicyConfig) -> None:
     try:
         async with forge.run(config.launcher):
             service = await start_policy(config)
-            async with serve_openai(service, config.serve, tokenizer=await loading) as server:
-                print(f"Serving {server.model_name} at {server.base_url}", flush=True)
-                await asyncio.Event().wait()  # until cancelled
+            publisher = ModelPublisher(config)
+            async with serve_openai(service, config.serve, tokenizer=await loading, publisher=publisher) as server:
+                stop.server = server
+                with _updates(config, server, publisher):
+                    print(f"Serving {server.model_name} at {server.base_url}", flush=True)
+                    await stop.asked.wait()
+                print("Finishing open requests; a second signal ends them at once.", file=sys.stderr, flush=True)
     finally:
         loading.cancel()
+
+
+@contextmanager
+def _updates(config: PolicyConfig, server: OpenAIServer, publisher: ModelPublisher) -> Iterator[None]:
+    """Update the weights on SIGHUP, and whenever there are newer ones if the configuration says so."""
+    import asyncio
+    import signal
+
+    from forge.cli.serve_weights import follow, update_and_report
+
+    loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+
+    def start(work: Coroutine[Any, Any, None]) -> None:
+        task = loop.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    if config.serve.follow_s is not None:
+        served = None if config.model.path is None else str(config.model.path)
+        start(follow(server, publisher, every_s=config.serve.follow_s, served=served))
+    on_terminal = sys.stdin is not None and sys.stdin.isatty()  # there, SIGHUP says that the terminal is gone
+    if not on_terminal:
+        loop.add_signal_handler(signal.SIGHUP, lambda: start(update_and_report(server)))
+    try:
+        yield
+    finally:
+        if not on_terminal:
+            loop.remove_signal_handler(signal.SIGHUP)
+        for task in tasks:
+            task.cancel()
 
 
 def _load_tokenizer(folder: Path | None, template: str | None) -> ChatTokenizer | None:

@@ -274,7 +274,12 @@ class ServeConfig(ConfigModel):
         "that is unset. Required to listen on any address other than loopback.",
     )
     model_name: str | None = Field(
-        default=None, min_length=1, description="Name under /v1/models; null for the model's."
+        default=None,
+        min_length=1,
+        description="Name under /v1/models and in answers; null for that of the model's folder or run.",
+    )
+    model_aliases: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="Further names under which requests may ask for the model."
     )
     record: str | None = Field(
         default=None,
@@ -283,6 +288,48 @@ class ServeConfig(ConfigModel):
         "for none.",
     )
     max_body_mb: float = Field(default=16.0, gt=0, description="Largest accepted request body.")
+    max_requests: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests that may be open, in progress or waiting; more get status 429. Null for as many as the "
+        "generators' batches and queues hold.",
+    )
+    request_timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Longest time from a request's arrival to the end of its answer; null for no limit.",
+    )
+    drain_s: float = Field(
+        default=30.0, ge=0, description="How long open requests may take to finish when the server is shut down."
+    )
+    access_log: str | None = Field(
+        default=None,
+        min_length=1,
+        description="`stdout`, or a file to append a JSON line to for every request, without its text; null for none.",
+    )
+    admin_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Key for POST /admin/update; null for the environment variable FORGE_ADMIN_KEY. Without it, there "
+        "is no such route.",
+    )
+    update_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of a model or run that weight updates are read from: of a run, the newest checkpoint. Null "
+        "for the folder that is served.",
+    )
+    update_mode: UpdateMode = Field(
+        default="drain",
+        description="What a weight update does with completions in progress; see `generator.update.mode`. With `drain` "
+        "and `abort`, every completion is sampled by one version of the weights.",
+    )
+    follow_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="Seconds between looks for newer weights in `update_from`, which are then served; null for updates "
+        "on SIGHUP and POST /admin/update only.",
+    )
 
 
 class PolicyWorkersConfig(ConfigModel):

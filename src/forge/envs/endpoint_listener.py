@@ -6,14 +6,14 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from aiohttp import web
 
 from forge.envs.chat_api.errors import Connection
 
 MAX_CONNECTIONS: Final = 64
-"""The most connections of one sandbox at once. Further ones wait until another one ends."""
+"""The most connections of one sandbox at once. Further ones wait until another one ends; none is kept open then."""
 
 _RETRY_S: Final = 1.0
 _OURS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -30,7 +30,7 @@ class SandboxListener:
     def __init__(self, listener: socket.socket, server: Callable[[], web.RequestHandler], *, key: str) -> None:
         self._listener, self._server, self._key = listener, server, key
         self._loop = asyncio.get_running_loop()
-        self._open: dict[Connection, asyncio.Task[object]] = {}
+        self._open: dict[Connection, asyncio.Task[Any]] = {}
         self._is_accepting = self._is_closed = False
         self._retry: asyncio.TimerHandle | None = None
         self._all_ended = asyncio.Event()
@@ -64,14 +64,26 @@ class SandboxListener:
                 return
             self._serve(client)
         self._stop()
+        for connection in list(self._open):
+            if connection.is_idle:
+                connection.force_close()  # kept open by a client that has no request
 
     def _serve(self, client: socket.socket) -> None:
         client.setblocking(False)
         connection = cast(Connection, self._server())
         connection.only_key = self._key
         connection.on_lost = lambda: self._lost(connection)
-        connecting = self._loop.connect_accepted_socket(lambda: connection, client)
-        self._open[connection] = self._loop.create_task(connecting)
+        connection.is_crowded = lambda: len(self._open) >= MAX_CONNECTIONS
+        connecting = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, client))
+        self._open[connection] = connecting
+        connecting.add_done_callback(lambda task: self._connected(connection, task))
+
+    def _connected(self, connection: Connection, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, OSError):
+            self.failure = error
+        if error is not None or task.cancelled():  # it will not report its end
+            self._lost(connection)
 
     def _lost(self, connection: Connection) -> None:
         self._open.pop(connection, None)
@@ -88,7 +100,7 @@ class SandboxListener:
         if not self._open:
             return
         self._all_ended.clear()
-        await asyncio.gather(*self._open.values())
+        await asyncio.wait(set(self._open.values()))
         for connection in list(self._open):
             if connection.transport is not None:
                 connection.transport.abort()

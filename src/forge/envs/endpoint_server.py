@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from aiohttp import web
 
-from forge.envs.chat_api.errors import JsonErrorRunner, RequestError, json_errors
+from forge.envs.chat_api.errors import Connection, JsonErrorRunner, RequestError, json_errors
 from forge.envs.chat_api.requests import bearer_key, wrong_key
 from forge.envs.endpoint_listener import SandboxListener
 
@@ -132,10 +132,22 @@ class _Routes:
     server: EndpointServer
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self.server.handler_of(request).complete(request)
+        return await self._complete(request, is_responses=False)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self.server.handler_of(request).complete(request, is_responses=True)
+        return await self._complete(request, is_responses=True)
+
+    async def _complete(self, request: web.Request, *, is_responses: bool) -> web.StreamResponse:
+        handler, connection = self.server.handler_of(request), request.protocol
+        if isinstance(connection, Connection):
+            connection.is_idle = False
+        try:
+            return await handler.complete(request, is_responses=is_responses)
+        finally:
+            if isinstance(connection, Connection):
+                connection.is_idle = True
+                if connection.is_crowded is not None and connection.is_crowded():
+                    connection.close()  # after this answer
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         self.server.handler_of(request)

@@ -309,7 +309,7 @@ class _ProgramEpisode(EpisodeProgram):
 
 
 run_program: EpisodeProgram = _ProgramEpisode(_run_program, "run_program")
-"""The episode `kind: forge.envs.programs:run_program`. Its arguments are `grader` and those of `ProgramSettings`."""
+"""The episode `kind: program`. Its arguments are `grader` and those of `ProgramSettings`."""
 
 
 def program_episode(command: Sequence[str], *, grader: str | Grader | None = None, **settings: Any) -> EpisodeProgram:

@@ -7,7 +7,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from forge.config import GeneratorConfig, PolicyConfig, Sampling, UpdateMode
@@ -164,7 +164,7 @@ class Generator(ForgeActor):
             await self._sync.hold(part.version for completion in completions for part in completion.versions)
         return completions
 
-    @endpoint
+    @endpoint(retry=True)
     async def generate_stream(
         self,
         prompt: str | None = None,
@@ -305,7 +305,9 @@ class Generator(ForgeActor):
     @endpoint(retry=True, concurrent=True)
     async def stats(self) -> EngineStats | None:
         """Return what the engine does and has done."""
-        return self._engine.stats() if self._is_front else None
+        if not self._is_front:
+            return None
+        return replace(self._engine.stats(), is_stopped=self._sync.is_stopped)
 
     @endpoint(retry=True, concurrent=True)
     async def card(self) -> dict[str, Any]:
@@ -398,6 +400,7 @@ async def start_policy(config: PolicyConfig) -> Service[Generator]:
     options = Generator.options(
         procs=section.tensor_parallel,
         num_replicas=section.num_replicas,
+        routing="least_loaded",
         num_threads=section.num_threads,
         with_gpus=with_gpus,
         **config.workers.generator.options(),

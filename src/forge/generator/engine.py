@@ -104,6 +104,7 @@ class EngineStats:
         num_preempted: how often a completion lost its memory to another and was recomputed.
         cache_used: the part of the cache that is in use, from 0 to 1.
         is_asleep: whether its memory was released with `sleep`.
+        is_stopped: whether requests are refused, because updated weights were not proven to be the trainer's.
         more: what only one engine knows.
     """
 
@@ -119,6 +120,7 @@ class EngineStats:
     num_preempted: int = 0
     cache_used: float = 0.0
     is_asleep: bool = False
+    is_stopped: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -38,6 +38,11 @@ class Sync:
 
     # ---- Requests -----------------------------------------------------------------------------------------------
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether requests are refused until an update passes."""
+        return self._stop is not None
+
     def check(self) -> None:
         """Raise `SyncError` if generation has stopped."""
         if self._stop is not None:

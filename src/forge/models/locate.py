@@ -57,7 +57,7 @@ def resolve(model: ModelConfig, *, environ: Mapping[str, str] | None = None) -> 
         folder = Path(model.path)
         check_folder(folder, repo=model.hf_repo or _repo(preset))
         config = complete(merge(model, read_hf_config(folder, family=model.family)))
-        return ResolvedModel(config, folder, model.name or model.hf_repo or folder.resolve().name)
+        return ResolvedModel(config, folder, model.name or model.hf_repo or readable_name(folder))
     config = complete(model)
     name = model.name or preset or model.hf_repo or f"{config.family} with random weights"
     if preset == "tiny":
@@ -71,6 +71,22 @@ def resolve(model: ModelConfig, *, environ: Mapping[str, str] | None = None) -> 
         else "If there are weights, set model.path to their folder.",
     )
     return ResolvedModel(config, None, name)
+
+
+def readable_name(folder: Path) -> str:
+    """Return what people call the model in a folder.
+
+    Of the model of a run (`runs/mine/checkpoints/hf`) it is the run's name, of a snapshot in the cache of the Hugging
+    Face Hub (`models--OWNER--NAME/snapshots/HASH`) that of its repository, and of any other folder its own.
+    """
+    place = folder.resolve()
+    if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
+        return place.parent.parent.name.removeprefix("models--").replace("--", "/")
+    if place.name == "hf" and place.parent.name:
+        place = place.parent
+        if place.name == "checkpoints" and place.parent.name:
+            place = place.parent
+    return place.name
 
 
 def check_folder(folder: Path, *, repo: str | None = None) -> None:

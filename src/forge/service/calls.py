@@ -154,6 +154,25 @@ class CallPath:
 
         return list(await asyncio.gather(*(one(target) for target in targets)))
 
+    async def rolling(
+        self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
+    ) -> list[Outcome]:
+        """Send to one healthy replica after another, until one raises; a replica that is lost is passed over."""
+        outcomes: list[Outcome] = []
+        for index in [target.index for target in self.table.live()]:
+            target = next((target for target in self.table.live() if target.index == index), None)
+            if target is None:
+                continue
+            call = Call(spec, args, kwargs, options, self.limit_s(options))
+            with self.table.held_back(index):
+                try:
+                    outcomes.append(Outcome(index, await self._send(target, call)))
+                except Exception as error:  # noqa: BLE001 - it becomes this replica's outcome
+                    outcomes.append(Outcome(index, error=error))
+                    if is_remote(error) or not isinstance(error, ActorFailure):
+                        return outcomes
+        return outcomes
+
 
 def is_remote(error: BaseException) -> bool:
     """Return whether an error was raised by the user's code in the replica (and not about the replica)."""
@@ -245,9 +264,33 @@ class ServiceEndpoint:
         outcomes = await self._path.fanout(self._spec, args, kwargs, self._options)
         if self._spec.batch is not None:
             outcomes = [_only_item(self._spec, outcome) for outcome in outcomes]
+        return self._values(outcomes, [outcome for outcome in outcomes if not outcome.ok])
+
+    async def rolling(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call one healthy replica after another; new calls go to the others meanwhile, if there are any.
+
+        Returns the values. The first error ends it and raises `FanoutError`; replicas after that are not called. A
+        replica that is lost meanwhile is passed over: it has no value. With `options(partial=True)` it returns an
+        `Outcome` for each replica that was called and raises nothing. For what holds a replica up, such as an update of
+        its weights.
+        """
+        await self._service._ready(self._path.limit_s(self._options))
+        if self._spec.batch is not None:
+            raise OptionError(
+                f"{self._spec.name} is called in batches",
+                path=f"{self._spec.name}.rolling",
+                rule="only endpoints without batch= are called one replica at a time",
+                repair=f"await {self._spec.name}.fanout(...)",
+            )
+        outcomes = await self._path.rolling(self._spec, args, kwargs, self._options)
+        lost = [outcome for outcome in outcomes if isinstance(outcome.error, ActorFailure)]
+        failed = [outcome for outcome in outcomes if not outcome.ok and outcome not in lost]
+        return self._values([one for one in outcomes if self._options.partial or one not in lost], failed)
+
+    def _values(self, outcomes: list[Outcome], failed: list[Outcome]) -> list[Any]:
+        """Return what replicas returned, or raise what failed, as the options say."""
         if self._options.partial:
             return outcomes
-        failed = [outcome for outcome in outcomes if not outcome.ok]
         if not failed:
             return [outcome.value for outcome in outcomes]
         name = f"{self._path.table.name}.{self._spec.name}"

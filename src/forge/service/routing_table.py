@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +97,7 @@ class RoutingTable:
         self._watching: list[tuple[asyncio.Future[None], asyncio.AbstractEventLoop]] = []
         self._pins: dict[str, int | None] = {}
         self._num_pinned: Counter[int] = Counter()
+        self._held_back: set[int] = set()
         self._used = 0
         self._guard = threading.Lock()
 
@@ -178,6 +180,18 @@ class RoutingTable:
 
     # ---- slots
 
+    @contextmanager
+    def held_back(self, index: int) -> Iterator[None]:
+        """Let no new calls go to a replica, as long as others can take them."""
+        with self._guard:
+            self._held_back.add(index)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._held_back.discard(index)
+                self._wake_next()
+
     def try_acquire(self, request: Request) -> Target | None:
         """Return a replica with a free slot, now held; None if there is none or others have waited longer."""
         with self._guard:
@@ -217,6 +231,8 @@ class RoutingTable:
     def _candidates(self, session: str | None) -> Sequence[Target]:
         # A death reaches the pending calls a moment before it reaches the table.
         live = [target for target in self._live if target.calls.failure is None]
+        if self._held_back:
+            live = [target for target in live if target.index not in self._held_back] or live
         if session is not None:
             pinned = self._pins.get(session)
             live = [target for target in live if target.index == pinned] or live

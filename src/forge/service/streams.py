@@ -98,6 +98,10 @@ class StreamEndpoint(ServiceEndpoint):
         """Raises: a streaming endpoint is read with `stream`."""
         raise streams_only(f"{self._path.table.name}.{self._spec.name}", "fanout")
 
+    async def rolling(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Raises: a streaming endpoint is read with `stream`."""
+        raise streams_only(f"{self._path.table.name}.{self._spec.name}", "rolling")
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"choose how to call it: async for item in {self._spec.name}.stream(...)")
 

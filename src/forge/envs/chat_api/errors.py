@@ -140,10 +140,14 @@ class Connection(RequestHandler):
     Attributes:
         only_key: the one key that requests on this connection may have; None for any.
         on_lost: called when the connection has ended.
+        is_crowded: whether others wait for this connection to end.
+        is_idle: whether it had requests, and has none now.
     """
 
     only_key: str | None = None
     on_lost: Callable[[], None] | None = None
+    is_crowded: Callable[[], bool] | None = None
+    is_idle = False
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)

@@ -108,8 +108,8 @@ def read_options(
     )
 
 
-async def read_body(request: web.Request) -> dict[str, Any]:
-    """Return the body of a request: a JSON object that names a model."""
+async def read_body(request: web.Request, *, needs_model: bool = True) -> dict[str, Any]:
+    """Return the body of a request: a JSON object that names a model, unless it need not."""
     if request.content_type != "application/json":
         # It also keeps web pages of other origins out: they may not send this type without asking first.
         text = "The request must be of the type application/json."
@@ -126,7 +126,7 @@ async def read_body(request: web.Request) -> dict[str, Any]:
         raise RequestError(f"The body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise RequestError("The body must be a JSON object.", code="invalid_json")
-    if not isinstance(body.get("model"), str):
+    if needs_model and not isinstance(body.get("model"), str):
         raise parameter_error("model", "must name the model", code="missing_required_parameter")
     return body
 

@@ -1,42 +1,59 @@
-"""The server: routes, the key, errors, and its lifetime."""
+"""The server: its lifetime, its address and its keys."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
 import errno
-import hmac
 import ipaddress
 import os
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from forge.config import ServeConfig
-from forge.envs.chat_api.errors import JsonErrorRunner, RequestError, json_errors
-from forge.envs.chat_api.requests import bearer_key, read_body, wrong_key
-from forge.errors import ConfigError
-from forge.generator.openai.endpoints import complete_chat, complete_text
+from forge.envs.chat_api.errors import JsonErrorRunner
+from forge.errors import ConfigError, OptionError
+from forge.generator.openai.access_log import AccessLog
 from forge.generator.openai.policy import Policy
 from forge.generator.openai.records import Recorder
+from forge.generator.openai.replicas import ServedPolicy
+from forge.generator.openai.requests_open import OpenRequests
+from forge.generator.openai.routes import Serving, make_app
+from forge.generator.openai.server_metrics import ServerMetrics
+from forge.generator.openai.updates import UpdateOutcome, WeightPublisher, WeightUpdates
 
 if TYPE_CHECKING:
     from forge.models.tokenizer import ChatTokenizer
 
 KEY_VARIABLE: Final = "FORGE_API_KEY"
-_HEALTH_LIMIT_S: Final = 10.0
-_POLICY: Final[web.AppKey[Policy]] = web.AppKey("policy", Policy)
+ADMIN_KEY_VARIABLE: Final = "FORGE_ADMIN_KEY"
+_CUT_S: Final = 2.0
+"""How long requests that are cut short have to send their error."""
 
 
 class OpenAIServer:
     """A server that runs. `base_url` is what OpenAI's clients are given."""
 
-    def __init__(self, *, host: str, port: int, model_name: str) -> None:
+    def __init__(self, *, host: str, port: int, model_name: str, serving: Serving | None = None) -> None:
         self.host, self.port, self.model_name = host, port, model_name
+        self._serving = serving
+
+    async def update_weights(self, folder: str | None = None) -> UpdateOutcome:
+        """Update the replicas' weights, one replica after another, from a folder or from where they come usually."""
+        if self._serving is None or self._serving.updates is None:
+            raise OptionError(
+                "this server has no source of weights",
+                path="serve_openai(publisher=)",
+                rule="updates need a publisher of weights",
+                repair="publish the weights yourself, and call service.update_weights.rolling(version, mode='drain')",
+            )
+        return await self._serving.updates.run(folder)
+
+    def hurry(self) -> None:
+        """When the block ends, or is ending, do not wait for open requests."""
+        if self._serving is not None:
+            self._serving.requests.hurry()
 
     @property
     def url(self) -> str:
@@ -54,40 +71,55 @@ async def serve_openai(
     config: ServeConfig | None = None,
     *,
     tokenizer: ChatTokenizer | None = None,
-    drain_s: float = 2.0,
+    drain_s: float | None = None,
+    publisher: WeightPublisher | None = None,
 ) -> AsyncIterator[OpenAIServer]:
     """Serve a policy service to OpenAI's clients until the block ends. It runs on the caller's event loop, so that a
     training loop can serve its own policy while it trains.
 
     With the model's `tokenizer`, conversations are tokenised here and later turns begin with exactly the tokens of the
     earlier ones; without it the service tokenises each turn anew, and logprobs name tokens by number. When the block
-    ends, requests under way get `drain_s` seconds to end, and are cancelled then. The service is left as it is.
+    ends, new requests are refused, and open ones get `drain_s` seconds (by default the configuration's) to finish; then
+    they end with an error. The service is left as it is. With a `publisher`, the server can update the weights.
     """
     config = config or ServeConfig()
-    key = _checked_key(config)
+    drain_s = config.drain_s if drain_s is None else drain_s
+    key, admin_key = _checked_key(config), config.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None
     card: Mapping[str, Any] = await service.card.route()
-    recorder = None if config.record is None else Recorder(config.record)
-    try:
-        policy = Policy(
-            service,
-            name=config.model_name or str(card["name"]),
-            card=card,
-            tokenizer=tokenizer,
-            recorder=recorder,
-        )
-        app = _make_app(policy, key=key, max_bytes=int(config.max_body_mb * 2**20))
+    metrics = ServerMetrics()
+    with contextlib.ExitStack() as files:
+        recorder = None
+        if config.record is not None:
+            recorder = Recorder(config.record)
+            files.callback(recorder.close)
+        log = AccessLog(config.access_log)
+        files.callback(log.close)
+        replicas = ServedPolicy(service, metrics)
+        await replicas.open()
+        limit, most = config.max_requests, card.get("max_open")
+        if limit is None and most is not None:
+            limit = most * replicas.num_replicas
+        requests = OpenRequests(metrics, log, limit=limit, timeout_s=config.request_timeout_s)
+        name = config.model_name or str(card["name"])
+        policy = Policy(replicas, name=name, card=card, tokenizer=tokenizer, recorder=recorder)
+        files.callback(policy.close)
+        updates = None
+        if publisher is not None:
+            updates = WeightUpdates(replicas, publisher, mode=config.update_mode, metrics=metrics)
+        names = tuple(dict.fromkeys((name, *config.model_aliases)))
+        serving = Serving(policy, replicas, requests, names, updates)
+        app = make_app(serving, key=key, admin_key=admin_key, max_bytes=int(config.max_body_mb * 2**20))
         # A client that goes away cancels its handler, which cancels the request in the engine.
-        runner = JsonErrorRunner(app, handler_cancellation=True, shutdown_timeout=drain_s, access_log=None)
+        runner = JsonErrorRunner(app, handler_cancellation=True, shutdown_timeout=_CUT_S, access_log=None)
         await runner.setup()
         try:
             port = await _listen(runner, config)
-            yield OpenAIServer(host=config.host, port=port, model_name=policy.name)
+            try:
+                yield OpenAIServer(host=config.host, port=port, model_name=name, serving=serving)
+            finally:
+                await requests.drain(drain_s)
         finally:
             await runner.cleanup()
-            policy.close()
-    finally:
-        if recorder is not None:
-            recorder.close()
 
 
 async def check_serving(config: ServeConfig) -> None:
@@ -95,6 +127,7 @@ async def check_serving(config: ServeConfig) -> None:
     _checked_key(config)
     if config.record is not None:
         Recorder(config.record).close()
+    AccessLog(config.access_log).close()
     runner = web.AppRunner(web.Application())
     await runner.setup()
     try:
@@ -137,86 +170,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _make_app(policy: Policy, *, key: str | None, max_bytes: int) -> web.Application:
-    app = web.Application(middlewares=[json_errors("serve.max_body_mb"), _key_checker(key)], client_max_size=max_bytes)
-    app[_POLICY] = policy
-    app.router.add_post("/v1/chat/completions", _chat)
-    app.router.add_post("/v1/completions", _completions)
-    app.router.add_get("/v1/models", _models)
-    app.router.add_get("/v1/models/{name:.+}", _model)
-    app.router.add_get("/v1/stats", _stats)
-    app.router.add_get("/health", _health)
-    return app
-
-
-def _key_checker(key: str | None) -> Middleware:
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if key is not None and request.path != "/health":
-            given = (bearer_key(request) or "").encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(given, key.encode()):
-                raise wrong_key()
-        return await handler(request)
-
-    return check
-
-
-async def _chat(request: web.Request) -> web.StreamResponse:
-    return await complete_chat(request.app[_POLICY], request, await _read_request(request))
-
-
-async def _completions(request: web.Request) -> web.StreamResponse:
-    return await complete_text(request.app[_POLICY], request, await _read_request(request))
-
-
-async def _read_request(request: web.Request) -> Mapping[str, Any]:
-    body = await read_body(request)
-    _check_model(request.app[_POLICY], body["model"])
-    return body
-
-
-def _check_model(policy: Policy, name: str) -> None:
-    if name != policy.name:
-        text = f"The model '{name}' does not exist; this server has '{policy.name}'."
-        raise RequestError(text, status=404, param="model", code="model_not_found")
-
-
-async def _models(request: web.Request) -> web.StreamResponse:
-    return web.json_response({"object": "list", "data": [await _describe(request.app[_POLICY])]})
-
-
-async def _model(request: web.Request) -> web.StreamResponse:
-    policy = request.app[_POLICY]
-    _check_model(policy, request.match_info["name"])
-    return web.json_response(await _describe(policy))
-
-
-async def _describe(policy: Policy) -> dict[str, Any]:
-    card: Mapping[str, Any] = await policy.service.card.route()
-    return {
-        "id": policy.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "torchforge",
-        "max_model_len": card["max_seq_len"],
-        "engine": card["engine"],
-        "weight_version": card["version"],
-    }
-
-
-async def _stats(request: web.Request) -> web.StreamResponse:
-    """Answer with the statistics of each replica's engine."""
-    replicas = await request.app[_POLICY].service.stats.fanout()
-    return web.json_response({"replicas": [dataclasses.asdict(stats) for stats in replicas]})
-
-
-async def _health(request: web.Request) -> web.StreamResponse:
-    try:
-        async with asyncio.timeout(_HEALTH_LIMIT_S):
-            stats = await request.app[_POLICY].service.stats.route()
-    except TimeoutError:
-        text = f"No generator answered within {_HEALTH_LIMIT_S:g} s."
-        raise RequestError(text, status=503, kind="server_error", code="unavailable") from None
-    return web.json_response({"status": "asleep" if stats.is_asleep else "ok", "weight_version": stats.version})

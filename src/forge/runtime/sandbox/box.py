@@ -213,7 +213,7 @@ class Box:
             raise SandboxError(f"a sandbox does not start within {SETUP_S:g} s", kind="sandbox_hung") from None
         finally:
             loop.remove_reader(control.fileno())
-        data, received, _, _ = socket.recv_fds(control, len(MARK), 1)
+        data, received, _, _ = socket.recv_fds(control, len(MARK), 1, socket.MSG_CMSG_CLOEXEC)
         if received:
             listener = socket.socket(fileno=received[0])
             listener.setblocking(False)
