@@ -327,7 +327,9 @@ def test_samples_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "one"]) == 0
     printed = capsys.readouterr().out
     assert "6 of 6 samples" in printed
-    assert "Question 5?" in Path("one/report.html").read_text()
+    page = Path("one/report.html").read_text()
+    assert "Question 5?" in page
+    assert '"text":"It is 0."' in page  # what has no tokens is shown as text
     Path("one/results.json").unlink()  # as after a kill
     assert main(["eval", "show", "one"]) == 2
     assert "this evaluation has no results yet" in capsys.readouterr().err
