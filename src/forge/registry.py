@@ -219,6 +219,7 @@ EPISODES: Final[Registry[Any]] = Registry(
         "openenv": "forge.envs.external.openenv:openenv_episode",
         "program": "forge.envs.programs:run_program",
         "textarena": "forge.envs.external.textarena:textarena_episode",
+        "verifiers": "forge.envs.external.verifiers:verifiers_episode",
     },
     rule="must be an @forge.episode, or a class with the methods reset, step and close",
 )

@@ -146,5 +146,6 @@ def integrations() -> list[Integration]:
     from openenv_envs import OPENENV
     from program_envs import BLACK_BOX
     from textarena_envs import TEXTARENA
+    from verifiers_envs import VERIFIERS
 
-    return [COUNTING, BLACK_BOX, *OPENENV, GYMNASIUM, TEXTARENA, *MCP]
+    return [COUNTING, BLACK_BOX, *OPENENV, GYMNASIUM, TEXTARENA, *MCP, VERIFIERS]
