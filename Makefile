@@ -14,7 +14,7 @@ INSTALL_ARGS ?=
 install := scripts/install.sh --venv "$(VENV)" $(if $(PYTHON),--python "$(PYTHON)") $(INSTALL_ARGS)
 py := "$(VENV)/bin/python"
 
-.PHONY: help env env-dev env-test quickstart test test-fast coverage lint bench docs clean
+.PHONY: help env env-dev env-test env-foreign quickstart test test-fast coverage lint bench docs clean
 
 help: ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 22
@@ -28,6 +28,9 @@ env-dev:
 env-test:
 	@$(install) --dev --try-vllm
 
+env-foreign: env-test
+	@$(py) scripts/foreign_venvs.py
+
 quickstart: env ## Teach a tiny model a task by reinforcement learning, on the CPU
 	@$(py) apps/quickstart/main.py $(ARGS)
 
@@ -35,7 +38,7 @@ quickstart: env ## Teach a tiny model a task by reinforcement learning, on the C
 # worker that crashes is replaced, also where there is only one. Each part ends within its limit, which is several times
 # what it takes on two busy cores. An exit status of 5 says that ARGS chose no test of that part.
 test: alone = $(shell grep -rl --include='test_*.py' 'pytest.mark.alone' tests | sort)
-test: env-test ## Run every test
+test: env-foreign ## Run every test
 	@first=0; rest=0; \
 	$(py) scripts/run_tests.py --limit-s 3600 -n 2 -m "not alone" --durations 15 tests $(ARGS) || first=$$?; \
 	$(py) scripts/run_tests.py --limit-s 1200 -n 1 --no-loadscope-reorder -m alone --durations 20 $(alone) $(ARGS) || rest=$$?; \

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +19,35 @@ from leftovers import is_running
 
 LIMIT_S = 600
 NUM_TASKS, NUM_SAMPLES, NUM_BEFORE = 4, 3, 5
+
+
+def test_ctrl_c_leaves_figures_of_what_is_done(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps({"prompt": f"Question {number}?"}) + "\n" for number in range(4)))
+    reached, released = threading.Event(), threading.Event()
+
+    def answer(body: Mapping[str, Any]) -> str:
+        if body["messages"][-1]["content"] == "Question 2?":
+            reached.set()
+            assert released.wait(LIMIT_S)
+        return "Fine."
+
+    with answering(answer) as server:
+        words = ["--endpoint", server.url, "--tasks", str(tasks), "--episode", "own_episodes:dialogue", "num_turns=1"]
+        command = [sys.executable, "-m", "forge.cli", "eval", *words, "prompts.shuffle=false", "--max-concurrent", "1"]
+        support = str(Path(__file__).parents[1] / "support")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])}
+        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment) as process:
+            assert reached.wait(LIMIT_S)
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=LIMIT_S)
+        released.set()
+    assert process.returncode == 130, errors
+    assert "stopped; the same command continues runs/eval" in errors
+    assert "Traceback" not in errors
+    results = json.loads((tmp_path / "runs/eval/results.json").read_text())
+    assert (results["figures"]["num_tasks"], results["figures"]["num_missing"]) == (2, 2)
+    assert results["is_complete"] is False
 
 
 def test_a_killed_evaluation_continues(tmp_path: Path) -> None:

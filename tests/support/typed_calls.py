@@ -96,6 +96,8 @@ async def use_a_session(policy: Service[Policy]) -> None:
 async def choose_options(policy: Service[Policy]) -> None:
     assert_type(await policy.count.options(timeout_s=1.0, retry=False).fanout("a"), list[int])
     assert_type(await policy.count.options(partial=True).fanout("a"), list[Outcome])
+    assert_type(await policy.count.rolling("a"), list[int])
+    assert_type(await policy.count.options(partial=True).rolling("a"), list[Outcome])
     assert_type(await policy.count.options(all_ranks=True).route("a"), tuple[int, ...])
     assert_type(await policy.count.options(partial=True, all_ranks=True).fanout("a"), list[Outcome])
     await policy.count.options(all_ranks=True).route(1)  # error: arg-type

@@ -73,7 +73,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="a YAML file; later ones win")
     target = parser.add_argument_group("what is evaluated")
-    target.add_argument("--model", metavar="NAME", help="the model's folder; with --endpoint, its name there")
+    target.add_argument(
+        "--model", metavar="NAME", help="the model's folder, or the preset tiny; with --endpoint, its name there"
+    )
     target.add_argument(
         "--run", metavar="RUN_DIR", help="a run's folder: its checkpoint, with its own tasks and rewards"
     )
@@ -114,7 +116,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def configure(arguments: argparse.Namespace) -> EvalConfig:
     """Return the configuration that the command line asks for. Overrides win over options, and options over files."""
     from forge.cli.chat import as_yaml, model_folder, parse_number
-    from forge.config import add_module_folders
+    from forge.config import add_module_folders, preset_names
     from forge.loops.evals.run_defaults import load_eval
 
     _check_target(arguments)
@@ -123,6 +125,8 @@ def configure(arguments: argparse.Namespace) -> EvalConfig:
     if arguments.endpoint is not None:
         options |= {"eval.endpoint.url": arguments.endpoint, "eval.endpoint.model": arguments.model}
         options["eval.endpoint.api_key_env"] = arguments.api_key_env
+    elif arguments.model in preset_names() and not Path(arguments.model).exists():
+        options["model.preset"] = arguments.model
     elif arguments.model is not None:
         options["model.path"] = model_folder(arguments.model)
     if arguments.output is not None:

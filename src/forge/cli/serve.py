@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from forge.cli.chat import add_policy_arguments, read_policy
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Coroutine, Iterator
+    from collections.abc import AsyncIterator, Coroutine
     from pathlib import Path
 
     from forge.cli.serve_weights import ModelPublisher
@@ -145,7 +145,7 @@ async def _work(config: PolicyConfig, stop: _Stop) -> None:
             publisher = ModelPublisher(config)
             async with serve_openai(service, config.serve, tokenizer=await loading, publisher=publisher) as server:
                 stop.server = server
-                with _updates(config, server, publisher):
+                async with _updates(config, server, publisher):
                     print(f"Serving {server.model_name} at {server.base_url}", flush=True)
                     await stop.asked.wait()
                 print("Finishing open requests; a second signal ends them at once.", file=sys.stderr, flush=True)
@@ -153,8 +153,8 @@ async def _work(config: PolicyConfig, stop: _Stop) -> None:
         loading.cancel()
 
 
-@contextmanager
-def _updates(config: PolicyConfig, server: OpenAIServer, publisher: ModelPublisher) -> Iterator[None]:
+@asynccontextmanager
+async def _updates(config: PolicyConfig, server: OpenAIServer, publisher: ModelPublisher) -> AsyncIterator[None]:
     """Update the weights on SIGHUP, and whenever there are newer ones if the configuration says so."""
     import asyncio
     import signal
@@ -181,6 +181,7 @@ def _updates(config: PolicyConfig, server: OpenAIServer, publisher: ModelPublish
             loop.remove_signal_handler(signal.SIGHUP)
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _load_tokenizer(folder: Path | None, template: str | None) -> ChatTokenizer | None:

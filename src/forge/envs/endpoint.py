@@ -111,6 +111,11 @@ class Endpoint:
         """Whether a request got no answer because of the policy or of a limit."""
         return bool(self._failure.faults) or self._failure.over is not None or self._failure.mismatch is not None
 
+    @property
+    def over(self) -> EpisodeOver | None:
+        """The limit that a request ran into; None where none did."""
+        return self._failure.over
+
     def turn(self, response_id: str) -> Turn:
         """Return the turn of a response by its `id`, for `agent.add_reward(…, turn=…)`. `KeyError` if there is none."""
         return self._state.turns[self._turns[response_id]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -21,6 +22,9 @@ class Troubled(gymnasium.Env):  # type: ignore[misc]
         return "Say something.", {}
 
     def step(self, action: str) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if action == "child":
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            return str(child.pid), 0.0, False, False, {}
         if action == "crash":
             os._exit(3)
         while action == "hang":

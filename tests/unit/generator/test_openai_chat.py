@@ -236,6 +236,19 @@ def test_tool_calls_in_a_stream(setting: Setting) -> None:
     assert choices[-1].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_at_a_time_is_the_first(setting: Setting, stream: bool) -> None:
+    messages = [{"role": "user", "content": "call"}]
+    asked = {"model": "fake", "messages": messages, "tools": TOOLS, "parallel_tool_calls": False}
+    if stream:
+        choices = [chunk.choices[0] for chunk in setting.create(**asked, stream=True)]
+        calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+        assert ([call.index for call in calls], choices[-1].finish_reason) == ([0], "tool_calls")
+    else:
+        (choice,) = setting.create(**asked).choices
+        assert (len(choice.message.tool_calls or ()), choice.finish_reason) == (1, "tool_calls")
+
+
 def test_malformed_calls_stay_text(setting: Setting) -> None:
     messages = [{"role": "user", "content": "broken"}]
     (choice,) = setting.create(model="fake", messages=messages, tools=TOOLS).choices

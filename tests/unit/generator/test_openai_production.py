@@ -6,11 +6,14 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import pytest
 
+from forge.cli.serve_weights import follow
 from forge.config import ServeConfig
 from forge.errors import ActorFailure, ConfigError, EngineDead, SyncError, WeightMismatch
 from forge.generator.engine import EngineStats, UpdateReport
@@ -337,7 +340,7 @@ def test_failures_of_one_replica_are_retried_until_something_was_streamed() -> N
             policy = ServedPolicy(Flaky([EngineDead("gone"), SyncError("other weights")]), metrics)
             policy.num_replicas = 3
             assert await read(policy, stream=stream) == "one two three"
-            assert metrics.retried.value() == 2
+            assert metrics.num_retried == 2
             policy = ServedPolicy(Flaky([EngineDead("gone")] * 3), metrics)
             policy.num_replicas = 3
             with pytest.raises(EngineDead):
@@ -348,6 +351,41 @@ def test_failures_of_one_replica_are_retried_until_something_was_streamed() -> N
             await read(begun, stream=True)
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+class Sticky:
+    """Notes which sessions there are, and which calls belong to them."""
+
+    def __init__(self) -> None:
+        self.sessions: list[str] = []
+        self.terminated: list[str] = []
+        self.generate = self
+
+    async def start_session(self) -> str:
+        self.sessions.append(f"session {len(self.sessions)}")
+        return self.sessions[-1]
+
+    async def terminate_session(self, session: str) -> None:
+        self.terminated.append(session)
+
+    def options(self, *, session: str) -> str:
+        return session
+
+
+def test_named_conversations_stay_with_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge.generator.openai.replicas._MAX_SESSIONS", 2)
+    service = Sticky()
+    policy = ServedPolicy(service, ServerMetrics())
+
+    async def run() -> None:
+        assert await policy.endpoint("generate", "a") is service, "there is one replica"
+        policy.num_replicas = 2
+        assert await policy.endpoint("generate", None) is service
+        found = [await policy.endpoint("generate", name) for name in "abacb"]
+        assert found == ["session 0", "session 1", "session 0", "session 2", "session 3"]
+        assert service.terminated == ["session 1", "session 0"], "the least recently used"
+
+    asyncio.run(run())
 
 
 # ---- Draining --------------------------------------------------------------------------------------------------------
@@ -487,3 +525,39 @@ def test_without_an_admin_key_nobody_updates(monkeypatch: pytest.MonkeyPatch) ->
         assert (await post(session, f"{server.url}/admin/update", {}))[0] == 401
 
     serve(Updated(), present, publisher=Publisher())
+
+
+def test_following_updates_once_for_all_that_is_new() -> None:
+    stamps = ["served", "served", "new", "new", "newer", "newer"]
+    updates: list[str] = []
+    ended = asyncio.Event()
+    current = ""
+
+    class Source:
+        def find(self) -> Any:
+            nonlocal current
+            if not stamps:
+                ended.set()
+                return SimpleNamespace(stamp=current)
+            current = stamps.pop(0)
+            return SimpleNamespace(stamp=current)
+
+    class Server:
+        async def update_weights(self) -> Any:
+            updates.append(current)
+            if current == "new":
+                raise WeightMismatch("another shape")
+            return SimpleNamespace(version=1, source="run", num_replicas=1, seconds=0.0)
+
+    async def run() -> None:
+        served: Any = SimpleNamespace(stamp="served")
+        with mock.patch("forge.cli.serve_weights.find_weights", return_value=served):
+            server: Any = Server()
+            source: Any = Source()
+            task = asyncio.ensure_future(follow(server, source, every_s=0.0, served="folder"))
+            await ended.wait()
+            task.cancel()
+            await asyncio.wait([task])
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    assert updates == ["new", "newer"], "one that failed is not tried again"

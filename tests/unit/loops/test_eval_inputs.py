@@ -85,6 +85,19 @@ def test_what_an_evaluation_leaves_out_is_noted(tmp_path: Path) -> None:
     assert any("episode.group_reward is left out" in note for note in notes)
 
 
+def test_another_program_takes_the_place_of_the_runs_rewards_and_other_rewards_that_of_its_program(
+    tmp_path: Path,
+) -> None:
+    run = run_of(tmp_path / "scored", NUMBER)
+    found = load_eval(run=run, overrides=["episode.kind=own_episodes:dialogue"])
+    assert (found.episode.kind, found.rewards.functions) == ("own_episodes:dialogue", ())
+    run = run_of(tmp_path / "played", "episode={kind: 'own_episodes:dialogue', args: {num_turns: 2}}")
+    found = load_eval(run=run, overrides=[NUMBER])
+    assert (found.episode.kind, len(found.rewards.functions)) == (None, 1)
+    found = load_eval(run=run, overrides=["episode.kind=own_episodes:branching"])
+    assert (found.episode.kind, dict(found.episode.args)) == ("own_episodes:branching", {})
+
+
 def test_a_run_of_fine_tuning_gives_its_model_alone(tmp_path: Path) -> None:
     save(load(SFTConfig, overrides=["model.preset=tiny", "data.sources=[{path: x.jsonl}]"]), tmp_path / "run")
     found = load_eval(run=str(tmp_path / "run"), overrides=["prompts.sources=[{path: a.jsonl}]", NUMBER])

@@ -141,6 +141,14 @@ def test_many_differences_are_tested_by_random_signs_always_the_same() -> None:
     assert sign_flip_p(differences) == sign_flip_p(differences)
 
 
+def test_very_many_differences_are_normal() -> None:
+    chance = random.Random(1)
+    differences = [chance.choice([-0.5, 0.25, 0.25, 1.0, -1.0]) for _ in range(2000)]
+    sampled, normal = sign_flip_p(differences), sign_flip_p([*differences, 1e-9])
+    assert 0.001 < sampled < 0.999
+    assert normal == pytest.approx(sampled, abs=0.006)
+
+
 def test_a_paired_difference_counts_wins_and_losses() -> None:
     found = paired_difference([0.0, 0.5, 1.0, 0.25], [1.0, 0.5, 0.5, 0.5], confidence=0.9)
     assert (found.num_wins, found.num_losses, found.num_ties) == (2, 1, 1)

@@ -24,7 +24,7 @@ from pydantic import Field
 
 from forge.config.base import ConfigModel
 from forge.envs.external.hosts.fork_server import TOKEN_VARIABLE
-from forge.envs.external.processes import ServerPool, ServerSpec, pool_of
+from forge.envs.external.processes import Server, ServerSpec, pool_of
 from forge.envs.limits import Fault
 from forge.errors import OptionError
 
@@ -97,12 +97,12 @@ class HostedProcess:
         self.kind, self.options = kind, options
         self._stack = contextlib.AsyncExitStack()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._borrowed: ServerPool | None = None
+        self._server: Server | None = None
 
     async def start(self) -> None:
         """Start the process."""
         pool = pool_of(self.kind.spec(self.options))
-        server = await self._stack.enter_async_context(pool.borrow())
+        self._server = server = await self._stack.enter_async_context(pool.borrow())
         host, _, port = server.url.removeprefix("http://").partition(":")
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -132,7 +132,8 @@ class HostedProcess:
             most = self.options.max_message_bytes
             raise self.fault(f"sent more than {most} bytes for {method}", "too_large") from None
         if not line:
-            raise self.fault(f"ended during {method}", "lost")
+            output = "" if self._server is None else self._server.output()[-500:]
+            raise self.fault(f"ended during {method}. The end of all output of {self.kind.name}:\n{output}", "lost")
         try:
             reply = json.loads(line)
         except ValueError:

@@ -106,7 +106,7 @@ class ServedPolicy:
         if not isinstance(error, _RETRIED) or attempt >= self.num_replicas:
             return False
         _log.info("a request is sent again after %s: %s", type(error).__name__, error)
-        self._metrics.retried.add()
+        self._metrics.num_retried += 1
         return True
 
 

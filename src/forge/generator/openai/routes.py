@@ -160,18 +160,25 @@ def _check_model(serving: Serving, name: str) -> None:
 
 async def _models(request: web.Request) -> web.StreamResponse:
     serving = request.app[_SERVING]
-    card: Mapping[str, Any] = await serving.replicas.card.route()
-    data = [_describe(serving, name, card) for name in serving.names]
+    version = await _version(serving)
+    data = [_describe(serving, name, version) for name in serving.names]
     return web.json_response({"object": "list", "data": data})
 
 
 async def _model(request: web.Request) -> web.StreamResponse:
     serving, name = request.app[_SERVING], request.match_info["name"]
     _check_model(serving, name)
-    return web.json_response(_describe(serving, name, await serving.replicas.card.route()))
+    return web.json_response(_describe(serving, name, await _version(serving)))
 
 
-def _describe(serving: Serving, name: str, card: Mapping[str, Any]) -> dict[str, Any]:
+async def _version(serving: Serving) -> int | None:
+    """Return the version that all replicas serve, or the older one during an update; None if no replica answers."""
+    stats = await serving.replicas.read_stats(_PROBE_LIMIT_S)
+    return min((engine.version for engine in stats.values()), default=None)
+
+
+def _describe(serving: Serving, name: str, version: int | None) -> dict[str, Any]:
+    card = serving.policy.card
     return {
         "id": name,
         "object": "model",
@@ -180,7 +187,7 @@ def _describe(serving: Serving, name: str, card: Mapping[str, Any]) -> dict[str,
         "root": serving.names[0],
         "max_model_len": card["max_seq_len"],
         "engine": card["engine"],
-        "weight_version": card["version"],
+        "weight_version": version,
     }
 
 
@@ -188,9 +195,10 @@ def _describe(serving: Serving, name: str, card: Mapping[str, Any]) -> dict[str,
 
 
 async def _stats(request: web.Request) -> web.StreamResponse:
-    """Answer with the statistics of each replica's engine."""
-    replicas = await request.app[_SERVING].replicas.stats.fanout()
-    return web.json_response({"replicas": [dataclasses.asdict(stats) for stats in replicas]})
+    """Answer with the statistics of each replica's engine, where it answers."""
+    stats = await request.app[_SERVING].replicas.read_stats()
+    replicas = [{"replica": index, **dataclasses.asdict(engine)} for index, engine in stats.items()]
+    return web.json_response({"replicas": replicas})
 
 
 async def _health(request: web.Request) -> web.StreamResponse:

@@ -44,6 +44,8 @@ class ServerMetrics:
         self.rejected = Counter(
             "forge_requests_rejected_total", "Requests that were refused before they were sent on.", ("reason",)
         )
+        self.num_retried = 0
+        """Without those that the service itself has sent again."""
         self.retried = Counter("forge_request_retries_total", "Requests that were sent again, to another replica.")
         self.updates = Counter("forge_weight_updates_total", "Weight updates, by outcome.", ("outcome",))
         self.in_flight = Gauge("forge_requests_in_flight", "Requests that are being answered or wait.")
@@ -69,6 +71,7 @@ class ServerMetrics:
 
     def note_replicas(self, service: ServiceMetrics | None, stats: Mapping[int, EngineStats]) -> None:
         """Take over the replicas' state of this moment."""
+        self.retried.set_total(self.num_retried + (0 if service is None else service.num_retried))
         for gauge in (self.replicas, self.running, self.waiting, self.cache, self.version):
             gauge.clear()
         if service is None:

@@ -131,25 +131,31 @@ def load_eval(*, files: Iterable[str] = (), overrides: Iterable[str] = (), run: 
     files, overrides = list(files), list(overrides)
     if run is not None:
         overrides = [f"eval.run={json.dumps(run)}", *overrides]
-    named = _named_run(files, overrides)
-    if named is None:
+    named = _given(files, overrides, "eval", "run")
+    if not isinstance(named, str):
         return load(EvalConfig, files=files, overrides=overrides)
-    return load(EvalConfig, files=files, overrides=overrides, defaults=run_defaults(open_run(named)))
+    defaults = run_defaults(open_run(named))
+    if _given(files, overrides, "episode", "kind") is not None:  # another program scores by itself
+        defaults.pop("rewards", None)
+        defaults.pop("episode", None)
+    elif _given(files, overrides, "rewards", "functions") is not None:
+        defaults.pop("episode", None)
+    return load(EvalConfig, files=files, overrides=overrides, defaults=defaults)
 
 
-def _named_run(files: list[str], overrides: list[str]) -> str | None:
-    """Return the run that files and overrides name. What else is wrong with them is reported when they are loaded."""
-    named: str | None = None
+def _given(files: list[str], overrides: list[str], section: str, key: str) -> Any:
+    """Return what files and overrides set a key to; None for nothing. What is wrong with them is reported when they are
+    loaded."""
+    value: Any = None
     for file in files:
         if Path(file).is_file():
             data = read_yaml(Path(file).read_text(encoding="utf-8", errors="replace"), source=file).data
-            found = _section(data, "eval").get("run")
-            named = found if isinstance(found, str) else named
+            value = _section(data, section).get(key, value)
+    start = f"{section}.{key}="
     for word in overrides:
-        if word.startswith("eval.run="):
-            value = read_yaml(word.removeprefix("eval.run="), source=word).data
-            named = value if isinstance(value, str) else None
-    return named
+        if word.startswith(start):
+            value = read_yaml(word.removeprefix(start), source=word).data
+    return value
 
 
 def _seeded(source: Any, seed: int, number: int) -> dict[str, Any]:

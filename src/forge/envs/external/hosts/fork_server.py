@@ -4,12 +4,14 @@ A program of its own, without imports beyond the standard library: `python fork_
 a function `prepare()`, which imports what takes long, and a class `Host`. For each connection on the port a process is
 forked, which makes a `Host` and answers requests, one line of JSON each: `{"method": "step", "args": {…}}` is answered
 by `{"result": …}` or `{"error": "…"}`. The first line must be the token in `FORGE_HOST_TOKEN`. When the other side
-closes the connection, the process is killed, whatever it does; when the process ends, the connection closes.
+closes the connection, the process is killed, whatever it does; when the process ends, the connection closes. What it
+has started is killed too, even in sessions of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib.util
 import json
@@ -22,6 +24,9 @@ from typing import Any
 
 TOKEN_VARIABLE = "FORGE_HOST_TOKEN"
 _BACKLOG = 1024
+_EPISODE_VARIABLE = "HOSTED_EPISODE"
+"""In an episode's process and all that it starts: the pid of the former."""
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Refused(Exception):
@@ -44,6 +49,7 @@ class ForkServer:
 
     def serve(self) -> None:
         """Serve until this process is ended."""
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what episodes leave behind becomes a child
         self._poll.register(self._listening, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
         while True:
@@ -90,6 +96,7 @@ class ForkServer:
         status = 1
         try:
             os.setpgid(0, 0)
+            os.environ[_EPISODE_VARIABLE] = str(os.getpid())
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._listening.close()
@@ -104,13 +111,19 @@ class ForkServer:
             os._exit(status)
 
     def _reap(self) -> None:
-        while self._pids:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            for handle in [each for each, known in self._pids.items() if known == pid]:
-                del self._pids[handle]
-                self._forget(handle)
+        """Collect processes that have ended, and kill what ended episodes have left behind."""
+        with contextlib.suppress(ChildProcessError):
+            while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                for handle in [each for each, known in self._pids.items() if known == pid]:
+                    del self._pids[handle]
+                    self._forget(handle)
+        running = set(self._pids.values())
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            children = {int(pid) for pid in file.read().split()}
+        for pid in children - running:
+            if _episode_of(pid) not in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _forget(self, handle: int) -> None:
         connection = self._waiting.pop(handle)
@@ -119,6 +132,16 @@ class ForkServer:
         with contextlib.suppress(OSError):  # the other side has closed it already
             connection.shutdown(socket.SHUT_RDWR)
         connection.close()
+
+
+def _episode_of(pid: int) -> int | None:
+    """Return the process of the episode that a process belongs to; None where it does not say."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/environ", "rb") as file:
+        for entry in file.read().split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            if name == _EPISODE_VARIABLE.encode():
+                return int(value)
+    return None
 
 
 def answer_all(make: Any, connection: socket.socket) -> None:
@@ -131,7 +154,7 @@ def answer_all(make: Any, connection: socket.socket) -> None:
             request = json.loads(line)
             try:
                 reply = {"result": getattr(host, request["method"])(**request["args"])}
-            except Exception as error:  # noqa: BLE001 - whatever a foreign environment raises is its answer
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a foreign environment raises is its answer
                 is_refused = type(error).__name__ == Refused.__name__
                 text = str(error) if is_refused else f"{type(error).__name__}: {error}"
                 reply = {"error": text[:4000], "is_refused": is_refused}

@@ -164,6 +164,21 @@ def test_a_stuck_process_is_killed_when_its_episode_has_ended(drive: Drive) -> N
     drive(scenario())
 
 
+def test_what_an_episode_has_started_ends_with_it(drive: Drive) -> None:
+    with pytest.raises(Fault) as caught:
+        drive(gym("troubled_gym:Troubled-v0", ["child", "crash"]))
+    assert caught.value.kind == "gymnasium_lost"
+    run = drive(gym("troubled_gym:Troubled-v0", ["child", "stop"]))
+    (child,) = [int(turn.messages[0]["content"]) for turn in run.turns[1:]]
+
+    def left() -> list[psutil.Process]:
+        every = psutil.Process().children(recursive=True)
+        return [each for each in every if each.name() == "sleep" or each.pid == child]
+
+    assert psutil.wait_procs(left(), 60)[1] == []
+    assert left() == []
+
+
 def test_hosts_answer_only_whoever_has_the_token(drive: Drive) -> None:
     options = GymnasiumOptions(id="", **gymnasium_envs.COMMON)
 
