@@ -218,6 +218,7 @@ EPISODES: Final[Registry[Any]] = Registry(
         "gymnasium": "forge.envs.external.gymnasium:gymnasium_episode",
         "openenv": "forge.envs.external.openenv:openenv_episode",
         "program": "forge.envs.programs:run_program",
+        "reasoning_gym": "forge.envs.external.reasoning_gym:reasoning_gym_episode",
         "textarena": "forge.envs.external.textarena:textarena_episode",
         "verifiers": "forge.envs.external.verifiers:verifiers_episode",
     },

@@ -111,6 +111,23 @@ def test_recorded_steps_compute_what_plain_ones_do(tiny: Path) -> None:
     assert [each.token_ids for each in recorded] == [each.token_ids for each in plain]
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_likeliest_tokens_of_a_prompt_are_the_greedy_ones(tiny: Path, precision: str) -> None:
+    async def work(engine: NativeEngine) -> Any:
+        (found,) = await engine.generate(Request("0", PROMPTS[2], GREEDY))
+        (scores,) = await engine.score_prompts([found.prompt_ids + found.token_ids])
+        return found, scores
+
+    found, scores = with_engine(tiny, work, precision=precision)
+    start = len(found.prompt_ids)
+    assert len(scores.logprobs) == len(scores.best_ids) == len(scores.best_logprobs) == start + len(found.token_ids)
+    pairs = zip(scores.logprobs[start:], scores.best_logprobs[start:], strict=True)
+    assert all(own == pytest.approx(best, abs=2e-5 if precision == "float32" else 0.1) for own, best in pairs)
+    if precision == "float32":
+        assert scores.best_ids[start:] == found.token_ids
+        assert scores.logprobs[start:] == scores.best_logprobs[start:]
+
+
 def test_scores_are_those_of_the_completions(tiny: Path) -> None:
     async def work(engine: NativeEngine) -> tuple[Completion, list[float]]:
         (found,) = await engine.generate(Request("a", PROMPTS[2], Sampling(max_tokens=60, seed=3, ignore_eos=True)))

@@ -319,6 +319,60 @@ print(len(answers), set(answers))
     assert sum(turn.is_delivered for turn in done.turns) == 24
 
 
+def test_requests_that_never_end_fill_no_memory_and_hold_up_no_other_episode(codec: ChatTokenizer) -> None:
+    """Thirty requests of 15 MiB that lack their last byte: at most four of them are read."""
+    source = (
+        PLAIN
+        + """
+import socket, threading, time
+whole = threading.Semaphore(0)
+ask([{"role": "user", "content": "x"}])
+port, size = int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0]), 15 * 2**20
+head = (
+    "POST /v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Type: application/json\\r\\n"
+    f"Authorization: Bearer {os.environ['OPENAI_API_KEY']}\\r\\nContent-Length: {size}\\r\\n\\r\\n"
+).encode()
+def push(connection):
+    try:
+        connection.sendall(head + b" " * (size - 1))
+        print("sent", flush=True)
+        whole.release()
+    except OSError:
+        pass
+flood = [socket.create_connection(("127.0.0.1", port)) for _ in range(30)]
+threads = [threading.Thread(target=push, args=(each,), daemon=True) for each in flood]
+for each in threads: each.start()
+for _ in range(4): whole.acquire()
+time.sleep(1)  # for a fifth, which must not come
+os._exit(0)
+"""
+    )
+    seen: list[ProgramRun] = []
+
+    def keep(task: Task, run: ProgramRun) -> float:
+        seen.append(run)
+        return 1.0
+
+    policies = [ScriptedPolicy(codec, lambda _: f"4{END}") for _ in range(3)]
+    memory = psutil.Process()
+
+    async def main() -> tuple[list[EpisodeRun], int]:
+        before = most = memory.memory_info().rss
+        hostile = run_episode(script(source, grader=keep), state_of(policies[0], task=TASK))
+        others = [run_episode(run_program.with_args(settings()), state_of(each, task=TASK)) for each in policies[1:]]
+        running = asyncio.gather(hostile, *others)
+        while not running.done():
+            await asyncio.wait({running}, timeout=0.05)
+            most = max(most, memory.memory_info().rss)
+        return await running, most - before
+
+    done, grown = asyncio.run(main())
+    assert [each.score.reward for each in done] == [1.0, 1.0, 1.0]
+    assert seen[0].stdout.count("sent") == 4, seen[0].stderr
+    assert len(done[0].turns) == 1
+    assert grown < 30 * 15 * 2**20 / 2, f"{grown / 2**20:.0f} MiB"
+
+
 def test_many_programs_at_once(codec: ChatTokenizer) -> None:
     num_agents = 24
     policies = [ScriptedPolicy(codec, lambda _, number=number: f"I am {number}{END}") for number in range(num_agents)]

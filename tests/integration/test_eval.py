@@ -327,7 +327,14 @@ def test_samples_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "one"]) == 0
     printed = capsys.readouterr().out
     assert "6 of 6 samples" in printed
-    assert "Question 5?" in Path("one/report.html").read_text()
+    page = Path("one/report.html").read_text()
+    assert "Question 5?" in page
+    assert '"text":"It is 0."' in page  # what has no tokens is shown as text
+    Path("one/results.json").unlink()  # as after a kill
+    assert main(["eval", "show", "one"]) == 2
+    assert "this evaluation has no results yet" in capsys.readouterr().err
+    assert main(["report", "one"]) == 0
+    assert "The evaluation has not ended" in capsys.readouterr().out
 
 
 def test_different_tasks_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,6 +348,19 @@ def test_different_tasks_are_not_compared(capsys: pytest.CaptureFixture[str]) ->
     assert "digest" in text
     assert main(["eval", "compare", "e-one", "e-same"]) == 0  # the same tasks from another file
     assert "0/0/5" in capsys.readouterr().out
+
+
+def test_the_same_tasks_at_other_places_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = Path(write_tasks("all.jsonl", 5)).read_text().splitlines(keepends=True)
+    with answering(lambda body: body["messages"][-1]["content"][9]) as server:
+        common = ["--endpoint", server.url, "--reward", "number"]
+        evaluate(capsys, *common, "--tasks", "all.jsonl", "--num-tasks", "3", "--seed", "3", "--output", "some")
+        chosen = json.loads(Path("some/results.json").read_text())["indices"]
+        assert chosen != [0, 1, 2]
+        Path("part.jsonl").write_text("".join(lines[index] for index in chosen))
+        evaluate(capsys, *common, "--tasks", "part.jsonl", "--output", "part")
+    assert main(["eval", "compare", "some", "part"]) == 0
+    assert "0/0/3" in capsys.readouterr().out
 
 
 # ---- Bad input
@@ -383,6 +403,10 @@ def test_different_tasks_are_not_compared(capsys: pytest.CaptureFixture[str]) ->
             ["generator.max_batch", "no generator is started"],
         ),
         ([*TINY, "episode.group_reward=a:b"], ["episode.group_reward", "scored one by one"]),
+        (
+            [*TINY, "--tasks", "tasks.jsonl", "--reward", "number", "episode.limits.max_turns=3"],
+            ["episode.limits.max_turns", "value:  3", "only with episode.kind"],
+        ),
         ([*TINY, "generator.sampling.seed=3"], ["run.seed decides"]),
         (["my_module:solve"], ["neither a command nor an argument", "--episode"]),
         (["show", "nowhere"], ["this is not the folder of an evaluation"]),

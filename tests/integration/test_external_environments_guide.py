@@ -19,6 +19,7 @@ from forge.envs.external.common import options_of
 from forge.envs.external.gymnasium import GymnasiumOptions
 from forge.envs.external.mcp import McpOptions
 from forge.envs.external.processes import close_servers
+from forge.envs.external.reasoning_gym import ReasoningGymOptions
 from forge.envs.external.textarena import TextArenaOptions
 from forge.envs.external.verifiers import VerifiersOptions
 
@@ -34,7 +35,12 @@ NEEDED = {
     "MCP": "mcp==2.3.0",
     "verifiers": "verifiers==0.4.0",
 }
-OPTIONS = {"gymnasium": GymnasiumOptions, "textarena": TextArenaOptions, "verifiers": VerifiersOptions}
+OPTIONS = {
+    "gymnasium": GymnasiumOptions,
+    "textarena": TextArenaOptions,
+    "verifiers": VerifiersOptions,
+    "reasoning_gym": ReasoningGymOptions,
+}
 COMMON = "from forge import Task\nfrom forge.testing import play\n"
 
 
@@ -77,7 +83,7 @@ def test_the_programs_of_a_section_run(
     assert capsys.readouterr().out.splitlines() == expected
 
 
-@pytest.mark.parametrize("section", ["Gymnasium", "TextArena", "verifiers"])
+@pytest.mark.parametrize("section", ["Gymnasium", "TextArena", "verifiers", "reasoning-gym"])
 def test_the_configurations_of_a_section_are_valid(section: str) -> None:
     found = [EpisodeConfig.model_validate(yaml.safe_load(each)["episode"]) for each in blocks(section, "yaml")]
     assert found

@@ -167,14 +167,19 @@ def test_preempted_completions_are_as_with_all_the_memory_in_the_world() -> None
         lines = [prompt(90, seed=1), prompt(128, seed=2)]
         async with serving(max_seq_len=128) as roomy:
             expected, scores = drawn(await all_of(roomy, asked)), await roomy.score(lines)
+            prompts = await roomy.score_prompts(lines)
+            assert [list(each.logprobs) for each in prompts] == scores
+            assert [len(each.best_ids) for each in prompts] == [90, 128]
             assert roomy.stats().num_preempted == 0
         each = page_bytes(models.model(FIRST).architecture, item_bytes=4)
         async with serving(max_seq_len=128, kv_cache_gb=9 * each / 2**30, prefill_chunk_tokens=32) as tight:
             assert tight.stats().more["num_pages"] == 9
-            found, scored = await asyncio.gather(all_of(tight, asked), tight.score(lines))
+            working = asyncio.gather(all_of(tight, asked), tight.score(lines), tight.score_prompts(lines))
+            found, scored, with_best = await working
             assert tight.stats().num_preempted > 0
             assert drawn(found) == expected
             assert scored == scores
+            assert with_best == prompts
 
     run(body())
 

@@ -145,7 +145,8 @@ def integrations() -> list[Integration]:
     from mcp_envs import MCP
     from openenv_envs import OPENENV
     from program_envs import BLACK_BOX
+    from reasoning_gym_envs import REASONING_GYM
     from textarena_envs import TEXTARENA
     from verifiers_envs import VERIFIERS
 
-    return [COUNTING, BLACK_BOX, *OPENENV, GYMNASIUM, TEXTARENA, *MCP, VERIFIERS]
+    return [COUNTING, BLACK_BOX, *OPENENV, GYMNASIUM, TEXTARENA, *MCP, VERIFIERS, REASONING_GYM]

@@ -102,8 +102,8 @@ def _compare(
 ) -> EvalComparison:
     (first, before), (second, after) = one, other
     _check_tasks(one, other)
-    theirs = {task["index"]: task for task in after["tasks"]}
-    pairs = [(task, theirs[task["index"]]) for task in before["tasks"] if task["index"] in theirs]
+    mine, theirs = _by_rank(before), _by_rank(after)
+    pairs = [(task, theirs[rank]) for rank, task in mine.items() if rank in theirs]
     if not pairs:
         raise EvalError(
             "there is no task that both evaluations completed",
@@ -125,6 +125,12 @@ def _compare(
         *changed_settings(before["counting"], after["counting"], path="eval"),
     ]
     return EvalComparison(first, second, len(pairs), num_tasks - len(pairs), tuple(figures), tuple(changes))
+
+
+def _by_rank(results: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """Return the tasks by their rank among all of the evaluation: another dataset may have them at other places."""
+    ranks = {index: rank for rank, index in enumerate(results["indices"])}
+    return {ranks[task["index"]]: task for task in results["tasks"]}
 
 
 def _check_tasks(one: tuple[Path, Mapping[str, Any]], other: tuple[Path, Mapping[str, Any]]) -> None:

@@ -156,6 +156,13 @@ def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
 def read_results(folder: Path) -> dict[str, Any]:
     """Return the results of an evaluation as plain values."""
     path = folder / RESULTS
+    if not path.is_file() and (folder / SAMPLES).is_file():
+        raise DataError(
+            "this evaluation has no results yet",
+            path=str(path),
+            rule="it is still running, or it was killed",
+            repair="wait for it, or run the same forge eval again: it continues; forge report shows what is done",
+        )
     if not path.is_file():
         raise no_evaluation(folder)
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from forge.config import EvalConfig, save
+from forge.config import EpisodeLimits, EvalConfig, save
 from forge.envs.limits import Fault
 from forge.errors import ActorFailure, CallTimeout, ConfigError, EngineDead, EvalError, PromptError
 from forge.loops.evals.record import (
@@ -128,12 +128,15 @@ def _check_scoring(config: EvalConfig) -> None:
     if config.episode.kind is not None:
         program_of(config)
         return
+    limits = config.episode.limits.model_dump(exclude={"turn_timeout_s"})
+    default = EpisodeLimits().model_dump()
     chosen = [key for key in config.episode.chosen_keys if key not in ("max_retries", "max_failed_groups", "limits")]
+    chosen += [f"limits.{key}" for key, value in limits.items() if value != default[key]]
     if chosen:
         raise ConfigError(
             "keys of `episode` have no effect without a program",
             path=f"episode.{chosen[0]}",
-            value=getattr(config.episode, chosen[0]),
+            value=limits.get(chosen[0].removeprefix("limits."), getattr(config.episode, chosen[0], None)),
             rule="only with episode.kind",
             repair="name a program with --episode module:attribute, or remove it",
         )
@@ -295,6 +298,7 @@ class _Work:
             notes=_notes(plan),
             about={
                 "target": dict(plan.target.facts),
+                "indices": sorted(plan.tasks.indices),
                 "settings": plan.settings,
                 "code": code_version(),
                 "counting": plan.config.eval.model_dump(

@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-from forge.observe.report.turns import TurnTable, cut, fair_limit, number
+from forge.observe.report.turns import CHARACTERS_PER_TOKEN, TurnTable, cut, fair_limit, number, turns_of
 
 _FILE: Final = re.compile(r"(fruitless|step|evaluation)_(\d+)\.jsonl")
 _KINDS: Final = ("fruitless", "step", "evaluation")
@@ -225,7 +225,8 @@ def _compact(
     episodes: Sequence[Fields], max_tokens: int, table: TurnTable
 ) -> tuple[list[Fields], list[str | list[Fields]], int]:
     """Return the items, the prompts that they point to, and to how many tokens long ones were cut; 0 where none was."""
-    limit = fair_limit([len(episode["token_ids"]) for episode in episodes], max_tokens, fewest=_FEWEST_TOKENS)
+    sizes = [_size(episode) for episode in episodes]
+    limit = fair_limit(sizes, max_tokens, fewest=_FEWEST_TOKENS)
     numbers: dict[str, int] = {}
     prompts: list[str | list[Fields]] = []
     items = []
@@ -235,8 +236,17 @@ def _compact(
         if place == len(prompts):
             prompts.append(prompt)
         items.append(_item(episode, prompt=place, limit=limit, table=table))
-    was_cut = any(len(episode["token_ids"]) > limit for episode in episodes)
+    was_cut = any(size > limit for size in sizes)
     return items, prompts, limit if was_cut else 0
+
+
+def _size(episode: Fields) -> int:
+    """Return how many tokens an episode has. Of text without tokens, as an endpoint's, 8 characters count as one."""
+    if episode["token_ids"]:
+        return len(episode["token_ids"])
+    texts = [episode["text"], *(turn.get("text") for turn in turns_of(episode))]
+    longest = max(len(text) for text in texts if isinstance(text, str))
+    return -(-longest // CHARACTERS_PER_TOKEN)
 
 
 def _prompt(prompt: object) -> str | list[Fields]:
@@ -265,7 +275,7 @@ def _item(episode: Fields, *, prompt: int, limit: int, table: TurnTable) -> Fiel
         "promptId": cut(str(episode.get("prompt_id", "")), _MAX_FIELD),
         "prompt": prompt,
         "answer": None if episode.get("answer") is None else cut(str(episode["answer"]), _MAX_FIELD),
-        "text": None if fits else cut(episode["text"], 8 * limit),
+        "text": None if fits else cut(episode["text"], CHARACTERS_PER_TOKEN * limit),
         "pieces": pieces[:limit] if fits and pieces is not None else [],
         "ids": episode["token_ids"][:limit] if fits else [],
         "sampler": _logprobs(episode.get("logprobs"), num_tokens, limit),

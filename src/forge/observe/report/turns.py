@@ -11,6 +11,8 @@ MAX_TURNS: Final = 20_000
 """Turns of all samples together."""
 MAX_CHARACTERS: Final = 4_000_000
 """Characters of what the policy read, all samples together. A text that several turns read counts once."""
+CHARACTERS_PER_TOKEN: Final = 8
+"""Characters that are shown in place of a token, of text whose tokens cannot be shown."""
 _FEWEST_TURNS: Final = 8
 _FEWEST_CHARACTERS: Final = 200
 _MAX_NAME: Final = 200
@@ -59,7 +61,10 @@ class TurnTable:
                 for name, value in (stats.items() if isinstance(stats, dict) else ())
             },
             "numTurns": len(turns),
-            "turns": [self._turn(turn, characters=8 * limit if with_text else 0) for turn in turns[: self._max_turns]],
+            "turns": [
+                self._turn(turn, characters=CHARACTERS_PER_TOKEN * limit if with_text else 0)
+                for turn in turns[: self._max_turns]
+            ],
         }
 
     def _turn(self, turn: Fields, *, characters: int) -> Fields:
