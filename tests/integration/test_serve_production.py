@@ -82,7 +82,7 @@ def metrics(url: str) -> dict[str, Any]:
 class Clients:
     """Ask again and again on threads, until `end`, and keep what was answered."""
 
-    def __init__(self, url: str, *, number: int = 3) -> None:
+    def __init__(self, url: str, *, number: int = 2) -> None:
         self._url = url
         self._ended = threading.Event()
         self.answers: list[tuple[int, Any, Any]] = []
@@ -91,8 +91,8 @@ class Clients:
             thread.start()
 
     def _run(self, index: int) -> None:
-        while not self._ended.wait(0.1):  # they leave some of the machine to those who start
-            self.answers.append(complete(self._url, 40 + 40 * index, return_token_ids=True))
+        while not self._ended.wait(0.3):  # they leave some of the machine to those who start
+            self.answers.append(complete(self._url, 40 + 60 * index, return_token_ids=True))
 
     def wait_for(self, number: int) -> None:
         """Wait until so many more have been answered."""
@@ -197,7 +197,7 @@ def test_two_replicas_in_production(tmp_path: Path) -> None:
         status, outcome, _ = ask(f"{url}/admin/update", {"path": str(others[0])}, Authorization="Bearer admin")
         assert (status, outcome["version"], outcome["source"]) == (200, 0, str(others[0])), log.read_text()
         assert outcome["num_replicas"] == 2
-        clients.wait_for(6)
+        clients.wait_for(3)
         save_checkpoint(run / "checkpoints", others[1], step=12)
         running.send_signal(signal.SIGHUP)
         assert running.stdout is not None
@@ -222,6 +222,7 @@ def test_two_replicas_in_production(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in access.read_text().splitlines()]
     assert sum(line["route"] == "/v1/completions" for line in lines) == len(answers) + 2 + 3
     assert {line["status"] for line in lines} == {200}
+    assert [line["error"] for line in lines if line["error"] is not None] == ["ActorFailure"], "of the stream"
 
 
 def test_a_second_signal_cuts_what_is_open(tmp_path: Path) -> None:

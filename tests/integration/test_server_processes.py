@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,7 +16,9 @@ import aiohttp
 import psutil
 import pytest
 
-from forge import Fault
+from forge import Fault, Observation, Task
+from forge.envs.check import check_env
+from forge.envs.environment import episode_from_env
 from forge.envs.external import processes
 from forge.envs.external.processes import Server, ServerSpec, close_servers, least_used, pool_of
 from forge.errors import LaunchError
@@ -152,6 +155,7 @@ def test_a_command_that_does_not_work_is_named_with_its_output(monkeypatch: pyte
 
     run(fails(spec("broken"), "failed to start 3 times in a row.*\nthere is no such game"))
     run(fails(ServerSpec(("/no/such/program",)), "/no/such/program cannot be started: .*No such file"))
+    run(fails(spec(cwd="/no/such/folder"), "failed to start 3 times in a row"))
     run(fails(spec(health="/nothing", start_limit_s=0.01), "was not ready within 0.01 s"))
 
 
@@ -204,6 +208,28 @@ def test_servers_end_with_the_event_loop() -> None:
     asyncio.run(body())
     assert not found[0].is_running()
     assert not log[0].parent.exists()
+
+
+class Served:
+    """An environment on a server that all episodes share."""
+
+    async def reset(self, task: Task) -> Observation:
+        self._stack = contextlib.AsyncExitStack()
+        self._server = await self._stack.enter_async_context(pool_of(spec()).borrow())
+        return Observation([{"role": "user", "content": "Go."}])
+
+    async def step(self, message: Any) -> Observation:
+        await get(self._server, "/health")
+        return Observation(reward=1.0, terminated=True)
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+def test_servers_that_episodes_share_are_no_leak() -> None:
+    report = asyncio.run(check_env(episode_from_env(Served), [Task("a"), Task("b")]))
+    assert report.is_ok, report.checks
+    assert {each.name: each.status for each in report.checks}["leaks"] == "pass"
 
 
 OWNER = """

@@ -99,7 +99,7 @@ class _Stop:
         self.asked.set()
         if self.server is not None and not is_first:
             self.server.hurry()
-        elif self.server is None and is_first and self.work is not None:
+        elif self.server is None and self.work is not None:
             self.work.cancel()
 
 
@@ -148,7 +148,9 @@ async def _work(config: PolicyConfig, stop: _Stop) -> None:
                 async with _updates(config, server, publisher):
                     print(f"Serving {server.model_name} at {server.base_url}", flush=True)
                     await stop.asked.wait()
-                print("Finishing open requests; a second signal ends them at once.", file=sys.stderr, flush=True)
+                if server.num_open:
+                    text = f"Finishing {server.num_open} open requests; a second signal ends them at once."
+                    print(text, file=sys.stderr, flush=True)
     finally:
         loading.cancel()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -94,6 +95,9 @@ async def check_env(
             agents.append(AgentSummary(name, tuple(found)))
     finally:
         await cancel_since(running, grace_s=grace_s)
+        servers = sys.modules.get("forge.envs.external.processes")  # where nothing imported it, there are none
+        if servers is not None:
+            await servers.close_servers()
     checks = make_checks(agents, is_deterministic=program.deterministic, leaks=leaks, max_reward=max_reward)
     return EnvReport(program.name, len(tasks), tuple(agents), checks)
 

@@ -20,6 +20,10 @@ _OWN_THREADS: Final = "asyncio_"
 """The name of the threads of `asyncio.to_thread`, which stay for the next call."""
 
 
+SHARED_TASK: Final = "forge shared "
+"""How names of tasks begin that belong to no episode, such as those that watch servers of all episodes."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenResources:
     """What is open, as (kind, identity, label) of each."""
@@ -70,8 +74,8 @@ async def cancel_since(before: Iterable[asyncio.Task[object]], *, grace_s: float
 
 
 def _started_since(before: Iterable[asyncio.Task[object]]) -> set[asyncio.Task[object]]:
-    current = asyncio.current_task()
-    return asyncio.all_tasks() - set(before) - ({current} if current is not None else set())
+    started = asyncio.all_tasks() - set(before) - {asyncio.current_task()}
+    return {task for task in started if not task.get_name().startswith(SHARED_TASK)}
 
 
 def counted(labels: Iterable[str], *, most: int = 3) -> str:

@@ -167,7 +167,7 @@ def test_the_access_log_has_a_line_for_every_request_and_no_text(tmp_path: Path)
         ("/v1/chat/completions", 401)
     ]
     first = lines[0]
-    names = "time request_id client route status model prompt_tokens completion_tokens seconds ttft versions"
+    names = "time request_id client route status model prompt_tokens completion_tokens seconds ttft versions error"
     assert " ".join(first) == names
     assert (first["request_id"], first["model"], first["client"]) == ("mine-1", "fake", "127.0.0.1")
     assert (first["completion_tokens"], first["versions"]) == (len("A secret answer"), [7])
@@ -304,6 +304,8 @@ def test_a_request_that_takes_too_long_ends_with_an_error(stream: bool) -> None:
             assert "[DONE]" not in answer
         else:
             assert (status, answer["error"]["code"]) == (504, "timeout")
+        text = (await get(session, f"{server.url}/metrics"))[1]
+        assert 'forge_generation_errors_total{error="CallTimeout"} 1' in text
 
     policy = FakeGenerator(["one two three"], pause_after=1)
     serve(policy, body, request_timeout_s=0.2)
@@ -501,7 +503,7 @@ def test_updates_need_the_admin_key_and_one_happens_at_a_time() -> None:
         assert (status, "there are no weights" in answer["error"]["message"]) == (400, True)
         policy.error = WeightMismatch("another shape", path="norm.weight")
         status, answer, _ = await post(session, url, {}, **key)
-        assert status == 500
+        assert (status, answer["error"]["code"]) == (400, "weight_mismatch")
         assert "another shape" in answer["error"]["message"]
         assert policy.version == 1, "the old weights are served"
         text = (await get(session, f"{server.url}/metrics", Authorization="Bearer client"))[1]

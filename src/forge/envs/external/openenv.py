@@ -24,7 +24,7 @@ from forge.config.base import ConfigModel
 from forge.envs.agent import Agent
 from forge.envs.environment import Observation
 from forge.envs.external.common import content_text, cut_text, options_of, program_of, with_text
-from forge.envs.external.processes import Server, ServerPool, ServerSpec, least_used, pool_of
+from forge.envs.external.processes import Server, ServerPool, ServerSpec, least_used, pool_of, shared_task
 from forge.envs.external.schemas import CompiledSchema, Schema, SchemaTool, problem_in, resolved
 from forge.envs.external.sockets import MessageSocket, fetch_json
 from forge.envs.limits import EpisodeOver, Fault
@@ -198,7 +198,7 @@ async def _schema_of(session: OpenEnvSession) -> EnvSchemas:
     """Return what a server's `/schema` says, asked for once for all episodes of this event loop."""
     known, key = _schemas.setdefault(asyncio.get_running_loop(), {}), session.options.server or session.url
     if key not in known:
-        known[key] = asyncio.create_task(_fetch_schema(session.url, session.options))
+        known[key] = shared_task(_fetch_schema(session.url, session.options), "schema")
     try:
         return await asyncio.shield(known[key])
     except Fault:

@@ -23,15 +23,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import aiohttp
 
+from forge.envs.check_leaks import SHARED_TASK
 from forge.envs.external.venvs import python_of
 from forge.envs.limits import Fault
 from forge.errors import LaunchError
 
 _log = logging.getLogger("forge.envs")
+T = TypeVar("T")
 
 LOG_BYTES: Final = 1 << 20
 """What is kept of a server's output."""
@@ -175,7 +177,7 @@ class ServerPool:
     async def _least_loaded(self, limit_s: float | None) -> Server:
         await self._open()
         loop, most = asyncio.get_running_loop(), self.spec.max_users
-        began = loop.time()
+        was_any_ready, since = False, loop.time()
         while True:
             ready = [each for each in self.servers if each.url]
             free = [each for each in ready if most is None or each.num_users < most]
@@ -183,9 +185,11 @@ class ServerPool:
                 return min(free, key=lambda each: each.num_users)
             if not ready and self._num_failed_starts >= MAX_FAILED_STARTS:
                 raise self._problem(f"failed to start {self._num_failed_starts} times in a row")
+            if bool(ready) is not was_any_ready:  # each wait has a limit of its own
+                was_any_ready, since = bool(ready), loop.time()
             bound = limit_s if ready else self.spec.start_limit_s
             try:
-                async with asyncio.timeout(None if bound is None else began + bound - loop.time()):
+                async with asyncio.timeout(None if bound is None else since + bound - loop.time()):
                     await self._changed.wait()
             except TimeoutError:
                 raise self._problem(f"was not {'free' if ready else 'ready'} within {bound:g} s") from None
@@ -193,7 +197,7 @@ class ServerPool:
     async def _open(self) -> None:
         """Install what is needed and start the servers, once for all who ask."""
         if self._opening is None:
-            self._opening = _task(self._start_all(), "open")
+            self._opening = shared_task(self._start_all(), "open")
         try:
             await asyncio.shield(self._opening)
         except asyncio.CancelledError:
@@ -212,14 +216,19 @@ class ServerPool:
         server = Server(self._num_made, Path(tempfile.mkdtemp(prefix="forge-server-")) / "output")
         self._num_made += 1
         self.servers.append(server)
-        server.task = _task(self._keep(server), f"server {server.number}")
+        server.task = shared_task(self._keep(server), f"server {server.number}")
 
     async def _keep(self, server: Server) -> None:
         """Run a server, again whenever it ends, until this is cancelled."""
         pause_s = FIRST_PAUSE_S
         try:
             while True:
-                await self._run(server)
+                try:
+                    await self._run(server)
+                except OSError as error:  # no process, no memory, no such folder
+                    self._num_failed_starts += 1
+                    _log.warning("a server cannot be started: %s", error)
+                    self._tell()
                 if server.was_ready:
                     pause_s = FIRST_PAUSE_S
                 _log.warning("a server ended and is started again in %g s: %s", pause_s, server.output()[-500:])
@@ -244,8 +253,8 @@ class ServerPool:
             cwd=self.spec.cwd,
             start_new_session=True,
         )
-        ended = asyncio.create_task(process.wait())
-        watched = asyncio.create_task(self._watch(server, f"http://127.0.0.1:{port}"))
+        ended = shared_task(process.wait(), "end")
+        watched = shared_task(self._watch(server, f"http://127.0.0.1:{port}"), "watch")
         try:
             await asyncio.wait((ended, watched), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -373,9 +382,9 @@ def _free_port() -> int:
         return port
 
 
-def _task(body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start a task that belongs to no episode: it has a context of its own."""
-    return asyncio.get_running_loop().create_task(body, name=f"forge {name}", context=contextvars.Context())
+def shared_task(body: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    """Start a task that belongs to no episode: it has a context of its own, and may outlive the one that started it."""
+    return asyncio.get_running_loop().create_task(body, name=SHARED_TASK + name, context=contextvars.Context())
 
 
 def _cancel(task: asyncio.Task[None] | None) -> None:

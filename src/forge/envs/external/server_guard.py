@@ -90,7 +90,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, lambda *_: None)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)  # the owner itself sends SIGTERM
     if os.getppid() != owner:
         return 1
     log = BoundedLog(log_path, log_bytes)
@@ -100,7 +100,7 @@ def main() -> int:
     os.close(output_write)
     status: int | None = None
     until: float | None = None
-    sources = [output_read, wake_read]
+    sources, has_no_owner = [output_read, wake_read], False
     while status is None:
         left = None if until is None else until - time.monotonic()
         if left is not None and left <= 0:
@@ -113,7 +113,9 @@ def main() -> int:
             else:
                 sources.remove(output_read)
         if wake_read in ready:
-            if any(number != signal.SIGCHLD for number in os.read(wake_read, 64)) and until is None:
+            signals = os.read(wake_read, 64)
+            has_no_owner = has_no_owner or signal.SIGHUP in signals
+            if any(number != signal.SIGCHLD for number in signals) and until is None:
                 until = time.monotonic() + grace_s
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(server, signal.SIGTERM)
@@ -128,7 +130,7 @@ def main() -> int:
         if not data:
             break
         log.write(data)
-    if os.getppid() != owner:  # it cannot remove this any more
+    if has_no_owner:  # nothing else removes this
         for path in (log_path, log_path + ".1"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)

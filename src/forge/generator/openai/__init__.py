@@ -17,13 +17,24 @@ from forge._lazy import lazy_names
 if TYPE_CHECKING:
     from forge.generator.openai.app import OpenAIServer, check_serving, serve_openai
     from forge.generator.openai.records import Exchange, exchanges_to_samples, read_exchanges
+    from forge.generator.openai.updates import UpdateOutcome, WeightPublisher
 
-__all__ = ["Exchange", "OpenAIServer", "check_serving", "exchanges_to_samples", "read_exchanges", "serve_openai"]
+__all__ = [
+    "Exchange",
+    "OpenAIServer",
+    "UpdateOutcome",
+    "WeightPublisher",
+    "check_serving",
+    "exchanges_to_samples",
+    "read_exchanges",
+    "serve_openai",
+]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "forge.generator.openai.records": "Exchange exchanges_to_samples read_exchanges",
         "forge.generator.openai.app": "OpenAIServer check_serving serve_openai",
+        "forge.generator.openai.updates": "UpdateOutcome WeightPublisher",
     },
 )

@@ -56,6 +56,7 @@ class AccessLog:
             "seconds": round(record.seconds, 6),
             "ttft": None if record.first_token_s is None else round(record.first_token_s, 6),
             "versions": sorted(record.versions),
+            "error": record.error,
         }
         self._handler.handle(logging.makeLogRecord({"msg": json.dumps(line)}))
 

@@ -50,6 +50,11 @@ class OpenAIServer:
             )
         return await self._serving.updates.run(folder)
 
+    @property
+    def num_open(self) -> int:
+        """How many requests are in progress or wait."""
+        return 0 if self._serving is None else len(self._serving.requests)
+
     def hurry(self) -> None:
         """When the block ends, or is ending, do not wait for open requests."""
         if self._serving is not None:

@@ -128,7 +128,7 @@ class _Generate:
             except _RETRIED as error:
                 if not self._policy.may_retry(error, attempt):
                     raise
-                attempt += 1
+                attempt, record.error = attempt + 1, None
             else:
                 record.note_completions(completions)
                 return completions
@@ -156,7 +156,7 @@ class _GenerateStream:
             except _RETRIED as error:
                 if has_begun or not self._policy.may_retry(error, attempt):
                     raise
-                attempt += 1
+                attempt, record.error = attempt + 1, None
 
 
 async def _next(deltas: AsyncGenerator[Delta, None], record: RequestRecord) -> Delta | None:

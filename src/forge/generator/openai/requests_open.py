@@ -32,6 +32,7 @@ class RequestRecord:
         route: the pattern of the path, such as `/v1/models/{name}`.
         limit_s: how long the answer may take.
         versions: the versions of the weights that sampled its tokens, so far.
+        error: the class of the error that ended generation; a stream that has begun has the status 200 all the same.
     """
 
     id: str
@@ -46,6 +47,7 @@ class RequestRecord:
     versions: set[int] = field(default_factory=set)
     first_token_s: float | None = None
     token_s: float | None = None
+    error: str | None = None
     arrived: float = field(default_factory=time.time)
     seconds: float = 0.0
     _started: float = field(default_factory=time.perf_counter)
@@ -83,6 +85,7 @@ class RequestRecord:
     async def limited(self) -> AsyncIterator[None]:
         """Bound a wait by the request's time limit, and by `cut`: then `CallTimeout` or the given error is raised."""
         if self._cut is not None:
+            self.error = type(self._cut).__name__
             raise self._cut
         limit = asyncio.timeout_at(self._deadline)
         try:
@@ -92,10 +95,12 @@ class RequestRecord:
                     yield
                 finally:
                     self._limits.discard(limit)
-        except TimeoutError:
-            if not limit.expired():
+        except Exception as error:
+            ended = (self._cut or self._late()) if limit.expired() else error
+            self.error = type(ended).__name__
+            if ended is error:
                 raise
-            raise self._cut or self._late() from None
+            raise ended from None
 
     def cut(self, error: ForgeError) -> None:
         """End the request now with an error. Its client gets it as the answer, or as the stream's last event."""
@@ -148,7 +153,7 @@ class OpenRequests:
         try:
             yield
         except asyncio.CancelledError:
-            record.status = record.status or CLIENT_GONE
+            record.status = CLIENT_GONE
             raise
         finally:
             _current.reset(token)

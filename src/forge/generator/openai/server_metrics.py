@@ -44,6 +44,9 @@ class ServerMetrics:
         self.rejected = Counter(
             "forge_requests_rejected_total", "Requests that were refused before they were sent on.", ("reason",)
         )
+        self.errors = Counter(
+            "forge_generation_errors_total", "Requests whose generation failed, by class of the error.", ("error",)
+        )
         self.num_retried = 0
         """Without those that the service itself has sent again."""
         self.retried = Counter("forge_request_retries_total", "Requests that were sent again, to another replica.")
@@ -61,6 +64,8 @@ class ServerMetrics:
     def note(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
         self.requests.add(1, record.route, str(record.status))
+        if record.error is not None:
+            self.errors.add(1, record.error)
         self.prompt_tokens.add(record.num_prompt_tokens)
         self.generation_tokens.add(record.num_tokens)
         self.duration.observe(record.seconds, record.route)

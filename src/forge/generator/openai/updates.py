@@ -10,7 +10,7 @@ from typing import Protocol
 
 from forge.config import UpdateMode
 from forge.envs.chat_api.errors import RequestError
-from forge.errors import FanoutError
+from forge.errors import FanoutError, WeightMismatch
 from forge.generator.openai.replicas import ServedPolicy
 from forge.generator.openai.server_metrics import ServerMetrics
 from forge.types import INITIAL_VERSION
@@ -89,14 +89,26 @@ class WeightUpdates:
         version, source = await self._publisher.publish(folder, newer_than=newest)
         try:
             reports = await self._policy.update_weights(version, self._mode)
-        except BaseException as error:
-            if isinstance(error, FanoutError) and any(outcome.ok for outcome in error.outcomes):
+        except FanoutError as error:
+            if any(outcome.ok for outcome in error.outcomes):
+                self._version = version
                 await self._publisher.keep()
             else:
                 await self._publisher.withdraw()
-            if isinstance(error, FanoutError) and isinstance(error.__cause__, Exception):
-                raise error.__cause__ from None
+            cause = error.__cause__
+            if isinstance(cause, WeightMismatch):
+                raise _mismatch(cause) from None
+            raise (error if cause is None else cause) from None
+        except WeightMismatch as error:
+            await self._publisher.withdraw()
+            raise _mismatch(error) from None
+        except BaseException:
+            await self._publisher.withdraw()
             raise
         self._version = version
         await self._publisher.keep()
         return UpdateOutcome(version, source, len(reports), time.perf_counter() - started)
+
+
+def _mismatch(error: WeightMismatch) -> RequestError:
+    return RequestError(str(error), param="path", code="weight_mismatch")
