@@ -3,8 +3,9 @@
 The server is OpenEnv's own, with the echo environment that `openenv init` makes, in OpenEnv's venv. Its clients are
 ours, as episodes use it (schemas are checked), and OpenEnv's own: the typed one that `openenv init` makes, and the
 generic one. Each client is a process that opens all sessions, resets them, and then takes steps in all of them at once
-without a pause. Rounds alternate, on the same server; ratios are medians over rounds. A fourth side runs whole episodes
-with our client: an agent, a tokenizer and a policy that answers at once.
+without a pause. Rounds alternate, on the same server. Other programs only slow a round down, so the fastest rounds are
+compared; CPU times are medians. A fourth side runs whole episodes with our client: an agent, a tokenizer and a policy
+that answers at once.
 """
 
 from __future__ import annotations
@@ -156,20 +157,18 @@ def _summary(plan: Plan, rounds: dict[str, list[dict[str, float]]]) -> dict[str,
     num = plan.num_sessions * plan.num_turns
     sides = {
         side: {
-            "turns_per_s": statistics.median(num / each["seconds"] for each in found),
+            "best_turns_per_s": max(num / each["seconds"] for each in found),
+            "median_turns_per_s": statistics.median(num / each["seconds"] for each in found),
             "client_ms": statistics.median(1e3 * each["cpu_s"] / num for each in found),
             "server_ms": statistics.median(1e3 * each["server_cpu_s"] / num for each in found),
         }
         for side, found in rounds.items()
     }
+    ours = sides["ours"]
     ratios = {
         side: {
-            "turns_per_s": [
-                theirs["seconds"] / ours["seconds"] for ours, theirs in zip(rounds["ours"], rounds[side], strict=True)
-            ],
-            "client_cpu": [
-                theirs["cpu_s"] / ours["cpu_s"] for ours, theirs in zip(rounds["ours"], rounds[side], strict=True)
-            ],
+            "turns_per_s": ours["best_turns_per_s"] / sides[side]["best_turns_per_s"],
+            "client_cpu": sides[side]["client_ms"] / ours["client_ms"],
         }
         for side in PEERS
     }
@@ -217,19 +216,15 @@ def main() -> int:
     rows = []
     for side, name in names.items():
         figures, ratios = found["sides"][side], found["ratios"].get(side)
-        row = [
-            name,
-            f"{figures['turns_per_s']:.0f}",
-            f"{figures['client_ms']:.3f} ms",
-            f"{figures['server_ms']:.3f} ms",
-        ]
-        medians = [f"{statistics.median(ratios[key]):.2f}×" for key in ("turns_per_s", "client_cpu")] if ratios else []
-        rows.append([*row, *(medians or ["", ""])])
+        speeds = [f"{figures[key]:.0f}" for key in ("best_turns_per_s", "median_turns_per_s")]
+        costs = [f"{figures[key]:.3f} ms" for key in ("client_ms", "server_ms")]
+        rows.append([name, *speeds, *costs, *([f"{each:.2f}×" for each in ratios.values()] if ratios else ["", ""])])
     title = f"{plan.num_sessions} sessions, {plan.num_turns} turns each, {plan.num_rounds} rounds"
-    print(table([title, "turns/s", "client CPU a turn", "server CPU a turn", "our turns/s", "their CPU / ours"], rows))
+    head = [title, "turns/s, best round", "median round", "client CPU a turn", "server CPU a turn"]
+    print(table([*head, "our turns/s (best) over theirs", "their client CPU over ours"], rows))
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), **found}, indent=1) + "\n")
-    is_met = all(statistics.median(each["turns_per_s"]) >= GOAL for each in found["ratios"].values())
+    is_met = all(each["turns_per_s"] >= GOAL for each in found["ratios"].values())
     print(
         f"\nGoal: at least {GOAL:g} times the turns a second of OpenEnv's own client: {'met' if is_met else 'missed'}."
     )

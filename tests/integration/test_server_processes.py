@@ -155,6 +155,7 @@ def test_a_command_that_does_not_work_is_named_with_its_output(monkeypatch: pyte
 
     run(fails(spec("broken"), "failed to start 3 times in a row.*\nthere is no such game"))
     run(fails(ServerSpec(("/no/such/program",)), "/no/such/program cannot be started: .*No such file"))
+    run(fails(spec(cwd="/no/such/folder"), "failed to start 3 times in a row"))
     run(fails(spec(health="/nothing", start_limit_s=0.01), "was not ready within 0.01 s"))
 
 

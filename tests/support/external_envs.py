@@ -25,13 +25,21 @@ class Unavailable(Exception):
     """What an integration needs is not on this machine and cannot be installed: its tests are skipped."""
 
 
-@functools.cache
 def venv_or_unavailable(requirements: tuple[str, ...]) -> Path:
     """Return the Python of a venv. Raises `Unavailable` where it cannot be made."""
+    found = _venv(requirements)
+    if isinstance(found, VenvError):
+        raise Unavailable(f"{requirements[0]} cannot be installed here: {found.message[-300:]}") from found
+    return found
+
+
+@functools.cache
+def _venv(requirements: tuple[str, ...]) -> Path | VenvError:
+    """Try once: without an index, pip takes long to give up."""
     try:
         return python_of(requirements)
     except VenvError as error:
-        raise Unavailable(f"{requirements[0]} cannot be installed here: {str(error)[-400:]}") from error
+        return error
 
 
 @dataclass(frozen=True)

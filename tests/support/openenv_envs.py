@@ -13,12 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from external_envs import TROUBLES, Integration, Script, Unavailable
+from external_envs import TROUBLES, Integration, Script, venv_or_unavailable
 from forge import Task
 from forge.envs.environment import load_program
 from forge.envs.episode import EpisodeProgram
 from forge.envs.external.processes import close_servers
-from forge.envs.external.venvs import VenvError, python_of
 
 REQUIREMENTS = ("openenv==0.10.0",)
 APPS = Path(__file__).with_name("openenv_apps")
@@ -26,13 +25,9 @@ START_S = 300.0
 """The import of OpenEnv takes four seconds on an idle core."""
 
 
-@functools.cache
 def openenv_python() -> Path:
     """Return the Python with OpenEnv. Raises `Unavailable` where it cannot be installed."""
-    try:
-        return python_of(REQUIREMENTS)
-    except VenvError as error:
-        raise Unavailable(f"openenv cannot be installed here: {str(error)[-400:]}") from error
+    return venv_or_unavailable(REQUIREMENTS)
 
 
 def make_echo(folder: Path) -> Path:

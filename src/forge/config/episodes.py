@@ -41,8 +41,8 @@ class EpisodeConfig(ConfigModel):
 
     kind: EpisodeName | None = Field(
         default=None,
-        description="The program, `module:attribute`: an `@forge.episode`, or a class with `reset`, `step` and "
-        "`close`. Null for prompts and rewards.",
+        description="The program: `module:attribute` of an `@forge.episode`, or of a class with `reset`, `step` and "
+        "`close`; or one of the built-in names. Null for prompts and rewards.",
     )
     args: Mapping[str, Any] = Field(default_factory=FrozenDict, description="Keyword arguments of the program.")
     limits: EpisodeLimits = Field(default_factory=EpisodeLimits, description="What one episode may use.")

@@ -177,7 +177,7 @@ class ServerPool:
     async def _least_loaded(self, limit_s: float | None) -> Server:
         await self._open()
         loop, most = asyncio.get_running_loop(), self.spec.max_users
-        began = loop.time()
+        was_any_ready, since = False, loop.time()
         while True:
             ready = [each for each in self.servers if each.url]
             free = [each for each in ready if most is None or each.num_users < most]
@@ -185,9 +185,11 @@ class ServerPool:
                 return min(free, key=lambda each: each.num_users)
             if not ready and self._num_failed_starts >= MAX_FAILED_STARTS:
                 raise self._problem(f"failed to start {self._num_failed_starts} times in a row")
+            if bool(ready) is not was_any_ready:  # each wait has a limit of its own
+                was_any_ready, since = bool(ready), loop.time()
             bound = limit_s if ready else self.spec.start_limit_s
             try:
-                async with asyncio.timeout(None if bound is None else began + bound - loop.time()):
+                async with asyncio.timeout(None if bound is None else since + bound - loop.time()):
                     await self._changed.wait()
             except TimeoutError:
                 raise self._problem(f"was not {'free' if ready else 'ready'} within {bound:g} s") from None
@@ -221,7 +223,12 @@ class ServerPool:
         pause_s = FIRST_PAUSE_S
         try:
             while True:
-                await self._run(server)
+                try:
+                    await self._run(server)
+                except OSError as error:  # no process, no memory, no such folder
+                    self._num_failed_starts += 1
+                    _log.warning("a server cannot be started: %s", error)
+                    self._tell()
                 if server.was_ready:
                     pause_s = FIRST_PAUSE_S
                 _log.warning("a server ended and is started again in %g s: %s", pause_s, server.output()[-500:])
