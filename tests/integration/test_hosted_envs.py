@@ -142,23 +142,19 @@ def test_a_stuck_process_is_killed_when_its_episode_has_ended(drive: Drive) -> N
     options = GymnasiumOptions(id="", **{**gymnasium_envs.COMMON, "step_timeout_s": 5.0})
 
     async def scenario() -> None:
-        def forked() -> list[psutil.Process]:
-            every = psutil.Process().children(recursive=True)
-            return [each for each in every if "fork_server.py" in " ".join(each.cmdline()[:2])]
-
         stuck = HostedProcess(KIND, options)
         await stuck.start()
         made = {"env": "troubled_gym:Troubled-v0", "make": {}, "seed": 1, "options": None, "observe": None, "act": None}
         await stuck.ask("reset", limit_s=240.0, actions=(), pattern=None, **made)
-        (server,) = [each for each in forked() if each.children()]
-        (child,) = server.children()
+        child = psutil.Process(int((await stuck.ask("step", text="pid"))["text"]))
+        server = child.parent()
+        assert server is not None
         with pytest.raises(Fault, match="took longer than 1 s for step"):
             await stuck.ask("step", limit_s=1.0, text="hang")
         assert child.is_running()
         await stuck.close()
-        await asyncio.to_thread(psutil.wait_procs, [child], 60)
+        assert (await asyncio.to_thread(psutil.wait_procs, [child], 60))[1] == []
         assert server.is_running()
-        assert server.children() == []
         assert len(pool_of(KIND.spec(options)).servers) == 1
 
     drive(scenario())
@@ -169,14 +165,18 @@ def test_what_an_episode_has_started_ends_with_it(drive: Drive) -> None:
         drive(gym("troubled_gym:Troubled-v0", ["child", "crash"]))
     assert caught.value.kind == "gymnasium_lost"
     run = drive(gym("troubled_gym:Troubled-v0", ["child", "stop"]))
-    (child,) = [int(turn.messages[0]["content"]) for turn in run.turns[1:]]
+    assert run.turns[1].messages[0]["content"].isdigit()
+    left = [each for each in psutil.Process().children(recursive=True) if is_sleeping(each)]
+    assert psutil.wait_procs(left, 60)[1] == []
+    assert not any(map(is_sleeping, psutil.Process().children(recursive=True)))
 
-    def left() -> list[psutil.Process]:
-        every = psutil.Process().children(recursive=True)
-        return [each for each in every if each.name() == "sleep" or each.pid == child]
 
-    assert psutil.wait_procs(left(), 60)[1] == []
-    assert left() == []
+def is_sleeping(process: psutil.Process) -> bool:
+    """Whether a process is what the environment started."""
+    try:
+        return process.cmdline() == ["sleep", "1000"]
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_hosts_answer_only_whoever_has_the_token(drive: Drive) -> None:

@@ -22,6 +22,8 @@ class Troubled(gymnasium.Env):  # type: ignore[misc]
         return "Say something.", {}
 
     def step(self, action: str) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if action == "pid":
+            return str(os.getpid()), 0.0, False, False, {}
         if action == "child":
             child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
             return str(child.pid), 0.0, False, False, {}
