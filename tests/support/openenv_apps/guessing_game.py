@@ -8,6 +8,7 @@ import random
 import threading
 from typing import Any
 
+import without_gradio  # noqa: F401 - before OpenEnv
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 from pydantic import Field, field_validator
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import without_gradio  # noqa: F401 - before OpenEnv
 from fastmcp import FastMCP
 from openenv.core.env_server import Observation, State, create_app
 from openenv.core.env_server.mcp_environment import MCPEnvironment
