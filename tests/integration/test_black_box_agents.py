@@ -14,6 +14,7 @@ import pytest
 import forge
 from black_box_programs import PLAIN, even, settings
 from chat_templates import THINKING, chatml_folder
+from foreign_packages import MINI_SWE_AGENT, OPENAI_AGENTS
 from forge.config import EpisodeLimits
 from forge.envs import endpoint_listener
 from forge.envs.episode import EpisodeRun, episode, run_episode
@@ -525,7 +526,7 @@ def test_openai_agents(codec: ChatTokenizer) -> None:
     )
     program = program_episode(
         ["python3", "-c", AGENTS_SDK, "{prompt}"],
-        requirements=venv("openai-agents==0.24.0"),
+        requirements=venv(*OPENAI_AGENTS),
         environ={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
         limits={"memory_bytes": 4 * 1024**3},
         grader=_shows("It is 42. Yes."),
@@ -548,7 +549,7 @@ def test_mini_swe_agent(codec: ChatTokenizer) -> None:
 
     program = program_episode(
         ["mini", "-m", "openai/policy", "-t", "{prompt}", "-y", "--exit-immediately", "-o", "trajectory.json"],
-        requirements=venv("mini-swe-agent==2.4.6", "mcp"),
+        requirements=venv(*MINI_SWE_AGENT),
         files={"sum.py": "print(2)\n"},
         environ={
             "MSWEA_CONFIGURED": "true",

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from external_envs import Unavailable, venv_or_unavailable
+from foreign_packages import GYMNASIUM, MCP, OPENENV, TEXTARENA, VERIFIERS
 from forge.config import EpisodeConfig
 from forge.envs.environment import load_program
 from forge.envs.external.common import options_of
@@ -29,11 +30,11 @@ SECTIONS = dict(
     each.split("\n", 1) for each in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
 )
 NEEDED = {
-    "Gymnasium": "gymnasium==1.4.0",
-    "OpenEnv": "openenv==0.10.0",
-    "TextArena": "textarena==0.7.4",
-    "MCP": "mcp==2.3.0",
-    "verifiers": "verifiers==0.4.0",
+    "Gymnasium": GYMNASIUM[0],
+    "OpenEnv": OPENENV[0],
+    "TextArena": TEXTARENA[0],
+    "MCP": MCP[0],
+    "verifiers": VERIFIERS[0],
 }
 OPTIONS = {
     "gymnasium": GymnasiumOptions,

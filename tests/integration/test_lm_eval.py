@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from foreign_packages import LM_EVAL
 from forge.envs.external.venvs import VenvError, python_of
 from forge.generator.openai import OpenAIServer
 from tiny_serving import tiny, with_tiny_served
 
-REQUIREMENTS = ("lm-eval[api]==0.4.13", "transformers>=5.16.1,<5.20")
+REQUIREMENTS = LM_EVAL
 NUM_TASKS = 6
 
 BY_LIKELIHOOD = """\

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import foreign_packages
 import forge
 from external_envs import Integration, Script, venv_or_unavailable
 from forge import Agent, Task
@@ -15,7 +16,7 @@ from forge.envs.episode import EpisodeProgram
 from forge.envs.external.mcp import mcp_tools
 from forge.envs.external.processes import ServerSpec, close_servers, pool_of
 
-REQUIREMENTS = ("mcp==2.3.0",)
+REQUIREMENTS = foreign_packages.MCP
 APPS = Path(__file__).with_name("hosted_apps")
 COMMAND = ("{python}", str(APPS / "mcp_server.py"))
 STDIO: dict[str, Any] = {

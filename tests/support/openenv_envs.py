@@ -13,13 +13,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import foreign_packages
 from external_envs import TROUBLES, Integration, Script, venv_or_unavailable
 from forge import Task
 from forge.envs.environment import load_program
 from forge.envs.episode import EpisodeProgram
 from forge.envs.external.processes import close_servers
 
-REQUIREMENTS = ("openenv==0.10.0",)
+REQUIREMENTS = foreign_packages.OPENENV
 APPS = Path(__file__).with_name("openenv_apps")
 START_S = 300.0
 """The import of OpenEnv takes four seconds on an idle core."""

@@ -15,12 +15,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import foreign_packages
 from external_envs import Integration, Script, Unavailable, venv_or_unavailable
 from forge import Task
 from forge.envs.environment import load_program
 from forge.envs.episode import EpisodeProgram
 
-REQUIREMENTS = ("reasoning-gym==0.1.25",)
+REQUIREMENTS = foreign_packages.REASONING_GYM
 TROUBLED = "forge_troubled"
 _ENTERED = contextlib.ExitStack()
 

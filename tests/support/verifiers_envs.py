@@ -6,13 +6,14 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import foreign_packages
 from external_envs import Integration, Script, venv_or_unavailable
 from forge import Task
 from forge.envs.environment import load_program
 from forge.envs.episode import EpisodeProgram
 from forge.envs.external.processes import close_servers
 
-REQUIREMENTS = ("verifiers==0.4.0",)
+REQUIREMENTS = foreign_packages.VERIFIERS
 APPS = Path(__file__).with_name("hosted_apps")
 COMMON: dict[str, Any] = {
     "requirements": REQUIREMENTS,
