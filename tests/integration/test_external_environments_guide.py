@@ -16,7 +16,7 @@ from external_envs import Unavailable, venv_or_unavailable
 from foreign_packages import GYMNASIUM, MCP, OPENENV, TEXTARENA, VERIFIERS
 from forge.config import EpisodeConfig
 from forge.envs.environment import load_program
-from forge.envs.external.common import options_of
+from forge.envs.external.adapting import options_of
 from forge.envs.external.gymnasium import GymnasiumOptions
 from forge.envs.external.mcp import McpOptions
 from forge.envs.external.processes import close_servers

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
 from forge import Task
-from forge.envs.external.common import content_text, cut_text, with_text
+from forge.envs.external.adapting import content_text, cut_text, with_text
 from forge.envs.external.schemas import CompiledSchema, SchemaTool, problem_in
 from forge.errors import OptionError
 from forge.testing import play

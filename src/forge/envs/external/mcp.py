@@ -28,7 +28,7 @@ from pydantic import Field, model_validator
 
 from forge._version import __version__
 from forge.config.base import ConfigModel
-from forge.envs.external.common import cut_text, options_of
+from forge.envs.external.adapting import cut_text, options_of
 from forge.envs.external.processes import foreign_environment, guard_command
 from forge.envs.external.schemas import SchemaTool, problem_in
 from forge.envs.external.venvs import python_of

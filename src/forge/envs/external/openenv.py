@@ -23,7 +23,7 @@ from pydantic import Field
 from forge.config.base import ConfigModel
 from forge.envs.agent import Agent
 from forge.envs.environment import Observation
-from forge.envs.external.common import content_text, cut_text, options_of, program_of, with_text
+from forge.envs.external.adapting import content_text, cut_text, options_of, program_of, with_text
 from forge.envs.external.processes import Server, ServerPool, ServerSpec, least_used, pool_of, shared_task
 from forge.envs.external.schemas import CompiledSchema, Schema, SchemaTool, problem_in, resolved
 from forge.envs.external.sockets import MessageSocket, fetch_json
@@ -41,8 +41,7 @@ _MCP_TOOL: Final = {
     "required": ["name", "input_schema"],
     "properties": {"name": {"type": "string"}, "description": {"type": "string"}, "input_schema": {"type": "object"}},
 }
-_HIDDEN: Final = ("done", "reward", "metadata")
-"""Fields of every observation that the policy does not read."""
+_HIDDEN: Final = ("done", "reward", "metadata")  # fields of every observation that the policy does not read
 
 
 class OpenEnvServer(ConfigModel):
@@ -60,9 +59,9 @@ class OpenEnvServer(ConfigModel):
 
     def spec(self) -> ServerSpec:
         """Return the command that starts one."""
-        uvicorn = ("{python}", "-m", "uvicorn", self.app, "--host", "127.0.0.1", "--port", "{port}")
+        listening = ("--host", "127.0.0.1", "--port", "{port}", "--log-level", "warning")
         return ServerSpec(
-            command=(*uvicorn, "--log-level", "warning"),
+            command=("{python}", "-m", "uvicorn", self.app, *listening),
             requirements=self.requirements,
             instances=self.instances,
             folders=tuple(map(os.path.abspath, self.folders)),

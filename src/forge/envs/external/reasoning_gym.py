@@ -16,7 +16,7 @@ from pydantic import Field
 
 from forge.config.base import ConfigModel
 from forge.envs.agent import Agent
-from forge.envs.external.common import options_of, program_of
+from forge.envs.external.adapting import options_of, program_of
 from forge.envs.limits import Fault
 from forge.envs.tool_threads import ToolExit, call_on_thread
 from forge.envs.trace import Message

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 from pydantic import Field, model_validator
 
 from forge.envs.environment import Observation
-from forge.envs.external.common import cut_text, env_program, options_of, said_text, seed_of, with_text
+from forge.envs.external.adapting import cut_text, env_program, options_of, said_text, seed_of, with_text
 from forge.envs.external.hosted import HostedProcess, HostKind, HostOptions
 from forge.envs.trace import Message
 from forge.types import Task

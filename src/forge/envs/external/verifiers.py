@@ -14,7 +14,7 @@ from typing import Any, Final
 from pydantic import Field
 
 from forge.envs.agent import Agent
-from forge.envs.external.common import options_of, program_of
+from forge.envs.external.adapting import options_of, program_of
 from forge.envs.external.hosted import HostedProcess, HostKind, HostOptions
 from forge.errors import OptionError
 from forge.types import Task
