@@ -46,7 +46,7 @@ class Run:
         self.status = STOPPED
         self.ended, self.all_ended = threading.Event(), threading.Event()
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-        environment.setdefault("OMP_WAIT_POLICY", "passive")
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._pid = os.posix_spawn(command[0], command, environment, setsigdef=ENDING_SIGNALS)
         threading.Thread(target=self._reap, daemon=True).start()
 

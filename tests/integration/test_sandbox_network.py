@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -163,20 +164,22 @@ def test_commands_that_do_not_exist_are_named(one_backend: LaunchedSandbox) -> N
     use(one_backend, body)
 
 
-def test_further_folders_can_be_read_and_not_written(backend: LaunchedSandbox, tmp_path: Path) -> None:
-    (tmp_path / "tool").mkdir()
-    (tmp_path / "tool" / "data.txt").write_text("shown")
-    (tmp_path / "secret.txt").write_text("hidden")
-    for each in (tmp_path, *tmp_path.parents[:2]):  # pytest's own: one of the boundaries is another user
-        each.chmod(each.stat().st_mode | 0o055)
-
+def test_further_folders_can_be_read_and_not_written(backend: LaunchedSandbox) -> None:
     async def body(box: Box) -> None:
-        path = tmp_path / "tool" / "data.txt"
+        path = folder / "tool" / "data.txt"
         assert (await box.run(["cat", str(path)])).stdout == "shown"
-        assert (await box.run(["cat", str(tmp_path / "secret.txt")])).exit_code == 1
+        assert (await box.run(["cat", str(folder / "secret.txt")])).exit_code == 1
         assert "Read-only" in (await box.run(["bash", "-c", f"echo x > {path}"])).stderr
 
-    use(backend, body, readable=[str(tmp_path / "tool")])
+    with (
+        tempfile.TemporaryDirectory() as name
+    ):  # pytest's own can be read by nobody else, and one boundary is another user
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "tool").mkdir()
+        (folder / "tool" / "data.txt").write_text("shown")
+        (folder / "secret.txt").write_text("hidden")
+        use(backend, body, readable=[str(folder / "tool")])
 
 
 @pytest.mark.parametrize("path", ["/", "/tmp", "/proc/1", "/nonesuch"])

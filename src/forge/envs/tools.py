@@ -26,7 +26,7 @@ from forge.types import MalformedCall, ToolCall
 
 _NAME: Final = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
 
-ToolError = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "timeout"]
+ToolError = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "timeout", "parallel_call"]
 
 
 @dataclass(frozen=True, slots=True)
