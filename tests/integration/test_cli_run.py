@@ -83,7 +83,7 @@ def save(number, frame):
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, save)
-print("ready", flush=True)
+os.write(1, b"ready\\n")  # whole, beside that of the other rank
 while True:
     signal.pause()
 """

@@ -47,9 +47,10 @@ def test_a_file_in_use_is_not(left: Path, is_mapped: bool) -> None:
 
 
 def test_a_child_that_is_about_to_end_is_waited_for() -> None:
+    before = running_children()  # of other tests
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         assert child.pid in [found.pid for found in running_children()]
-        assert [line for line in lasting_children(limit_s=0.0) if "input()" in line]
+        assert [line for line in lasting_children(before, limit_s=0.0) if "input()" in line]
         assert child.stdin is not None
         child.stdin.close()
-        assert not [line for line in lasting_children() if "input()" in line]
+        assert lasting_children(before) == []
