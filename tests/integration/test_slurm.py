@@ -9,16 +9,16 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from attaching import Attached
 from forge.config import LauncherConfig, SlurmConfig
 from forge.errors import LaunchError
-from forge.runtime.launchers import Allocation, make_launcher
+from forge.runtime.launchers import make_launcher
 from forge.runtime.launchers.slurm import JobState, SlurmLauncher, job_script, parse_state
 from forge.runtime.sockets import TLS_VARIABLES
 from stand_in_programs import Programs
@@ -41,28 +41,6 @@ class Clock:
         self.naps.append(seconds)
         self.now += seconds
         await asyncio.sleep(0)
-
-
-class Attached:
-    """Stands where `attach_all` would connect, and notes what it was asked to do."""
-
-    def __init__(self, error: Exception | None = None, release_error: Exception | None = None) -> None:
-        self.error, self.release_error = error, release_error
-        self.addresses: list[str] = []
-        self.bind = ""
-        self.num_releases = 0
-
-    async def __call__(self, addresses: Sequence[str], *, bind: str) -> Allocation:
-        self.addresses, self.bind = list(addresses), bind
-        if self.error is not None:
-            raise self.error
-
-        async def release() -> None:
-            self.num_releases += 1
-            if self.release_error is not None:
-                raise self.release_error
-
-        return Allocation((), release)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import torch
 import forge
 from forge import Agent, Task
 from forge.config import DistributedConfig, TrainerConfig, TrainingConfig
+from forge.models import tiny
 from forge.models.hf_config import read_hf_config
-from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
 from forge.trainer.checkpointer import Checkpointer
 from forge.trainer.engine import Engine
@@ -22,28 +22,16 @@ from forge.types import Batch, Sample
 NUM_TURNS = 3
 CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
 AGAIN = {"role": "user", "content": "Again?"}
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['role'] == 'assistant' %}
-{%- generation %}
+CALLS = """\
 {{- message['content'] or '' }}
 {%- for call in message['tool_calls'] or [] %}
 {{- '<tool_call>{"name": "' + call['function']['name'] + '", "arguments": ' }}
 {{- call['function']['arguments'] | tojson }}
 {{- '}</tool_call>' }}
 {%- endfor %}
-{{- '<|im_end|>' }}
-{%- endgeneration %}
-{{- '\\n' }}
-{%- else %}
-{{- message['content'] + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
+{{- '<|im_end|>' }}"""
+CHAT_TEMPLATE = tiny.CHAT_TEMPLATE.replace("{{- message['content'] + '<|im_end|>' }}", CALLS)
+"""That of tiny models, with calls."""
 
 
 @forge.tool
@@ -69,7 +57,7 @@ async def looking(task: Task, agent: Agent) -> float:
 def teach(folder: Path, *, num_steps: int = 150, with_gpus: bool, seed: int = 0) -> Path:
     """Write a tiny model that calls the tool, reads its result and answers with any digit; return its folder."""
     untaught = folder / "untaught"
-    make_tiny(untaught)
+    tiny.make_tiny(untaught)
     (untaught / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     tokenizer, rng = ChatTokenizer.load(untaught), random.Random(seed)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from attaching import Attached
 from forge.config import KubernetesConfig, LauncherConfig
 from forge.errors import LaunchError
-from forge.runtime.launchers import Allocation, make_launcher
+from forge.runtime.launchers import make_launcher
 from forge.runtime.launchers.kubernetes import KubernetesLauncher, addresses, manifests, object_name
 from forge.runtime.sockets import TLS_VARIABLES
 from forge.runtime.worker import check_address
@@ -29,26 +29,6 @@ DELETE = [
     *("kubectl", "delete", "statefulset,service", "--namespace=rl", "--selector=forge-run=c0ffee"),
     *("--ignore-not-found", "--wait=false"),
 ]
-
-
-class Attached:
-    """Stands where `attach_all` would connect, and notes what it was asked to do."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.addresses: list[str] = []
-        self.bind = ""
-        self.num_releases = 0
-
-    async def __call__(self, addresses: Sequence[str], *, bind: str) -> Allocation:
-        self.addresses, self.bind = list(addresses), bind
-        if self.error is not None:
-            raise self.error
-
-        async def release() -> None:
-            self.num_releases += 1
-
-        return Allocation((), release)
 
 
 @pytest.fixture
