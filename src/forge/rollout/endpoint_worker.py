@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from forge.envs.character_codec import CharacterCodec
-from forge.envs.journal import Entry
-from forge.envs.state import EpisodeKey, Policy
+from forge.envs.state import Policy
 from forge.rollout.endpoint_policy import EndpointPolicy, make_client
 from forge.rollout.episode_worker import EpisodeOptions, EpisodeWorker
-from forge.rollout.journal_file import JournalFile
 from forge.runtime.endpoints import endpoint
-from forge.types import Episode, Task
+from forge.types import Episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +56,8 @@ class EndpointWorker(EpisodeWorker):
             self._client = make_client(address.url, api_key=address.api_key, timeout_s=address.timeout_s)
         yield EndpointPolicy(self._client, address.model, self._characters)
 
-    async def _run(
-        self,
-        task: Task,
-        key: EpisodeKey,
-        policy: Policy,
-        file: JournalFile,
-        entries: Sequence[Entry],
-        *,
-        evaluation: bool,
-        num_restarts: int = 0,
-    ) -> Episode:
-        made = await super()._run(task, key, policy, file, entries, evaluation=evaluation, num_restarts=num_restarts)
-        return _without_tokens(made, cast("EndpointPolicy", policy))
+    def _kept(self, episode: Episode, policy: Policy) -> Episode:
+        return _without_tokens(episode, cast("EndpointPolicy", policy))
 
     @endpoint(concurrent=True)
     async def close(self) -> None:

@@ -206,7 +206,7 @@ class EpisodeWorker(ForgeActor):
         finally:
             file.close()
         stats = made.counts.as_stats() | {"seconds": made.seconds, "num_replayed": float(made.num_replayed)}
-        return Episode(
+        whole = Episode(
             task,
             made.turns,
             made.score,
@@ -215,6 +215,11 @@ class EpisodeWorker(ForgeActor):
             outcome=made.outcome,
             stats=stats | {"num_replay_mismatches": float(num_restarts)},
         )
+        return self._kept(whole, policy)
+
+    def _kept(self, episode: Episode, policy: Policy) -> Episode:
+        """Return what is kept of an episode."""
+        return episode
 
     @endpoint(concurrent=True)
     async def compare(self, task: Task, episodes: Sequence[Episode]) -> list[float]:
