@@ -18,21 +18,29 @@ from pathlib import Path
 from forge.config import GRPOConfig, SFTConfig, load
 from forge.errors import INPUT_ERRORS, ForgeError
 from forge.loops.grpo import GRPOResult, run_grpo
+from forge.loops.run_paths import run_dir
 from forge.loops.sft import run_sft
 
+ReportFunction = Callable[[Path, Path], str]
+"""Returns what an application measures itself, from the folders of the fine-tuned model and of the finished run."""
 
-def main(app: Path, write_files: Callable[..., Path]) -> None:
+
+def main(app: Path, write_files: Callable[..., Path], *, report: ReportFunction | None = None) -> None:
     """Run an application from the command line: [--seed N] [--output FOLDER] [key=value of grpo.yaml …]."""
     parser = argparse.ArgumentParser(description="A tiny model learns to act over several turns, on a CPU.")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random")
     parser.add_argument("--output", type=Path, help="folder to write to; by default runs/NAME-SEED")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to grpo.yaml")
+    parser.add_argument("--config", type=Path, default=app / "grpo.yaml", help="the reinforcement learning")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     arguments = parser.parse_args()
     folder = arguments.output or Path("runs") / f"{app.name}-{arguments.seed}"
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     began = time.perf_counter()
     try:
-        result = teach(app, write_files, folder, seed=arguments.seed, overrides=arguments.overrides)
+        grpo = show(
+            app, write_files, folder, seed=arguments.seed, config=arguments.config, overrides=arguments.overrides
+        )
+        result = asyncio.run(run_grpo(grpo))
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
     except ForgeError as error:
@@ -41,12 +49,14 @@ def main(app: Path, write_files: Callable[..., Path]) -> None:
     if result.is_stopped:
         sys.exit(result.exit_code)
     print(summary(result, seconds=time.perf_counter() - began))
+    if report is not None:
+        print(report(Path(str(grpo.model.path)), run_dir(grpo)))
 
 
-def teach(
-    app: Path, write_files: Callable[..., Path], folder: Path, *, seed: int, overrides: Sequence[str] = ()
-) -> GRPOResult:
-    """Write the files, fine-tune on the demonstrations unless that was done, and learn from the tasks."""
+def show(
+    app: Path, write_files: Callable[..., Path], folder: Path, *, seed: int, config: Path, overrides: Sequence[str] = ()
+) -> GRPOConfig:
+    """Write the files, fine-tune on the demonstrations unless that was done, and return how to go on with the tasks."""
     files = write_files(folder / "task", seed=seed)
     common = [f"run.output_dir={folder}", f"run.seed={seed}"]
     shown = [f"data.sources.0.path={files}/demonstrations.jsonl"]
@@ -57,24 +67,20 @@ def teach(
         tuned = asyncio.run(run_sft(sft))
         if tuned.is_stopped:
             sys.exit(tuned.exit_code)
-    print("2. Reinforcement learning: what succeeds. Held-out success is `avg@k`.", flush=True)
     places = [f"model.path={model}", f"prompts.sources.0.path={files}/prompts.jsonl"]
-    places += [f"evaluation.sources.0.path={files}/heldout.jsonl"]
-    grpo = load(GRPOConfig, files=[app / "grpo.yaml"], overrides=[*common, *places, *overrides])
-    return asyncio.run(run_grpo(grpo))
+    if (files / "heldout.jsonl").exists():
+        places += [f"evaluation.sources.0.path={files}/heldout.jsonl"]
+    grpo = load(GRPOConfig, files=[config], overrides=[*common, *places, *overrides])
+    hint = " Held-out success is `avg@k`." if grpo.evaluation.sources else ""
+    print(f"2. Reinforcement learning: what succeeds.{hint}", flush=True)
+    return grpo
 
 
 def summary(result: GRPOResult, *, seconds: float) -> str:
     """Return how it went, in a few lines."""
     first, last = result.first_evaluation, result.evaluation
-    assert first is not None
-    assert last is not None
-    return "\n".join(
-        [
-            "",
-            f"Held-out success: {first.solved:.1%} -> {last.solved:.1%} of {last.num_prompts} tasks never seen",
-            f"{result.step} steps; {seconds:.0f} s in all",
-            f"Report: {result.report}",
-            f"Model:  {result.export}",
-        ]
-    )
+    lines = [""]
+    if first is not None and last is not None:
+        lines += [f"Held-out success: {first.solved:.1%} -> {last.solved:.1%} of {last.num_prompts} tasks never seen"]
+    lines += [f"{result.step} steps; {seconds:.0f} s in all", f"Report: {result.report}", f"Model:  {result.export}"]
+    return "\n".join(lines)

@@ -11,6 +11,7 @@ Each side is a process that has the GPU to itself, one after the other. The firs
 from the end of one training step to the end of the next. The GPU's memory is read from outside every 50 ms.
 
     python benchmarks/grpo_gpu.py --minutes 9 --json grpo_gpu.json
+    python benchmarks/grpo_gpu.py --prompts 32 --tail 1 --max-tokens 8192 --sides native-shared native-shared-ahead2
     python benchmarks/grpo_gpu.py --quick --device cpu --sides native-shared        # to try the program out
 """
 
@@ -131,11 +132,17 @@ class Bench:
         }
 
 
+def length_words(plan: Mapping[str, Any]) -> str:
+    if not plan["tail"]:
+        return str(plan["max_tokens"])
+    return f"log-normal (median {plan['tail_median']}, sigma {plan['tail']:g}) up to {plan['max_tokens']}"
+
+
 def report(found: Mapping[str, Any]) -> str:
     plan = found["plan"]
     what = (
         f"{plan['shape']}, {plan['num_prompts']} prompts x {plan['group_size']} samples, {plan['prompt_tokens']} + "
-        f"{plan['max_tokens']} tokens, {plan['precision']} precision, {plan['num_steps']} steps after "
+        f"{length_words(plan)} tokens, {plan['precision']} precision, {plan['num_steps']} steps after "
         f"{plan['num_warm']} that did not count"
     )
     parts = [what, speed_table(found["sides"]), use_table(found["sides"])]
@@ -175,7 +182,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, help="completions of each; default: 8")
     parser.add_argument("--prompt-tokens", type=int, help="default: 512")
     parser.add_argument("--max-tokens", type=int, help="of a completion, exactly; default: 1024")
+    parser.add_argument("--tail", type=float, help="spread of log-normal lengths, cut at --max-tokens; default: 0")
+    parser.add_argument("--tail-median", type=int, help="their median; default: 600")
     parser.add_argument("--steps", type=int, help="that are measured; default: 2")
+    parser.add_argument("--warm", type=int, help="steps before them; default: 1")
     parser.add_argument("--precision", choices=("mixed", "pure", "float32"), help="of all sides; default: mixed")
     parser.add_argument("--microbatch-tokens", type=int, help="ours; default: 17408")
     parser.add_argument("--checkpointing", choices=("none", "selective", "full"), help="ours; default: none")
@@ -204,7 +214,10 @@ def plan_of(chosen: argparse.Namespace) -> Plan:
         group_size=chosen.group_size,
         prompt_tokens=chosen.prompt_tokens,
         max_tokens=chosen.max_tokens,
+        tail=chosen.tail,
+        tail_median=chosen.tail_median,
         num_steps=chosen.steps,
+        num_warm=chosen.warm,
         precision=chosen.precision,
         microbatch_tokens=chosen.microbatch_tokens,
         checkpointing=chosen.checkpointing,

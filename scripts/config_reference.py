@@ -12,7 +12,16 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from forge.config import EvalConfig, ForgeConfig, GRPOConfig, PolicyConfig, SFTConfig
+from forge.config import (
+    DistillConfig,
+    EvalConfig,
+    ForgeConfig,
+    GRPOConfig,
+    PolicyConfig,
+    PreferenceConfig,
+    RewardTrainingConfig,
+    SFTConfig,
+)
 from forge.config.fields import elements_of, sections_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "config.md"
@@ -28,6 +37,21 @@ SFT_HEADER = """\
 # Supervised fine-tuning
 
 What `forge.config.SFTConfig` adds for `apps/sft`; see [the guide](../guides/sft.md).
+"""
+
+PREFERENCE_HEADER = """\
+# Preference optimisation
+
+What `forge.config.PreferenceConfig` adds for `apps/dpo`; see [the guide](../guides/preferences.md). The sections
+`distributed`, `checkpointing`, `metrics` and `adapter` are those of supervised fine-tuning, and so is `training`, where
+`training.share_prefixes` is true unless you set it: the two answers of a pair share their prompt.
+"""
+
+REWARD_HEADER = """\
+# Training of reward models
+
+What `forge.config.RewardTrainingConfig` adds for `apps/reward_model`; see [the guide](../guides/reward_models.md). The
+other sections are those of supervised fine-tuning. `model.head` is `scalar`.
 """
 
 POLICY_HEADER = """\
@@ -46,6 +70,14 @@ What `forge.config.GRPOConfig` adds for `apps/grpo`; see [the guide](../guides/g
 `rollout.batch_groups` groups.
 """
 
+DISTILL_HEADER = """\
+# Distillation
+
+What `forge.config.DistillConfig` adds for `forge distill` and `apps/distill`; see
+[the guide](../guides/distillation.md). The other sections are those of supervised fine-tuning, and `teacher` is that of
+reinforcement learning.
+"""
+
 EVAL_HEADER = """\
 # Evaluation
 
@@ -57,13 +89,22 @@ What `forge.config.EvalConfig` adds for `forge eval`; see [the guide](../guides/
 def make_page() -> str:
     """The whole page."""
     pages = [HEADER, *_sections([("", ForgeConfig)]), SFT_HEADER, *_sections(_added(SFTConfig))]
+    own = [(path, section) for path, section in _added(PreferenceConfig) if section not in _of(SFTConfig)]
+    pages += [PREFERENCE_HEADER, *_sections([each for each in own if each[0] != "training"])]
+    own = [(path, section) for path, section in _added(RewardTrainingConfig) if section not in _of(SFTConfig)]
+    pages += [REWARD_HEADER, *_sections(own)]
     pages += [POLICY_HEADER, *_keys(PolicyConfig), *_sections(_added(PolicyConfig))]
-    elsewhere = {section for schema in (SFTConfig, PolicyConfig) for _, section in _added(schema)}
+    elsewhere = _of(SFTConfig) | _of(PolicyConfig)
     own = [(path, section) for path, section in _added(GRPOConfig) if section not in elsewhere]
     pages += [GRPO_HEADER, *_keys(GRPOConfig), *_sections(own)]
-    elsewhere |= {section for _, section in _added(GRPOConfig)}
+    elsewhere |= _of(GRPOConfig)
+    pages += [DISTILL_HEADER, *_sections([each for each in _added(DistillConfig) if each[1] not in elsewhere])]
     pages += [EVAL_HEADER, *_sections([each for each in _added(EvalConfig) if each[1] not in elsewhere])]
     return "\n".join(pages).rstrip() + "\n"
+
+
+def _of(schema: type[ForgeConfig]) -> set[type[BaseModel]]:
+    return {section for _, section in _added(schema)}
 
 
 def _added(schema: type[ForgeConfig]) -> list[tuple[str, type[BaseModel]]]:

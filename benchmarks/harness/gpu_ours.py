@@ -14,13 +14,17 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.gpu_plan import Plan, do_and_end, facts_of, model_folder, prompts_file, say
+from harness.gpu_plan import Plan, do_and_end, facts_of, length_of, model_folder, prompts_file, say
 
 SIDES: Mapping[str, tuple[str, ...]] = {
     "native-shared": ("placement=shared",),
+    "native-shared-ahead": ("placement=shared", "rollout.staleness=1"),
+    "native-shared-ahead2": ("placement=shared", "rollout.staleness=2"),
+    "native-shared-ahead3": ("placement=shared", "rollout.staleness=3"),
     "native-turns": ("placement=turns",),
     "vllm-turns": ("placement=turns", "generator.engine=vllm"),
     "native-beside": ("placement=beside", "rollout.staleness=1"),
@@ -77,7 +81,7 @@ def settings_of(plan: Plan, folder: Path, side: str) -> list[str]:
         settings.append("generator.kv_cache_gb=0.5")
     elif side == "vllm-turns":
         settings.append(f"generator.gpu_memory_share={plan.vllm_memory}")
-    elif is_cuda and side in ("native-shared", "native-turns"):
+    elif is_cuda and (side.startswith("native-shared") or side == "native-turns"):
         settings.append(f"generator.kv_cache_gb={cache_gib(plan)}")
     return [*settings, *plan.settings]
 
@@ -85,7 +89,8 @@ def settings_of(plan: Plan, folder: Path, side: str) -> list[str]:
 def cache_gib(plan: Plan) -> int:
     """What the keys and values of a step's samples take, each prompt once: the embedded engine would take more."""
     facts = facts_of(plan.shape)
-    tokens = plan.num_prompts * plan.prompt_tokens + plan.num_samples * (plan.max_tokens + 16)
+    longest = plan.max_tokens if not plan.tail else 2 * plan.tail_median  # few are much longer
+    tokens = plan.num_prompts * plan.prompt_tokens + plan.num_samples * (longest + 16)
     return -(-2 * 2 * tokens * facts.num_layers * facts.num_kv_heads * facts.head_dim // 2**30)
 
 
@@ -170,6 +175,29 @@ class Watched:
         say("trainer", **{name: state[name] for name in ("device_name", "compute_dtype", "memory_gib")}, engines=plain)
 
 
+class VariedLengths:
+    """A policy whose completions have the lengths of the plan. Everything else is the policy's own."""
+
+    def __init__(self, policy: Any, plan: Plan) -> None:
+        self._policy, self._plan = policy, plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    async def generate(self, prompt: Any, *, sampling: Any) -> list[Any]:
+        """Ask for each completion of a group by itself, since each has its own length."""
+        asked = [
+            self._policy.generate(
+                prompt,
+                sampling=sampling.model_copy(
+                    update={"n": 1, "max_tokens": length_of(self._plan, prompt.id, member), "seed": None}
+                ),
+            )
+            for member in range(sampling.n)
+        ]
+        return [replace(found, index=member) for member, (found,) in enumerate(await asyncio.gather(*asked))]
+
+
 async def train(plan: Plan, folder: Path, side: str) -> None:
     import forge
     from forge.config import GRPOConfig, load
@@ -187,7 +215,8 @@ async def train(plan: Plan, folder: Path, side: str) -> None:
         say("started", seconds=time.perf_counter() - began)
         times = Times(folder / "runs" / side / "metrics.jsonl")
         watched: Any = Watched(workers.trainer, workers.policy, plan, times=times)
-        workers = Workers(watched, workers.policy, workers.rewards, workers.reference)
+        policy: Any = VariedLengths(workers.policy, plan) if plan.tail else workers.policy
+        workers = Workers(watched, policy, workers.rewards, workers.reference)
         loop = GRPOLoop(run, workers, single_turn(run, workers))
         try:
             await loop.run()

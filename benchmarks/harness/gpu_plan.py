@@ -8,6 +8,7 @@ does: that figure is one of random weights, and says which side is closer rather
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -42,6 +43,8 @@ class Plan:
         device: `cuda`, or `cpu` to try the programs out.
         num_prompts, group_size: prompts of a step, and completions of each.
         prompt_tokens, max_tokens: tokens of every prompt, and of every completion: exactly so many.
+        tail: the spread of log-normal lengths instead, whose median is `tail_median` and which are cut at
+            `max_tokens`; 0 for completions of one length.
         num_steps: steps that are measured; `num_warm` steps before them are not.
         precision: `mixed` computes in bfloat16 with float32 weights, gradients and optimizer states; `pure` has all of
             them in bfloat16; `float32` is for a CPU.
@@ -58,6 +61,8 @@ class Plan:
     group_size: int = 8
     prompt_tokens: int = 512
     max_tokens: int = 1024
+    tail: float = 0.0
+    tail_median: int = 600
     num_steps: int = 2
     num_warm: int = 1
     precision: str = "mixed"
@@ -143,6 +148,17 @@ def do_and_end(work: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+# ---- Lengths
+
+
+def length_of(plan: Plan, prompt: object, member: int) -> int:
+    """Return how many tokens the completion of a prompt has: the same on every side."""
+    if not plan.tail:
+        return plan.max_tokens
+    drawn = random.Random(f"{plan.seed}:{prompt}:{member}").lognormvariate(math.log(plan.tail_median), plan.tail)
+    return max(1, min(plan.max_tokens, round(drawn)))
 
 
 # ---- The reward

@@ -123,7 +123,7 @@ def _rates(figures: Mapping[str, Any], plan: Plan, *, facts: Any, peak_flops: fl
     of tokens is that of the whole step."""
     split = figures["split"]
     found: dict[str, Any] = {}
-    if split and peak_flops is not None and split["training"] > 0:
+    if split and peak_flops is not None and split["training"] > 0 and not plan.tail:  # of one known length
         found["mfu"] = training_flops(facts, plan, prompt_once=False) / split["training"] / peak_flops
         if figures["shares_prompts"]:
             found["mfu_prompt_once"] = training_flops(facts, plan, prompt_once=True) / split["training"] / peak_flops

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.gpu_plan import Plan, do_and_end, model_folder, prompts_file, say, spread
+from harness.gpu_plan import Plan, do_and_end, length_of, model_folder, prompts_file, say, spread
 
 SIDES: Mapping[str, Mapping[str, Any]] = {
     "trl-vllm": {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True},
@@ -190,7 +190,28 @@ def build(plan: Plan, side: str, *, folder: Path, output: str) -> tuple[Any, Par
     trainer.remove_callback(PrinterCallback)
     if SIDES[side]["use_vllm"]:
         count_syncs(trainer.vllm_generation, parts)
+        if plan.tail:
+            vary_lengths(trainer.vllm_generation.llm, plan)
     return trainer, parts
+
+
+def vary_lengths(llm: Any, plan: Plan) -> None:
+    """Let vLLM give completions the lengths of the plan. TRL asks for one completion of each prompt in the list."""
+    plain = llm.generate
+
+    def generate(prompts: list[Any], sampling_params: Any, **named: Any) -> Any:
+        seen: dict[str, int] = defaultdict(int)
+        varied = []
+        for prompt in prompts:
+            key = str(prompt)
+            length = length_of(plan, key, seen[key])
+            seen[key] += 1
+            own = sampling_params.clone()
+            own.max_tokens = own.min_tokens = length
+            varied.append(own)
+        return plain(prompts, sampling_params=varied, **named)
+
+    llm.generate = generate
 
 
 def count_syncs(generation: Any, parts: Parts) -> None:

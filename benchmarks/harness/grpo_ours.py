@@ -200,7 +200,7 @@ async def _opened(config: Any, plan: Plan) -> AsyncIterator[Any]:
             tokenizer=run.tokenizer,
         )
         gate = Gate(workers.policy)
-        evaluator = None if plan.goal is None else make_evaluator(run, workers)
+        evaluator = None if plan.goal is None else make_evaluator(run, workers, make_source(run, workers))
         trainer: Any = Turns(workers.trainer, gate, window=plan.window, evaluator=evaluator)
         policy: Any = gate
         watched = replace(workers, trainer=trainer, policy=policy)

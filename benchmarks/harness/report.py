@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,18 @@ def machine() -> dict[str, Any]:
         "memory_gb": round(psutil.virtual_memory().total / 1e9),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "torchforge": version("torchforge"),
+        "torchforge": _own_version(),
         "torchmonarch": version("torchmonarch"),
         "load_before": os.getloadavg()[0],
     }
+
+
+def _own_version() -> str:
+    """Return the version that is installed; a machine without network may run from the sources."""
+    try:
+        return version("torchforge")
+    except PackageNotFoundError:
+        return "from sources"
 
 
 def verdict(row: dict[str, Any], sign: str) -> str:

@@ -17,10 +17,12 @@ from harness.windows import cpu_each_s
 class Turns:
     """A trainer's handle that counts tokens and time, validates, and waits for its turn after each window."""
 
-    def __init__(self, trainer: Any, plan: Plan, held_out: Path) -> None:
+    def __init__(self, trainer: Any, plan: Any, held_out: Path | None = None) -> None:
         self._trainer, self._plan = trainer, plan
-        self._held_out = _batches_of(held_out, num_tokens=4 * plan.longest)
+        self._held_out = [] if held_out is None else _batches_of(held_out, num_tokens=4 * plan.longest)
         self._tokens = self._steps = self._due = 0
+        self._losses: list[float] = []
+        self.peak_bytes = 0
         self._mark()
 
     def __getattr__(self, name: str) -> Any:
@@ -33,24 +35,27 @@ class Turns:
         result = await self._trainer.train_step(batch)
         self._tokens += result.num_tokens
         self._steps += 1
+        self._losses.append(result.loss)
         seconds, cpu_seconds = time.perf_counter() - self._wall, _family_cpu_s() - self._cpu_s
-        if self._tokens >= self._due or self._steps == self._plan.num_steps:
+        if self._held_out and (self._tokens >= self._due or self._steps == self._plan.num_steps):
             await self._validate()
             began = time.perf_counter() - seconds, _family_cpu_s() - cpu_seconds
             self._wall, self._cpu_s = began
         if self._steps % self._plan.window == 0:
-            say(
-                "window", step=self._steps, tokens=self._tokens - self._before, seconds=seconds, cpu_seconds=cpu_seconds
-            )
+            spent = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+            self.peak_bytes = max(self.peak_bytes, _trainer_peak_bytes())
+            say("window", step=self._steps, tokens=self._tokens - self._before, losses=self._losses, **spent)
             if not sys.stdin.readline():
                 raise EOFError("the measuring program has gone")
             self._mark()
         return result
 
     async def _validate(self) -> None:
+        if not self._held_out:
+            return
         loss = weight = 0.0
         for batch in self._held_out:
-            batch_loss, batch_weight = await self._trainer.evaluate(batch)
+            batch_loss, batch_weight, _ = await self._trainer.evaluate(batch)
             loss, weight = loss + batch_loss, weight + batch_weight
         say("validation", tokens=self._tokens, loss=loss / weight, validation_tokens=int(weight))
         every = self._plan.validate_every_tokens
@@ -58,6 +63,7 @@ class Turns:
 
     def _mark(self) -> None:
         self._before, self._wall, self._cpu_s = self._tokens, time.perf_counter(), _family_cpu_s()
+        self._losses = []
 
 
 def _family_cpu_s() -> float:
@@ -66,6 +72,17 @@ def _family_cpu_s() -> float:
 
     family = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
     return sum(cpu_each_s(family).values())
+
+
+def _trainer_peak_bytes() -> int:
+    """Return the most memory that the trainer has had: of the processes that this one started, the largest."""
+    import psutil
+
+    peaks = [0]
+    for child in psutil.Process().children(recursive=True):
+        text = Path(f"/proc/{child.pid}/status").read_text()
+        peaks += [int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmHWM:")]
+    return max(peaks)
 
 
 def _batches_of(path: Path, *, num_tokens: int) -> list[Any]:
@@ -94,7 +111,11 @@ def say(event: str, **values: Any) -> None:
 
 def settings_of(plan: Plan, folder: Path) -> list[str]:
     """The configuration of our run, as it would be written on the command line of `apps/sft/main.py`."""
+    adapter = (
+        [] if plan.lora_rank is None else [f"adapter.rank={plan.lora_rank}", f"adapter.alpha={2 * plan.lora_rank}"]
+    )
     return [
+        *adapter,
         f"run.output_dir={folder / 'runs'}",
         f"model.path={folder / 'model'}",
         f"data.sources=[{{path: {folder / 'train.chat.jsonl'}}}]",
@@ -116,14 +137,17 @@ def settings_of(plan: Plan, folder: Path) -> list[str]:
 def serve(folder: Path, plan: Plan) -> None:
     """Train as `apps/sft/main.py` does, with `Turns` between the loop and its trainer."""
     from forge.config import SFTConfig, load
-    from forge.loops import sft
+    from forge.loops import supervised
+    from forge.loops.sft import run_sft
 
-    open_trainer = sft.open_trainer
+    open_trainer = supervised.open_trainer
+    turns: list[Turns] = []
 
     async def in_turns(*args: Any, **named: Any) -> Turns:
-        return Turns(await open_trainer(*args, **named), plan, folder / "held_out.ids.jsonl")
+        turns.append(Turns(await open_trainer(*args, **named), plan, folder / "held_out.ids.jsonl"))
+        return turns[-1]
 
-    sft.open_trainer = in_turns  # type: ignore[assignment]
+    supervised.open_trainer = in_turns  # type: ignore[assignment]
     config = load(SFTConfig, overrides=settings_of(plan, folder))
-    result = asyncio.run(sft.run_sft(config))
-    say("done", steps=result.step)
+    result = asyncio.run(run_sft(config))
+    say("done", steps=result.step, peak_bytes=turns[-1].peak_bytes)

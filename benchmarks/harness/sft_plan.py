@@ -25,6 +25,7 @@ class Plan:
         num_rounds: windows of each side; `num_warm` windows before them are not counted.
         num_marks: how often each side validates on its way.
         num_held_out: conversations to validate on.
+        lora_rank: of an adapter on all linear layers, which is trained instead of the weights.
     """
 
     shape: Mapping[str, int]
@@ -37,6 +38,7 @@ class Plan:
     num_marks: int = 5
     num_held_out: int = 24
     threads: int = 1
+    lora_rank: int | None = None
     settings: tuple[str, ...] = ()
 
     @property

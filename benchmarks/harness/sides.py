@@ -17,7 +17,14 @@ from typing import IO, Any, Self
 from harness.report import machine
 
 ROOT = Path(__file__).resolve().parents[2]
-TRL_PACKAGES = ("torch==2.13.0", "trl==1.16.0", "transformers==5.22.2", "accelerate==1.15.0", "datasets==5.2.0")
+TRL_PACKAGES = (
+    "torch==2.13.0",
+    "trl==1.16.0",
+    "transformers==5.22.2",
+    "accelerate==1.15.0",
+    "datasets==5.2.0",
+    "peft==0.18.1",
+)
 
 # ---- the sides
 
@@ -31,6 +38,7 @@ class Side:
     log: Path
     windows: list[dict[str, Any]] = field(default_factory=list)
     curve: list[tuple[int, float]] = field(default_factory=list)
+    logs: list[dict[str, Any]] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -69,13 +77,15 @@ class Side:
         self.process.wait()
 
     def read_until(self, event: str) -> dict[str, Any]:
-        """Return the next report of this event; reports of validations before it become the curve."""
+        """Return the next report of this event; reports of validations before it become the curve, logs are kept."""
         for line in self._pipe(self.process.stdout):
             if not line.startswith('{"event"'):
                 continue  # a line for people
             found: dict[str, Any] = json.loads(line)
             if found["event"] == "validation":
                 self.curve.append((found["tokens"], found["loss"]))
+            if found["event"] == "log":
+                self.logs.append(found)
             if found["event"] == event:
                 return found
         self.process.wait()

@@ -3,10 +3,11 @@ but the reward, which needs the standard library alone.
 
     python trl_grpo.py --model DIR --prompts prompts.jsonl --heldout heldout.jsonl --prompts-per-step 8
 
-It trains on a CPU in float32 and prints JSON lines. `{"event": "window", ...}` comes before the first step and after
-every `--window` steps: the samples trained on since the last one, and the seconds that took. It then waits for a line
-on its standard input; the end of the input ends the training. With `--evaluate` a window also has the part of held-out
-questions that the likeliest answer solves; evaluating is not on the clock. `{"event": "done", ...}` comes last.
+It trains on a CPU in float32, or on a GPU in bfloat16 with float32 weights, and prints JSON lines.
+`{"event": "window", ...}` comes before the first step and after every `--window` steps: the samples trained on since
+the last one, and the seconds that took. It then waits for a line on its standard input; the end of the input ends the
+training. With `--evaluate` a window also has the part of held-out questions that the likeliest answer solves;
+evaluating is not on the clock. `{"event": "done", ...}` comes last.
 
 What is TRL's best on a CPU? Its defaults of bfloat16 and gradient checkpointing are switched off, since they only cost
 time here. All samples of a step go through the model at once unless `--rows` says otherwise. `--continuous-batching`
@@ -26,9 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_plan import is_right, read_questions
+from learning_plan import is_solved
 
 os.environ.update({"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
-os.environ.update({"HF_HUB_DISABLE_TELEMETRY": "1", "ACCELERATE_USE_CPU": "true"})
+os.environ.update({"HF_HUB_DISABLE_TELEMETRY": "1"})
+
+ANSWERS: dict[str, Callable[[str, str], float]] = {"sentence": is_right, "number": is_solved}
+"""How an answer is judged: the first `The answer is N.`, or the last number."""
 
 
 def say(event: str, **values: Any) -> None:
@@ -39,12 +44,18 @@ def as_messages(prompt: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": prompt}]
 
 
-def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """The reward, as TRL calls it: a list of completions, each a list of messages."""
-    return [is_right(said[0]["content"], wanted) for said, wanted in zip(completions, answer, strict=True)]
+def make_reward(is_right: Callable[[str, str], float]) -> Callable[..., list[float]]:
+    """Return the reward, as TRL calls it: with a list of completions, each a list of messages."""
+
+    def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        return [is_right(said[0]["content"], wanted) for said, wanted in zip(completions, answer, strict=True)]
+
+    return right
 
 
 def build_config(args: argparse.Namespace, folder: str) -> Any:
+    if args.device == "cpu":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     from trl import GRPOConfig
 
     samples = args.prompts_per_step * args.group_size
@@ -52,10 +63,11 @@ def build_config(args: argparse.Namespace, folder: str) -> Any:
     fixed = {"min_new_tokens": args.max_tokens} if args.fixed_length else {}
     return GRPOConfig(
         output_dir=folder,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=args.device == "cpu",
+        bf16=args.device == "cuda",
         fp16=False,
         gradient_checkpointing=False,
+        **vllm_settings(args),
         model_init_kwargs={"dtype": "float32", "attn_implementation": args.attention},
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=samples // rows,
@@ -96,11 +108,24 @@ def build_config(args: argparse.Namespace, folder: str) -> Any:
     )
 
 
+def vllm_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of generation with vLLM in the trainer's process, where it is asked for."""
+    if args.vllm_memory is None:
+        return {}
+    return {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_enable_sleep_mode": False,
+        "vllm_gpu_memory_utilization": args.vllm_memory,
+        "vllm_max_model_length": args.max_seq_len,
+    }
+
+
 class Judge:
     """Asks the held-out questions and takes the likeliest tokens, all in one padded batch."""
 
-    def __init__(self, tokenizer: Any, path: Path, *, max_tokens: int) -> None:
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+    def __init__(self, tokenizer: Any, path: Path, *, max_tokens: int, answers: str = "sentence") -> None:
+        self._tokenizer, self._max_tokens, self._is_right = tokenizer, max_tokens, ANSWERS[answers]
         questions = read_questions(path)
         self._answers = [each["answer"] for each in questions]
         self._texts = [
@@ -114,18 +139,19 @@ class Judge:
 
         was_training = model.training
         model.eval()
-        asked = self._tokenizer(self._texts, return_tensors="pt", padding=True, padding_side="left")
+        asked = self._tokenizer(self._texts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
         how = GenerationConfig(
             do_sample=False,
             max_new_tokens=self._max_tokens,
             pad_token_id=self._tokenizer.pad_token_id,
             eos_token_id=self._tokenizer.eos_token_id,
         )
-        with torch.no_grad():
+        is_cuda = model.device.type == "cuda"
+        with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=is_cuda):
             tokens = model.generate(**asked, generation_config=how)[:, asked["input_ids"].shape[1] :]
         model.train(was_training)
         said = self._tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return sum(is_right(text, answer) for text, answer in zip(said, self._answers, strict=True)) / len(said)
+        return sum(self._is_right(text, answer) for text, answer in zip(said, self._answers, strict=True)) / len(said)
 
 
 class Meter:
@@ -203,13 +229,14 @@ def build_trainer(args: argparse.Namespace, folder: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    judge = Judge(tokenizer, args.heldout, max_tokens=args.max_tokens) if args.evaluate else None
+    how = {"max_tokens": args.max_tokens, "answers": args.answers}
+    judge = Judge(tokenizer, args.heldout, **how) if args.evaluate else None
     questions = read_questions(args.prompts)
     return open_trainer(
         args.model,
         Meter(window=args.window, judge=judge),
         [{"prompt": as_messages(each["prompt"]), "answer": each["answer"]} for each in questions],
-        reward_funcs=right,
+        reward_funcs=make_reward(ANSWERS[args.answers]),
         args=build_config(args, folder),
         processing_class=tokenizer,
     )
@@ -253,6 +280,9 @@ def side_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--most-steps", type=int, default=1_000_000)
     parser.add_argument("--attention", default="sdpa")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--vllm-memory", type=float, help="generate with vLLM, which may take this part of the GPU")
+    parser.add_argument("--max-seq-len", type=int, default=512, help="of vLLM")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -270,6 +300,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--evaluate", action="store_true", help="ask the held-out questions at each window's end")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--continuous-batching", action="store_true", help="generate with continuous batching")
+    parser.add_argument("--answers", choices=list(ANSWERS), default="sentence", help="how an answer is judged")
     return parser.parse_args()
 
 

@@ -152,6 +152,25 @@ def validation_loss(model: Any, records: Any) -> tuple[float, int]:
     return total / max(1, count), count
 
 
+def adapter_of(args: argparse.Namespace) -> Any:
+    """Return PEFT's settings of an adapter on all linear layers; None to train all weights."""
+    if args.lora_rank is None:
+        return None
+    from peft import LoraConfig
+
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return LoraConfig(
+        r=args.lora_rank, lora_alpha=2 * args.lora_rank, target_modules=linear, lora_dropout=0.0, task_type="CAUSAL_LM"
+    )
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has had."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def build_trainer(args: argparse.Namespace, meter: Meter, folder: str) -> Any:
     from transformers import PrinterCallback, TrainerCallback
     from trl import SFTTrainer
@@ -190,6 +209,7 @@ def build_trainer(args: argparse.Namespace, meter: Meter, folder: str) -> Any:
         train_dataset=train,
         eval_dataset=read_records(args.validation),
         callbacks=[Watch()],
+        peft_config=adapter_of(args),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -227,6 +247,7 @@ def main() -> None:
         tokens=meter.tokens,
         loss_tokens=meter.loss_tokens,
         slots=meter.slots,
+        peak_bytes=peak_bytes(),
         measured_tokens=meter.measured_tokens,
         measured_seconds=meter.measured_s,
         tokens_per_second=meter.measured_tokens / meter.measured_s if meter.measured_s else None,
@@ -255,6 +276,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="TRL's default, slower here")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--lora-rank", type=int, help="train a PEFT adapter of this rank on all linear layers")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -123,6 +123,15 @@ class ServiceStopped(ForgeError, RuntimeError):
     """A call reached a service after its shutdown, or one whose replicas were all given up."""
 
 
+class ResizeError(ForgeError, RuntimeError):
+    """A service could not get all the replicas that were asked for. It keeps those that it has; `num_replicas` says how
+    many these are."""
+
+    def __init__(self, message: str, *, num_replicas: int = 0, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.num_replicas = num_replicas
+
+
 class FanoutError(ForgeError, RuntimeError):
     """At least one replica did not complete a fanout. `outcomes` holds what every replica answered."""
 
@@ -151,8 +160,18 @@ class RecordError(ForgeError, RuntimeError):
     """A file that a run writes beside its checkpoints (ledger, rollouts, trace) cannot be written: a full disk, say."""
 
 
+class ReplayError(ForgeError, RuntimeError):
+    """A step or a group of a run that cannot be replayed: it is not recorded, its record is damaged, or runs of this
+    kind cannot be replayed. A step that is replayed and differs is no error but the answer."""
+
+
 class StepAbandoned(ForgeError, RuntimeError):
     """A training step was given up on request. Training state is as it was before the step."""
+
+
+class RecoveryError(ForgeError, RuntimeError):
+    """A worker died, and was not restored: it died twice in the same step, or too often. `path` names the files that
+    show the step, where it died twice in one."""
 
 
 class NonFiniteError(ForgeError, FloatingPointError):
@@ -193,7 +212,7 @@ class EvalError(ForgeError, RuntimeError):
     """An evaluation that cannot be continued or compared: its settings or tasks are others, or faults ended it."""
 
 
-INPUT_ERRORS: Final = (ConfigError, OptionError, ModelError, DataError, CheckpointError, PromptError)
+INPUT_ERRORS: Final = (ConfigError, OptionError, ModelError, DataError, CheckpointError, PromptError, ReplayError)
 """What a user fixes without looking at the program: the text says all, and a command ends with exit code 2."""
 
 

@@ -81,13 +81,17 @@ class Registry(Generic[T]):
         found = import_attribute(entry or name, path=path)
         if not self._accepts(found):
             raise ConfigError(
-                f"{name} cannot be used as a {self.kind}: it is of type {type(found).__name__}",
+                f"{name} cannot be used as {self._one}: it is of type {type(found).__name__}",
                 path=path,
                 value=name,
                 rule=self._rule,
-                repair=f"write a {self.kind}" + (f", or name one of {', '.join(self.names)}" if self.names else ""),
+                repair=f"write {self._one}" + (f", or name one of {', '.join(self.names)}" if self.names else ""),
             )
         return cast("T", found)
+
+    @property
+    def _one(self) -> str:
+        return f"{'an' if self.kind[0] in 'aeiou' else 'a'} {self.kind}"
 
     def _entry(self, name: str) -> T | str | None:
         family, slash, _ = name.partition("/")
@@ -193,15 +197,30 @@ LOSSES: Final[Registry[Factory]] = Registry(
     {"policy": "forge.losses.policy:policy_loss", "cross_entropy": "forge.losses.base:CrossEntropy"},
     rule="must be a class or function that returns a forge.losses.Loss",
 )
+OPTIMIZERS: Final[Registry[Factory]] = Registry(
+    "optimizer",
+    {"adamw": "forge.trainer.optimizer:AdamWOptions", "muon": "forge.trainer.muon:MuonOptions"},
+    rule="must be a class or function that makes a torch.optim.Optimizer from groups of parameters",
+)
 SURROGATES: Final[Registry[Factory]] = Registry(
     "surrogate",
-    {name: f"forge.losses.surrogates:{name}" for name in ("clip", "gspo", "cispo", "reinforce")},
+    {name: f"forge.losses.surrogates:{name}" for name in ("clip", "gspo", "cispo", "sapo", "reinforce")},
     rule="must be a function (logprobs, log_ratio, advantages) -> the loss of each token",
 )
 ADVANTAGES: Final[Registry[Factory]] = Registry(
     "advantage function",
-    {"baseline": "forge.rollout.credit:baseline", "turn": "forge.rollout.turn_credit:turn"},
+    {
+        "baseline": "forge.rollout.credit:baseline",
+        "gae": "forge.rollout.value_credit:gae",
+        "gigpo": "forge.rollout.state_credit:gigpo",
+        "turn": "forge.rollout.turn_credit:turn",
+    },
     rule="must be a function of groups that returns, for each group, a number for each episode",
+)
+CURRICULA: Final[Registry[Factory]] = Registry(
+    "curriculum",
+    {name: f"forge.rollout.curriculum_rules:{name}_weights" for name in ("prioritised", "range", "staged")},
+    rule="must be a function (history, **arguments) -> a weight for each prompt",
 )
 TASKS: Final[Registry[Factory]] = Registry(
     "task",

@@ -11,12 +11,14 @@ import contextlib
 import importlib.util
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
 import forge
 import generator_models as models
+from adapter_contract import check_adapters
 from forge.config import UpdateMode
 from forge.errors import ConfigError, EngineDead, OptionError, Overloaded, StoreError, WeightMismatch
 from forge.types import VersionSpan
@@ -96,6 +98,35 @@ def test_logprobs_are_those_of_score_and_of_transformers(bench: Bench, temperatu
                     abs=TOLERANCE[bench.name],
                     rel=1e-6,
                 )
+
+    bench.run(body())
+
+
+def test_the_likeliest_tokens_of_a_sequence_are_those_of_transformers(bench: Bench) -> None:
+    async def body() -> None:
+        await bench.serve(FIRST)
+        ids = prompt(20)
+        one, other = await bench.engine.score_top([ids, ids[:7]], 4)
+        assert (one.ids[0], one.logprobs[0], len(one.ids), len(other.ids)) == ((0,) * 4, (0.0,) * 4, 20, 7)
+        for place in (1, 6, 19):
+            likeliest = models.greedy(ids[:place], 1)
+            assert one.ids[place][0] == likeliest[0]
+            assert len(set(one.ids[place])) == 4
+            assert list(one.logprobs[place]) == sorted(one.logprobs[place], reverse=True)
+            theirs = [models.logprobs(ids[:place], (token,))[0] for token in one.ids[place]]
+            assert one.logprobs[place] == pytest.approx(theirs, abs=TOLERANCE[bench.name])
+
+    bench.run(body())
+
+
+def test_requests_of_several_adapters_are_those_of_transformers(bench: Bench, tmp_path: Path) -> None:
+    if bench.name == "vllm":
+        pytest.skip("with room for adapters vLLM scores slowly; tests/vllm_engine checks the same on an engine with it")
+
+    async def body() -> None:
+        await bench.serve(FIRST)
+        facts = models.model(FIRST).architecture
+        await check_adapters(bench.engine, models.judge(FIRST), facts, tmp_path, tolerance=TOLERANCE[bench.name])
 
     bench.run(body())
 

@@ -59,7 +59,8 @@ def test_a_checkpoint_that_does_not_fit_is_not_taken_for_a_saved_one(tmp_path: P
     code, told, names = run_on_disk(
         folder,
         "20m",
-        *("checkpointing.save_interval=1", "training.max_steps=1000", "record.rollouts=none", "placement=shared"),
+        *("checkpointing.save_interval=1", "training.max_steps=1000", "placement=shared"),
+        *("record.rollouts=none", "record.replay.enabled=false"),
     )
     assert code == 2, told
     assert "The checkpoint of step 3 could not be written" in told

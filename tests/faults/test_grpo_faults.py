@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from dying_parts import DyingLoss
 from forge.config import GRPOConfig
-from forge.errors import ActorFailure, ServiceStopped
+from forge.loops.grpo import run_grpo
+from forge.loops.planning import plan_run
 from forge.loops.workers import Workers
 from forge.rollout.ledger import check_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
@@ -74,32 +78,60 @@ def test_ctrl_c_saves_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path
     same(resume(folder), whole)
 
 
-def test_a_trainer_that_is_killed_ends_the_run_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed_when_it_has_published_is_restored(whole: GRPOConfig, tmp_path: Path) -> None:
+    """The run goes on with the same generators, and ends with the same weights, ledger and rewards."""
+
     async def kill_trainer(workers: Workers, version: int) -> None:
         if version == 3:
             service: Any = workers.trainer.service  # type: ignore[attr-defined]
             os.kill((await service.get_metrics()).replicas[0].pids[0], signal.SIGKILL)
 
     chosen = config(tmp_path / "whole", AT_ONCE)
-    with pytest.raises((ActorFailure, ServiceStopped)):
-        train_watched(chosen, kill_trainer)
-    same(resume(tmp_path / "whole"), whole)
+    assert train_watched(chosen, kill_trainer).step == NUM_STEPS
+    same(chosen, whole)
+    assert metrics(chosen, "recovery/restarts") == [1]
+    assert metrics(chosen, "recovery/steps_retrained") == [1], "the last checkpoint is of step 2"
+    assert not (tmp_path / "whole" / "ledger.discarded.jsonl").exists()
 
 
-def test_generators_and_rewards_that_are_killed_need_no_resume(whole: GRPOConfig, tmp_path: Path) -> None:
+def test_a_policy_in_one_process_that_is_killed_is_started_again(whole: GRPOConfig, tmp_path: Path) -> None:
+    """In the middle of step 4. The groups since the checkpoint are rolled out again, as after a resume."""
+    sink = f"metrics.sinks=[{{kind: 'dying_parts:Arming', args: {{marks: '{tmp_path}', at: {{'3': 1}}}}}}]"
+    chosen = config(tmp_path / "whole", AT_ONCE, "placement=shared", sink)
+    loss: Any = DyingLoss(plan_run(chosen).loss, tmp_path)
+    result = asyncio.run(asyncio.wait_for(run_grpo(chosen, loss=loss), LIMIT_S))
+    assert (result.step, result.is_stopped) == (NUM_STEPS, False)
+    same(chosen, whole)
+    assert metrics(chosen, "recovery/restarts") == [1]
+    assert metrics(chosen, "recovery/steps_retrained") == [1]
+
+
+def pid_of(label: str) -> int:
+    """The process of a service that no part of the run gives away."""
+    children = psutil.Process().children(recursive=True)
+    (found,) = [each.pid for each in children if each.environ().get("FORGE_LABEL") == label]
+    return int(found)
+
+
+def test_generators_rewards_and_volumes_that_are_killed_need_no_resume(
+    whole: GRPOConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Every request is made again elsewhere, with its seed: the weights that come out are the same to the last bit."""
     killed: list[str] = []
 
     async def kill(workers: Workers, version: int) -> None:
+        if version == 3:
+            os.kill(pid_of("store-volume-0[0]"), signal.SIGKILL)
         service: Any = {2: workers.policy.service, 4: workers.rewards}.get(version)
         if service is not None:
             killed.append(service.name)
             pid = (await service.get_metrics()).replicas[0].pids[0]
             os.kill(pid, signal.SIGKILL)
 
-    chosen = config(tmp_path / "whole")
+    chosen = config(tmp_path / "whole", "store.volumes=1")
     assert train_watched(chosen, kill).step == NUM_STEPS
     assert killed == ["generator", "rewards"]
+    assert "service store-volume-0: replica 0 was lost" in caplog.text
     same(chosen, whole)
 
 

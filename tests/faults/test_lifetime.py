@@ -138,6 +138,31 @@ def test_a_program_that_just_ends_takes_its_processes_with_it(controllers):
     assert still_running(workers) == 0
 
 
+ENDS = """
+import asyncio, atexit
+from forge.runtime.backend import this_host
+from monarch._src.actor import actor_mesh
+
+this_host()  # registers Monarch's handler, which runs last
+atexit.register(lambda: print("client stopped:", actor_mesh._shutdown_claimed))
+
+import forge
+
+async def main():
+    async with forge.run():
+        pass
+
+asyncio.run(main())
+"""
+
+
+def test_monarch_has_nothing_left_to_stop_when_a_program_ends():
+    """Its own handler waits one second, and prints a traceback on a busy machine."""
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    assert "client stopped: True" in ended.stdout
+
+
 def test_shutdown_can_be_repeated_and_the_runtime_used_again():
     async def once() -> list[int]:
         await forge.shutdown()

@@ -25,6 +25,7 @@ def test_a_trainer_that_is_killed_is_named(tmp_path: Path) -> None:
             f"run.output_dir={tmp_path}",
             *("training.max_steps=1000", "training.max_seq_len=64", "training.batch_size=2"),
             *("metrics.tensorboard=false", "metrics.log_interval=1"),
+            "recovery.max_restarts=0",
             "metrics.sinks=[{kind: 'killing_sinks:KillTrainer', args: {at_step: 2}}]",
         ],
     )

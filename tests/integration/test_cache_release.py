@@ -43,6 +43,29 @@ async def answer(engine: NativeEngine) -> tuple[int, ...]:
     return completion.token_ids
 
 
+def test_a_cache_that_is_restored_does_not_end_a_pause() -> None:
+    """The trainer's weights have no version yet: a second optimizer step that fails must not let tokens of them out."""
+
+    async def body(engine: NativeEngine) -> None:
+        async with engine.paused(engine.version):
+            assert engine.release_cache(preempt=True)
+            engine.stay_paused()
+        waiting = asyncio.ensure_future(answer(engine))
+        async with engine.paused(engine.version):
+            engine.restore_cache()
+            assert has_cache(engine)
+        assert engine.stats().is_asleep
+        async with engine.paused(engine.version):
+            assert engine.release_cache(preempt=True), "a later step needs the memory, too"
+        assert engine.stats().num_tokens == 0
+        async with engine.paused(1):
+            engine.resume()
+        assert await waiting == models.greedy(prompt(40), 12)
+        assert engine.version == 1
+
+    with_engine(body)
+
+
 def test_an_idle_engine_releases_its_cache_and_continues_with_an_empty_one() -> None:
     async def body(engine: NativeEngine) -> None:
         expected = models.greedy(prompt(40), 12)

@@ -27,13 +27,23 @@ FRAGMENTS = (
     "docs/concepts/store.md",
     "docs/guides/agents.md",
     "docs/guides/black_box_agents.md",
+    "docs/guides/chaos.md",
+    "docs/guides/curricula.md",
     "docs/guides/data.md",
+    "docs/guides/distillation.md",
+    "docs/guides/elasticity.md",
+    "docs/guides/lora.md",
+    "docs/guides/multi_agent.md",
+    "docs/guides/ppo.md",
+    "docs/guides/preferences.md",
+    "docs/guides/reward_models.md",
     "docs/guides/sandbox.md",
+    "docs/guides/self_play.md",
     "docs/guides/weights.md",
 )
 """Pages whose blocks run one after the other, except whole programs."""
 
-PROGRAMS = ("README.md", "docs/guides/generators.md", "docs/guides/weights.md")
+PROGRAMS = ("README.md", "docs/guides/elasticity.md", "docs/guides/generators.md", "docs/guides/weights.md")
 """Pages with whole programs."""
 
 

@@ -548,7 +548,8 @@ def test_a_frozen_engine_scores_and_does_not_learn(ranks: Ranks, tmp_path: Any, 
     layouts = {"one": {}} if num_ranks == 1 else LAYOUTS
     for of_rank in ranks.run(run_frozen, num_ranks, scratch=tmp_path, layouts=layouts):
         for (expected, sums), (scores, frozen_sums) in of_rank.values():
-            assert frozen_sums == pytest.approx(sums, rel=1e-6)
+            assert frozen_sums[:2] == pytest.approx(sums[:2], rel=1e-6)
+            assert frozen_sums.metrics == sums.metrics
             for mine, theirs in zip(scores, expected, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
                 assert (mine[1:] < 0).all()

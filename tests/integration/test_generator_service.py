@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import generator_models as models
+from adapter_folders import make_adapter
 from forge.config import (
     CanaryConfig,
     DistributedConfig,
@@ -23,6 +25,7 @@ from forge.config import (
 from forge.errors import (
     ConfigError,
     FanoutError,
+    ModelError,
     OptionError,
     PromptError,
     StoreError,
@@ -31,9 +34,10 @@ from forge.errors import (
     WeightMismatch,
 )
 from forge.generator.actor import Generator
-from forge.store import Weights
+from forge.models.peft_files import adapter_digest
+from forge.store import PinnedVersions, Weights
 from forge.trainer.actor import Trainer
-from forge.types import Batch, Sample
+from forge.types import AdapterUse, Batch, Completion, Sample
 from generator_actor import config, generator, publish
 from generator_models import FIRST, SECOND, Kind, prompt
 
@@ -54,6 +58,42 @@ class Warnings(logging.Handler):
 
 
 # ---- The actor ---------------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_version_answers_whatever_is_live(drive: Drive) -> None:
+    async def body() -> None:
+        await publish(0, FIRST)
+        pins = PinnedVersions("policy")
+        await pins.add(0)
+        await publish(1, SECOND)
+        async with generator() as policy:
+            asked: dict[str, Any] = {"token_ids": prompt(9), "sampling": GREEDY | {"max_tokens": 12}}
+            (live,), (pinned,) = [await policy.generate(**asked, version=version) for version in (None, 0)]
+            assert [span.version for each in (live, pinned) for span in each.versions] == [1, 0]
+            assert live.token_ids != pinned.token_ids
+            deltas = [delta async for delta in policy.generate_stream(**asked, version=0)]
+            assert [token for delta in deltas for token in delta.token_ids] == list(pinned.token_ids)
+            for wrong in (-1, True, "latest", 1.0):
+                with pytest.raises(OptionError, match="no such version") as caught:
+                    await policy.generate(**asked, version=wrong)
+                assert "generate(version=)" in str(caught.value)
+            await pins.remove(0)
+            await policy.unload_version(0)
+            with pytest.raises(StoreKeyError, match="is not pinned"):
+                await policy.generate(**asked, version=0)
+
+    drive(body())
+
+
+def test_an_engine_without_pinned_versions_says_so(drive: Drive) -> None:
+    async def body() -> None:
+        async with generator(engine="own_engines:OneVersion") as policy:
+            with pytest.raises(ConfigError, match="several versions of the weights at once") as caught:
+                await policy.generate(token_ids=prompt(4), version=0)
+            assert "native" in str(caught.value.repair)
+            await policy.unload_version(0)
+
+    drive(body())
 
 
 def test_an_update_that_fails_is_tried_again(drive: Drive) -> None:
@@ -235,17 +275,55 @@ def test_the_tensors_that_are_not_as_published_are_named(drive: Drive) -> None:
 def test_what_only_vllm_can_do_is_refused(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with generator() as policy:
-            for sampling in ({"structured": {"regex": "a"}}, {"adapter": "mine"}):
-                with pytest.raises(ConfigError, match="only with an engine that does") as raised:
-                    await policy.generate("x", sampling=sampling)
-                assert raised.value.path == f"sampling.{next(iter(sampling))}"
-            for asked in (policy.load_adapter("mine", "folder"), policy.unload_adapter("mine")):
-                with pytest.raises(ConfigError, match="only with an engine that does"):
-                    await asked
+            with pytest.raises(ConfigError, match="only with an engine that does") as raised:
+                await policy.generate("x", sampling={"structured": {"regex": "a"}})
+            assert raised.value.path == "sampling.structured"
         monkeypatch.setenv("WORLD_SIZE", "2")
         with pytest.raises(OptionError, match="runs in one process") as raised:
             await Generator(config()).setup()
         assert raised.value.value == 2
+
+    drive(body())
+
+
+def test_adapters_of_the_configuration_and_of_the_run(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A replica that starts later has what the configuration names, and what was loaded and unloaded since."""
+    facts = models.model(FIRST).architecture
+    paths = {
+        name: str(make_adapter(tmp_path / name, facts, seed=seed)) for seed, name in enumerate(("one", "two", "a/b"))
+    }
+    digests = {name: adapter_digest(Path(path)) for name, path in paths.items()}
+    monkeypatch.setenv("FORGE_SERVICE", "mine")
+
+    async def body() -> None:
+        named = {name: paths[name] for name in ("one", "two")}
+        asked: dict[str, Any] = {"token_ids": prompt(9), "sampling": GREEDY | {"max_tokens": 6}}
+
+        async def made(policy: Generator, adapter: str | None) -> Completion:
+            (found,) = await policy.generate(**asked | {"sampling": asked["sampling"] | {"adapter": adapter}})
+            return found
+
+        async with generator(adapters=named) as policy:
+            assert (await policy.stats()).more["adapters"] == {name: digests[name] for name in named}
+            first = {name: await made(policy, name) for name in (None, "base", "one", "two")}
+            assert first["base"].logprobs == first[None].logprobs != first["one"].logprobs
+            assert await policy.load_adapter("a/b", paths["a/b"]) == digests["a/b"]
+            await policy.unload_adapter("two")
+            late = await made(policy, "a/b")
+            deltas = [each async for each in policy.generate_stream(**asked | {"sampling": {"adapter": "one"}})]
+            assert deltas[-1].completion.adapter == AdapterUse("one", digests["one"])
+            async with generator(adapters=named) as later:
+                assert (await later.stats()).more["adapters"] == {name: digests[name] for name in ("a/b", "one")}
+                assert (await made(later, "a/b")).logprobs == late.logprobs
+                with pytest.raises(PromptError) as raised:
+                    await made(later, "two")
+                assert (raised.value.path, raised.value.value) == ("sampling.adapter", "two")
+        with pytest.raises(ModelError) as failed:
+            async with generator(adapters={"gone": str(tmp_path / "gone")}):
+                pass
+        assert (failed.value.path, failed.value.value) == ("load_adapter(path)", str(tmp_path / "gone"))
 
     drive(body())
 

@@ -120,6 +120,24 @@ def test_one_process_may_keep_more_digits_than_it_generates_with(tmp_path: Path)
     assert set(metrics(chosen, "train/mismatch_outside")) == {0.0}
 
 
+def test_a_run_in_float16_trains_on_every_group_once(tmp_path: Path) -> None:
+    """The first batch overflows and is computed again; generators compute with what is published, in float16."""
+    chosen = config(
+        tmp_path / "half",
+        *("placement=turns", "distributed.precision=fp16", "training.loss_scaling.initial_scale=16777216"),
+        *("training.max_steps=2", "training.optimizer=muon", "generator.update.verify=full"),
+    )
+    assert chosen.generator.precision == "float16"
+    train_here(chosen)
+    overflows, scales = metrics(chosen, "train/overflows"), metrics(chosen, "train/loss_scale")
+    assert overflows[0] > 0
+    assert scales[0] == 16777216 / 2 ** overflows[0]
+    assert not metrics(chosen, "train/skipped")
+    trained = [line.group for line in ledger(chosen) if line.outcome == "trained"]
+    assert len(trained) == len(set(trained)) == 4, "two steps of two groups"
+    assert max(metrics(chosen, "train/mismatch_max")) < 0.02
+
+
 def test_asynchronous_training_keeps_its_bound(tmp_path: Path) -> None:
     chosen = config(
         tmp_path / "late",

@@ -195,7 +195,8 @@ def test_both_sides_earn_the_same(modules: dict[str, ModuleType], text: str, ans
 
     assert modules["grpo_plan"].reward(SimpleNamespace(answer=answer), SimpleNamespace(text=text)) == earned
     said = [[{"role": "assistant", "content": text}]]
-    assert modules["trl_grpo"].right(completions=said, answer=[answer], prompts=[]) == [earned]
+    right = modules["trl_grpo"].make_reward(modules["trl_grpo"].ANSWERS["sentence"])
+    assert right(completions=said, answer=[answer], prompts=[]) == [earned]
 
 
 # ---- What is made of it

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agent_folders import make_agent_run, make_turn
+from forge.observe.league_table import LEAGUE_TABLE
 from forge.observe.report import write_report
 from run_folders import HOSTILE, decode, encode, make_grpo_run
 
@@ -145,3 +146,48 @@ def test_single_completions_look_as_before(tmp_path: Path) -> None:
     assert "the weighted sum" in detail["text"]
     kinds = ["all", "learned from", "taught nothing", "held-out evaluation", "cut off by length", "a reward failed"]
     assert texts(find(shown, "controls")[0], "select")[1] == "".join([*kinds, "several versions"])
+
+
+def with_agents(line: Node) -> Node:
+    """A line whose first two turns are two agents', in the other order, and whose last turn another model's."""
+    names = ["solver", "solver", "critic"]
+    turns = line["turns"][:3]
+    for turn, name, order in zip(turns, names, (0, 2, 1), strict=True):
+        turn |= {"agent": name, "order": order}
+    start = turns[2]["start"]
+    turns[2] |= {"end": start, "text": "I doubt it.", "is_trained": False, "parent": None, "prefix_break": None}
+    tokens = {key: line[key][:start] for key in ("token_ids", "logprobs", "pieces")}
+    agents = {
+        "solver": {"policy": "live", "learns": True, "reward": 1.0, "advantage": 0.5, "parts": {}},
+        "critic": {"policy": "model x", "learns": False, "reward": None, "advantage": None, "parts": {}},
+    }
+    others = {"trainer_logprobs": None, "ref_logprobs": None, "turns": turns, "agents": agents}
+    return {**line, **tokens, **others, "versions": [[1, 0, start]]}
+
+
+def test_turns_of_several_agents_are_shown_in_the_order_of_arrival(tmp_path: Path) -> None:
+    folder = make_agent_run(tmp_path / "agents", num_steps=1)
+    path = folder / "rollouts" / "step_000001.jsonl"
+    lines = [with_agents(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (detail,) = find(outline(write_report(folder).path), "detail")
+    assert texts(detail, "h5") == ["Turn 1 · solver", "Turn 3 · critic", "Turn 2 · solver"]
+    first, critic, _ = find(detail, "turn")
+    assert find(critic, "tokens")[0]["text"] == "I doubt it."
+    assert texts(critic, "who")[-1] == "criticnot in the loss: critic does not learn"
+    assert "model x" in critic["text"]
+    assert "in the loss" in texts(first, "who")[-1]
+
+
+def test_the_table_of_a_league(tmp_path: Path) -> None:
+    folder = make_grpo_run(tmp_path / "league", num_steps=2, max_steps=2)
+    row = {"rating": 941.4, "games": 1200, "wins": 900, "draws": 100, "losses": 200, "win_rate": 0.75}
+    live = {**dict.fromkeys(row, 0), "rating": 1058.6, "win_rate": None}
+    members = [{"member": "version <b>0</b>", **row}, {"member": "live", **live}]
+    (folder / LEAGUE_TABLE).write_text(json.dumps({"step": 2, "rating": 1058.6, "members": members}))
+    (table, *_) = [each for each in find(outline(write_report(folder).path), "table") if "win rate" in each["text"]]
+    assert [texts(each, "td") for each in find(table, "tr")[1:]] == [
+        ["941", "1,200", "900", "100", "200", "75.0%"],
+        ["1059", "0", "0", "0", "0", "–"],
+    ]
+    assert [each["text"] for each in find(table, "th")][-2:] == ["version <b>0</b>", "live"]

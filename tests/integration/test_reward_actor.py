@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
 
 from forge.config.rewards import JudgeConfig, OverlongConfig, RewardConfig, RewardModelConfig, RewardsConfig
 from forge.errors import ConfigError, DataError, ModelError
+from forge.loops.reward_models import scorer_of
 from forge.rollout.reward_actor import RewardActor, overlong_part
 from forge.rollout.reward_model import RewardModel
 from forge.types import Completion, Task
@@ -149,14 +151,19 @@ def make_classifier(folder: Path, *, num_labels: int = 1) -> Path:
     return folder / "classifier"
 
 
-def test_a_reward_model_gives_each_conversation_its_own_number(drive: Any, tmp_path: Path, one_thread: None) -> None:
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_a_reward_model_gives_each_conversation_its_own_number(
+    engine: Literal["native", "vllm"], drive: Any, tmp_path: Path, one_thread: None
+) -> None:
+    if engine == "vllm" and find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = make_classifier(tmp_path)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     alone = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    config = RewardModelConfig(path=str(folder), batch_size=4, max_seq_len=200)
+    config = RewardModelConfig(path=str(folder), engine=engine, max_seq_len=200)
     texts = ["4", "five is the answer", "4" + tokenizer.eos_token, "a " * 40, "?", "4"]
     conversations: list[Any] = [[*PROMPT.messages, {"role": "assistant", "content": text}] for text in texts]
     ends = [tokenizer.decode([0]), tokenizer.decode([1]), tokenizer.eos_token]
@@ -171,7 +178,7 @@ def test_a_reward_model_gives_each_conversation_its_own_number(drive: Any, tmp_p
             return float(alone(input_ids=ids).logits[0, 0])
 
     async def body() -> None:
-        model = await RewardModel.options(num_threads=1).as_service(config)
+        model = await RewardModel.options(num_threads=1).as_service(config, scorer_of(config))
         numbers = await asyncio.gather(*(model.score.route(each) for each in conversations))
         assert numbers == pytest.approx([by_hand(each) for each in conversations], abs=1e-4)
         assert len({round(number, 3) for number in numbers}) == len(conversations) - 1

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import subprocess
+import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,3 +79,13 @@ def test_the_name_depends_on_all_requirements_and_the_cache_can_be_moved(tmp_pat
     for empty in ([], [" "]):
         with pytest.raises(VenvError, match="needs requirements"):
             python_of(empty, cache=tmp_path)
+
+
+def test_looking_for_pip_leaves_setuptools_importable() -> None:
+    """A search for the module `pip` would make a later import of setuptools, and so of vLLM, fail in this process."""
+    program = (
+        "from forge.envs.external import venvs; assert venvs._has_pip(); import setuptools, distutils.core as core; "
+    )
+    program += "assert '_distutils' in core.__file__"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -236,6 +236,29 @@ class Caller(ForgeActor):
         return other is self.service
 
 
+class Patient(ForgeActor):
+    """Answers when something is written into a named pipe. As a replica that joins later, its index decides whether it
+    starts: `refused` cannot."""
+
+    def __init__(self, refused: int | None = None) -> None:
+        self.refused = refused
+
+    @endpoint
+    async def setup(self) -> None:
+        if os.environ["FORGE_REPLICA_JOINED"] == "1" and os.environ["FORGE_REPLICA"] == str(self.refused):
+            raise TaskFailed(7)
+
+    @endpoint(retry=True, concurrent=True)
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint(concurrent=True)
+    async def hold(self, pipe: str) -> int:
+        await asyncio.to_thread(Path(f"{pipe}-reached").write_text, "reached")
+        await asyncio.to_thread(Path(pipe).read_text)
+        return os.getpid()
+
+
 class Holder(ForgeActor):
     """Three of them on one machine each start a service of their own."""
 

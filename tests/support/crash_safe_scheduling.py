@@ -8,6 +8,7 @@ worker has completed a test, so such a worker waits for ever, and the run with i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadFileScheduling
@@ -16,6 +17,10 @@ from xdist.workermanage import WorkerController
 
 class CrashSafeScheduling(LoadFileScheduling):
     """Gives each worker whole files. When a worker dies, another continues after the test that it died in."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._unreachable: set[WorkerController] = set()
 
     def remove_node(self, node: WorkerController) -> str | None:
         files = self.assigned_work.pop(node)
@@ -34,9 +39,16 @@ class CrashSafeScheduling(LoadFileScheduling):
         if node not in self.registered_collections:
             pytest.exit(f"Worker {node.gateway.id} replaces a dead one and collected other tests.", returncode=3)
 
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        """Send a file to a worker. One that died unnoticed keeps the file until `remove_node` returns it."""
+        try:
+            super()._assign_work_unit(node)
+        except OSError:
+            self._unreachable.add(node)
+
     def _reschedule(self, node: WorkerController) -> None:
         """Assign files until the worker has three tests to run: it keeps the last one until it knows the next."""
-        while node in self.registered_collections and not node.shutting_down:
+        while node in self.registered_collections and not node.shutting_down and node not in self._unreachable:
             if self.workqueue and self._pending_of(self.assigned_work[node]) > 2:
                 return
             super()._reschedule(node)

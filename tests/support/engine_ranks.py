@@ -24,7 +24,7 @@ from rank_server import LIMIT_S, RankServer, until_closed
 
 if TYPE_CHECKING:
     from forge.config import TrainerConfig
-    from forge.losses import Loss
+    from forge.losses import AnyLoss
     from forge.trainer.engine import Engine
     from forge.types import Batch
 
@@ -94,7 +94,7 @@ _place: tuple[int, _Meeting] | None = None
 
 
 @contextmanager
-def opened(config: TrainerConfig, loss: Loss | None = None) -> Iterator[Engine]:
+def opened(config: TrainerConfig, loss: AnyLoss | None = None) -> Iterator[Engine]:
     """An engine on the ranks of this case."""
     from forge.trainer.engine import Engine
 

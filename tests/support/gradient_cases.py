@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from engine_ranks import Ranks, gradients_of, opened
-from forge.config import DistributedConfig, TrainerConfig
-from forge.losses import Loss
+from forge.config import DistributedConfig, ModelConfig, TrainerConfig, TrainingConfig
+from forge.losses import AnyLoss
 from forge.types import Batch
 
 TOLERANCE = 1e-10
@@ -42,12 +42,25 @@ def split_options(options: dict[str, Any]) -> tuple[Options, Options]:
     return tuple(training.items()), tuple(layout.items())
 
 
+def still_trainer(model: ModelConfig, training: Options, distributed: Options) -> TrainerConfig:
+    """Return an engine's configuration in float64 whose weights do not move: the optimizer's rate is far below what
+    float64 resolves. Nothing is clipped."""
+    chosen = {"max_seq_len": 16, "microbatch_tokens": 1000, **dict(training)}
+    fixed = {"schedule": "constant", "learning_rate": 1e-60, "max_grad_norm": None}
+    return TrainerConfig(
+        model=model,
+        training=TrainingConfig(**chosen, **fixed),
+        distributed=DistributedConfig(precision="float64", **dict(distributed)),
+        seed=5,
+    )
+
+
 def run_on_rank(
     cases: Sequence[Case],
     *,
     config_of: Callable[[Case], TrainerConfig],
     batch_of: Callable[[Case], Batch],
-    loss_of: Callable[[Case], Loss],
+    loss_of: Callable[[Case], AnyLoss],
 ) -> list[Outcome]:
     """Take a step of every case on this rank. Cases that differ in the batch and the loss alone share an engine."""
     found: dict[Case, Outcome] = {}
@@ -55,7 +68,7 @@ def run_on_rank(
     for one in cases:
         shared.setdefault(config_of(one).model_dump_json(), []).append(one)
     for together in shared.values():
-        with opened(config_of(together[0])) as engine:
+        with opened(config_of(together[0]), loss_of(together[0])) as engine:
             for one in together:
                 engine.loss = loss_of(one)
                 with gradients_of(engine) as gradients:

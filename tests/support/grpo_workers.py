@@ -30,6 +30,7 @@ class StandInTrainer:
     """Its weights are one number, which depends on every token that it ever learned from."""
 
     is_leader = True
+    is_log_full = False
 
     def __init__(self) -> None:
         self.weights, self.step = number_of("first"), 0
@@ -47,16 +48,22 @@ class StandInTrainer:
     async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[torch.Tensor]:
         return [torch.zeros(int(length)) for length in batch.lengths]
 
+    async def base_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[torch.Tensor]:
+        return await self.forward_logprobs(batch, temperature=temperature)
+
     async def publish_weights(self, version: int, *, name: str) -> None:
         await asyncio.sleep(0)
         self.published[version] = self.weights
 
-    async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
+    async def save(self, *, extra: Mapping[str, Any], metric: float | None = None, **options: Any) -> None:
         self.saved.append(dict(extra))
 
     async def wait_saved(self) -> None: ...
 
     async def abandon_step(self) -> None: ...
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
     async def agree(self, *flags: bool) -> tuple[bool, ...]:
         return flags
@@ -138,9 +145,12 @@ class StandInRewards:
     async def close(self) -> None: ...
 
 
-def make_loop(chosen: GRPOConfig, trainer: Any, policy: Any, rewards: Any, **options: Any) -> GRPOLoop:
+def make_loop(
+    chosen: GRPOConfig, trainer: Any, policy: Any, rewards: Any, *, critic: Any = None, **options: Any
+) -> GRPOLoop:
     """A loop over stand-ins."""
-    plan, workers = plan_run(chosen), Workers(trainer, policy, StandInService(rewards), None)  # type: ignore[arg-type]
+    plan = plan_run(chosen)
+    workers = Workers(trainer, policy, StandInService(rewards), None, critic=critic)  # type: ignore[arg-type]
     return GRPOLoop(plan, workers, single_turn(plan, workers), **options)
 
 
@@ -152,12 +162,13 @@ def run_loop(
     rewards: StandInRewards | None = None,
     stop: Stop | None = None,
     clock: Callable[[], float] = time.monotonic,
+    critic: Any = None,
 ) -> GRPOResult:
     """Run the loop with stand-ins, in this process alone."""
 
     async def body() -> GRPOResult:
         workers = (trainer, policy or StandInPolicy(trainer), rewards or StandInRewards())
-        loop = make_loop(chosen, *workers, stop=stop, clock=clock)
+        loop = make_loop(chosen, *workers, stop=stop, clock=clock, critic=critic)
         try:
             return await asyncio.wait_for(loop.run(), 600)
         finally:

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import forge
-from forge.loops import grpo
+from forge.loops import grpo, supervised
 from forge.loops.evals import running
+from forge.loops.replay import steps
 from forge.service.actor import ServiceSpawner
 
 
 class LocalService:
     """A service of replicas in this process: endpoints are called in turns, as plain methods."""
 
-    def __init__(self, replicas: list[Any]) -> None:
+    def __init__(self, replicas: list[Any], make: Callable[[], Awaitable[Any]] | None = None) -> None:
         self._replicas, self._turns = replicas, itertools.cycle(replicas)
+        self._make, self._left = make, list[Any]()
         self._is_closed = False
 
     def __getattr__(self, name: str) -> Any:
@@ -51,8 +53,18 @@ class LocalService:
         """Yield a name that changes nothing: no replica holds anything for the calls of a session."""
         yield "session"
 
+    async def resize(self, num_replicas: int) -> None:
+        """Add replicas, or close the last ones. What runs on those ends as it would with another replica."""
+        while len(self._replicas) < num_replicas:
+            self._replicas.append(await self._make())
+        self._left += self._replicas[num_replicas:]
+        del self._replicas[num_replicas:]
+        self._turns = itertools.cycle(list(self._replicas))
+
     async def shutdown(self) -> None:
         """Close the replicas, unless that was done."""
+        for replica in self._left:
+            await replica.close()
         if not self._is_closed:
             await self._endpoint("close", is_partial=False).fanout()
 
@@ -66,11 +78,13 @@ def services_here() -> Iterator[None]:
     made: list[LocalService] = []
 
     async def start(cls: type, num_replicas: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalService:
-        replicas = [cls(*args, **kwargs) for _ in range(num_replicas)]
-        for replica in replicas:
+        async def make() -> Any:
+            replica = cls(*args, **kwargs)
             if hasattr(replica, "setup"):
                 await replica.setup()
-        made.append(LocalService(replicas))
+            return replica
+
+        made.append(LocalService([await make() for _ in range(num_replicas)], make))
         return made[-1]
 
     def as_service(spawner: ServiceSpawner[Any], *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +105,9 @@ def services_here() -> Iterator[None]:
         with (
             mock.patch.object(ServiceSpawner, "as_service", as_service),
             mock.patch.object(grpo, "run", run),
+            mock.patch.object(supervised, "run", run),
             mock.patch.object(running, "run", run),
+            mock.patch.object(steps, "run", run),
         ):
             yield
     finally:

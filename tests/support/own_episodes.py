@@ -56,6 +56,18 @@ async def broken(task: Task, agent: Agent) -> float:
     return table["nowhere"]
 
 
+async def kill_once(marker: str, *, victim: str, checkpoint: str | None) -> None:
+    """Kill this process or the controller, when a checkpoint is there, unless the marker says that it was done."""
+    if Path(marker).exists():
+        return
+    Path(marker).touch()
+    while checkpoint is not None and not Path(checkpoint).exists():  # noqa: ASYNC110 - of another process
+        await asyncio.sleep(0.01)
+    ancestors = psutil.Process().parents()
+    controller = next(each for each in ancestors if any(word.endswith("main.py") for word in each.cmdline()))
+    os.kill(os.getpid() if victim == "worker" else controller.pid, signal.SIGKILL)
+
+
 @forge.episode(deterministic=True)
 async def killing(
     task: Task, agent: Agent, *, marker: str, victim: str, task_id: str, checkpoint: str | None = None
@@ -63,12 +75,7 @@ async def killing(
     """As `dialogue`; once, in the middle of one task's episode, it kills its own process or the controller."""
     turn = await agent.generate(task.messages)
     turn = await agent.generate([{"role": "user", "content": "Again?"}])
-    if task.id == task_id and not Path(marker).exists():
-        Path(marker).touch()
-        while checkpoint is not None and not Path(checkpoint).exists():  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(0.01)
-        ancestors = psutil.Process().parents()
-        controller = next(each for each in ancestors if any(word.endswith("main.py") for word in each.cmdline()))
-        os.kill(os.getpid() if victim == "worker" else controller.pid, signal.SIGKILL)
+    if task.id == task_id:
+        await kill_once(marker, victim=victim, checkpoint=checkpoint)
     turn = await agent.generate([{"role": "user", "content": "And again?"}])
     return sum(turn.token_ids) % 7 / 7  # hardly ever the same for all of a group

@@ -19,7 +19,19 @@ from forge.losses import PolicyLoss, Surrogate, TokenView, make_loss
 from forge.losses.build import build_loss
 from forge.observe import make_sinks
 from forge.observe.log import sink_errors
-from forge.registry import ADVANTAGES, ENGINES, LOSSES, REWARDS, SINKS, SURROGATES, TASKS, Registry, call
+from forge.registry import (
+    ADVANTAGES,
+    CURRICULA,
+    ENGINES,
+    LOSSES,
+    OPTIMIZERS,
+    REWARDS,
+    SINKS,
+    SURROGATES,
+    TASKS,
+    Registry,
+    call,
+)
 from forge.rewards import find
 from forge.rollout.credit import assign_advantages, find_advantage, needs_batch
 from own_parts import Doubling, FileSink, OnlyBetter, OwnEngine, ranked, surrogate
@@ -39,7 +51,9 @@ def read(*overrides: str) -> GRPOConfig:
 # ---- The class -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("registry", [LOSSES, SURROGATES, ADVANTAGES, TASKS, REWARDS, ENGINES, SINKS])
+@pytest.mark.parametrize(
+    "registry", [LOSSES, OPTIMIZERS, SURROGATES, ADVANTAGES, TASKS, REWARDS, ENGINES, SINKS, CURRICULA]
+)
 def test_every_built_in_is_found(registry: Registry[Any]) -> None:
     assert registry.names == sorted(registry.names)
     for name in registry.names:
@@ -52,7 +66,7 @@ def test_every_built_in_is_found(registry: Registry[Any]) -> None:
     ("name", "says", "repair"),
     [
         ("clyp", "there is no surrogate 'clyp'", "did you mean `clip`?"),
-        ("zzzz", "must be one of cispo, clip, gspo, reinforce, or `module:attribute`", "choose one of them"),
+        ("zzzz", "must be one of cispo, clip, gspo, reinforce, sapo, or `module:attribute`", "choose one of them"),
         ("no_such_module:f", "cannot be imported", "put it beside the script"),
         ("own_parts:surogate", "has no 'surogate'", "did you mean `surrogate`?"),
         ("own_parts.py:surrogate", "cannot be imported", "write own_parts, the module's name"),

@@ -18,7 +18,7 @@ import pytest
 import forge
 
 LIMIT_S = 600
-LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 3}  # one more than are loaded: see the guide
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

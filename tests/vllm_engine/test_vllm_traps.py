@@ -64,7 +64,7 @@ def test_seeded_prompts_in_pieces_end_an_engine(program):
 
 
 def test_speculated_tokens_have_no_temperature_on_the_cpu(program):
-    said = "vLLM has mended this: remove VllmEngine._check_speculation"
+    said = "vLLM has mended this: remove check_speculation"
     assert program[1]["speculated temperatures"]["found"] == [-1.0] * 3, said
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from adapter_contract import check_adapters
 from forge.errors import ConfigError, ModelError, OptionError, PromptError, StoreKeyError, WeightMismatch
-from forge.generator.vllm.weights import Adapters
+from forge.generator.vllm.adapters import Adapters
 from forge.store import Weights
 from forge.types import Delta, VersionSpan
 from vllm_kit import PROMPT, greedy, judge, judged, request, tiny, token_logprobs, weights
@@ -328,6 +329,14 @@ def test_adapters_are_loaded_replaced_and_forgotten(engine, on_loop, publisher, 
         assert unknown.value.path == "sampling.adapter"
         with pytest.raises(OptionError):
             await engine.unload_adapter("mine")
+
+    on_loop(body())
+
+
+def test_adapters_as_with_every_engine(engine, on_loop, publisher, tmp_path):
+    async def body() -> None:
+        await publisher.serve(1)
+        await check_adapters(engine, judge(1), tiny().architecture, tmp_path, tolerance=1e-4)
 
     on_loop(body())
 

@@ -14,17 +14,25 @@ def make_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     from forge._version import __version__
     from forge.cli import (
+        algorithms,
+        chaos,
         chat,
         config,
+        distill,
         doctor,
         download,
         env,
         episode,
         eval,
+        history,
+        job,
+        league,
         plan,
+        replay,
         report,
         rewards,
         run,
+        scale,
         serve,
         template,
         worker,
@@ -35,8 +43,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"forge {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands = (run, plan, report, eval, chat, serve, config, rewards, episode, env, template, download, doctor, worker)
-    for module in commands:
+    evaluating, serving = (report, replay, history, eval, league), (distill, chat, serve)
+    authoring = (config, algorithms, rewards, episode, env, template)
+    for module in (run, job, scale, chaos, plan, *evaluating, *serving, *authoring, download, doctor, worker):
         module.add_parser(subparsers)
     return parser
 

@@ -13,7 +13,7 @@ from forge.cli.episode_policies import OpenedPolicy
 from forge.envs.episode import EpisodeRun
 from forge.envs.state import EpisodeKey, EpisodeState
 from forge.envs.trace import path_to
-from forge.types import MalformedCall, ToolCall, Turn
+from forge.types import DEFAULT_AGENT, MalformedCall, ToolCall, Turn
 
 _COLOURS: Final = {"system": "35", "developer": "35", "user": "36", "assistant": "32", "tool": "33"}
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -92,7 +92,8 @@ class EpisodePrinter:
 
     def _turn(self, attempt: Attempt, turn: Turn) -> None:
         self._line("")
-        branch = f", branch {'.'.join(map(str, turn.path))}" if turn.path else ""
+        agent = "" if turn.agent == DEFAULT_AGENT else f", {turn.agent}"
+        branch = f"{agent}, branch {'.'.join(map(str, turn.path))}" if turn.path else agent
         self._line(self._coloured(f"── turn {turn.index}{branch}, seed {turn.seed}", "2"))
         if turn.prefix_break is not None:
             self._line(f"prefix break ({turn.prefix_break}): the whole history was sent again, as a new branch")
@@ -172,6 +173,7 @@ def plain_attempt(attempt: Attempt) -> dict[str, Any]:
 def _plain_turn(attempt: Attempt, turn: Turn) -> dict[str, Any]:
     return {
         "index": turn.index,
+        **({} if turn.agent == DEFAULT_AGENT else {"agent": turn.agent}),
         "parent": turn.parent,
         "branch": list(turn.path),
         "seed": turn.seed,

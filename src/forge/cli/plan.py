@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from forge.config import ForgeConfig
     from forge.memory import Card
 
-_KINDS = ("sft", "policy", "grpo")
+_KINDS = ("sft", "policy", "grpo", "dpo", "reward_model", "distill")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -10,8 +10,12 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forge.errors import INPUT_ERRORS, ConfigError, ForgeError
+
+if TYPE_CHECKING:
+    from forge.cli.supervise import Limits
 
 _DRY_RUN = "--dry-run"
 
@@ -38,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="show what would run, or everything that prevents it from starting; start nothing",
     )
+    _add_supervision(parser)
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="a Python file")
     parser.add_argument(
         "--config", metavar="FILE", action="append", default=[], help="a YAML file; may be given more than once"
@@ -47,6 +52,41 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     rest.required = False  # argparse would name it as missing beside SCRIPT
     parser.set_defaults(handler=_run)
+
+
+def _take_supervision(arguments: argparse.Namespace) -> list[str]:
+    """Return the words after SCRIPT without the supervisor's flags, which may stand among them."""
+    parser = argparse.ArgumentParser(prog="forge run", add_help=False, allow_abbrev=False)
+    _add_supervision(parser)
+    found, words = parser.parse_known_args(arguments.rest)
+    for name, value in vars(found).items():
+        if value is not None and value is not False:
+            setattr(arguments, name, value)
+    return words
+
+
+def _add_supervision(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("supervision")
+    group.add_argument(
+        "--supervise",
+        action="store_true",
+        help="run SCRIPT in a child process with --resume auto, and start it again after a crash",
+    )
+    group.add_argument(
+        "--max-restarts",
+        metavar="N",
+        type=int,
+        default=None,
+        help="with --supervise: restarts in a row without a new checkpoint (default: 10)",
+    )
+    group.add_argument(
+        "--restart-backoff",
+        metavar="S",
+        type=float,
+        default=None,
+        help="with --supervise: seconds before the first restart, doubled with each until there is a new checkpoint, "
+        "60 at most (default: 1)",
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -64,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if inside.is_file()
             else "check the path; it is relative to the working directory",
         )
-    configs, words = _split(list(arguments.config), list(arguments.rest))
+    configs, words = split_configs(list(arguments.config), _take_supervision(arguments))
     _check_script(script, [*configs, *words])
     for config in configs:
         if not Path(config).is_file():
@@ -90,10 +130,47 @@ def _run(arguments: argparse.Namespace) -> int:
         from forge.cli.dry_run import dry_run_script
 
         return dry_run_script(script, [word for word in passed if word != _DRY_RUN], num_ranks=num_ranks)
+    limits = _limits(arguments)
+    if limits is not None:
+        from forge.cli.supervise import supervise
+
+        ranks = [] if num_ranks is None else ["--nproc_per_node", str(num_ranks)]
+        command = [sys.executable, "-m", "forge.cli", "run", *ranks, str(script), *passed]
+        return supervise(command, files=configs, words=passed[2 * len(configs) :], limits=limits)
     if num_ranks is not None:
         return _as_ranks(script, passed, num_ranks)
     add_module_folders(configs)
     return _in_this_process(script, passed)
+
+
+def _limits(arguments: argparse.Namespace) -> Limits | None:
+    """Return how a run is supervised; None where it is not."""
+    given = {"max_restarts": arguments.max_restarts, "backoff_s": arguments.restart_backoff}
+    flags = {"max_restarts": "--max-restarts", "backoff_s": "--restart-backoff"}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if not arguments.supervise:
+        if chosen:
+            name, value = next(iter(chosen.items()))
+            raise ConfigError(
+                "this flag says how a supervisor restarts a run, and there is none",
+                path=flags[name],
+                value=value,
+                rule="only with --supervise",
+                repair="add --supervise, or leave the flag out",
+            )
+        return None
+    from forge.cli.supervise import Limits
+
+    for name, value in chosen.items():
+        if not 0 <= value < float("inf"):
+            raise ConfigError(
+                "the supervisor cannot work with this number",
+                path=flags[name],
+                value=value,
+                rule=f"{flags[name]} is 0 or more",
+                repair="leave it out for the default",
+            )
+    return Limits(**chosen)
 
 
 def _check_script(script: Path, words: Sequence[str]) -> None:
@@ -125,7 +202,7 @@ def _check_script(script: Path, words: Sequence[str]) -> None:
         ) from None
 
 
-def _split(configs: list[str], words: list[str]) -> tuple[list[str], list[str]]:
+def split_configs(configs: list[str], words: list[str]) -> tuple[list[str], list[str]]:
     """`--config` may also stand among the overrides."""
     left: list[str] = []
     while words:

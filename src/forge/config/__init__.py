@@ -5,6 +5,8 @@
 A loaded configuration is checked as a whole, says where each value came from, and cannot be changed.
 """
 
+from forge.config.adapter import AdapterConfig
+from forge.config.agents import AgentConfig, AgentLimits, RunningBaselineConfig
 from forge.config.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,
@@ -14,32 +16,51 @@ from forge.config.algorithm import (
 )
 from forge.config.base import ConfigModel, FrozenDict, broken_rule
 from forge.config.command_line import add_module_folders, from_command_line
+from forge.config.critic import CriticConfig, CriticTrainingConfig
+from forge.config.curriculum import CurriculumConfig
+from forge.config.distill import DistillConfig, StoredDistillationConfig
+from forge.config.distillation import DistillationConfig
+from forge.config.endpoints import EndpointConfig
 from forge.config.episodes import EpisodeConfig, EpisodeLimits
-from forge.config.evals import EvalConfig, EvalEndpointConfig, EvalSection
+from forge.config.evals import EvalConfig, EvalSection
 from forge.config.generator import (
+    AutoscaleConfig,
     CanaryConfig,
     GenerationConfig,
     GeneratorConfig,
     GeneratorServiceConfig,
     PolicyConfig,
+    PolicyGeneratorConfig,
     Sampling,
     ServeConfig,
     UpdateConfig,
     UpdateMode,
     Verify,
 )
-from forge.config.grpo import (
-    EvaluationConfig,
-    GRPOConfig,
-    PromptsConfig,
-    PromptSourceConfig,
-    RecordConfig,
-    ReferenceConfig,
-    RolloutConfig,
-)
+from forge.config.grpo import GRPOConfig, RecordConfig, ReferenceConfig, RolloutConfig
 from forge.config.layers import Origin, preset_names, split_words
+from forge.config.league import EloConfig, LeagueConfig
 from forge.config.loading import Loaded, dump, explain, load, load_with_origins, save
+from forge.config.preference import (
+    PreferenceConfig,
+    PreferenceDataConfig,
+    PreferenceLossConfig,
+    PreferenceReferenceConfig,
+    PreferenceSourceConfig,
+    PreferenceTrainingConfig,
+    PreferenceValidationConfig,
+)
 from forge.config.problems import InvalidConfig, Problem
+from forge.config.prompts import EvaluationConfig, PromptsConfig, PromptSourceConfig
+from forge.config.recovery import RecoveryConfig
+from forge.config.replay import ReplayRecordConfig
+from forge.config.reward_training import (
+    RewardDataConfig,
+    RewardLossConfig,
+    RewardSourceConfig,
+    RewardTrainingConfig,
+    RewardValidationConfig,
+)
 from forge.config.rewards import (
     JudgeConfig,
     OverlongConfig,
@@ -66,23 +87,35 @@ from forge.config.sft import (
     SFTConfig,
     SinkConfig,
     SourceConfig,
+    SupervisedConfig,
     ValidationConfig,
 )
+from forge.config.teacher import TeacherConfig
 from forge.config.training import CheckpointConfig, DistributedConfig, TrainerConfig, TrainingConfig
 
 __all__ = [
+    "AdapterConfig",
     "AdvantageConfig",
+    "AgentConfig",
+    "AgentLimits",
     "AlgorithmConfig",
+    "AutoscaleConfig",
     "CanaryConfig",
     "CheckpointConfig",
     "ConfigModel",
     "CorrectionConfig",
+    "CriticConfig",
+    "CriticTrainingConfig",
+    "CurriculumConfig",
     "DataConfig",
+    "DistillConfig",
+    "DistillationConfig",
     "DistributedConfig",
+    "EloConfig",
+    "EndpointConfig",
     "EpisodeConfig",
     "EpisodeLimits",
     "EvalConfig",
-    "EvalEndpointConfig",
     "EvalSection",
     "EvaluationConfig",
     "ForgeConfig",
@@ -96,6 +129,7 @@ __all__ = [
     "KLConfig",
     "KubernetesConfig",
     "LauncherConfig",
+    "LeagueConfig",
     "Loaded",
     "LossConfig",
     "MetricsConfig",
@@ -103,19 +137,35 @@ __all__ = [
     "Origin",
     "OverlongConfig",
     "PolicyConfig",
+    "PolicyGeneratorConfig",
     "PolicyLossConfig",
+    "PreferenceConfig",
+    "PreferenceDataConfig",
+    "PreferenceLossConfig",
+    "PreferenceReferenceConfig",
+    "PreferenceSourceConfig",
+    "PreferenceTrainingConfig",
+    "PreferenceValidationConfig",
     "Problem",
     "PromptSourceConfig",
     "PromptsConfig",
     "RecordConfig",
+    "RecoveryConfig",
     "ReferenceConfig",
+    "ReplayRecordConfig",
     "ReplicatedWorkerConfig",
     "RewardConfig",
+    "RewardDataConfig",
+    "RewardLossConfig",
     "RewardModelConfig",
+    "RewardSourceConfig",
+    "RewardTrainingConfig",
+    "RewardValidationConfig",
     "RewardsConfig",
     "RolloutConfig",
     "RopeScalingConfig",
     "RunConfig",
+    "RunningBaselineConfig",
     "SFTConfig",
     "Sampling",
     "ServeConfig",
@@ -123,6 +173,9 @@ __all__ = [
     "SlurmConfig",
     "SourceConfig",
     "StoreConfig",
+    "StoredDistillationConfig",
+    "SupervisedConfig",
+    "TeacherConfig",
     "TrainerConfig",
     "TrainingConfig",
     "UpdateConfig",

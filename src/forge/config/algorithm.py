@@ -1,155 +1,34 @@
 """The algorithm of a policy's learning: how rewards become advantages, and advantages a loss.
 
 Two words choose many keys at once: `preset` (which published algorithm) and `convention` (how another library does it).
-Both only lay values beneath the user's own keys: what is written out wins. `forge.config.algorithm` has the values.
+Both only lay values beneath the user's own keys: what is written out wins. `forge.config.algorithm_presets` has the
+values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
+from forge.config.algorithm_presets import beneath
 from forge.config.base import AdvantageName, ConfigModel, FrozenDict, Limit, LossName, SurrogateName, broken_rule
-
-Values = Mapping[str, Any]
-
-_WHITENED: Values = {"scale": "none", "whiten": True}
-_NO_LOWER_BOUND = 1.0
-
-PRESETS: Mapping[str, Values] = {
-    "grpo": {},
-    "dapo": {"loss": {"clip_high": 0.28}},
-    "dr_grpo": {"advantage": {"scale": "none"}, "loss": {"average": "constant"}},
-    "gspo": {"loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "average": "sequence_mean"}},
-    "cispo": {"loss": {"kind": "cispo", "clip_low": _NO_LOWER_BOUND, "clip_high": 4.0}},
-    "rloo": {
-        "advantage": {"baseline": "leave_one_out", "scale": "none"},
-        "loss": {"kind": "reinforce"},
-        "kl": {"estimator": "k1", "place": "reward"},
-    },
-    "reinforce": {"advantage": {"baseline": "none", "scale": "none"}, "loss": {"kind": "reinforce"}},
-    "reinforce_pp": {
-        "advantage": {"baseline": "none", **_WHITENED},
-        "kl": {"estimator": "k1", "place": "reward"},
-    },
-    "reinforce_pp_baseline": {"advantage": _WHITENED, "kl": {"estimator": "k2"}},
-}
-
-_RECOMPUTED: Values = {"proximal": "trainer"}
-_DUAL_CLIP: Values = {"dual_clip": 3.0}
-_DUAL: Values = {"loss": _DUAL_CLIP}
-_OTHERS: Values = {"advantage": {"baseline": "leave_one_out", "scale": "others_std"}}
-_OVER_TOKENS: Values = {"std_ddof": 1, "whiten_over": "tokens"}
-_WITH_FLOOR: Values = {"advantage": {"std_ddof": 0, "epsilon": 1e-8, "epsilon_place": "floor"}}
-_WITH_VARIANCE: Values = {"epsilon": 1e-8, "epsilon_place": "variance"}
-_REINFORCE_PP = ("reinforce_pp", "reinforce_pp_baseline")
-_CLAMPED: Values = {"kl": {"clamp": 10.0}}
-
-CONVENTIONS: Mapping[str, tuple[Values, Mapping[str, Values]]] = {
-    "trl": (
-        {
-            "advantage": {"std_ddof": 1, "epsilon": 1e-4},
-            "loss": {
-                **_RECOMPUTED,
-                "count_masked": True,
-                "correction": {"kind": "mask", "level": "sequence", "low": 0.0, "high": 3.0},
-            },
-            "kl": {"weighted": True},
-        },
-        {},
-    ),
-    "verl": (
-        {"advantage": {**_OVER_TOKENS, "epsilon": 1e-6}, "loss": {**_RECOMPUTED, "count_masked": True}},
-        {
-            **dict.fromkeys(["grpo", "dapo", "dr_grpo"], _DUAL),
-            "cispo": {"loss": {"clip_high": 0.2}},
-            "rloo": {"loss": {"kind": "clip", **_DUAL_CLIP}},
-            "reinforce_pp": {"advantage": _WITH_VARIANCE, **_DUAL, "kl": {"credit": "return_to_go"}},
-            "reinforce_pp_baseline": {"advantage": _WITH_VARIANCE, **_DUAL},
-        },
-    ),
-    "openrlhf": (
-        {
-            "advantage": {**_OVER_TOKENS, "epsilon": 1e-9},
-            "loss": _RECOMPUTED,
-            "kl": {"credit": "return_to_go"},
-        },
-        {
-            "dr_grpo": {"loss": {"average": "token_mean"}},
-            "rloo": {"loss": {"kind": "clip"}},
-            **dict.fromkeys(_REINFORCE_PP, _WITH_FLOOR),
-        },
-    ),
-    "nemo": (
-        {
-            "advantage": {**_OVER_TOKENS, "epsilon": 1e-6},
-            "loss": _RECOMPUTED,
-            "kl": {"credit": "token", "score_gradient": True},
-        },
-        {
-            **dict.fromkeys(["grpo", "dapo", "gspo"], _OTHERS),
-            "cispo": {**_OTHERS, "loss": {"clip_high": 5.0}},
-            "rloo": {"kl": {"estimator": "k3", "place": "loss"}},
-            **dict.fromkeys(_REINFORCE_PP, _WITH_FLOOR),
-        },
-    ),
-}
-"""For each convention, what it sets in any case, and what it sets for a preset."""
-
-ESTIMATORS: Mapping[str, Mapping[str, Values]] = {
-    "verl": {"k3": _CLAMPED},
-    "openrlhf": dict.fromkeys(["k1", "k2", "k3"], _CLAMPED),
-    "nemo": dict.fromkeys(["k1", "k2", "k3"], _CLAMPED),
-}
-"""For each convention, what it sets for an estimate of the divergence."""
-
-
-def beneath(own: Values) -> dict[str, Any]:
-    """The user's keys of the section, with what its preset and its convention set laid beneath them.
-
-    Names that are not known are left alone: the schema says what is wrong with them.
-    """
-    preset, convention = own.get("preset", "grpo"), own.get("convention")
-    layers: list[Values] = [PRESETS[preset]] if isinstance(preset, str) and preset in PRESETS else []
-    if layers and isinstance(convention, str) and convention in CONVENTIONS:
-        always, particular = CONVENTIONS[convention]
-        layers += [always, particular.get(preset, {})]
-        layers.append(ESTIMATORS.get(convention, {}).get(_estimator([*layers, own]), {}))
-    return _laid([*layers, own])
-
-
-def _estimator(layers: Sequence[Values]) -> str:
-    """Which estimate of the divergence comes out of the layers; `k3` is the schema's own."""
-    kl = _laid(layers).get("kl")
-    given = kl.model_dump() if isinstance(kl, BaseModel) else kl
-    return str(given.get("estimator", "k3")) if isinstance(given, Mapping) else "k3"
-
-
-def _laid(layers: Sequence[Values]) -> dict[str, Any]:
-    """All layers as one, each over those before it."""
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        merged = _merged(merged, layer)
-    return merged
-
-
-def _merged(low: Values, high: Values) -> dict[str, Any]:
-    merged = dict(low)
-    for key, value in high.items():
-        below = merged.get(key)
-        if isinstance(value, BaseModel) and isinstance(below, Mapping):
-            value = value.model_dump(exclude_unset=True)  # a section given as an object: what was set in it
-        if isinstance(value, Mapping) and isinstance(below, Mapping):
-            merged[key] = _merged(below, value)
-        else:
-            merged[key] = value
-    return merged
-
+from forge.config.distillation import DistillationConfig
 
 Preset = Literal[
-    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline"
+    "grpo",
+    "dapo",
+    "dr_grpo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gigpo",
+    "ppo",
+    "rloo",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
 ]
 Convention = Literal["trl", "verl", "openrlhf", "nemo"]
 
@@ -160,11 +39,14 @@ class AdvantageConfig(ConfigModel):
     function: AdvantageName = Field(
         default="baseline",
         description="What computes advantages: `baseline`, one for each episode, which the other keys describe; "
-        "`turn`, one for each turn of an episode, with the arguments `gamma` (1) and `baseline` (true); or "
-        "`module:function` of your own.",
+        "`turn`, one for each turn of an episode, with the arguments `gamma` (1) and `baseline` (true); `gigpo`, that "
+        "of the episode and one for each turn compared with turns in the same state, with the arguments `gamma` "
+        "(0.95), `omega` (1) and `state` (observation); `gae`, one for each token or turn from a critic's values, with "
+        "the arguments `gamma` (1), `lam` (0.95), `over` (tokens) and `bootstrap` (environment), see the section "
+        "`critic`; or `module:function` of your own.",
     )
     args: Mapping[str, Any] = Field(
-        default_factory=FrozenDict, description="Keyword arguments of `turn`, or of a function of your own."
+        default_factory=FrozenDict, description="Keyword arguments of `turn`, `gigpo`, `gae` or a function of your own."
     )
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = Field(
         default="group_mean",
@@ -190,6 +72,13 @@ class AdvantageConfig(ConfigModel):
         default="std",
         description="`std`: epsilon is added to the standard deviation. `variance`: it is added to the variance. "
         "`floor`: it is the smallest variance.",
+    )
+    gamma: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Discount per sampled token: after baseline and scale, the advantage of a token n tokens before "
+        "the last is multiplied by gamma to the power n. 1 for no discount.",
     )
     whiten: bool = Field(
         default=False, description="Whether the batch's advantages are normalized to mean 0 and standard deviation 1."
@@ -219,7 +108,8 @@ class KLConfig(ConfigModel):
         default="completion",
         description="Where `place: reward` subtracts it. `completion`: the sum over a completion from its reward, "
         "before the baseline. `return_to_go`: after the baseline, from each token's advantage the sum over that token "
-        "and all later ones. `token`: after the baseline, from each token's advantage that token's own.",
+        "and all later ones. `token`: after the baseline, from each token's advantage that token's own; with "
+        "advantage.function `gae` from each token's reward.",
     )
     clamp: float | None = Field(
         default=None,
@@ -237,6 +127,26 @@ class KLConfig(ConfigModel):
         "logprob), since the policy itself samples the tokens. The value does not change; `weighted` already "
         "includes this term.",
     )
+
+
+class SequenceMaskConfig(ConfigModel):
+    """Which completions are left out because sampler and trainer disagree on them as a whole."""
+
+    ratio: Literal["geometric_mean", "product"] = Field(
+        default="geometric_mean",
+        description="Ratio of a completion: the geometric mean of its tokens' ratios trainer / sampler, or their "
+        "product.",
+    )
+    low: float = Field(default=0.0, ge=0, description="Smallest ratio of a completion that counts.")
+    high: Limit = Field(
+        default=float("inf"), gt=0, description="Largest ratio of a completion that counts. `inf` for no limit."
+    )
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.low > self.high:
+            raise broken_rule(f"at most high, which is {self.high:g}", repair="lower it", key="low")
+        return self
 
 
 class CorrectionConfig(ConfigModel):
@@ -260,6 +170,11 @@ class CorrectionConfig(ConfigModel):
         gt=0,
         description="Largest ratio: `truncate` lowers larger ones to it, `mask` excludes them. `inf` for no limit.",
     )
+    sequence_mask: SequenceMaskConfig | None = Field(
+        default=None,
+        description="Excludes completions by the ratio of the whole, with any `kind`; with `truncate` that is "
+        "sequence-masked TIS. Null for none.",
+    )
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -278,8 +193,8 @@ class PolicyLossConfig(ConfigModel):
     kind: SurrogateName = Field(
         default="clip",
         description="`clip`: PPO's clipped ratio. `gspo`: the same with one ratio per completion. `cispo`: the logprob "
-        "weighted by the clipped ratio, which has no gradient. `reinforce`: advantage times logprob. "
-        "`module:attribute`: a surrogate of your own.",
+        "weighted by the clipped ratio, which has no gradient. `sapo`: a sigmoid of the ratio in place of clipping. "
+        "`reinforce`: advantage times logprob. `module:attribute`: a surrogate of your own.",
     )
     args: Mapping[str, Any] = Field(
         default_factory=FrozenDict, description="Keyword arguments of a loss or surrogate of your own."
@@ -294,6 +209,13 @@ class PolicyLossConfig(ConfigModel):
         description="Upper bound of the loss of `clip` and `gspo` for negative advantages, as a multiple of the "
         "advantage; null for no limit.",
     )
+    tau_positive: float = Field(
+        default=1.0,
+        gt=0,
+        description="Temperature of `sapo` for positive advantages: the larger it is, the faster the gradient fades "
+        "as the ratio leaves 1.",
+    )
+    tau_negative: float = Field(default=1.05, gt=0, description="Temperature of `sapo` for all other advantages.")
     average: Literal["token_mean", "sequence_mean", "constant"] = Field(
         default="token_mean", description="How token losses are averaged."
     )
@@ -323,6 +245,17 @@ class PolicyLossConfig(ConfigModel):
         return self
 
 
+_ALLOWED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "gigpo": {
+        "baseline": ("group_mean", "leave_one_out"),
+        "scale": ("group_std", "others_std", "none"),
+        "whiten": (False,),
+    },
+    "gae": {"baseline": ("group_mean", "none"), "scale": ("group_std", "none")},
+}
+"""For some advantage functions, the values that other keys of `advantage` may have. `gae` has no use for both."""
+
+
 class AlgorithmConfig(ConfigModel):
     """The reinforcement learning algorithm."""
 
@@ -335,6 +268,14 @@ class AlgorithmConfig(ConfigModel):
     kl: KLConfig = Field(
         default_factory=KLConfig, description="The penalty that keeps the policy close to the reference model."
     )
+    distillation: DistillationConfig = Field(
+        default_factory=DistillationConfig, description="What the policy learns from a teacher's logprobs."
+    )
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from a critic's values."""
+        return self.advantage.function == "gae"
 
     @property
     def charges_tokens(self) -> bool:
@@ -343,16 +284,42 @@ class AlgorithmConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_own_function(self) -> Self:
-        if self.charges_tokens and self.advantage.function != "baseline":
-            rule = f"`completion` with advantage.function `{self.advantage.function}`, which computes token advantages"
+        function = self.advantage.function
+        is_charged = function == "baseline" or (function == "gae" and self.kl.credit == "token")
+        if self.charges_tokens and not is_charged:
+            either = "`completion` or `token`" if function == "gae" else "`completion`"
+            rule = f"{either} with advantage.function `{function}`, which computes token advantages"
             raise broken_rule(rule, repair="set algorithm.kl.credit: completion", key="kl.credit")
+        if self.advantage.gamma != 1 and function != "baseline":
+            rule = f"1 with advantage.function `{function}`: only `baseline` discounts by tokens"
+            unit = "tokens or turns" if function == "gae" else "turns"
+            repair = f"remove it; algorithm.advantage.args.gamma discounts by {unit}"
+            raise broken_rule(rule, repair=repair, key="advantage.gamma")
+        return self
+
+    @model_validator(mode="after")
+    def _check_statistics(self) -> Self:
+        """Refuse values of other keys that have no effect, or no meaning, with an advantage function."""
+        section = self.advantage
+        for key, values in _ALLOWED.get(section.function, {}).items():
+            if getattr(section, key) not in values:
+                names = " or ".join(str(value).lower() for value in values)
+                rule = f"{names} with advantage.function `{section.function}`"
+                repair = f"set algorithm.advantage.{key}: {str(values[0]).lower()}"
+                raise broken_rule(rule, repair=repair, key=f"advantage.{key}")
         return self
 
     @model_validator(mode="after")
     def _check_whitening(self) -> Self:
-        if self.charges_tokens and self.advantage.whiten and self.advantage.whiten_over == "completions":
-            rule = f"`tokens` with kl.credit `{self.kl.credit}`, which gives each token its own advantage"
-            repair = "set algorithm.advantage.whiten_over: tokens, or algorithm.kl.credit: completion"
+        section = self.advantage
+        if section.whiten and section.function == "gae" and section.whiten_over == "completions":
+            rule = "`tokens` with advantage.function `gae`, which gives each token its own advantage"
+            raise broken_rule(rule, repair="set algorithm.advantage.whiten_over: tokens", key="advantage.whiten_over")
+        if section.whiten and section.whiten_over == "completions" and (self.charges_tokens or section.gamma != 1):
+            key, other = ("kl.credit", "completion") if self.charges_tokens else ("advantage.gamma", 1)
+            given = self.kl.credit if self.charges_tokens else section.gamma
+            rule = f"`tokens` with {key} `{given}`, which gives each token its own advantage"
+            repair = f"set algorithm.advantage.whiten_over: tokens, or algorithm.{key}: {other}"
             raise broken_rule(rule, repair=repair, key="advantage.whiten_over")
         return self
 

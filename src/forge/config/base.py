@@ -25,10 +25,12 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from forge.config.fields import has_old_keys, move_old_keys, thaw
 from forge.registry import (
     ADVANTAGES,
+    CURRICULA,
     ENGINES,
     EPISODES,
     GROUP_REWARDS,
     LOSSES,
+    OPTIMIZERS,
     REWARDS,
     SINKS,
     SURROGATES,
@@ -143,8 +145,10 @@ def registered(registry: Registry[Any]) -> AfterValidator:
 
 
 LossName = Annotated[str, registered(LOSSES)]
+OptimizerName = Annotated[str, registered(OPTIMIZERS)]
 SurrogateName = Annotated[str, registered(SURROGATES)]
 AdvantageName = Annotated[str, registered(ADVANTAGES)]
+CurriculumName = Annotated[str, registered(CURRICULA)]
 TaskName = Annotated[str, registered(TASKS)]
 EpisodeName = Annotated[str, registered(EPISODES)]
 GroupRewardName = Annotated[str, registered(GROUP_REWARDS)]
@@ -199,18 +203,15 @@ EnvName = Annotated[
     ),
 ]
 
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def _spell_out(name: object) -> object:
-    if name in ("fp16", "float16", "half"):
-        rule = "float16 is not implemented: its gradients would need loss scaling, which bfloat16 does without"
-        raise broken_rule(rule, repair="write bf16; to generate in float16, set generator.engine_args.dtype with vLLM")
     return _SHORT_DTYPES.get(name, name) if isinstance(name, str) else name
 
 
 SHORT_DTYPES = BeforeValidator(_spell_out)
-"""Lets bf16, fp32 and fp64 stand for the dtypes' whole names, and says what to use instead of float16."""
+"""Lets bf16, fp16, half, fp32 and fp64 stand for the dtypes' whole names."""
 
 Directory = Annotated[Path, AfterValidator(_literal(Path))]
 PathText = Annotated[str, AfterValidator(_literal(str))]

@@ -11,11 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from forge.config.distill import DistillConfig
 from forge.config.fields import old_keys
 from forge.config.generator import PolicyConfig
 from forge.config.grpo import GRPOConfig
 from forge.config.layers import split_words
 from forge.config.loading import load
+from forge.config.preference import PreferenceConfig
+from forge.config.reward_training import RewardTrainingConfig
 from forge.config.schema import ForgeConfig
 from forge.config.sft import SFTConfig
 from forge.config.yaml_text import read_yaml
@@ -42,7 +45,14 @@ def module_folders() -> tuple[str, ...]:
     return tuple(folder for folder in os.environ.get(MODULE_FOLDERS, "").split(os.pathsep) if folder in sys.path)
 
 
-SCHEMAS: Final[Mapping[str, type[ForgeConfig]]] = {"sft": SFTConfig, "policy": PolicyConfig, "grpo": GRPOConfig}
+SCHEMAS: Final[Mapping[str, type[ForgeConfig]]] = {
+    "sft": SFTConfig,
+    "policy": PolicyConfig,
+    "grpo": GRPOConfig,
+    "dpo": PreferenceConfig,
+    "reward_model": RewardTrainingConfig,
+    "distill": DistillConfig,
+}
 """The kinds of runs, in the order in which a file that says too little is taken for one."""
 
 

@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from forge.config.agents import AgentConfig
 from forge.config.base import ConfigModel, EpisodeName, FrozenDict, GroupRewardName
+from forge.config.league import LeagueConfig
 
 
 class EpisodeLimits(ConfigModel):
@@ -49,10 +51,20 @@ class EpisodeConfig(ConfigModel):
     evaluation_limits: EpisodeLimits | None = Field(
         default=None, description="What an episode of the evaluation may use; null for the same."
     )
+    agents: Mapping[str, AgentConfig] = Field(
+        default_factory=FrozenDict,
+        description="The agents that the program declares, by name: what answers for them, and how they learn. Agents "
+        "that are not named here are the live policy.",
+    )
+    league: LeagueConfig | None = Field(
+        default=None,
+        description="Self-play: opponents are drawn from earlier versions of the policy. Null for no league.",
+    )
     group_reward: GroupRewardName | None = Field(
         default=None,
         description="A function `module:attribute` (task, episodes) -> one number for each, which is added to what the "
-        "episodes of a group earned: comparisons, judges. It may be a coroutine function.",
+        "episodes of a group earned: comparisons, judges. Where the program declares agents, numbers by agent. "
+        "It may be a coroutine function.",
     )
     tool_format: Literal["auto", "hermes", "llama", "json"] = Field(
         default="auto", description="How the policy writes tool calls; `auto` reads it from the chat template."
@@ -64,6 +76,11 @@ class EpisodeConfig(ConfigModel):
     max_failed_groups: int = Field(
         default=8, ge=1, description="Consecutive groups that failed by faults after which the run ends."
     )
+
+    @property
+    def bound_versions(self) -> tuple[int, ...]:
+        """The versions of the policy that agents are bound to, in rising order."""
+        return tuple(sorted({agent.version for agent in self.agents.values() if agent.version is not None}))
 
     @property
     def chosen_keys(self) -> tuple[str, ...]:

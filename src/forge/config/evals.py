@@ -6,32 +6,13 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, EnvName, Name, PathText, broken_rule
+from forge.config.base import ConfigModel, Name, PathText, broken_rule
+from forge.config.endpoints import EndpointConfig
 from forge.config.episodes import EpisodeConfig
 from forge.config.generator import GeneratorServiceConfig
-from forge.config.grpo import PromptsConfig
+from forge.config.prompts import PromptsConfig
 from forge.config.rewards import RewardsConfig
 from forge.config.schema import ForgeConfig, ModelConfig, ReplicatedWorkerConfig, RunConfig
-
-
-class EvalEndpointConfig(ConfigModel):
-    """An OpenAI-compatible endpoint that answers in place of a model's folder."""
-
-    url: str = Field(min_length=1, description="Its address, such as http://127.0.0.1:8000/v1.")
-    model: str | None = Field(
-        default=None, min_length=1, description="Name of the model there; null for the first one that it lists."
-    )
-    api_key_env: EnvName = Field(
-        default="OPENAI_API_KEY",
-        description="Environment variable that holds the API key. Without it, requests are sent without a key.",
-    )
-
-    @model_validator(mode="after")
-    def _check_url(self) -> Self:
-        if not self.url.startswith(("http://", "https://")):
-            rule = "a URL that starts with http:// or https://"
-            raise broken_rule(rule, repair="write it like http://127.0.0.1:8000/v1", key="url")
-        return self
 
 
 class EvalSection(ConfigModel):
@@ -45,7 +26,7 @@ class EvalSection(ConfigModel):
     step: int | None = Field(
         default=None, ge=0, description="Step of the run's checkpoint; null for the newest one. Only with `run`."
     )
-    endpoint: EvalEndpointConfig | None = Field(
+    endpoint: EndpointConfig | None = Field(
         default=None, description="An endpoint to evaluate; null to start generators."
     )
     num_samples: int = Field(default=1, ge=1, description="Samples per task (n).")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import SHORT_DTYPES, ConfigModel, EngineName, FrozenDict, broken_rule
+from forge.config.adapter import AdapterConfig
+from forge.config.base import SHORT_DTYPES, ConfigModel, EngineName, FrozenDict, PathText, broken_rule
 from forge.config.schema import ForgeConfig, ModelConfig, ReplicatedWorkerConfig
 from forge.errors import ConfigError
 from forge.registry import ENGINES
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 UpdateMode = Literal["drain", "keep", "recompute", "abort"]
 Verify = Literal["cheap", "full", "off"]
+
+BASE_ADAPTER: Final = "base"
+"""The adapter's name that stands for the weights without any adapter, also in a run that trains one."""
 
 LEAST_TEMPERATURE: Final = 1e-30
 _LEAST_PENALTY: Final = 1e-30
@@ -77,7 +81,10 @@ class Sampling(ConfigModel):
         "with `engine: vllm`.",
     )
     adapter: str | None = Field(
-        default=None, min_length=1, description="Name of a loaded LoRA adapter. Only with `engine: vllm`."
+        default=None,
+        min_length=1,
+        description="Name of a loaded LoRA adapter; null for none, or for the adapter that is trained. `base`: none, "
+        "also in a run that trains an adapter.",
     )
 
     @model_validator(mode="after")
@@ -197,8 +204,19 @@ class GenerationConfig(ConfigModel):
         description="Whether requests with a common prefix share its KV cache, as the turns of a conversation do. What "
         "finished requests leave is kept until its memory is needed, or the weights are updated.",
     )
-    precision: Annotated[Literal["float32", "bfloat16"] | None, SHORT_DTYPES] = Field(
-        default=None, description="What the model computes in; null for float32 on the CPU and bfloat16 on a GPU."
+    pinned_versions: int | None = Field(
+        default=None,
+        ge=1,
+        description="How many pinned versions of the weights stay loaded beside the live ones; the least recently used "
+        "makes room for another. On a GPU the KV cache leaves memory for them; on the CPU they are read in the "
+        "store's shared memory. Null: as many as `episode.agents` names, and for `episode.league` 1 on a GPU "
+        "and all members on the CPU; without both, 1 on a GPU, without memory set aside, and 4 on the CPU. Only with "
+        "`engine: native`.",
+    )
+    precision: Annotated[Literal["float32", "bfloat16", "float16"] | None, SHORT_DTYPES] = Field(
+        default=None,
+        description="What the model computes in; null for float32 on the CPU and bfloat16 on a GPU, and for float16 in "
+        "a run whose trainer computes in float16 (distributed.precision).",
     )
     cuda_graphs: bool = Field(default=True, description="Whether decode steps on a GPU are captured and replayed.")
     with_gpus: bool | None = Field(
@@ -214,23 +232,58 @@ class GenerationConfig(ConfigModel):
     canary: CanaryConfig = Field(
         default_factory=CanaryConfig, description="The check that updated weights are the trainer's."
     )
+    adapters: Mapping[str, PathText] = Field(
+        default_factory=FrozenDict,
+        description="LoRA adapters that requests can select by name (`sampling.adapter`, or `model` over HTTP): PEFT "
+        "folders on the generator's host, loaded at the start and after a restart.",
+    )
+    max_adapters: int = Field(
+        default=16, ge=1, description="Maximum number of adapters that are loaded, those of `adapters` included."
+    )
+    max_adapter_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="Memory of all loaded adapters, in GiB; on a GPU the KV cache leaves it free. Null: no limit of "
+        "its own, and the KV cache leaves what those of `adapters` need. Only with `engine: native`.",
+    )
     engine_args: Mapping[str, Any] = Field(
         default_factory=FrozenDict,
         description="Arguments of vLLM's engine by name, such as {gpu_memory_utilization: 0.8}. They override ours.",
     )
 
     @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        if BASE_ADAPTER in self.adapters or "" in self.adapters:
+            rule = f"names that are not empty, and not `{BASE_ADAPTER}`: that stands for the weights without an adapter"
+            raise broken_rule(rule, repair="choose another name", key="adapters")
+        if len(self.adapters) > self.max_adapters:
+            rule = f"at least the number of `adapters`, which is {len(self.adapters)}"
+            raise broken_rule(rule, repair="raise it, or name fewer adapters", key="max_adapters")
+        return self
+
+    @model_validator(mode="after")
     def _check_engine(self) -> Self:
         try:
-            declared = self.capabilities if self.engine_args or ":" in self.engine else None
+            bounds = (self.pinned_versions, self.max_adapter_gb)
+            asks = bool(self.engine_args or self.adapters) or any(bounds) or ":" in self.engine
+            declared = self.capabilities if asks else None
         except ConfigError as error:
             raise broken_rule(f"{error.message}: {error.rule}", repair=str(error.repair), key="engine") from error
         if declared is not None and self.engine_args and not declared.engine_args:
             rule = "needs an engine that takes arguments, such as `vllm`"
             raise broken_rule(rule, repair="set engine: vllm, or remove it", key="engine_args")
+        if declared is not None and self.pinned_versions is not None and not declared.pinned_versions:
+            rule = "needs an engine that serves several versions of the weights, such as `native`"
+            raise broken_rule(rule, repair="set engine: native, or remove it", key="pinned_versions")
+        if declared is not None and self.adapters and not declared.adapters:
+            rule = "needs an engine that serves adapters, such as `native`"
+            raise broken_rule(rule, repair="set engine: native, or remove it", key="adapters")
+        if declared is not None and self.max_adapter_gb is not None and declared.reserves_gpu_share:
+            rule = "has no effect with an engine that reserves all of its memory when it starts, such as `vllm`"
+            raise broken_rule(rule, repair="set engine: native, or remove it", key="max_adapter_gb")
         return self
 
-    def precision_on(self, *, gpu: bool) -> Literal["float32", "bfloat16"]:
+    def precision_on(self, *, gpu: bool) -> Literal["float32", "bfloat16", "float16"]:
         """Return what the model computes in on a GPU, or on the CPU."""
         return self.precision or ("bfloat16" if gpu else "float32")
 
@@ -245,11 +298,17 @@ class GeneratorConfig(GenerationConfig):
     """Everything that a `Generator` is made from: the model, and the section `generator`."""
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="Which model.")
+    adapter: AdapterConfig | None = Field(
+        default=None, description="LoRA adapter whose versions a trainer publishes; null for versions of all weights."
+    )
 
     @classmethod
-    def of(cls, model: ModelConfig, section: GenerationConfig) -> GeneratorConfig:
-        """The model and the section of a configuration, put together."""
-        return cls(model=model, **{name: getattr(section, name) for name in GenerationConfig.model_fields})
+    def of(
+        cls, model: ModelConfig, section: GenerationConfig, *, adapter: AdapterConfig | None = None
+    ) -> GeneratorConfig:
+        """The model, the section of a configuration and the adapter that is trained, put together."""
+        given = {name: getattr(section, name) for name in GenerationConfig.model_fields}
+        return cls(model=model, adapter=adapter, **given)
 
 
 class GeneratorServiceConfig(GenerationConfig):
@@ -260,6 +319,61 @@ class GeneratorServiceConfig(GenerationConfig):
         default=1, ge=1, description="GPUs (or processes) over which each generator is split. Only with `engine: vllm`."
     )
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each replica; null for one.")
+
+
+class AutoscaleConfig(ConfigModel):
+    """When the controller starts and ends generators between steps."""
+
+    min: int = Field(default=1, ge=1, description="Fewest generators.")
+    max: int = Field(ge=1, description="Most generators.")
+    grow_above: float = Field(
+        default=0.3,
+        gt=0,
+        lt=1,
+        description="One generator more if training waited for its batch for more than this part of a step's time.",
+    )
+    shrink_below: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="One generator less if it waited for less than this part, and generators were idle at times.",
+    )
+    patience: int = Field(
+        default=3, ge=1, description="Steps in a row that must say the same, counted from the last change."
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.max < self.min:
+            raise broken_rule(f"at least min, which is {self.min}", repair="raise it, or lower min", key="max")
+        if self.shrink_below >= self.grow_above:
+            rule = f"below grow_above, which is {self.grow_above}: otherwise generators would come and go"
+            raise broken_rule(rule, repair="lower it", key="shrink_below")
+        return self
+
+
+class PolicyGeneratorConfig(GeneratorServiceConfig):
+    """Which engine generates tokens, its settings, and the number of generators, which may change during a run."""
+
+    autoscale: AutoscaleConfig | None = Field(
+        default=None, description="Rule that changes the number of generators between steps; null for none."
+    )
+
+    @model_validator(mode="after")
+    def _check_autoscale(self) -> Self:
+        rule = self.autoscale
+        if rule is not None and not rule.min <= self.num_replicas <= rule.max:
+            text = f"from {rule.min} to {rule.max}, as autoscale says"
+            raise broken_rule(text, repair="change it, or the bounds of autoscale", key="num_replicas")
+        return self
+
+
+def check_fixed_weights(section: GeneratorServiceConfig, *, what: str) -> None:
+    """Refuse keys of `generator` that are about updates, where weights never change."""
+    for key in ("weights", "update", "canary"):
+        if getattr(section, key) != type(section).model_fields[key].get_default(call_default_factory=True):
+            rule = f"has no meaning here: the weights of {what} never change"
+            raise broken_rule(rule, repair="remove it", key=f"generator.{key}")
 
 
 class ServeConfig(ConfigModel):

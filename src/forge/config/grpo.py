@@ -1,144 +1,27 @@
-"""Reinforcement learning: the sections of `apps/grpo/main.py`, prompts and evaluation included."""
+"""Reinforcement learning: the sections of `apps/grpo/main.py`, apart from those of prompts and evaluation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from forge.config.adapter import AdapterConfig
 from forge.config.algorithm import AlgorithmConfig
-from forge.config.base import ConfigModel, FrozenDict, PathText, TaskName, broken_rule
+from forge.config.base import ConfigModel, PathText, broken_rule
+from forge.config.critic import CriticConfig, check_critic
+from forge.config.curriculum import CurriculumConfig, check_reward_name
 from forge.config.episodes import EpisodeConfig
-from forge.config.generator import GeneratorServiceConfig
+from forge.config.generator import PolicyGeneratorConfig
+from forge.config.prompts import EvaluationConfig, PromptsConfig
+from forge.config.recovery import RecoveryConfig
+from forge.config.replay import ReplayRecordConfig
 from forge.config.rewards import RewardsConfig
 from forge.config.schema import ForgeConfig, ReplicatedWorkerConfig, StoreConfig, WorkerConfig
 from forge.config.sft import MetricsConfig
-from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
-from forge.errors import did_you_mean
-
-COLUMN_KEYS = ("messages", "prompt", "question", "answer", "system", "role", "content")
-"""What a source may have another name for."""
-
-
-class PromptSourceConfig(ConfigModel):
-    """One source of prompts: a file, a dataset of the hub, or a task."""
-
-    path: PathText | None = Field(
-        default=None,
-        description="A .jsonl, .json or .parquet file (.gz of the first two as well), a pattern such as data/*.jsonl, "
-        "or a folder that holds such files or that `datasets` saved.",
-    )
-    hf_dataset: str | None = Field(
-        default=None, min_length=1, description="A dataset of the Hugging Face hub, such as openai/gsm8k."
-    )
-    hf_config: str | None = Field(default=None, description="Its configuration; null for the default one.")
-    split: str = Field(default="train", min_length=1, description="Split of a Hugging Face dataset.")
-    task: TaskName | None = Field(
-        default=None,
-        description="A task that generates prompts from a seed: `arithmetic`, `countdown`, or `reasoning_gym/NAME` "
-        "with the extra `reasoning-gym`.",
-    )
-    task_args: Mapping[str, Any] = Field(
-        default_factory=FrozenDict, description="Arguments of the task, such as {level: 2}."
-    )
-    num_prompts: int | None = Field(
-        default=None,
-        ge=1,
-        description="Prompts that a task generates (null for 1000), or the maximum to read from a file.",
-    )
-    format: Literal["auto", "plain", "gsm8k"] = Field(
-        default="auto",
-        description="Record format. `plain`: `messages`, `prompt` or `question`, and `answer`. `gsm8k`: the answer is "
-        "the text after `####`. `auto` detects it from the first record.",
-    )
-    columns: Mapping[str, str] = Field(
-        default_factory=FrozenDict,
-        description="Column names that differ from the format's, such as {prompt: problem, answer: solution}.",
-    )
-    seed: int | None = Field(default=None, ge=0, description="Seed of a task; null to derive it from run.seed.")
-
-    @model_validator(mode="after")
-    def _check_place(self) -> Self:
-        if sum(place is not None for place in (self.path, self.hf_dataset, self.task)) != 1:
-            raise broken_rule("exactly one of path, hf_dataset and task", repair="remove one, or add one", key="path")
-        return self
-
-    @model_validator(mode="after")
-    def _check_kind(self) -> Self:
-        """Refuse keys that would have no effect, and names of columns that nothing asks for."""
-        if self.task is None:
-            for key in ("task_args", "seed"):
-                if getattr(self, key) not in (None, {}):
-                    raise broken_rule("only with a task", repair="remove it, or name a task", key=key)
-        for key, default in (("columns", {}), ("format", "auto"), ("hf_config", None), ("split", "train")):
-            if self.task is not None and getattr(self, key) != default:
-                raise broken_rule("only with path or hf_dataset: a task has no records", repair="remove it", key=key)
-        for name in self.columns:
-            if name not in COLUMN_KEYS:
-                repair = did_you_mean(name, COLUMN_KEYS) or "columns maps a key of ours to the name that the source has"
-                raise broken_rule(f"its keys are among {', '.join(COLUMN_KEYS)}", repair=repair, key="columns")
-        return self
-
-
-class PromptsConfig(ConfigModel):
-    """What the policy is asked."""
-
-    sources: tuple[PromptSourceConfig, ...] = Field(default=(), description="Where prompts come from. Required.")
-    system_prompt: str | None = Field(default=None, description="A system message before every prompt.")
-    template: str | None = Field(
-        default=None, description="Text around every prompt, such as `Solve: {prompt}`; null for the prompt alone."
-    )
-    chat: bool = Field(
-        default=True, description="Whether a prompt becomes a user message; otherwise it is text to continue."
-    )
-    shuffle: bool = Field(default=True, description="Whether each epoch is shuffled differently.")
-    on_bad_record: Literal["error", "skip"] = Field(
-        default="error",
-        description="What happens to a record that cannot be read: an error that names file and line, or skipped and "
-        "counted.",
-    )
-
-    @model_validator(mode="after")
-    def _check_words(self) -> Self:
-        if self.template is not None and "{prompt}" not in self.template:
-            repair = "write {prompt} where the prompt belongs, such as `Solve: {prompt}`"
-            raise broken_rule("text that contains {prompt}", repair=repair, key="template")
-        if self.system_prompt is not None and not self.chat:
-            repair = "write it into the template, or set chat: true"
-            raise broken_rule("only with chat: text has no system message", repair=repair, key="system_prompt")
-        return self
-
-
-class EvaluationConfig(ConfigModel):
-    """Evaluation of the policy on held-out prompts."""
-
-    interval: int | None = Field(default=None, ge=1, description="Steps between two evaluations; null for none.")
-    at_start: bool = Field(default=True, description="Whether to evaluate before the first step.")
-    at_end: bool = Field(default=True, description="Whether to evaluate after the last step.")
-    sources: tuple[PromptSourceConfig, ...] = Field(default=(), description="Separate held-out prompts.")
-    fraction: float = Field(
-        default=0.0, ge=0, lt=1, description="Fraction of the prompts to hold out, if `sources` is empty."
-    )
-    max_prompts: int | None = Field(default=None, ge=1, description="Maximum number of prompts; null for all.")
-    num_samples: int = Field(default=1, ge=1, description="Completions per prompt (k).")
-    temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0 for greedy decoding.")
-    solved_at: float = Field(default=1.0, description="Reward from which a completion counts as solved.")
-    reward: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Name of the reward that decides whether a completion is solved; null for the weighted sum of all.",
-    )
-
-    stop_at: float | None = Field(
-        default=None, description="Fraction of completions solved (avg@k) at which the run ends; null to run all steps."
-    )
-
-    @property
-    def enabled(self) -> bool:
-        """Whether there is anything to evaluate on."""
-        return bool(self.sources) or self.fraction > 0
-
+from forge.config.teacher import TeacherConfig
+from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig, check_base_dtype
 
 Placement = Literal["apart", "beside", "turns", "shared"]
 
@@ -168,6 +51,13 @@ class RolloutConfig(ConfigModel):
         description="What happens to a group without signal, whose advantages are all 0: dropped from its batch, "
         "replaced by another (dynamic sampling, which also replaces a group whose rewards are equal before shaping), "
         "or kept.",
+    )
+    signal_reward: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of the reward that must differ within a group, such as the one for a right answer: where all "
+        "completions have the same value of it, the group has no signal, whatever else distinguishes them. Null for "
+        "the weighted sum of all.",
     )
     max_no_signal_groups: int = Field(
         default=1000,
@@ -200,7 +90,9 @@ class ReferenceConfig(ConfigModel):
     """The reference model of the KL penalty. Loaded only with algorithm.kl.coefficient > 0."""
 
     path: PathText | None = Field(
-        default=None, description="Folder of the model; null for the policy's initial weights."
+        default=None,
+        description="Folder of the model; null for the policy's initial weights. With an `adapter` and null, the "
+        "trainer is the reference itself, without its adapter, and no process is started.",
     )
     num_replicas: int = Field(default=1, ge=1, description="Replicas.")
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each replica; null for one.")
@@ -213,6 +105,7 @@ class GRPOWorkersConfig(ConfigModel):
     """The processes of each worker. Their number and devices are in the sections of the workers."""
 
     trainer: WorkerConfig = Field(default_factory=WorkerConfig, description="The trainer.")
+    critic: WorkerConfig = Field(default_factory=WorkerConfig, description="The critic.")
     generator: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="The generators.")
     rewards: ReplicatedWorkerConfig = Field(default_factory=ReplicatedWorkerConfig, description="What scores.")
     reference: ReplicatedWorkerConfig = Field(
@@ -224,6 +117,9 @@ class GRPOWorkersConfig(ConfigModel):
     )
     reward_model: ReplicatedWorkerConfig = Field(
         default_factory=ReplicatedWorkerConfig, description="The reward models."
+    )
+    teacher: ReplicatedWorkerConfig = Field(
+        default_factory=ReplicatedWorkerConfig, description="The teachers of distillation."
     )
 
 
@@ -241,6 +137,9 @@ class RecordConfig(ConfigModel):
     )
     trace: bool = Field(default=True, description="Whether trace.json is written, which shows what waited for what.")
     report: bool = Field(default=True, description="Whether report.html is written when the run ends.")
+    replay: ReplayRecordConfig = Field(
+        default_factory=ReplayRecordConfig, description="What is recorded to replay steps."
+    )
 
 
 class GRPOConfig(ForgeConfig):
@@ -252,14 +151,17 @@ class GRPOConfig(ForgeConfig):
     }
 
     prompts: PromptsConfig = Field(default_factory=PromptsConfig, description="What the policy is asked.")
+    curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig, description="Which prompts are asked next.")
     rewards: RewardsConfig = Field(default_factory=RewardsConfig, description="What completions are scored by.")
     episode: EpisodeConfig = Field(
         default_factory=EpisodeConfig, description="A program that makes episodes of several turns."
     )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="From rewards to a loss.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="How completions become batches.")
-    generator: GeneratorServiceConfig = Field(default_factory=GeneratorServiceConfig, description="What makes tokens.")
+    generator: PolicyGeneratorConfig = Field(default_factory=PolicyGeneratorConfig, description="What makes tokens.")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="What the policy is held to.")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="What says how good a state is.")
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="What the policy is distilled from.")
     placement: Placement = Field(
         default="apart",
         description="`apart`: trainer and generators run in separate processes, on separate GPUs. `beside`: separate "
@@ -267,9 +169,13 @@ class GRPOConfig(ForgeConfig):
         "trainer works. `shared`: one process, in which the native engine computes with the trainer's own "
         "weights.",
     )
+    adapter: AdapterConfig | None = Field(
+        default=None, description="LoRA adapter that is trained instead of the weights; null to train all weights."
+    )
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="The optimizer's steps.")
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="The trainer's ranks.")
     checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved, and when.")
+    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig, description="What follows when the trainer dies.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="How the policy is judged.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are written.")
     store: StoreConfig = Field(default_factory=StoreConfig, description="Where published weights are kept.")
@@ -294,6 +200,19 @@ class GRPOConfig(ForgeConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_reward_names(self) -> Self:
+        rollout, known = self.rollout, [function.label for function in self.rewards.functions]
+        check_reward_name("curriculum.reward", self.curriculum.reward, known)
+        check_reward_name("rollout.signal_reward", rollout.signal_reward, known)
+        if rollout.signal_reward is not None and rollout.no_signal == "keep":
+            rule = "has no effect with rollout.no_signal keep: such groups are trained on"
+            raise broken_rule(rule, repair="remove it, or set no_signal: replace", key="rollout.signal_reward")
+        if rollout.signal_reward is not None and rollout.group_size == 1:
+            rule = "at least 2 with rollout.signal_reward, which must differ within a group"
+            raise broken_rule(rule, repair="raise it, or remove signal_reward", key="rollout.group_size")
+        return self
+
+    @model_validator(mode="after")
     def _check_owned(self) -> Self:
         """Refuse keys of sections that other programs share, and that this one sets itself."""
         owned = {
@@ -306,36 +225,122 @@ class GRPOConfig(ForgeConfig):
                 raise broken_rule(f"has no meaning here: {owner} decides", repair=f"remove it; set {owner}", key=key)
         return self
 
+    @property
+    def _compares_episodes(self) -> bool:
+        is_named = self.algorithm.advantage.function in ("baseline", "gigpo")
+        return is_named and not self.algorithm.distillation.is_alone
+
+    @property
+    def compares_with_itself(self) -> bool:
+        """Whether each completion is its group, and the mean of its group its baseline: all advantages are 0."""
+        is_mean = self.algorithm.advantage.baseline in ("group_mean", "leave_one_out")
+        return self._compares_episodes and is_mean and self.rollout.group_size == 1
+
     @model_validator(mode="after")
     def _check_comparison(self) -> Self:
         """Refuse what can give no advantage but 0: a completion that is compared with itself alone."""
         advantage, rollout = self.algorithm.advantage, self.rollout
-        if rollout.group_size > 1 or advantage.function != "baseline":
-            return self
-        if advantage.baseline in ("group_mean", "leave_one_out"):
+        if any(agent.advantage == "baseline" for agent in self.episode.agents.values()):
+            return self  # those of other agents are checked when the program is known
+        if self.compares_with_itself:
             rule = (
                 f"at least 2 with algorithm.advantage.baseline `{advantage.baseline}`: a completion alone is its own "
             )
             repair = "raise it, or choose an algorithm that compares no groups: algorithm.preset=reinforce_pp"
             raise broken_rule(rule + "baseline", repair=repair, key="rollout.group_size")
-        if rollout.batch_groups == 1 and (advantage.baseline == "batch_mean" or advantage.whiten):
+        is_alone = self._compares_episodes and rollout.group_size == rollout.batch_groups == 1
+        if is_alone and (advantage.baseline == "batch_mean" or advantage.whiten):
             rule = "at least 2 with rollout.group_size 1: the completions of a step are compared with each other"
             raise broken_rule(rule, repair="raise it, or rollout.group_size", key="rollout.batch_groups")
         return self
 
     @model_validator(mode="after")
+    def _check_critic(self) -> Self:
+        check_critic(self.critic, algorithm=self.algorithm, training=self.training, agents=self.episode.agents)
+        return self
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
+        teacher, temperature = self.teacher, self.generator.sampling.temperature
+        if self.algorithm.distillation.is_used != teacher.is_given:
+            if teacher.is_given:
+                rule, repair = "has no effect without a teacher's part in advantages", "1 is usual; or remove `teacher`"
+                raise broken_rule(rule, repair=repair, key="algorithm.distillation.coefficient")
+            rule = "a model's folder (or teacher.endpoint) with algorithm.distillation.coefficient above 0"
+            raise broken_rule(rule, repair="name the teacher, or set the coefficient to 0", key="teacher.path")
+        if teacher.is_given and temperature not in (0, 1) and not teacher.scores_tempered:
+            rule = "1 with this teacher: it scores at temperature 1 only"
+            repair = "set 1.0, or teacher.path without an endpoint and without teacher.generator.engine: vllm"
+            raise broken_rule(rule, repair=repair, key="generator.sampling.temperature")
+        return self
+
+    @model_validator(mode="after")
+    def _choose_precision(self) -> Self:
+        """Let generators compute in float16 where the trainer does: that is what float16 is for."""
+        section = self.generator
+        if self.distributed.precision == "float16" and section.precision is None and "dtype" not in section.engine_args:
+            object.__setattr__(self, "generator", section.model_copy(update={"precision": "float16"}))
+        return self
+
+    @model_validator(mode="after")
     def _check_placement(self) -> Self:
-        if self.placement in ("turns", "shared") and self.rollout.staleness > 0:
-            rule = f"0 with placement `{self.placement}`: the policy generates and learns in turns"
-            repair = "set placement: beside or apart, or staleness: 0"
+        if self.placement == "turns" and self.rollout.staleness > 0:
+            rule = "0 with placement `turns`: the policy generates and learns in turns"
+            repair = "set placement: shared, beside or apart, or staleness: 0"
             raise broken_rule(rule, repair=repair, key="rollout.staleness")
+        if self.placement == "shared" and self.rollout.staleness > 0 and self.generator.update.mode == "drain":
+            rule = "keep, recompute or abort with placement `shared` and rollout.staleness above 0: completions in "
+            rule += "progress wait while the trainer works, and cannot finish first"
+            raise broken_rule(rule, repair="set keep, or rollout.staleness: 0", key="generator.update.mode")
         if self.placement == "shared" and not self.generator.capabilities.shared_weights:
             rule = "with placement `shared` it must compute with the trainer's own weights, as `native` does"
             raise broken_rule(rule, repair="set placement: turns or beside", key="generator.engine")
         if self.placement == "shared" and self.generator.num_replicas > 1:
             rule = "1 with placement `shared`: there is one process"
             raise broken_rule(rule, repair="set placement: apart", key="generator.num_replicas")
+        if self.placement != "apart" and self.generator.autoscale is not None:
+            rule = f"null with placement `{self.placement}`: generators share the trainer's devices"
+            raise broken_rule(rule, repair="remove it, or set placement: apart", key="generator.autoscale")
         return self
+
+    @model_validator(mode="after")
+    def _check_adapter(self) -> Self:
+        if self.adapter is None:
+            return self
+        check_base_dtype(self.adapter, self.distributed, self.training)
+        if self.model.path is None and (self.placement != "shared" or self.adapter.base_dtype is not None):
+            rule = "a folder with `adapter`: trainer and generators load the weights below the adapter from it"
+            raise broken_rule(rule, repair="set it, or remove adapter", key="model.path")
+        if not self.generator.capabilities.live_adapter:
+            rule = "an engine that updates a LoRA adapter as it is trained, such as `native`"
+            raise broken_rule(rule, repair="set engine: native, or remove adapter", key="generator.engine")
+        if self.base_is_reference and self.algorithm.kl.place == "reward" and self.placement in ("turns", "shared"):
+            rule = (
+                f"`loss` with placement `{self.placement}` and an adapter: the trainer is its own reference, and "
+                "cannot score while generators use the device"
+            )
+            raise broken_rule(rule, repair="set it to loss, or give reference.path", key="algorithm.kl.place")
+        return self
+
+    @property
+    def base_is_reference(self) -> bool:
+        """Whether the trainer without its adapter is the reference model of the KL penalty."""
+        return self.adapter is not None and self.reference.path is None and self.algorithm.kl.coefficient > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there are processes of a reference model."""
+        return self.algorithm.kl.coefficient > 0 and not self.base_is_reference
+
+    @property
+    def critic_iterations(self) -> int:
+        """Optimizer steps of the critic on each batch."""
+        return self.critic.iterations or self.rollout.iterations
+
+    @property
+    def critic_distributed(self) -> DistributedConfig:
+        """The critic's ranks."""
+        return self.critic.distributed or self.distributed
 
     @property
     def gpu_memory_share(self) -> float | None:

@@ -146,6 +146,14 @@ def load_with_origins(
     return Loaded(config, FrozenDict({format_path(path): origin for path, origin in leaves.items()}))
 
 
+def merge_layers(schema: type[C], *, files: Iterable[FilePath] = (), overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Return what files and overrides set, later ones over earlier ones, without defaults and unchecked: for keys that
+    are needed before the program that knows the whole schema. `schema` says which old keys have new names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the program itself warns
+        return _read(schema, files, overrides, None).grow(preset=None).data
+
+
 def explain(loaded: Loaded[Any]) -> str:
     """One line for each leaf: dotted path, value, and who set it."""
     rows = []

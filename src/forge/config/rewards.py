@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import ConfigModel, FrozenDict, Name, PathText, RewardName, broken_rule
-from forge.config.generator import GeneratorServiceConfig
+from forge.config.base import SHORT_DTYPES, ConfigModel, FrozenDict, Name, PathText, RewardName, broken_rule
+from forge.config.generator import GeneratorServiceConfig, check_fixed_weights
+
+_USUAL_LIMIT: Final = 4096
 
 
 class RewardConfig(ConfigModel):
@@ -64,12 +66,7 @@ class JudgeConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _check_weights(self) -> Self:
-        for key in ("weights", "update", "canary"):
-            if getattr(self.generator, key) != GeneratorServiceConfig.model_fields[key].get_default(
-                call_default_factory=True
-            ):
-                rule = "has no meaning here: the weights of a judge never change"
-                raise broken_rule(rule, repair="remove it", key=f"generator.{key}")
+        check_fixed_weights(self.generator, what="a judge")
         return self
 
 
@@ -77,11 +74,48 @@ class RewardModelConfig(ConfigModel):
     """A classifier that scores completions, behind its own service; used by the reward `reward_model`."""
 
     path: PathText = Field(description="Folder of a Hugging Face model for sequence classification with one label.")
+    engine: Literal["native", "vllm", "transformers"] | None = Field(
+        default=None,
+        description="What runs it. `native`: the training engine, without padding and with shared prompts computed "
+        "once. `vllm`: a pooling model of vLLM. `transformers`: any classifier, in padded batches. Null for `native` "
+        "where the model's family is supported, `transformers` otherwise.",
+    )
+    chat_template: PathText | None = Field(
+        default=None,
+        description="A file with the Jinja chat template that the model was trained with; null for its tokenizer's.",
+    )
     num_replicas: int = Field(default=1, ge=1, description="Replicas.")
-    batch_size: int = Field(default=8, ge=1, description="Completions per forward pass.")
-    max_seq_len: int = Field(default=4096, ge=2, description="Longest prompt and completion, in tokens.")
+    batch_size: int = Field(default=8, ge=1, description="For transformers: completions per forward pass.")
+    microbatch_tokens: int | None = Field(
+        default=None, ge=2, description="For native and vllm: tokens per forward pass; null for max_seq_len."
+    )
+    max_seq_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="Longest prompt and completion, in tokens; null for the model's limit, up to 4096.",
+    )
+    precision: Annotated[Literal["float32", "bfloat16"] | None, SHORT_DTYPES] = Field(
+        default=None, description="Precision of weights and activations; null for bfloat16 on a GPU, float32 on a CPU."
+    )
     with_gpus: bool = Field(default=False, description="Whether each replica gets a GPU.")
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads of each replica; null for one.")
+
+    @property
+    def chosen_precision(self) -> Literal["float32", "bfloat16"]:
+        """`precision`, or that of the device."""
+        return self.precision or ("bfloat16" if self.with_gpus else "float32")
+
+    def limits(self, model_limit: int | None) -> tuple[int, int]:
+        """Return the tokens of the longest conversation and of a forward pass, for a model that can read so many."""
+        longest = self.max_seq_len or min(model_limit or _USUAL_LIMIT, _USUAL_LIMIT)
+        return longest, max(self.microbatch_tokens or 0, longest)
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Self:
+        if self.microbatch_tokens is not None and self.microbatch_tokens < (self.max_seq_len or 0):
+            rule = f"at least max_seq_len, which is {self.max_seq_len}: a conversation is never split"
+            raise broken_rule(rule, repair="raise it, or lower max_seq_len", key="microbatch_tokens")
+        return self
 
 
 class RewardsConfig(ConfigModel):

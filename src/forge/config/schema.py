@@ -101,6 +101,11 @@ class ModelConfig(ConfigModel):
     )
     num_experts_per_token: int | None = Field(default=None, ge=1, description="Experts that each token is routed to.")
     expert_intermediate_size: int | None = Field(default=None, ge=1, description="Width inside one expert.")
+    head: Literal["language", "scalar"] = Field(
+        default="language",
+        description="Output layer. `language`: the logits of the next token. `scalar`: one value per token, for reward "
+        "models and critics; a folder without one (`score.weight`) gets a new one.",
+    )
     head_precision: Annotated[Literal["float32"] | None, SHORT_DTYPES] = Field(
         default=None,
         description="`float32`: when the model computes in bfloat16, trainer and generators accumulate and keep "
@@ -284,7 +289,16 @@ class ForgeConfig(ConfigModel):
     """The whole configuration. Derive from it to add sections."""
 
     old_keys: ClassVar[Mapping[str, str | None]] = {"store": None, "services": None, "actors": None}
+    model_head: ClassVar[Literal["language", "scalar"]] = "language"
+    """What `model.head` must be in this kind of run."""
 
     run: RunConfig = Field(default_factory=RunConfig, description="What this run is called and where it writes.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Which model.")
     launcher: LauncherConfig = Field(default_factory=LauncherConfig, description="Where worker processes come from.")
+
+    @model_validator(mode="after")
+    def _check_head(self) -> Self:
+        if self.model.head != self.model_head:
+            rule = f"`{self.model_head}` in this kind of run"
+            raise broken_rule(rule, repair="remove the key", key="model.head")
+        return self

@@ -1,4 +1,4 @@
-"""The sections that supervised fine-tuning adds: data, validation and metrics."""
+"""The sections of supervised runs, whose data is files: data, validation and metrics; and supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from forge.config.adapter import AdapterConfig
 from forge.config.base import ConfigModel, FrozenDict, LossName, Name, PathText, SinkName, broken_rule
+from forge.config.recovery import RecoveryConfig
 from forge.config.schema import ForgeConfig, WorkerConfig
-from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig
+from forge.config.training import CheckpointConfig, DistributedConfig, TrainingConfig, check_base_dtype
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_response", "text"]
 
@@ -168,13 +170,16 @@ class SFTWorkersConfig(ConfigModel):
     trainer: WorkerConfig = Field(default_factory=WorkerConfig, description="The trainer.")
 
 
-class SFTConfig(ForgeConfig):
-    """Supervised fine-tuning: one configuration for `apps/sft/main.py`."""
+class SupervisedConfig(ForgeConfig):
+    """What every supervised run has: a run whose data is files, and whose loop is `forge.loops.supervised`."""
 
+    adapter: AdapterConfig | None = Field(
+        default=None, description="LoRA adapter that is trained instead of the weights; null to train all weights."
+    )
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="The optimizer's steps.")
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="The layout over ranks.")
     checkpointing: CheckpointConfig = Field(default_factory=CheckpointConfig, description="What is saved, and when.")
-    loss: LossConfig = Field(default_factory=LossConfig, description="What is minimized.")
+    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig, description="What follows when the trainer dies.")
     data: DataConfig = Field(default_factory=DataConfig, description="Where samples come from.")
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description="How training is judged.")
     metrics: MetricsConfig = Field(default_factory=MetricsConfig, description="Where metrics are written.")
@@ -186,3 +191,14 @@ class SFTConfig(ForgeConfig):
             rule = "0 with data.streaming: a stream has no known length to take a part of"
             raise broken_rule(rule, repair="give validation.sources", key="validation.fraction")
         return self
+
+    @model_validator(mode="after")
+    def _check_base(self) -> Self:
+        check_base_dtype(self.adapter, self.distributed, self.training)
+        return self
+
+
+class SFTConfig(SupervisedConfig):
+    """Supervised fine-tuning: one configuration for `apps/sft/main.py`."""
+
+    loss: LossConfig = Field(default_factory=LossConfig, description="What is minimized.")

@@ -2,13 +2,56 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.config.base import SHORT_DTYPES, ConfigModel, Directory, PathText, broken_rule
+from forge.config.adapter import AdapterConfig
+from forge.config.base import SHORT_DTYPES, ConfigModel, Directory, FrozenDict, OptimizerName, PathText, broken_rule
 from forge.config.schema import ModelConfig
+
+
+class LossScalingConfig(ConfigModel):
+    """Dynamic loss scaling, which float16 needs: the loss is multiplied by a power of two before the backward pass, so
+    that small gradients do not become 0, and gradients are divided by it before the optimizer's step."""
+
+    initial_scale: float = Field(
+        default=65536.0, gt=0, description="Scale of the first step, a power of two. Lowered when gradients overflow."
+    )
+    growth_interval: int = Field(
+        default=200, ge=1, description="Steps in a row without an overflow after which the scale is raised."
+    )
+    growth_factor: float = Field(default=2.0, gt=1, description="What a raise multiplies it by, a power of two.")
+    backoff_factor: float = Field(
+        default=0.5, gt=0, lt=1, description="What an overflow multiplies it by, a power of two."
+    )
+    min_scale: float = Field(
+        default=1.0,
+        gt=0,
+        description="Lowest scale, a power of two. A gradient that overflows at it is treated as `on_nonfinite` says.",
+    )
+    max_scale: float = Field(default=2.0**24, gt=0, description="Highest scale, a power of two.")
+    max_retries: int = Field(
+        default=16,
+        ge=0,
+        description="How often a batch whose gradient overflows is computed again, at a lower scale each time, before "
+        "its step is skipped. 0 skips the step at the first overflow.",
+    )
+
+    @model_validator(mode="after")
+    def _check_scales(self) -> Self:
+        for key in ("initial_scale", "growth_factor", "backoff_factor", "min_scale", "max_scale"):
+            value = getattr(self, key)
+            if math.frexp(value)[0] != 0.5:
+                rule = "a power of two: scaling by it is exact"
+                raise broken_rule(rule, repair="write for example 65536, 2 or 0.5", key=key)
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            rule = f"from min_scale to max_scale, which is from {self.min_scale:g} to {self.max_scale:g}"
+            raise broken_rule(rule, repair="change it, or the bounds", key="initial_scale")
+        return self
 
 
 class TrainingConfig(ConfigModel):
@@ -60,12 +103,27 @@ class TrainingConfig(ConfigModel):
     min_lr_ratio: float = Field(
         default=0.0, ge=0, le=1, description="Final rate as a fraction of learning_rate; not for `constant`."
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="Decay of AdamW. Norms and biases are left out.")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients.")
-    beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients.")
-    adam_eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    optimizer: OptimizerName = Field(
+        default="adamw",
+        description="`adamw`; `muon`, which orthogonalises the updates of hidden matrices and leaves the rest to "
+        "AdamW; or `module:attribute` of a class or function that makes a torch.optim.Optimizer.",
+    )
+    optimizer_args: Mapping[str, Any] = Field(
+        default_factory=FrozenDict,
+        description="Keyword arguments of `muon` (momentum, nesterov, ns_steps, adjust_lr_fn, adamw_lr_ratio) or of an "
+        "optimizer of your own.",
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay. Norms and biases are left out.")
+    beta1: float = Field(
+        default=0.9, ge=0, lt=1, description="AdamW's decay of the mean of gradients; the first of `betas`."
+    )
+    beta2: float = Field(
+        default=0.95, ge=0, lt=1, description="AdamW's decay of the mean of squared gradients; the second of `betas`."
+    )
+    adam_eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon; `eps` of an optimizer of your own.")
     optimizer_dtype: Annotated[Literal["float32", "bfloat16"], SHORT_DTYPES] = Field(
-        default="float32", description="Precision of AdamW's two states. `bfloat16` halves their memory."
+        default="float32",
+        description="Precision of AdamW's two states. `bfloat16` halves their memory. Only with `optimizer: adamw`.",
     )
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="Norm to which a larger gradient is scaled; null for no clipping."
@@ -73,7 +131,11 @@ class TrainingConfig(ConfigModel):
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
         description="What happens when loss or gradient is NaN or infinite: `stop` saves the state and ends the run, "
-        "`skip` skips the step. Both name the samples.",
+        "`skip` skips the step. Both name the samples. Gradients that overflow float16 are retried first: see "
+        "loss_scaling.",
+    )
+    loss_scaling: LossScalingConfig = Field(
+        default_factory=LossScalingConfig, description="Loss scaling; only with distributed.precision float16."
     )
 
     head_chunk_tokens: int | None = Field(
@@ -111,6 +173,9 @@ class TrainingConfig(ConfigModel):
         if self.optimizer_dtype == "bfloat16" and self.beta2 > 0.99:
             rule = f"at most 0.99 with optimizer_dtype bfloat16, in which a state cannot move by {1 - self.beta2:.2g}"
             raise broken_rule(rule, repair="lower it, or keep the states in float32", key="beta2")
+        if self.optimizer_dtype != "float32" and self.optimizer != "adamw":
+            rule = f"float32 with the optimizer `{self.optimizer}`: only `adamw` keeps its states in another dtype"
+            raise broken_rule(rule, repair="remove it, or set optimizer: adamw", key="optimizer_dtype")
         return self
 
 
@@ -122,11 +187,12 @@ class DistributedConfig(ConfigModel):
         description="How data-parallel ranks hold the weights. `auto` follows the degrees; the other values check "
         "them: `none` one rank, `replicate` whole copies, `fsdp` shards, `hsdp` copies of shards.",
     )
-    precision: Annotated[Literal["float32", "bfloat16", "bfloat16_pure", "float64"], SHORT_DTYPES] = Field(
+    precision: Annotated[Literal["float32", "bfloat16", "float16", "bfloat16_pure", "float64"], SHORT_DTYPES] = Field(
         default="float32",
-        description="`bfloat16`: compute in bfloat16, with weights and gradient accumulation in float32. "
-        "`bfloat16_pure`: everything in bfloat16. `float64`: for tests. `bf16`, `fp32` and `fp64` are accepted as "
-        "short forms.",
+        description="`bfloat16`: compute in bfloat16, with weights and gradient accumulation in float32. `float16`: "
+        "the same in float16, with loss scaling (training.loss_scaling); generators then compute in float16 too. "
+        "`bfloat16_pure`: everything in bfloat16. `float64`: for tests. `bf16`, `fp16`, `fp32` and `fp64` are accepted "
+        "as short forms.",
     )
     replicate: int = Field(default=1, ge=1, description="Data-parallel ranks that hold whole copies.")
     shard: int = Field(
@@ -194,6 +260,12 @@ class DistributedConfig(ConfigModel):
         return max(self.num_ranks, everywhere - everywhere % self.num_ranks)
 
 
+def export_dtype(precision: str) -> str:
+    """Return what weights are exported in: in half precision where the trainer computes in it."""
+    chosen = precision.removesuffix("_pure")
+    return chosen if chosen in ("bfloat16", "float16") else "float32"
+
+
 class CheckpointConfig(ConfigModel):
     """When the state of training is saved, where, and what is kept."""
 
@@ -233,10 +305,25 @@ class CheckpointConfig(ConfigModel):
     )
 
 
+def check_base_dtype(adapter: AdapterConfig | None, distributed: DistributedConfig, training: TrainingConfig) -> None:
+    """Refuse layouts in which the weights below an adapter cannot be kept in few bits: every rank has them whole."""
+    if adapter is None or adapter.base_dtype is None:
+        return
+    for key in ("tensor", "expert"):
+        if getattr(distributed, key) > 1:
+            rule = f"1 with adapter.base_dtype: {adapter.base_dtype}: weights in few bits are not split"
+            repair = "use data-parallel ranks or distributed.pipeline, or remove adapter.base_dtype"
+            raise broken_rule(rule, repair=repair, key=f"distributed.{key}")
+    if training.compile:
+        rule = f"false with adapter.base_dtype: {adapter.base_dtype}: dequantisation is not compiled"
+        raise broken_rule(rule, repair="set it to false, or remove adapter.base_dtype", key="training.compile")
+
+
 class TrainerConfig(ConfigModel):
     """Everything that a trainer is made from."""
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="Which model.")
+    adapter: AdapterConfig | None = Field(default=None, description="LoRA adapter to train; null to train all weights.")
     training: TrainingConfig = Field(default_factory=TrainingConfig, description="The optimizer's steps.")
     distributed: DistributedConfig = Field(default_factory=DistributedConfig, description="The layout over ranks.")
     checkpoint_dir: Path | None = Field(default=None, description="Folder of the checkpoints; null to save none.")
@@ -248,3 +335,8 @@ class TrainerConfig(ConfigModel):
     frozen: bool = Field(
         default=False, description="Whether there is no optimizer: a reference model, which only scores."
     )
+
+    @model_validator(mode="after")
+    def _check_base(self) -> Self:
+        check_base_dtype(self.adapter, self.distributed, self.training)
+        return self

@@ -7,14 +7,16 @@ with open_loaders(config.data, training=config.training, tokenizer=tokenizer, se
 
 from forge.data.corpus import Corpus, Drawn, IndexedCorpus, Pass, StreamCorpus
 from forge.data.files import Record
-from forge.data.formats import Conversation, Layout, convert, detect
+from forge.data.formats import Conversation, Layout, RecordFormats, convert, detect
 from forge.data.loader import BatchCount, BatchLoader
 from forge.data.opening import Loaders, open_corpus, open_indexed_corpus, open_loaders
 from forge.data.packing import Packer
-from forge.data.samples import Counters, Encoder, Tokenizer
+from forge.data.preferences import PREFERENCES, PreferenceEncoder
+from forge.data.samples import Counters, Encoder, SampleEncoder, Tokenizer
 from forge.data.sources import IndexedFiles, IndexedSource, StreamSource, open_indexed, open_stream
 
 __all__ = [
+    "PREFERENCES",
     "BatchCount",
     "BatchLoader",
     "Conversation",
@@ -29,7 +31,10 @@ __all__ = [
     "Loaders",
     "Packer",
     "Pass",
+    "PreferenceEncoder",
     "Record",
+    "RecordFormats",
+    "SampleEncoder",
     "StreamCorpus",
     "StreamSource",
     "Tokenizer",

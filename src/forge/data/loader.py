@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 
@@ -18,11 +16,15 @@ from forge.data.corpus import Corpus, Drawn, IndexedCorpus, Pass
 from forge.data.files import Record
 from forge.data.mixing import Indices, shuffled
 from forge.data.packing import Packer
-from forge.data.samples import Counters, Encoder
+from forge.data.read_ahead import ReadAhead
+from forge.data.samples import Counters, SampleEncoder
 from forge.errors import DataError
 from forge.types import Batch, Sample
 
 _STATE_FORMAT = 1
+
+Item = tuple[Drawn, tuple[Sample, ...]]
+"""A record and its samples, which stay together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class BatchLoader:
     def __init__(
         self,
         corpus: Corpus,
-        encoder: Encoder,
+        encoder: SampleEncoder,
         *,
         data: DataConfig,
         training: TrainingConfig,
@@ -132,6 +134,13 @@ class BatchLoader:
             raise
         return batch
 
+    def from_start(self) -> BatchLoader:
+        """Return another loader of the same batches, which begins with the first one."""
+        maker = self._maker
+        return BatchLoader(
+            self._corpus, maker.encoder, data=maker.data, training=maker.training, read_ahead=self._read_ahead
+        )
+
     def rewind(self) -> None:
         """Go back to the first batch of the first epoch, with all counts at 0."""
         self._stop()
@@ -189,7 +198,7 @@ class BatchLoader:
 class _Maker:
     """Makes batches from a position on. It is all that the background thread holds on to."""
 
-    def __init__(self, corpus: Corpus, encoder: Encoder, *, data: DataConfig, training: TrainingConfig) -> None:
+    def __init__(self, corpus: Corpus, encoder: SampleEncoder, *, data: DataConfig, training: TrainingConfig) -> None:
         self.corpus = corpus
         self.encoder = encoder
         self.data = data
@@ -214,35 +223,54 @@ class _Maker:
                 raise _nothing_left(epoch, counters)
             num_batches, place = 0, None
 
-    def _packer(self, walk: Pass, held: list[Drawn], counters: Counters) -> Packer[tuple[Drawn, Sample]]:
-        def draw() -> tuple[tuple[Drawn, Sample], int] | None:
+    def _packer(self, walk: Pass, held: list[Drawn], counters: Counters) -> Packer[Item]:
+        def draw() -> tuple[Item, int] | None:
             while (drawn := walk.draw()) is not None:
-                if (sample := self._encode(drawn, counters)) is not None:
-                    return (drawn, sample), len(sample)
+                if samples := self._encode(drawn, counters):
+                    return (drawn, samples), num_computed(samples)
             return None
 
         data = self.data
         packer = Packer(draw, capacity=self.encoder.max_seq_len, lookahead=data.pack_lookahead, packing=data.packing)
         for drawn in held:
-            if (sample := self._encode(drawn, Counters())) is not None:
-                packer.add((drawn, sample), len(sample))
+            if samples := self._encode(drawn, Counters()):
+                packer.add((drawn, samples), num_computed(samples))
         return packer
 
-    def _encode(self, drawn: Drawn, counters: Counters) -> Sample | None:
-        return self.encoder.encode(drawn.record, layout=self.corpus.layouts[drawn.source], counters=counters)
+    def _encode(self, drawn: Drawn, counters: Counters) -> tuple[Sample, ...]:
+        return self.encoder.encode_all(drawn.record, layout=self.corpus.layouts[drawn.source], counters=counters)
 
-    def _batch(self, packer: Packer[tuple[Drawn, Sample]], counters: Counters) -> Batch | None:
-        rows: list[list[tuple[Drawn, Sample]]] = []
+    def _batch(self, packer: Packer[Item], counters: Counters) -> Batch | None:
+        rows: list[list[Item]] = []
         while len(rows) < rows_per_batch(self.training) and (row := packer.next_row()):
             rows.append(row)
         if not rows:
             return None
-        batch = Batch.of([sample for row in rows for _, sample in row])
+        batch = Batch.of(_numbered([samples for row in rows for _, samples in row]))
         counters.rows += len(rows)
         counters.samples += len(batch)
         counters.tokens += batch.num_tokens
         counters.loss_tokens += int((batch.loss_weights > 0).sum())
         return batch
+
+
+def num_computed(samples: Sequence[Sample]) -> int:
+    """Return how many tokens the samples of a record take in a row, where what a pair begins with is there once."""
+    total = sum(map(len, samples))
+    if len(samples) != 2 or samples[0].sequence is None:
+        return total
+    most = min(map(len, samples))
+    differing = (samples[0].token_ids[:most] != samples[1].token_ids[:most]).nonzero()
+    return total - (int(differing[0]) if differing.numel() else most)
+
+
+def _numbered(items: Sequence[tuple[Sample, ...]]) -> list[Sample]:
+    """Return the samples of some records, those of one sequence with a number of their own."""
+    return [
+        sample if sample.sequence is None else replace(sample, sequence=number)
+        for number, samples in enumerate(items)
+        for sample in samples
+    ]
 
 
 def rows_per_batch(training: TrainingConfig) -> int:
@@ -295,74 +323,6 @@ def _check_identity(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Non
                 )
 
 
-T = TypeVar("T")
-
-
-class ReadAhead(Generic[T]):
-    """An iterator whose next `depth` items are made while the present one is used.
-
-    Items come in their order. What the thread raises is raised to the consumer, after the items made before it. `close`
-    ends the thread; the item that is being made then is thrown away.
-    """
-
-    def __init__(self, items: Iterator[T], *, depth: int) -> None:
-        self._shared = _Shared[T](depth)
-        self._thread = threading.Thread(target=_work, args=(items, self._shared), name="forge-data", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        shared = self._shared
-        with shared.changed:
-            while not shared.ready and not shared.ended:
-                shared.changed.wait()
-            if shared.ready:
-                shared.changed.notify_all()
-                return shared.ready.popleft()
-        self._thread.join()
-        if shared.error is not None:
-            raise shared.error
-        raise StopIteration
-
-    def close(self) -> None:
-        """End the thread and wait for it."""
-        with self._shared.changed:
-            self._shared.ended = True
-            self._shared.ready.clear()
-            self._shared.changed.notify_all()
-        if threading.current_thread() is not self._thread:  # garbage may be collected there
-            self._thread.join()
-
-
-class _Shared(Generic[T]):
-    def __init__(self, depth: int) -> None:
-        self.changed = threading.Condition()
-        self.ready: deque[T] = deque()
-        self.depth = depth
-        self.ended = False
-        self.error: BaseException | None = None
-
-
-def _work(items: Iterator[T], shared: _Shared[T]) -> None:
-    try:
-        for item in items:
-            with shared.changed:
-                while len(shared.ready) >= shared.depth and not shared.ended:
-                    shared.changed.wait()
-                if shared.ended:
-                    return
-                shared.ready.append(item)
-                shared.changed.notify_all()
-    except BaseException as error:  # noqa: BLE001 — it is raised again where the items are used
-        shared.error = error
-    finally:
-        with shared.changed:
-            shared.ended = True
-            shared.changed.notify_all()
-
-
 EXACT_UP_TO = 200_000
 PROBES = 4096
 
@@ -387,7 +347,7 @@ class BatchCount:
 
 def count_batches(
     corpus: IndexedCorpus,
-    encoder: Encoder,
+    encoder: SampleEncoder,
     *,
     data: DataConfig,
     training: TrainingConfig,
@@ -408,18 +368,18 @@ def count_batches(
     return BatchCount(tuple(math.ceil(number / per_batch) for number in rows), exact)
 
 
-def _lengths(corpus: IndexedCorpus, encoder: Encoder, numbers: Indices) -> Indices:
-    """The length of each sample; 0 for one that is left out."""
+def _lengths(corpus: IndexedCorpus, encoder: SampleEncoder, numbers: Indices) -> Indices:
+    """The tokens of each record's samples; 0 for one that is left out."""
     lengths = np.zeros(len(numbers), dtype=np.int64)
     scratch = Counters()
     for place, number in enumerate(numbers):
         drawn = corpus.at(int(number))
-        sample = encoder.encode(drawn.record, layout=corpus.layouts[drawn.source], counters=scratch)
-        lengths[place] = 0 if sample is None else len(sample)
+        samples = encoder.encode_all(drawn.record, layout=corpus.layouts[drawn.source], counters=scratch)
+        lengths[place] = num_computed(samples)
     return lengths
 
 
-def _num_rows(lengths: Indices, data: DataConfig, encoder: Encoder) -> int:
+def _num_rows(lengths: Indices, data: DataConfig, encoder: SampleEncoder) -> int:
     kept: Iterator[int] = iter(lengths[lengths > 0].tolist())
 
     def draw() -> tuple[None, int] | None:

@@ -12,9 +12,9 @@ from typing import Self
 from forge.config import DataConfig, SourceConfig, TrainingConfig, ValidationConfig
 from forge.data.corpus import Corpus, IndexedCorpus, StreamCorpus
 from forge.data.files import Record
-from forge.data.formats import Layout, detect, wanted_columns
+from forge.data.formats import CONVERSATIONS, Layout, RecordFormats, detect
 from forge.data.loader import BatchLoader
-from forge.data.samples import Encoder, Tokenizer
+from forge.data.samples import Encoder, SampleEncoder, Tokenizer
 from forge.data.sources import IndexedSource, StreamSource, open_indexed, open_stream
 from forge.errors import ConfigError, DataError
 
@@ -53,18 +53,22 @@ def open_loaders(
     seed: int,
     validation: ValidationConfig | None = None,
     read_ahead: int = 2,
+    encoder: SampleEncoder | None = None,
+    formats: RecordFormats = CONVERSATIONS,
 ) -> Loaders:
-    """Open the sources of a configuration.
+    """Open the sources of a configuration, whose records have some of the `formats`.
+
+    `encoder` makes samples of records; None for one sample of each conversation or text, made with `tokenizer`.
 
     Validation goes once through its samples, in the same order each time: `rewind()` it before each use. Its samples
     are indexed even where training streams, each is there once whatever its source's weight, and those held out by
     fraction are the same for the same data and seed.
     """
-    encoder = Encoder(tokenizer, data=data, max_seq_len=training.max_seq_len)
-    corpus = open_corpus(data.sources, data=data, seed=seed)
+    encoder = encoder or Encoder(tokenizer, data=data, max_seq_len=training.max_seq_len)
+    corpus = open_corpus(data.sources, data=data, seed=seed, formats=formats)
     held: IndexedCorpus | None = None
     if validation is not None and validation.sources:
-        held = open_indexed_corpus(validation.sources, data=data, seed=seed)
+        held = open_indexed_corpus(validation.sources, data=data, seed=seed, formats=formats)
     elif validation is not None and validation.fraction > 0:
         if not isinstance(corpus, IndexedCorpus):
             raise ConfigError(
@@ -84,7 +88,9 @@ def open_loaders(
     return Loaders(train, BatchLoader(held.in_order(), encoder, data=data, training=once, read_ahead=read_ahead))
 
 
-def open_corpus(sources: Sequence[SourceConfig], *, data: DataConfig, seed: int) -> Corpus:
+def open_corpus(
+    sources: Sequence[SourceConfig], *, data: DataConfig, seed: int, formats: RecordFormats = CONVERSATIONS
+) -> Corpus:
     """Sources as data.streaming says."""
     if not sources:
         raise ConfigError(
@@ -95,12 +101,12 @@ def open_corpus(sources: Sequence[SourceConfig], *, data: DataConfig, seed: int)
             repair="add one, such as {path: train.jsonl}",
         )
     if not data.streaming:
-        return open_indexed_corpus(sources, data=data, seed=seed)
-    opened = [open_stream(config, wanted=wanted_columns(config.columns)) for config in sources]
+        return open_indexed_corpus(sources, data=data, seed=seed, formats=formats)
+    opened = [open_stream(config, wanted=formats.wanted(config.columns)) for config in sources]
     return StreamCorpus(
         opened,
         layouts=[
-            _layout(config, source, (record for _, record in source.records(None)), data=data)
+            _layout(config, source, (record for _, record in source.records(None)), data=data, formats=formats)
             for config, source in zip(sources, opened, strict=True)
         ],
         weights=[config.weight for config in sources],
@@ -110,13 +116,15 @@ def open_corpus(sources: Sequence[SourceConfig], *, data: DataConfig, seed: int)
     )
 
 
-def open_indexed_corpus(sources: Sequence[SourceConfig], *, data: DataConfig, seed: int) -> IndexedCorpus:
+def open_indexed_corpus(
+    sources: Sequence[SourceConfig], *, data: DataConfig, seed: int, formats: RecordFormats = CONVERSATIONS
+) -> IndexedCorpus:
     """Sources with random access, whatever data.streaming says."""
-    opened = [open_indexed(config, wanted=wanted_columns(config.columns)) for config in sources]
+    opened = [open_indexed(config, wanted=formats.wanted(config.columns)) for config in sources]
     return IndexedCorpus(
         opened,
         layouts=[
-            _layout(config, source, (source.read(index) for index in range(len(source))), data=data)
+            _layout(config, source, (source.read(index) for index in range(len(source))), data=data, formats=formats)
             for config, source in zip(sources, opened, strict=True)
         ],
         weights=[config.weight for config in sources],
@@ -126,7 +134,12 @@ def open_indexed_corpus(sources: Sequence[SourceConfig], *, data: DataConfig, se
 
 
 def _layout(
-    config: SourceConfig, source: IndexedSource | StreamSource, records: Iterable[Record], *, data: DataConfig
+    config: SourceConfig,
+    source: IndexedSource | StreamSource,
+    records: Iterable[Record],
+    *,
+    data: DataConfig,
+    formats: RecordFormats,
 ) -> Layout:
     if config.format != "auto":
         return Layout(config.format, config.columns)
@@ -138,6 +151,6 @@ def _layout(
             rule="a source has at least one record",
             repair="correct the path, or remove the source",
         )
-    found = detect(first, columns=config.columns, lenient=data.on_bad_record == "skip")
+    found = detect(first, columns=config.columns, lenient=data.on_bad_record == "skip", formats=formats)
     logger.info("%s: the format is %s, by the keys of its first record", source.name, found)
     return Layout(found, config.columns)

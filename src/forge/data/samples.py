@@ -37,6 +37,19 @@ class Tokenizer(Protocol):
         ...
 
 
+class SampleEncoder(Protocol):
+    """Makes samples of records. Any thread may call it."""
+
+    max_seq_len: int
+
+    def encode_all(self, record: Record, *, layout: Layout, counters: Counters) -> tuple[Sample, ...]:
+        """Return the samples of a record, which go into one batch together; none where it was left out and counted.
+
+        Those that belong to one sequence have the same number as `Sample.sequence`.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class Counters:
     """What became of the records so far. They continue counting after a resume.
@@ -94,11 +107,19 @@ class Encoder:
         except DataError as error:
             if self._data.on_bad_record == "error":
                 raise
-            counters.bad += 1
-            if counters.bad <= _SHOWN:
-                logger.warning("left out: %s", error.message)
+            self._leave_out(error, counters)
             return None
         return self._fit(token_ids, weights, place=record.place, counters=counters)
+
+    def encode_all(self, record: Record, *, layout: Layout, counters: Counters) -> tuple[Sample, ...]:
+        """The samples of a record: one, or none where it was left out and counted."""
+        sample = self.encode(record, layout=layout, counters=counters)
+        return () if sample is None else (sample,)
+
+    def _leave_out(self, error: DataError, counters: Counters) -> None:
+        counters.bad += 1
+        if counters.bad <= _SHOWN:
+            logger.warning("left out: %s", error.message)
 
     def _tokens(self, conversation: Conversation, place: str) -> tuple[list[int], list[float]]:
         if conversation.text is not None:
@@ -128,13 +149,7 @@ class Encoder:
     def _fit(self, token_ids: list[int], weights: list[float], *, place: str, counters: Counters) -> Sample | None:
         if len(token_ids) > self.max_seq_len:
             if self._data.oversize == "error":
-                raise DataError(
-                    f"{place}: this sample has {len(token_ids)} tokens",
-                    path=place,
-                    value=len(token_ids),
-                    rule=f"with data.oversize: error, at most training.max_seq_len tokens, which is {self.max_seq_len}",
-                    repair="raise training.max_seq_len, or set data.oversize to drop or truncate",
-                )
+                raise self._too_long(len(token_ids), place)
             if self._data.oversize == "drop":
                 counters.oversize += 1
                 return None
@@ -143,6 +158,15 @@ class Encoder:
             return None
         counters.truncated += len(token_ids) > self.max_seq_len
         return _sample(token_ids[: self.max_seq_len], weights[: self.max_seq_len], place)
+
+    def _too_long(self, num_tokens: int, place: str) -> DataError:
+        return DataError(
+            f"{place}: this sample has {num_tokens} tokens",
+            path=place,
+            value=num_tokens,
+            rule=f"with data.oversize: error, at most training.max_seq_len tokens, which is {self.max_seq_len}",
+            repair="raise training.max_seq_len, or set data.oversize to drop or truncate",
+        )
 
 
 def _sample(token_ids: list[int], weights: list[float], place: str) -> Sample:

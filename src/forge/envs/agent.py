@@ -19,7 +19,7 @@ from forge.envs.tool_calls import opens_reasoning, parse_answer
 from forge.envs.tools import Tool, ToolResult, as_tools, cut_middle, run_call
 from forge.envs.trace import Message, path_to
 from forge.errors import OptionError
-from forge.types import Completion, Task, Turn
+from forge.types import DEFAULT_AGENT, Completion, Task, Turn
 
 if TYPE_CHECKING:
     from forge.envs.endpoint import Endpoint
@@ -29,8 +29,15 @@ _LONG_TEXT: Final = 16_384
 """Characters whose tokenisation would keep other episodes waiting."""
 
 
+def branch_place(agent: str, path: tuple[int, ...]) -> tuple[str | int, ...]:
+    """Return what names a branch in its episode, for seeds and journals: the agent's name, where it has one, and the
+    branch."""
+    return path if agent == DEFAULT_AGENT else (agent, *path)
+
+
 class Agent:
-    """Talks to the policy for one branch of an episode.
+    """Talks to the policy for one branch of an episode. Where an episode has several agents, each has conversations of
+    its own: it sees the messages that the program gives it, and no others.
 
     Example:
         >>> turn = await agent.generate(task.messages)
@@ -42,18 +49,22 @@ class Agent:
         self,
         state: EpisodeState,
         *,
+        name: str = DEFAULT_AGENT,
         path: tuple[int, ...] = (),
         history: History | None = None,
         last: int | None = None,
         session: str | None = None,
     ) -> None:
-        """`history` and its `last` turn are what the branch continues; `session` is a name for its requests."""
-        self._state, self.path = state, path
+        """`name` is the agent's, and `path` its branch; `history` and its `last` turn are what the branch continues;
+        `session` is a name for its requests."""
+        self._state, self.name, self.path = state, name, path
+        self._binding, self._used = state.binding(name), state.used(name)
+        self._place = branch_place(name, path)
         self._history, self._last = history or History(), last
-        self._session = session or f"{state.key}-{'.'.join(map(str, path))}"
+        self._session = session or f"{state.key}-{'.'.join(map(str, self._place))}"
         self._num_turns = self._num_forks = self._num_records = 0
         self._is_generating = False
-        self.rng = random.Random(state.key.seed("rng", *path))
+        self.rng = random.Random(state.key.seed("rng", *self._place))
         """Random numbers that are the same when the episode is run again."""
 
     @property
@@ -72,7 +83,7 @@ class Agent:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns of the whole episode so far."""
+        """The turns of the whole episode so far, those of other agents included."""
         return tuple(self._state.turns)
 
     # ---- Talking ----------------------------------------------------------------------------------------------------
@@ -141,7 +152,7 @@ class Agent:
 
     def fork(self) -> Agent:
         """Return an agent with this history, whose turns are a branch of their own. Limits are shared."""
-        return Agent(self._state, path=self._next_fork(), history=self._history, last=self._last)
+        return Agent(self._state, name=self.name, path=self._next_fork(), history=self._history, last=self._last)
 
     def endpoint(
         self, *, allow: Sequence[str] = (), ignore: Sequence[str] = ()
@@ -158,7 +169,7 @@ class Agent:
         """
         from forge.envs.endpoint import open_endpoint  # loads a web server
 
-        return open_endpoint(self._state, path=self._next_fork(), allow=allow, ignore=ignore)
+        return open_endpoint(self._state, agent=self.name, path=self._next_fork(), allow=allow, ignore=ignore)
 
     def _next_fork(self) -> tuple[int, ...]:
         self._num_forks += 1
@@ -167,12 +178,12 @@ class Agent:
     # ---- Rewards and side effects -----------------------------------------------------------------------------------
 
     def add_reward(self, value: float, *, name: str = "reward", turn: Turn | None = None) -> None:
-        """Add to the episode's reward `name`; with `turn`, to what that turn earned itself."""
+        """Add to the agent's reward `name`; with `turn`, to what that turn earned itself."""
         state = self._state
-        check_credit(name, turn, state.turns)
+        check_credit(name, turn, state.turns, agent=self.name)
         number = check_reward(value, name)
         self._check_open()
-        state.rewards[name] = state.rewards.get(name, 0.0) + number
+        self._used.rewards[name] = self._used.rewards.get(name, 0.0) + number
         if turn is not None:
             state.turn_rewards[turn.index] = state.turn_rewards.get(turn.index, 0.0) + number
 
@@ -182,7 +193,7 @@ class Agent:
         Use it for whatever a deterministic episode does that is not a turn or a tool call of `run_tools`. The value
         must be plain (JSON).
         """
-        key = (*self.path, self._num_records)
+        key = (*self._place, self._num_records)
         self._num_records += 1
         return await self._state.journal.record(key, make)
 
@@ -218,15 +229,15 @@ class Agent:
             extension = await self._extend(messages, words)
             turn = await self._sample(messages, extension, options, train=train)
             if tools:
-                call_prefix = "call_" + "_".join(map(str, (*self.path, self._num_turns - 1)))
+                call_prefix = "call_" + "_".join(map(str, (*self._place, self._num_turns - 1)))
                 parsed = parse_answer(
                     turn.text,
-                    state.tool_format,
+                    self._binding.tool_format,
                     id_prefix=call_prefix,
                     is_reasoning=opens_reasoning(extension.text),
                 )
                 turn = state.turns[turn.index] = replace(turn, calls=parsed.calls)
-            self._history = self._history.after(extension, messages, turn.token_ids, state.codec)
+            self._history = self._history.after(extension, messages, turn.token_ids, self._binding.codec)
             self._last = turn.index
             self._leave_full()
             return turn
@@ -236,20 +247,20 @@ class Agent:
     def _leave_full(self) -> None:
         """Take back that this branch was too long: its history was replaced."""
         state = self._state
-        state.full_branches.discard(self.path)
+        state.full_branches.discard((self.name, *self.path))
         if not state.full_branches and state.outcome == "context_full":
             state.outcome = "finished"
 
     async def _extend(self, messages: Sequence[Message], words: Mapping[str, Any]) -> Extension:
         """Return what to append. Long texts are tokenised on a thread, so that other episodes go on."""
-        extend = partial(self._history.extend, messages, self._state.codec, template=words)
+        extend = partial(self._history.extend, messages, self._binding.codec, template=words)
         is_long = sum(len(str(message.get("content") or "")) for message in messages) > _LONG_TEXT
         return await asyncio.to_thread(extend) if is_long else extend()
 
     def _check_options(self, options: Mapping[str, Any], *, train: bool) -> None:
         check_options(options)
-        if train and not self._state.is_evaluation:
-            check_temperature(options, self._state.sampling)
+        if train and self._binding.learns and not self._state.is_evaluation:
+            check_temperature(options, self._binding.sampling)
 
     async def _sample(
         self, messages: Sequence[Message], extension: Extension, options: Mapping[str, Any], *, train: bool
@@ -259,16 +270,16 @@ class Agent:
         before = [token for turn in path_to(state.turns, parent) for token in (*turn.context_ids, *turn.token_ids)]
         prompt_ids = (*before, *extension.appended_ids)
         sampling = await self._allowed(options, len(prompt_ids))
-        seed = state.key.seed(*self.path, self._num_turns)
+        seed = state.key.seed(*self._place, self._num_turns)
         self._num_turns += 1
         asked = {**sampling, "seed": seed}
-        entry = TurnEntry((*self.path, self._num_turns - 1), prompt_ids, asked)
+        entry = TurnEntry((*self._place, self._num_turns - 1), prompt_ids, asked, self._binding.label)
         num_sampled = 0
         try:
             completion = await state.journal.turn(entry, lambda: self._ask(prompt_ids, asked))
             num_sampled = len(completion)
         finally:
-            state.tokens.give_back(sampling["max_tokens"], used=num_sampled)
+            self._give_back(sampling["max_tokens"], used=num_sampled)
         turn = Turn.of(
             completion,
             index=len(state.turns),
@@ -279,11 +290,14 @@ class Agent:
             context_ids=extension.appended_ids,
             seed=seed,
             prefix_break=extension.prefix_break,
-            is_trained=train,
+            is_trained=train and self._binding.learns,
+            agent=self.name,
+            order=len(state.turns),
         )
         state.turns.append(turn)
-        counts.num_sampled += len(turn)
-        counts.num_observed += len(turn.context_ids)
+        if self._binding.has_tokens:
+            counts.num_sampled += len(turn)
+            counts.num_observed += len(turn.context_ids)
         if turn.prefix_break is not None:
             counts.prefix_breaks[turn.prefix_break] += 1
         return turn
@@ -294,7 +308,7 @@ class Agent:
         state.generating.add(task)
         try:
             async with asyncio.timeout(state.limits.turn_timeout_s) as timer:
-                return await state.policy.sample(prompt_ids, options=options, session=self._session)
+                return await self._binding.policy.sample(prompt_ids, options=options, session=self._session)
         except TimeoutError:
             if not timer.expired():
                 raise
@@ -306,24 +320,50 @@ class Agent:
     async def _allowed(self, options: Mapping[str, Any], num_prompt_tokens: int) -> dict[str, Any]:
         """Return the options of a turn within what the limits leave, and count it; or raise `EpisodeOver`."""
         state, limits, counts = self._state, self._state.limits, self._state.counts
+        binding, used = self._binding, self._used
         if limits.max_turns is not None and counts.num_turns >= limits.max_turns:
             raise state.end(EpisodeOver("turn_limit", f"{limits.max_turns} turns"))
-        room = state.policy.max_seq_len - num_prompt_tokens
+        if binding.limits.max_turns is not None and used.num_turns >= binding.limits.max_turns:
+            raise state.end(EpisodeOver("turn_limit", f"{binding.limits.max_turns} turns of {self.name}"))
+        most = binding.policy.max_seq_len
+        room = most - num_prompt_tokens
         if room < 1:
-            state.full_branches.add(self.path)
-            raise state.end(EpisodeOver("context_full", f"{num_prompt_tokens} tokens of {state.policy.max_seq_len}"))
-        chosen = {**state.sampling, **options, "n": 1}
+            state.full_branches.add((self.name, *self.path))
+            raise state.end(EpisodeOver("context_full", f"{num_prompt_tokens} tokens of {most}"))
+        chosen = {**binding.sampling, **options, "n": 1}
         wanted = chosen.get("max_tokens")
         room = room if wanted is None else min(room, int(wanted))
         counts.num_turns += 1  # before it waits for tokens: turns are counted in the order in which they start
+        used.num_turns += 1
         given = 0
         try:
-            given = await state.tokens.take(room)
+            given = await self._take(room)
         finally:
             counts.num_turns -= given == 0
+            used.num_turns -= given == 0
         if not given:
             raise state.end(EpisodeOver("token_limit", f"{limits.max_tokens} tokens"))
         return {**chosen, "max_tokens": given}
+
+    async def _take(self, wanted: int) -> int:
+        """Return how many tokens a turn may sample: no more than the agent's own limit and the episode's leave."""
+        if not self._binding.has_tokens:
+            return wanted
+        own = await self._used.tokens.take(wanted)
+        if not own:
+            limit = self._binding.limits.max_tokens
+            raise self._state.end(EpisodeOver("token_limit", f"{limit} tokens of {self.name}"))
+        given = 0
+        try:
+            given = await self._state.tokens.take(own)
+        finally:
+            self._used.tokens.shrink(own, given)
+        return given
+
+    def _give_back(self, given: int, *, used: int) -> None:
+        if self._binding.has_tokens:
+            self._used.tokens.give_back(given, used=used)
+            self._state.tokens.give_back(given, used=used)
 
     async def _run_calls(self, turn: Turn, tools: Mapping[str, Tool]) -> list[ToolResult]:
         state, limits, counts = self._state, self._state.limits, self._state.counts
@@ -340,7 +380,7 @@ class Agent:
             counts.tools_s += result.seconds
             if result.error is not None:
                 counts.tool_errors[result.error] += 1
-            found.append(replace(result, text=cut_middle(result.text, limits.max_tool_tokens, state.codec)))
+            found.append(replace(result, text=cut_middle(result.text, limits.max_tool_tokens, self._binding.codec)))
         return found
 
     def _check_open(self) -> None:

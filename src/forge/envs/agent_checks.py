@@ -70,8 +70,8 @@ def has_temperature(options: Mapping[str, Any], sampling: Mapping[str, Any]) -> 
     return own is None or bool(options.get("temperature", own) == own)
 
 
-def check_credit(name: object, turn: object, turns: Sequence[Turn]) -> None:
-    """Refuse a reward without a name, or for what is not a turn of this episode."""
+def check_credit(name: object, turn: object, turns: Sequence[Turn], *, agent: str) -> None:
+    """Refuse a reward without a name, or for what is not a turn of this agent in this episode."""
     if not isinstance(name, str) or not name:
         raise OptionError(
             "a reward has no name",
@@ -90,6 +90,14 @@ def check_credit(name: object, turn: object, turns: Sequence[Turn]) -> None:
             value=turn if not isinstance(turn, Turn) else f"turn {turn.index}",
             rule="a turn that `generate` or `run_tools` of this episode returned",
             repair="pass the turn itself",
+        )
+    if turns[turn.index].agent != agent:  # type: ignore[attr-defined]
+        raise OptionError(
+            "this is another agent's turn",
+            path=f"{agent}.add_reward(turn=)",
+            value=f"turn {turn.index} of {turns[turn.index].agent}",  # type: ignore[attr-defined]
+            rule=f"a turn of {agent}",
+            repair="give the reward to the agent whose turn it is, or leave `turn` out",
         )
 
 

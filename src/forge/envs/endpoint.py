@@ -18,7 +18,7 @@ from typing import Final
 
 from aiohttp import web
 
-from forge.envs.agent import Agent
+from forge.envs.agent import Agent, branch_place
 from forge.envs.agent_checks import has_temperature
 from forge.envs.chat_api.errors import RequestError, request_error
 from forge.envs.chat_api.requests import check_tools, read_body
@@ -35,7 +35,7 @@ from forge.envs.tool_calls import opens_reasoning
 from forge.envs.tools import cut_middle
 from forge.envs.trace import Message, path_to
 from forge.errors import DataError
-from forge.types import Turn
+from forge.types import DEFAULT_AGENT, Turn
 
 _log = logging.getLogger("forge.episodes")
 
@@ -74,13 +74,15 @@ class Endpoint:
         state: EpisodeState,
         server: EndpointServer,
         *,
+        agent: str,
         path: tuple[int, ...],
         rules: SamplingRules,
         keep_alive_s: float,
     ) -> None:
         self._state, self._server, self._path, self._rules = state, server, path, rules
+        self._agent, self._binding = agent, state.binding(agent)
         self._keep_alive_s = keep_alive_s
-        self._branches = BranchIndex(f"{state.key}-{'.'.join(map(str, path))}")
+        self._branches = BranchIndex(f"{state.key}-{'.'.join(map(str, branch_place(agent, path)))}")
         self._context = contextvars.copy_context()
         self._jobs: set[asyncio.Task[Answer]] = set()
         self._delivering: dict[int, asyncio.Future[None]] = {}
@@ -233,18 +235,18 @@ class Endpoint:
         if point.node is not None and not state.turns[point.node.turn].is_delivered:
             self._mark(point.node.turn, is_delivered=True)  # the client has it after all
         path = (*self._path, *point.key)
-        agent = Agent(state, path=path, history=point.history, last=point.last, session=point.session)
-        is_on_policy = has_temperature(asked.options, state.sampling)
+        agent = Agent(state, name=self._agent, path=path, history=point.history, last=point.last, session=point.session)
+        is_on_policy = has_temperature(asked.options, self._binding.sampling)
         turn = await agent.generate(messages, template=asked.template, train=is_on_policy, **asked.options)
         turn = self._classified(turn, point)
         num_read = sum(len(each.context_ids) + len(each) for each in path_to(state.turns, turn.index)) - len(turn)
         name = f"{point.key[0]:015x}-{point.key[1]}"
-        prompt = (agent.history.text or "").removesuffix(state.codec.decode(turn.token_ids))
+        prompt = (agent.history.text or "").removesuffix(self._binding.codec.decode(turn.token_ids))
         answer = Answer.of(
             turn,
             asked,
             name=name,
-            tool_format=state.tool_format,
+            tool_format=self._binding.tool_format,
             num_prompt_tokens=num_read,
             is_reasoning=opens_reasoning(prompt),
         )
@@ -257,7 +259,7 @@ class Endpoint:
 
     def _check_size(self, asked: ChatRequest) -> None:
         """Refuse what cannot fit, before it is tokenised."""
-        most = self._state.policy.max_seq_len
+        most = self._binding.policy.max_seq_len
         size = sum(len(str(message.get("content"))) for message in asked.messages)
         if size > most * _MOST_CHARACTERS:
             raise EpisodeOver("context_full", f"{size} characters for a context of {most} tokens")
@@ -265,7 +267,7 @@ class Endpoint:
     def _check_template(self, asked: ChatRequest, point: BranchPoint) -> None:
         """Refuse tools that the chat template leaves out."""
         if asked.template.get("tools") and point.template not in self._checked_templates:
-            check_tools((), asked.template, self._state.codec.render_prompt(asked.messages, **asked.template))
+            check_tools((), asked.template, self._binding.codec.render_prompt(asked.messages, **asked.template))
             self._checked_templates.add(point.template)
 
     def _within_limits(self, point: BranchPoint) -> list[Message]:
@@ -277,7 +279,7 @@ class Endpoint:
                 raise state.end(EpisodeOver("tool_call_limit", f"{limits.max_tool_calls} tool calls"))
             counts.num_tool_calls += num_results
         return [
-            {**message, "content": cut_middle(str(message["content"]), limits.max_tool_tokens, state.codec)}
+            {**message, "content": cut_middle(str(message["content"]), limits.max_tool_tokens, self._binding.codec)}
             if message.get("role") == "tool"
             else message
             for message in point.messages
@@ -327,7 +329,7 @@ class Endpoint:
         index, ended = answer.turn.index, asyncio.get_running_loop().create_future()
         self._delivering[index] = ended
         try:
-            codec = self._state.codec
+            codec = self._binding.codec
             response = stream or web.json_response(answer.whole(asked, codec))
             is_crowded = getattr(request.protocol, "is_crowded", None)
             if is_crowded is not None and is_crowded() and not response.prepared:
@@ -355,17 +357,18 @@ class Endpoint:
 async def open_endpoint(
     state: EpisodeState,
     *,
+    agent: str = DEFAULT_AGENT,
     path: tuple[int, ...],
     allow: Sequence[str] = (),
     ignore: Sequence[str] = (),
     keep_alive_s: float = 15.0,
 ) -> AsyncIterator[Endpoint]:
-    """Open an endpoint whose turns are branches below `path`, until the block ends. See `Agent.endpoint`.
+    """Open an endpoint whose turns are branches of an agent below `path`, until the block ends. See `Agent.endpoint`.
 
     `keep_alive_s` is after how many seconds without an event a stream gets a comment.
     """
-    rules = SamplingRules.of(state.sampling, allow=allow, ignore=ignore)
-    endpoint = Endpoint(state, await shared_server(), path=path, rules=rules, keep_alive_s=keep_alive_s)
+    rules = SamplingRules.of(state.binding(agent).sampling, allow=allow, ignore=ignore)
+    endpoint = Endpoint(state, await shared_server(), agent=agent, path=path, rules=rules, keep_alive_s=keep_alive_s)
     try:
         yield endpoint
     except Exception as error:

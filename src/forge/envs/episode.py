@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, overload
+from typing import Any, overload
 
 from forge.envs.agent import Agent
-from forge.envs.agent_checks import check_reward
+from forge.envs.agent_scores import episode_score, score_agents
 from forge.envs.limits import EpisodeOver, Fault, ReplayMismatch, reason_of
 from forge.envs.state import EpisodeCounts, EpisodeState
-from forge.errors import OptionError, RewardError
-from forge.types import EpisodeOutcome, Score, Task, Turn
+from forge.errors import OptionError
+from forge.types import DEFAULT_AGENT, AgentResult, EpisodeOutcome, Score, Task, Turn
 
-Program = Callable[[Task, Agent], Awaitable[float | Score | None]]
-RETURNED: Final = "reward"
-"""The name of the reward that a program returns as a number."""
+Returned = float | Score | Mapping[str, float | Score] | None
+"""What a program returns: its reward, rewards by agent where it declares agents, or None."""
+
+Program = Callable[..., Awaitable[Returned]]
+"""A coroutine function `(task, agent)`, or with one argument for each agent that it declares."""
 
 CLOSE_LIMIT_S = 30.0
 """How long a program may take to end after its time was up or it was cancelled."""
@@ -37,6 +40,8 @@ class EpisodeRun:
         counts: what it used.
         seconds: how long it took.
         num_replayed: entries that came from a journal.
+        agents: what each agent earned, where the program declares agents. Then `score` is that of the first agent that
+            learns, with the parts of all.
     """
 
     task: Task
@@ -47,6 +52,7 @@ class EpisodeRun:
     counts: EpisodeCounts
     seconds: float
     num_replayed: int = 0
+    agents: Mapping[str, AgentResult] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class EpisodeProgram:
         args: keyword arguments for the program.
         oracle: knows right answers, for `forge env check`: a function (task) -> list of answers, or (task, messages) ->
             the next answer; None where there is none.
+        agents: the names of its agents, each an argument after the task; empty for one agent without a name.
     """
 
     function: Program
@@ -72,9 +79,10 @@ class EpisodeProgram:
     time_is_task: bool = False
     args: Mapping[str, Any] = field(default_factory=dict)
     oracle: Callable[..., Any] | None = None
+    agents: tuple[str, ...] = ()
 
-    async def __call__(self, task: Task, agent: Agent) -> float | Score | None:
-        return await self.function(task, agent, **self.args)
+    async def __call__(self, task: Task, *agents: Agent) -> Returned:
+        return await self.function(task, *agents, **self.args)
 
     def with_args(self, args: Mapping[str, Any]) -> EpisodeProgram:
         """Return the program with keyword arguments in addition to those that it has, checked against its signature.
@@ -83,7 +91,7 @@ class EpisodeProgram:
         """
         merged = {**self.args, **args}
         try:
-            inspect.signature(self.function).bind(None, None, **merged)
+            inspect.signature(self.function).bind(None, *(self.agents or (None,)), **merged)
         except TypeError as error:
             raise OptionError(
                 f"the episode {self.name} does not take these arguments: {error}",
@@ -106,6 +114,7 @@ def episode(
     limit_reward: float = 0.0,
     time_is_task: bool = False,
     oracle: Callable[..., Any] | None = None,
+    agents: Sequence[str] = (),
 ) -> Callable[[Program], EpisodeProgram]: ...
 
 
@@ -116,12 +125,17 @@ def episode(
     limit_reward: float = 0.0,
     time_is_task: bool = False,
     oracle: Callable[..., Any] | None = None,
+    agents: Sequence[str] = (),
 ) -> EpisodeProgram | Callable[[Program], EpisodeProgram]:
     """Make a coroutine function `(task, agent)` an episode: `@episode`, or `@episode(deterministic=True)`.
 
     The program returns a number, a `Score`, or None after it called `agent.add_reward`. `oracle` knows right answers,
     for `forge env check`.
+
+    With `agents=["solver", "critic"]` the function is `(task, solver, critic)`: it gets one `Agent` for each name, in
+    this order, and returns rewards by name, or None after it called `add_reward` of each.
     """
+    names = check_agent_names(agents)
 
     def make(function: Program) -> EpisodeProgram:
         name = getattr(function, "__qualname__", repr(function))
@@ -130,19 +144,10 @@ def episode(
                 "an episode is a coroutine function",
                 path=name,
                 value=function,
-                rule="async def program(task, agent)",
+                rule=_rule(names),
                 repair="write `async def`",
             )
-        try:
-            inspect.signature(function).bind_partial(None, None)
-        except TypeError:
-            raise OptionError(
-                "an episode takes a task and an agent",
-                path=name,
-                value=f"{name}{inspect.signature(function)}",
-                rule="async def program(task, agent)",
-                repair="give it these two parameters first",
-            ) from None
+        _check_signature(function, name, names)
         if not math.isfinite(limit_reward):
             raise OptionError(
                 "limit_reward is not a finite number",
@@ -158,9 +163,49 @@ def episode(
             limit_reward=limit_reward,
             time_is_task=time_is_task,
             oracle=oracle if oracle is not None else getattr(function, "oracle", None),
+            agents=names,
         )
 
     return make if function is None else make(function)
+
+
+def check_agent_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of a program's agents; `OptionError` where they cannot be used."""
+    is_list = isinstance(names, Sequence) and not isinstance(names, str)
+    given: list[Any] = list(names) if is_list else [names]
+    wrong = [name for name in given if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name))]
+    if wrong or not is_list or len(set(given)) < len(given):
+        raise OptionError(
+            "these are not the names of agents",
+            path="episode(agents=)",
+            value=names,
+            rule="a list of different names of letters, digits and underscores that start with a letter",
+            repair='write @episode(agents=["solver", "critic"])',
+        )
+    return tuple(given)
+
+
+def _rule(agents: Sequence[str]) -> str:
+    return f"async def program(task, {', '.join(agents or (DEFAULT_AGENT,))})"
+
+
+def _check_signature(function: Program, name: str, agents: tuple[str, ...]) -> None:
+    """Refuse a function that does not take a task and its agents, or takes them in another order."""
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind_partial(None, *(agents or (DEFAULT_AGENT,)))
+    except TypeError:
+        bound = None
+    taken = {} if bound is None or not agents else bound.arguments
+    swapped = [each for each, given in taken.items() if each in agents and given != each]
+    if bound is None or swapped:
+        raise OptionError(
+            f"an episode takes a task and {'its agents, in their order' if agents else 'an agent'}",
+            path=name,
+            value=f"{name}{signature}",
+            rule=_rule(agents),
+            repair="give it these parameters first",
+        )
 
 
 async def run_episode(program: EpisodeProgram, state: EpisodeState) -> EpisodeRun:
@@ -171,12 +216,13 @@ async def run_episode(program: EpisodeProgram, state: EpisodeState) -> EpisodeRu
     """
     loop = asyncio.get_running_loop()
     began, limit_s = loop.time(), state.limits.timeout_s
-    returned: float | Score | None = None
+    returned: Returned = None
     try:
         # What a program does when its time is up, such as closing an environment, has a limit of its own.
         close_s = None if limit_s is None else limit_s + CLOSE_LIMIT_S
         async with asyncio.timeout(close_s), asyncio.timeout(limit_s) as timer:
-            returned = await program(state.task, Agent(state))
+            participants = [Agent(state, name=name) for name in program.agents or (DEFAULT_AGENT,)]
+            returned = await program(state.task, *participants)
     except Exception as error:
         reason = reason_of(error)  # programs run branches in task groups
         if timer.expired() and not isinstance(reason, Fault | ReplayMismatch):
@@ -193,48 +239,44 @@ async def run_episode(program: EpisodeProgram, state: EpisodeState) -> EpisodeRu
         state.close()
     if state.over is not None:  # whatever the program did after it
         state.outcome = state.over.outcome
-    score = _score(program, state, returned)
-    turns, turn_rewards = _ordered(state)
-    seconds = loop.time() - began
-    replayed = state.journal.num_replayed
-    return EpisodeRun(state.task, turns, score, turn_rewards, state.outcome, state.counts, seconds, replayed)
+    agents = score_agents(program, state, returned)
+    score = agents[DEFAULT_AGENT].score if not program.agents else episode_score(agents)
+    assert score is not None
+    turns, turn_rewards = _ordered(state, program.agents)
+    return EpisodeRun(
+        state.task,
+        turns,
+        score,
+        turn_rewards,
+        state.outcome,
+        state.counts,
+        loop.time() - began,
+        state.journal.num_replayed,
+        agents if program.agents else {},
+    )
 
 
-def _score(program: EpisodeProgram, state: EpisodeState, returned: float | Score | None) -> Score:
-    parts = dict(state.rewards)
-    if isinstance(returned, Score):
-        check_reward(returned.reward, RETURNED)
-        parts = {**returned.parts, **{name: parts[name] + returned.parts.get(name, 0.0) for name in parts}}
-        for name, value in returned.parts.items():
-            check_reward(value, name)
-        added = math.fsum(state.rewards.values())
-        unshaped = None if returned.unshaped is None else check_reward(returned.unshaped, "unshaped") + added
-        return replace(returned, reward=returned.reward + added, parts=parts, unshaped=unshaped)
-    if returned is not None:
-        parts[RETURNED] = parts.get(RETURNED, 0.0) + check_reward(returned, RETURNED)
-    if not parts and state.outcome != "finished":
-        parts["limit"] = program.limit_reward
-    if not parts:
-        raise RewardError(
-            f"the episode {program.name} gave no reward",
-            path=str(state.key),
-            value=None,
-            rule="return a number or a Score, or call agent.add_reward",
-            repair="give every ending a reward; raise Fault where there is none because something else failed",
-        )
-    return Score(math.fsum(parts.values()), parts)
+def _ordered(state: EpisodeState, agents: Sequence[str]) -> tuple[tuple[Turn, ...], dict[int, float]]:
+    """Return turns by agent, branch and number instead of by arrival, and their rewards by their new index.
 
-
-def _ordered(state: EpisodeState) -> tuple[tuple[Turn, ...], dict[int, float]]:
-    """Return turns by branch and number instead of by arrival, and their rewards by their new index."""
-    order = sorted(state.turns, key=lambda turn: (turn.path, turn.index))  # within a branch, arrival is the order
+    Turns of an agent that is not the live policy keep their text only: their tokens may be another vocabulary's, and
+    nothing learns from them.
+    """
+    rank = {name: number for number, name in enumerate(agents or (DEFAULT_AGENT,))}
+    # within a branch, arrival is the order
+    order = sorted(state.turns, key=lambda turn: (rank[turn.agent], turn.path, turn.index))
     place = {turn.index: number for number, turn in enumerate(order)}
 
     def moved(index: int | None) -> int | None:
         return None if index is None else place[index]
 
     turns = tuple(
-        replace(turn, index=place[turn.index], parent=moved(turn.parent), previous=moved(turn.previous))
+        replace(
+            turn if state.binding(turn.agent).is_live else turn.without_tokens(),
+            index=place[turn.index],
+            parent=moved(turn.parent),
+            previous=moved(turn.previous),
+        )
         for turn in order
     )
     return turns, {place[index]: value for index, value in sorted(state.turn_rewards.items())}

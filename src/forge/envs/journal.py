@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from forge.envs.limits import ReplayMismatch
 from forge.envs.tools import ToolResult
 from forge.errors import OptionError
-from forge.types import Completion, MalformedCall, Timings, ToolCall, VersionSpan
+from forge.types import LIVE, AdapterUse, Completion, MalformedCall, Timings, ToolCall, VersionSpan
 
 T = TypeVar("T")
 Entry = Mapping[str, Any]
@@ -26,11 +26,13 @@ Entry = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TurnEntry:
-    """A turn that is asked for: its branch and number, its whole prompt, and how it is sampled."""
+    """A turn that is asked for: its branch (after its agent's name, where agents have names) and number, its whole
+    prompt, how it is sampled, and what answers (see `AgentBinding.label`)."""
 
-    key: tuple[int, ...]
+    key: tuple[str | int, ...]
     prompt_ids: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
+    policy: str = LIVE
 
     @property
     def digest(self) -> str:
@@ -60,10 +62,13 @@ class Journal:
         if known is not None:
             if known["prompt"] != asked.digest:
                 raise ReplayMismatch(f"turn {asked.key}: its prompt or its sampling differs from the journal's")
+            if known.get("policy", asked.policy) != asked.policy:
+                raise ReplayMismatch(f"turn {asked.key}: {asked.policy} answers, and in the journal {known['policy']}")
             return _read_completion(known["completion"])
         completion = await ask()
         if self._write is not None:
-            self._add("turn", asked.key, prompt=asked.digest, completion=_plain_completion(completion))
+            plain = {"prompt": asked.digest, "policy": asked.policy, "completion": _plain_completion(completion)}
+            self._add("turn", asked.key, **plain)
         return completion
 
     async def tools(
@@ -89,7 +94,7 @@ class Journal:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def record(self, key: tuple[int, ...], make: Callable[[], Awaitable[T] | T]) -> T:
+    async def record(self, key: tuple[str | int, ...], make: Callable[[], Awaitable[T] | T]) -> T:
         """Return a recorded value, or make and record it."""
         known = self._take("record", key)
         if known is not None:
@@ -130,7 +135,8 @@ def _plain_completion(completion: Completion) -> dict[str, Any]:
     # The journal has a digest of prompt_ids; a replay brings the tokens.
     plain = {each.name: getattr(completion, each.name) for each in fields(completion) if each.name != "prompt_ids"}
     spans = [asdict(span) for span in completion.versions]
-    return {**plain, "versions": spans, "timings": asdict(completion.timings)}
+    adapter = None if completion.adapter is None else asdict(completion.adapter)
+    return {**plain, "versions": spans, "timings": asdict(completion.timings), "adapter": adapter}
 
 
 def _read_completion(plain: Mapping[str, Any]) -> Completion:
@@ -147,4 +153,5 @@ def _read_completion(plain: Mapping[str, Any]) -> Completion:
         timings=Timings(**plain["timings"]),
         index=plain["index"],
         num_shared=plain["num_shared"],
+        adapter=AdapterUse(**plain["adapter"]) if plain.get("adapter") else None,
     )

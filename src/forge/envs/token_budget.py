@@ -44,6 +44,16 @@ class TokenBudget:
             self._wake()
         return given
 
+    def shrink(self, given: int, wanted: int) -> None:
+        """Return a part of what a turn was given before it starts; all of it where it will not start."""
+        if self._left is None:
+            return
+        if not wanted:
+            self.give_back(given, used=0)
+        elif given > wanted:
+            self._left += given - wanted
+            self._wake()
+
     def give_back(self, given: int, *, used: int) -> None:
         """Return what a turn did not use, when it has ended."""
         if self._left is None:

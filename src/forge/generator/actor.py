@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from forge.config import GeneratorConfig, PolicyConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, OptionError, SyncError
+from forge.generator.adapters import NamedAdapters
+from forge.generator.devices import all_devices
 from forge.generator.engine import (
     EngineCapabilities,
     EngineStats,
     GenerationEngine,
     PromptScores,
     Request,
+    TopScores,
     UpdateReport,
     check_split,
     engine_class,
@@ -66,10 +69,11 @@ class Generator(ForgeActor):
         """Load the model, and the newest weights if any were published."""
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         check_split(self.config, world_size, path="Generator.options(procs=)", error=OptionError)
-        devices = await asyncio.to_thread(_all_devices, rank, world_size)
+        devices = await asyncio.to_thread(all_devices, rank, world_size)
         self._is_front = rank == 0
         self._catching_up = asyncio.Lock()
-        self._may_be_behind = int(os.environ.get("FORGE_REPLICA_GENERATION", "0")) > 0
+        names = ("FORGE_REPLICA_GENERATION", "FORGE_REPLICA_JOINED")
+        self._may_be_behind = any(int(os.environ.get(name, "0")) > 0 for name in names)
         if not self._is_front:
             return  # the engine of rank 0 uses its device
         self.model, self._tokenizer = await asyncio.to_thread(self._read_model)
@@ -78,6 +82,9 @@ class Generator(ForgeActor):
         self._reader = self._make_reader()
         self._long_texts = LongTexts()
         await self._engine.start()
+        self._adapters = NamedAdapters(self.config, self._engine)
+        if self._capabilities.adapters:
+            await self._adapters.start()
         from forge.store import Weights
 
         if await Weights(self.config.weights).versions():
@@ -144,6 +151,7 @@ class Generator(ForgeActor):
         sampling: Sampling | Mapping[str, Any] | None = None,
         n: int | None = None,
         template: Mapping[str, Any] | None = None,
+        version: int | None = None,
     ) -> list[Completion]:
         """Return the completions of one prompt.
 
@@ -154,15 +162,19 @@ class Generator(ForgeActor):
             sampling: a whole `Sampling`, or a dict of what differs from the configuration's.
             n: how many completions; overrides `sampling`.
             template: arguments of the chat template, such as `tools` or `enable_thinking`.
+            version: a pinned version (see `forge.store.PinnedVersions`) that samples every token, whatever weights are
+                live meanwhile; None for the live weights. `StoreKeyError` if it is not pinned.
         """
         if not self._is_front:
             return []
         await self._catch_up()
         request = await self._request(prompt, messages, token_ids, sampling, n, template)
+        request = self._at_version(request, version)
         with span("generate", num_prompt_tokens=len(request.prompt_ids), n=request.sampling.n):
             completions = await self._sync.watched(self._engine.generate(request))
-            await self._sync.hold(part.version for completion in completions for part in completion.versions)
-        return completions
+            if version is None:
+                await self._sync.hold(part.version for completion in completions for part in completion.versions)
+        return [self._adapters.marked(completion, request.sampling) for completion in completions]
 
     @endpoint(retry=True)
     async def generate_stream(
@@ -174,20 +186,23 @@ class Generator(ForgeActor):
         sampling: Sampling | Mapping[str, Any] | None = None,
         n: int | None = None,
         template: Mapping[str, Any] | None = None,
+        version: int | None = None,
     ) -> AsyncIterator[Delta]:
         """Stream what `generate` returns: `async for delta in policy.generate_stream.stream(...)`."""
         if not self._is_front:
             return
         await self._catch_up()
-        deltas = self._engine.stream(await self._request(prompt, messages, token_ids, sampling, n, template))
+        request = await self._request(prompt, messages, token_ids, sampling, n, template)
+        deltas = self._engine.stream(self._at_version(request, version))
         try:
             while True:
                 try:
                     delta = await self._sync.watched(anext(deltas))
                 except StopAsyncIteration:
                     return
-                await self._sync.hold([delta.version])
-                yield delta
+                if version is None:
+                    await self._sync.hold([delta.version])
+                yield self._adapters.marked_delta(delta, request.sampling)
         finally:
             await deltas.aclose()  # type: ignore[attr-defined]
 
@@ -207,12 +222,36 @@ class Generator(ForgeActor):
             self._sync.check()
         else:
             ids = self._reader.token_ids(prompt, **read)
-        chosen = self._reader.sampling(sampling, n)
+        chosen = self._adapters.chosen(self._reader.sampling(sampling, n))
         if chosen.structured is not None and not self._capabilities.structured_output:
             raise self._unsupported("sampling.structured", "structured output")
         if chosen.adapter is not None and not self._capabilities.adapters:
             raise self._unsupported("sampling.adapter", "adapters")
         return Request(uuid.uuid4().hex, ids, chosen)
+
+    def _at_version(self, request: Request, version: int | None) -> Request:
+        """Return a request for a pinned version. The digest of its weights was checked when it was fetched: there is
+        no other proof to wait for."""
+        if version is None:
+            return request
+        if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+            raise OptionError(
+                "there is no such version of weights",
+                path="generate(version=)",
+                value=version,
+                rule="a whole number >= 0: a pinned version",
+                repair="leave it out for the live weights",
+            )
+        if not self._capabilities.pinned_versions:
+            raise self._unsupported("generate(version=)", "several versions of the weights at once", engine="native")
+        return replace(request, version=version)
+
+    @endpoint(concurrent=True)
+    async def unload_version(self, version: int) -> None:
+        """Free the memory of a pinned version that will not be asked for any more. Requests in progress finish."""
+        if self._is_front and self._capabilities.pinned_versions:
+            engine: Any = self._engine
+            await engine.unload_version(version)
 
     @endpoint(retry=True, concurrent=True)
     async def score(
@@ -243,6 +282,20 @@ class Generator(ForgeActor):
         await self._sync.hold([self._engine.version])
         scores: PromptScores = found
         return scores
+
+    @endpoint(retry=True, concurrent=True)
+    async def score_top(self, token_ids: Sequence[Sequence[int]], k: int) -> list[TopScores]:
+        """Return the k likeliest tokens at each place of sequences, given the tokens before it."""
+        if not self._is_front:
+            return []
+        if not self._capabilities.top_logprobs:
+            raise self._unsupported("score_top", "the likeliest tokens of a prompt", engine="native")
+        await self._catch_up()
+        self._sync.check()
+        engine: Any = self._engine
+        found: list[TopScores] = await self._sync.watched(engine.score_top(self._reader.lines(token_ids), k))
+        await self._sync.hold([self._engine.version])
+        return found
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
@@ -286,6 +339,8 @@ class Generator(ForgeActor):
         async with self._catching_up:
             if self._may_be_behind:
                 await self._sync.catch_up()
+                if self._capabilities.adapters:
+                    await self._adapters.catch_up()
                 self._may_be_behind = False
 
     # ---- Memory, adapters, statistics ------------------------------------------------------------------------------
@@ -307,7 +362,9 @@ class Generator(ForgeActor):
         """Return what the engine does and has done."""
         if not self._is_front:
             return None
-        return replace(self._engine.stats(), is_stopped=self._sync.is_stopped)
+        found = self._engine.stats()
+        more = {**found.more, "adapters": self._adapters.digests}
+        return replace(found, is_stopped=self._sync.is_stopped, more=more)
 
     @endpoint(retry=True, concurrent=True)
     async def card(self) -> dict[str, Any]:
@@ -331,21 +388,23 @@ class Generator(ForgeActor):
         }
 
     @endpoint(concurrent=True)
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter from a folder, or load it again, for requests with `sampling.adapter=name`."""
-        if self._is_front:
-            await self._adapters().load_adapter(name, path)
+    async def load_adapter(self, name: str, path: str) -> str | None:
+        """Load a LoRA adapter from a folder, or load it again, for requests with `sampling.adapter=name`.
+
+        Return its digest. A replica that is restarted loads it, too.
+        """
+        return await self._named_adapters().load(name, path) if self._is_front else None
 
     @endpoint(concurrent=True)
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter."""
         if self._is_front:
-            await self._adapters().unload_adapter(name)
+            await self._named_adapters().unload(name)
 
-    def _adapters(self) -> Any:
+    def _named_adapters(self) -> NamedAdapters:
         if not self._capabilities.adapters:
             raise self._unsupported("load_adapter", "adapters")
-        return self._engine
+        return self._adapters
 
     def _unsupported(self, path: str, what: str, *, engine: str = "vllm") -> ConfigError:
         return ConfigError(
@@ -354,24 +413,6 @@ class Generator(ForgeActor):
             rule=f"only with an engine that does, such as `{engine}`",
             repair=f"set generator.engine={engine}, or leave it out",
         )
-
-
-def _all_devices(rank: int, world_size: int) -> tuple[str, ...]:
-    """Return the GPUs of all ranks, in order: rank 0's engine uses them all."""
-    own = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if world_size == 1:
-        return tuple(own.split(",")) if own else ()
-    from torch.distributed import TCPStore
-
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, world_size, is_master=rank == 0)
-    store.set(f"devices/{rank}", own or "-")
-    found = [store.get(f"devices/{each}").decode() for each in range(world_size)]
-    store.set(f"read/{rank}", "yes")
-    if rank == 0:  # the others' answers come from here
-        store.wait([f"read/{each}" for each in range(world_size)])
-    named = (device for devices in found if devices != "-" for device in devices.split(","))
-    return tuple(dict.fromkeys(named))  # beside a trainer every rank sees all of them
 
 
 def _end_process(error: BaseException) -> None:

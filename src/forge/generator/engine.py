@@ -21,10 +21,16 @@ class EngineCapabilities:
         shared_weights: computes with the parameters of a trainer in the same process (`placement: shared`): it takes
             `shared=` and has `paused`, `release_cache` and `restore_cache`.
         tensor_parallel: splits a model over several processes: it takes `tensor_parallel=` and `devices=`.
-        adapters: serves LoRA adapters: it has `load_adapter` and `unload_adapter`.
+        adapters: serves LoRA adapters that requests select by name: it has `load_adapter(name, path)`, which may
+            return the digest of what it loaded, and `unload_adapter(name)`.
+        live_adapter: with `GeneratorConfig.adapter` a version of the weights is one of the adapter.
         structured_output: follows `Sampling.structured`.
         engine_args: takes `generator.engine_args`.
         prompt_logprobs: knows the likeliest token at each place of a prompt: it has `score_prompts`.
+        top_logprobs: gives the likeliest tokens at each place of a sequence: it has `score_top`.
+        pinned_versions: serves pinned versions beside the live weights: it follows `Request.version` and has
+            `unload_version`.
+        scores_tempered: `score` takes other temperatures than 1.
         reserves_gpu_share: takes `generator.gpu_memory_share` of the whole GPU when it starts. Other engines apply the
             share to their cache only, and can size it to what a trainer on the same GPU leaves free.
     """
@@ -32,9 +38,13 @@ class EngineCapabilities:
     shared_weights: bool = False
     tensor_parallel: bool = False
     adapters: bool = False
+    live_adapter: bool = False
     structured_output: bool = False
     engine_args: bool = False
     prompt_logprobs: bool = False
+    top_logprobs: bool = False
+    pinned_versions: bool = False
+    scores_tempered: bool = False
     reserves_gpu_share: bool = False
 
 
@@ -53,6 +63,24 @@ class PromptScores:
     best_logprobs: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class TopScores:
+    """The k likeliest tokens at each place of a sequence of L tokens, given those before it, at temperature 1.
+
+    Attributes:
+        ids: L tuples of k tokens, the likeliest first. The first place has none that could be known: k times 0.
+        logprobs: their logprobs; k times 0 at the first place.
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def of(cls, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float]], *, k: int) -> TopScores:
+        """Make it from the places after the first."""
+        return cls(((0,) * k, *map(tuple, ids)), ((0.0,) * k, *map(tuple, logprobs)))
+
+
 def engine_class(name: str) -> Any:
     """Return the engine class that `generator.engine` names: a built-in name, or `module:attribute`."""
     return ENGINES.find(name, path="generator.engine")
@@ -60,11 +88,15 @@ def engine_class(name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt, as tokens, and how to sample its completions. Both are already checked."""
+    """One prompt, as tokens, and how to sample its completions. Both are already checked.
+
+    `version` is the pinned version that samples them; None for the live weights.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

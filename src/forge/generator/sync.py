@@ -19,7 +19,7 @@ _log = logging.getLogger("forge.generator")
 T = TypeVar("T")
 Version = int | Literal["latest"]
 
-_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "fp8": 1.0}
+_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5, "fp8": 1.0}
 
 
 class Sync:
@@ -75,8 +75,11 @@ class Sync:
     # ---- Weights ------------------------------------------------------------------------------------------------
 
     def trust(self, version: int) -> None:
-        """Trust the trainer's own weights, with which the engine computes, as this version without a proof."""
-        self._trusted = {version}
+        """Trust the trainer's own weights, with which the engine computes, as this version without a proof.
+
+        Versions before it stay trusted: completions that began with them may be in progress.
+        """
+        self._trusted = {version, *(each for each in self._trusted if isinstance(each, int) and each < version)}
 
     async def update_weights(self, version: Version, mode: UpdateMode) -> UpdateReport:
         """Load a version, trying as often as the configuration says, and prove it; see `Generator.update_weights`.

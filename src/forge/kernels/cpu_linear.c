@@ -9,6 +9,7 @@
 
 #include <stdlib.h>
 
+#include "product.h"
 #include "threads.h"
 
 #if defined(__AVX2__) && defined(__FMA__)
@@ -36,14 +37,6 @@
 #define LINE 16              /* floats of one line of the cache */
 #define ITEMS_PER_THREAD 4   /* so that threads finish at about the same time */
 #define SMALL_WORK (1 << 18) /* multiplications below which other threads are not worth waking */
-
-struct product {
-    const float *x, *weight;
-    float *out;
-    int64_t rows, width, outputs; /* x [rows, width], weight [outputs, width], out [rows, outputs] */
-    int64_t x_row, out_row;       /* floats from one row to the next */
-    int32_t num_threads;
-};
 
 struct work {
     const struct product *of;

@@ -8,6 +8,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "product.h"
 #include "threads.h"
 #define LANES 8 /* as torch adds */
 #include "vectors.h"
@@ -121,6 +122,62 @@ int forge_add(const struct addition *of) {
         float *x = of->x + r * of->width;
         const float *y = of->y + r * of->y_row;
         for (int64_t i = 0; i < of->width; i++) x[i] += y[i];
+    }
+    return 0;
+}
+
+struct scaling {
+    float *x; /* [rows, width] */
+    int64_t rows, width;
+    float factor;
+};
+
+/* Returns 0. */
+int forge_scale(const struct scaling *of) {
+    for (int64_t i = 0; i < of->rows * of->width; i++) of->x[i] *= of->factor;
+    return 0;
+}
+
+/* ---- Adapters. Rows of a step are in segments, one after the other, and a segment's rows get what its adapter adds. --- */
+
+struct low_rank {
+    const float *a, *b; /* [rank, width] and [outputs, rank]; a is 0 where the adapter adds nothing to this product */
+    int64_t rank;
+    float scale;
+};
+
+struct segment {
+    int64_t start, rows, adapter; /* adapter: below 0 for none */
+};
+
+struct segments {
+    const struct segment *each;
+    int64_t count;
+};
+
+struct update {
+    int (*linear)(const void *);
+    const struct low_rank *adapters;
+    const struct segments *segments; /* of the whole part, the same for all its updates */
+    const float *x;                  /* [rows, width] */
+    float *low, *added, *out;        /* space for one segment, and [rows, outputs], which becomes out + (scale x a^T) b^T */
+    int64_t width, outputs;
+};
+
+/* 0, or 1 if a product did not return 0. */
+int forge_update(const struct update *of) {
+    for (int64_t i = 0; i < of->segments->count; i++) {
+        struct segment part = of->segments->each[i];
+        if (part.adapter < 0 || !of->adapters[part.adapter].a) continue;
+        struct low_rank by = of->adapters[part.adapter];
+        struct product down = {of->x + part.start * of->width, by.a, of->low, part.rows, of->width, by.rank,
+                               of->width, by.rank, 1};
+        if (of->linear(&down)) return 1;
+        forge_scale(&(struct scaling){of->low, part.rows, by.rank, by.scale});
+        struct product up = {of->low, by.b, of->added, part.rows, by.rank, of->outputs, by.rank, of->outputs, 1};
+        if (of->linear(&up)) return 1;
+        forge_add(&(struct addition){of->out + part.start * of->outputs, of->added, part.rows, of->outputs,
+                                     of->outputs});
     }
     return 0;
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -55,6 +55,25 @@ class _Addition(ctypes.Structure):
     )
 
 
+class _LowRank(ctypes.Structure):
+    _fields_ = (("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("rank", ctypes.c_int64), ("scale", ctypes.c_float))
+
+
+class _Segment(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("start", "rows", "adapter"))
+
+
+class _Segments(ctypes.Structure):
+    _fields_ = (("each", ctypes.c_void_p), ("count", ctypes.c_int64))
+
+
+class _Update(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("linear", "adapters", "segments", "x", "low", "added", "out")),
+        *((name, ctypes.c_int64) for name in ("width", "outputs")),
+    )
+
+
 class _Lookup(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("table", "ids", "out")),
@@ -65,7 +84,7 @@ class _Lookup(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the kernel of this process, compiled if it is not in the cache; None: the model computes by layers."""
-    functions = ("forge_run", "forge_norm", "forge_add", "forge_look_up")
+    functions = ("forge_run", "forge_norm", "forge_add", "forge_update", "forge_look_up")
     return native_build.load(KERNEL, functions, level=logging.INFO)
 
 
@@ -93,10 +112,20 @@ def norms_as_torch(width: int, num_threads: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """The LoRA adapter of one product: it adds (scale * x a^T) b^T."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerTensors:
     """What one layer computes with.
 
-    The norms of queries and keys may be missing; so may the biases of queries, keys and values.
+    The norms of queries and keys may be missing; so may the biases of queries, keys and values. `adapters` has for each
+    of `products` what every adapter of the model adds to it, None where it adds nothing.
     """
 
     attention_norm: nn.RMSNorm
@@ -115,6 +144,7 @@ class LayerTensors:
     v_cache: Tensor
     scale: float
     biases: tuple[Tensor, Tensor, Tensor] | None = None
+    adapters: tuple[tuple[LowRank | None, ...], ...] = ((),) * 7
 
     @property
     def products(self) -> tuple[Tensor, ...]:
@@ -128,12 +158,13 @@ class LayerTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensors:
-    """What a whole model computes with."""
+    """What a whole model computes with. `adapters` are the numbers of its adapters, in the order of the layers'."""
 
     embeddings: Tensor
     layers: tuple[LayerTensors, ...]
     norm: nn.RMSNorm
     head: Tensor
+    adapters: tuple[int, ...] = ()
 
 
 _ROWS: Final = "rows"
@@ -161,6 +192,10 @@ class Calls:
         queries, keys, inner = len(first.wq), len(first.wk), len(first.w1)
         sizes = {"x": width, "normed": width, "y": width, "gate": inner, "up": inner, "gated": inner}
         sizes |= {"q": queries, "turned_q": queries, "attended": queries, "k": keys, "turned_k": keys, "v": keys}
+        low = [each for layer in model.layers for every in layer.adapters for each in every if each is not None]
+        sizes |= {"low": max((len(each.a) for each in low), default=0)}
+        sizes |= {"added": max((len(each.b) for each in low), default=0)}
+        self._segments, self._kept = _Segments(), list[object]()
         self._space = {name: torch.empty(capacity, size) for name, size in sizes.items()}
         lookup = _Lookup(table=model.embeddings.data_ptr(), out=self._at("x"), width=width, size=len(model.embeddings))
         self._add(native.forge_look_up, lookup, rows=_ROWS, ids="ids")
@@ -174,13 +209,16 @@ class Calls:
         self._array = (Call * len(self._calls))(*self._calls)
         self.part = Part(ctypes.addressof(self._array), len(self._array))
 
-    def aim(self, values: Mapping[str, int]) -> None:
-        """Say which rows it computes.
+    def aim(self, values: Mapping[str, int], segments: Sequence[tuple[int, int, int]] = ()) -> None:
+        """Say which rows it computes, and which of them adapters update.
 
         `values` has the numbers `rows`, `sequences` and `table_width`, and the addresses `ids`, `positions`, `slots`,
         `starts`, `contexts` and `table`: the part's own of what `PagedLayout` describes. They are kept alive by the
-        caller. `hidden` is where hidden states go, or else, with `hidden` 0, `logits` where logits go.
+        caller. `hidden` is where hidden states go, or else, with `hidden` 0, `logits` where logits go. A segment is its
+        first row, the number of its rows, and the index of the adapter among the model's.
         """
+        self._each = (_Segment * len(segments))(*(_Segment(*each) for each in segments))
+        self._segments.each, self._segments.count = ctypes.addressof(self._each), len(segments)
         wants_logits = not values["hidden"]
         if wants_logits:
             values = {**values, "hidden": self._at("normed")}
@@ -192,8 +230,7 @@ class Calls:
         return int(self._space[name].data_ptr())
 
     def _add(self, function: object, job: ctypes.Structure, **links: str | tuple[str, int]) -> None:
-        address = ctypes.cast(function, ctypes.c_void_p)  # type: ignore[arg-type]
-        self._calls.append(Call(address, ctypes.addressof(job)))
+        self._calls.append(Call(_address(function), ctypes.addressof(job)))
         self._jobs.append(job)
         for field, link in links.items():
             name, factor = link if isinstance(link, tuple) else (link, 1)
@@ -205,6 +242,8 @@ class Calls:
             self._product("normed", weight, name)
         for bias, name in zip(layer.biases or (), ("q", "k", "v"), strict=False):
             self._add_to(name, bias.data_ptr(), y_row=0)
+        for adapter, name in zip(layer.adapters, ("q", "k", "v"), strict=False):
+            self._low_rank("normed", adapter, name)
         if layer.q_norm is not None and layer.k_norm is not None:
             self._norm("q", layer.q_norm, "q")
             self._norm("k", layer.k_norm, "k")
@@ -231,15 +270,19 @@ class Calls:
         links = {"query_starts": "starts", "context_lens": "contexts", "table": "table", "table_width": "table_width"}
         self._add(attention.forge_attend, attending, num_tokens=_ROWS, num_sequences="sequences", **links)
         self._product("attended", layer.wo, "y")
+        self._low_rank("attended", layer.adapters[3], "y")
         self._add_y_to_x()
 
     def _feed_forward(self, layer: LayerTensors) -> None:
         self._norm("x", layer.ffn_norm, "normed")
         self._product("normed", layer.w1, "gate")
         self._product("normed", layer.w3, "up")
+        self._low_rank("normed", layer.adapters[4], "gate")
+        self._low_rank("normed", layer.adapters[5], "up")
         job = Gating(gate=self._at("gate"), up=self._at("up"), out=self._at("gated"), num_threads=1)
         self._add(_loaded(cpu_layers.library()).forge_gate, job, count=(_ROWS, len(layer.w1)))
         self._product("gated", layer.w2, "y")
+        self._low_rank("gated", layer.adapters[6], "y")
         self._add_y_to_x()
 
     def _norm(self, source: str, norm: nn.RMSNorm, target: str | None) -> None:
@@ -253,8 +296,20 @@ class Calls:
             job.out = self._at(target)
         self._add(self._native.forge_norm, job, **links)
 
+    def _low_rank(self, source: str, adapters: Sequence[LowRank | None], target: str) -> None:
+        """Add what adapters add to the product that is in `target`, with a bias if it has one."""
+        if not any(adapters):
+            return
+        table = (_LowRank * len(adapters))(*(_LowRank() if each is None else _addresses(each) for each in adapters))
+        self._kept.append(table)
+        job = _Update(linear=_address(_loaded(cpu_linear.library()).forge_linear), adapters=ctypes.addressof(table))
+        job.segments, job.low, job.added = ctypes.addressof(self._segments), self._at("low"), self._at("added")
+        job.x, job.out = self._at(source), self._at(target)
+        job.width, job.outputs = self._space[source].shape[1], self._space[target].shape[1]
+        self._add(self._native.forge_update, job)
+
     def _product(self, source: str, weight: Tensor, target: str | None) -> None:
-        """Add a product. Without a target the result is the logits."""
+        """Add a product. Its rows have no gaps, whatever the widest is. Without a target the result is the logits."""
         outputs, width = weight.shape
         job = Product(x=self._at(source), weight=weight.data_ptr(), width=width, outputs=outputs)
         job.x_row, job.out_row, job.num_threads = width, outputs, 1
@@ -271,6 +326,14 @@ class Calls:
     def _add_to(self, target: str, address: int, *, y_row: int) -> None:
         job = _Addition(x=self._at(target), y=address, width=self._space[target].shape[1], y_row=y_row)
         self._add(self._native.forge_add, job, rows=_ROWS)
+
+
+def _address(function: object) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+
+
+def _addresses(adapter: LowRank) -> _LowRank:
+    return _LowRank(adapter.a.data_ptr(), adapter.b.data_ptr(), len(adapter.a), adapter.scale)
 
 
 def _loaded(library: ctypes.CDLL | None) -> ctypes.CDLL:

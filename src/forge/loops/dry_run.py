@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import ParamSpec, TypeVar
 
 from forge.config import (
@@ -21,35 +20,40 @@ from forge.config import (
     InvalidConfig,
     PolicyConfig,
     Problem,
-    SFTConfig,
+    SupervisedConfig,
 )
-from forge.data import open_loaders
 from forge.data.opening import open_corpus
 from forge.data.prompts import PromptDataset, open_prompts
 from forge.errors import ForgeError
+from forge.loops.agents import agent_errors
+from forge.loops.bound_versions import resumed_step, version_errors
+from forge.loops.curriculum import describe_curriculum
 from forge.loops.evaluation import check_evaluation
 from forge.loops.planning import (
     GRPOPlan,
     _completed,
     _rollout,
+    check_run_rewards,
     find_group_reward,
     find_program,
     make_run_loss,
     refuse_ranks,
 )
-from forge.loops.preflight import PreparedSFT, check_grpo, for_ranks, make_sft_loss, prepare_sft
+from forge.loops.preflight import PreparedRun, check_grpo, for_ranks, prepare_supervised
 from forge.loops.resuming import check_folders
+from forge.loops.run_kinds import kind_of
 from forge.loops.run_paths import load_tokenizer, run_dir
-from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, sft_worker_errors
+from forge.loops.teachers import describe_teacher, teacher_errors
+from forge.loops.worker_checks import grpo_worker_errors, policy_worker_errors, supervised_worker_errors
 from forge.memory import check_at_start, find_card, plan_memory, resolve_run
 from forge.memory.card import host_memory
 from forge.memory.text import gib, summary_lines
 from forge.models.locate import ResolvedModel, resolve
-from forge.rewards import check as check_rewards
 from forge.rollout.credit import find_advantage
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import planned_ranks
 from forge.trainer.layout import check_layout
+from forge.trainer.optimizer_check import check_optimizer
 from forge.types import Task
 
 _log = logging.getLogger("forge.dry_run")
@@ -85,8 +89,8 @@ def dry_run(config: ForgeConfig, *, num_ranks: int | None = None) -> DryRun:
     with _kept_warnings() as warnings:
         if isinstance(config, GRPOConfig):
             facts = _try_grpo(config, num_ranks, found)
-        elif isinstance(config, SFTConfig):
-            facts = _try_sft(config, num_ranks, found)
+        elif isinstance(config, SupervisedConfig):
+            facts = _try_supervised(config, num_ranks, found)
         elif isinstance(config, PolicyConfig):
             facts = _try_policy(config, found)
     return DryRun(() if found.problems else tuple(facts), tuple(found.problems), tuple(warnings))
@@ -163,22 +167,29 @@ def _find_grpo(config: GRPOConfig, found: _Found) -> None:
     """Find what is wrong besides the first problem. The order is that of `plan_run`."""
     model = found.attempt(resolve, config.model)
     if config.episode.kind is None:
-        found.attempt(check_rewards, config.rewards)
+        found.attempt(check_run_rewards, config)
         found.attempt(check_evaluation, config.evaluation, [function.label for function in config.rewards.functions])
     else:
-        found.attempt(find_program, config)
+        program = found.attempt(find_program, config)
+        for problem in () if program is None else agent_errors(config, program):
+            found.add(problem)
         found.attempt(find_group_reward, config)
     if model is not None:
         _find_layout(config, model, planned_ranks(config.distributed), found)
         completed = found.attempt(_completed, config, model.architecture)
         if completed is not None:
             found.attempt(make_run_loss, completed, on_gpu=False)
+            found.attempt(check_optimizer, completed.training)
         template = config.generator.chat_template
-        found.attempt(load_tokenizer, model, chat_template=template, purpose="reinforcement learning")
+        tokenizer = found.attempt(load_tokenizer, model, chat_template=template, purpose="reinforcement learning")
+        for error in teacher_errors(config, tokenizer):
+            found.add(error)
     for error in grpo_worker_errors(config):
         found.add(error)
     found.attempt(find_advantage, config.algorithm)
-    found.attempt(check_folders, config)
+    checkpoint = found.attempt(check_folders, config)
+    for problem in version_errors(config, resume_step=resumed_step(checkpoint)):
+        found.add(problem)
     _find_prompts(config, found)
     found.attempt(_rollout, config, has_program=config.episode.kind is not None)
 
@@ -212,15 +223,22 @@ def _describe_grpo(plan: GRPOPlan) -> Facts:
         facts += [("first", _shown(dataset.read(0))), ("last", _shown(dataset.read(len(dataset) - 1)))]
         if dataset.num_skipped:
             facts.append(("skipped", f"{dataset.num_skipped} records that could not be read"))
+    if plan.curriculum_rule is not None:
+        facts.append(("curriculum", describe_curriculum(config.curriculum, len(plan.prompts))))
     if plan.heldout is not None:
         facts.append(("held out", f"{len(plan.heldout)} prompts for evaluation"))
     if config.episode.kind is None:
-        facts.append(("rewards", ", ".join(rewards)))
+        facts.append(("rewards", ", ".join(rewards) or "none: the teacher alone"))
     else:
         args = ", ".join(f"{name}={value!r}" for name, value in config.episode.args.items())
         facts.append(("episode", f"{config.episode.kind}({args}), in {config.episode.num_replicas} process(es)"))
+    if config.teacher.is_given:
+        facts.append(("teacher", describe_teacher(config.teacher)))
     facts.append(("steps", f"{plan.num_steps:,}, each from {groups}"))
     facts.append(("trainer", f"{planned_ranks(config.distributed)} rank(s), placement {config.placement}"))
+    if config.algorithm.has_critic:
+        ranks, warmup = planned_ranks(config.critic_distributed), config.critic.warmup_steps
+        facts.append(("critic", f"{ranks} rank(s), {config.critic.placement} the trainer, {warmup} steps of warm-up"))
     facts.append(("generators", f"{config.generator.num_replicas} of engine {config.generator.engine}"))
     return [*facts, *_describe_memory(config)]
 
@@ -231,47 +249,48 @@ def _shown(prompt: Task) -> str:
     return f"{prompt.id}: {_cut(asked)}{answer}"
 
 
-# ---- Fine-tuning ----------------------------------------------------------------------------------------------------
+# ---- Supervised runs -------------------------------------------------------------------------------------------------
 
 
-def _try_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> Facts:
+def _try_supervised(config: SupervisedConfig, num_ranks: int | None, found: _Found) -> Facts:
     try:
-        with prepare_sft(config, num_ranks=num_ranks) as prepared:
-            return _describe_sft(config, prepared, num_ranks)
+        with prepare_supervised(config, num_ranks=num_ranks) as prepared:
+            return _describe_supervised(config, prepared, num_ranks)
     except ForgeError as error:
         found.add(error)
-    _find_sft(config, num_ranks, found)
+    _find_supervised(config, num_ranks, found)
     return []
 
 
-def _find_sft(config: SFTConfig, num_ranks: int | None, found: _Found) -> None:
-    """Find what is wrong besides the first problem. The order is that of `prepare_sft`."""
-    model = found.attempt(resolve, config.model)
+def _find_supervised(config: SupervisedConfig, num_ranks: int | None, found: _Found) -> None:
+    """Find what is wrong besides the first problem. The order is that of `prepare_supervised`."""
+    kind, model = kind_of(config), found.attempt(resolve, config.model)
     tokenizer = None
     if model is not None:
         ranks = planned_ranks(config.distributed) if num_ranks is None else num_ranks
         _find_layout(for_ranks(config, num_ranks), model, ranks, found)
         template = config.data.chat_template
-        tokenizer = found.attempt(load_tokenizer, model, chat_template=template, purpose="fine-tuning")
-    for error in sft_worker_errors(config):
+        tokenizer = found.attempt(load_tokenizer, model, chat_template=template, purpose=kind.name)
+    found.attempt(kind.check, config, num_ranks)
+    for error in supervised_worker_errors(config):
         found.add(error)
-    found.attempt(make_sft_loss, config)
+    found.attempt(check_optimizer, config.training)
+    found.attempt(kind.make_loss, config)
     found.attempt(check_folders, config)
     sources = (*config.data.sources, *config.validation.sources)
     for source in sources:
         if not found.names(source.path, source.hf_dataset):
-            found.attempt(open_corpus, [source], data=config.data, seed=config.run.seed)
+            found.attempt(open_corpus, [source], data=config.data, seed=config.run.seed, formats=kind.formats)
     if any(found.names(source.path, source.hf_dataset) for source in sources):
         return
-    found.attempt(open_corpus, config.data.sources, data=config.data, seed=config.run.seed)
+    found.attempt(open_corpus, config.data.sources, data=config.data, seed=config.run.seed, formats=kind.formats)
     if tokenizer is not None:
-        with_tokenizer = partial(open_loaders, training=config.training, tokenizer=tokenizer, seed=config.run.seed)
-        opened = found.attempt(with_tokenizer, config.data, validation=config.validation)
+        opened = found.attempt(kind.open_loaders, config, tokenizer)
         if opened is not None:
             opened.close()
 
 
-def _describe_sft(config: SFTConfig, prepared: PreparedSFT, num_ranks: int | None) -> Facts:
+def _describe_supervised(config: SupervisedConfig, prepared: PreparedRun, num_ranks: int | None) -> Facts:
     training, loader = config.training, prepared.loaders.train
     facts = _describe_run(config, prepared.model, checkpoint=prepared.checkpoint)
     formats = [
@@ -293,7 +312,7 @@ def _describe_sft(config: SFTConfig, prepared: PreparedSFT, num_ranks: int | Non
     facts.append(("at once", f"{at_once} tokens on each rank (training.microbatch_tokens), which decides the memory"))
     ranks = planned_ranks(config.distributed) if num_ranks is None else num_ranks
     facts.append(("trainer", f"{ranks} rank(s) in {config.distributed.precision}"))
-    return [*facts, *_describe_memory(for_ranks(config, num_ranks))]
+    return [*facts, *prepared.kind.describe(config), *_describe_memory(for_ranks(config, num_ranks))]
 
 
 # ---- Generation -----------------------------------------------------------------------------------------------------
@@ -317,12 +336,14 @@ def _try_policy(config: PolicyConfig, found: _Found) -> Facts:
 # ---- What all runs have ---------------------------------------------------------------------------------------------
 
 
-def _find_layout(config: GRPOConfig | SFTConfig, model: ResolvedModel, num_ranks: int, found: _Found) -> None:
+def _find_layout(config: GRPOConfig | SupervisedConfig, model: ResolvedModel, num_ranks: int, found: _Found) -> None:
     found.attempt(check_layout, config.distributed, model.architecture, config.training, num_ranks=num_ranks)
     found.attempt(check_at_start, config, facts=model.architecture, log=_log)
 
 
-def _describe_run(config: GRPOConfig | SFTConfig, model: ResolvedModel, *, checkpoint: CheckpointInfo | None) -> Facts:
+def _describe_run(
+    config: GRPOConfig | SupervisedConfig, model: ResolvedModel, *, checkpoint: CheckpointInfo | None
+) -> Facts:
     facts = [
         ("run", f"{config.run.name}, written to {run_dir(config)}"),
         ("start", _start(checkpoint)),

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,23 +27,32 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from forge.config import GRPOConfig, save
 from forge.envs.episode import EpisodeProgram
 from forge.errors import CheckpointError, NonFiniteError, RecordError, RolloutError, StepAbandoned
+from forge.loops.agents import agent_credit
+from forge.loops.bound_versions import BoundVersions
+from forge.loops.curriculum import RunCurriculum
 from forge.loops.evaluation import Evaluation, make_evaluator
+from forge.loops.league import run_league
 from forge.loops.learning import Learner
-from forge.loops.planning import GRPOPlan, episode_options
+from forge.loops.planning import GRPOPlan
 from forge.loops.preflight import check_grpo
 from forge.loops.recording import Records, tracing
+from forge.loops.restarting import Restarts, start_planned
 from forge.loops.results import GRPOResult
 from forge.loops.resuming import SaveRule, check_continues, group_keys, ledger_before, report_changes, where_it_stopped
 from forge.loops.rollouts import RolloutRunner, RolloutSource, make_source
 from forge.loops.run_paths import checkpoint_dir, run_dir
+from forge.loops.scaling import RunScaling
 from forge.loops.step_metrics import StepClock, StepMetrics
 from forge.loops.stopping import Reminder, Stop, stopped_by_signals
-from forge.loops.workers import Workers, start_workers
+from forge.loops.volumes import load_version
+from forge.loops.workers import Workers
 from forge.observe import span
+from forge.observe.clock import monotonic_s
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.credit import AdvantageFunction
 from forge.rollout.signal import NoSignalGroup
 from forge.runtime.lifetime import run
+from forge.trainer.recovering import LOST
 from forge.trainer.schedules import is_due
 from forge.types import Group, StepResult
 
@@ -75,43 +83,45 @@ async def run_grpo(
         from forge.losses.build import check_loss
 
         check_loss(loss, temperature=plan.temperature)
-        plan = replace(plan, loss=loss)
+        plan = replace(plan, loss=loss, own_loss=True)
     if advantage is not None:
-        plan = replace(plan, advantage=advantage)
+        plan = replace(plan, advantage=advantage, own_advantage=True)
     with tracing(config.record.trace):  # before workers start: they inherit it
         return await _run(plan)
 
 
 async def _run(plan: GRPOPlan) -> GRPOResult:
-    """Start the workers and run a loop. When all processes have ended, log what a resume continues after."""
+    """Run a plan, again from its newest checkpoint where the loss of a worker ends it. When all processes have ended,
+    log what a resume continues after."""
     hint, grace_s = "this step is finished and saved", plan.config.checkpointing.grace_s
-    loop: GRPOLoop | None = None
-    is_stopped = True
+    restarts, is_stopped = Restarts(plan), True
     async with stopped_by_signals(save_hint=hint, grace_s=grace_s) as (stop, _):
         try:
-            async with run(plan.config.launcher):
-                starting = start_workers(
-                    plan.config,
-                    plan.trainer,
-                    loss=plan.loss,
-                    run=plan.run,
-                    episodes=episode_options(plan),
-                    tokenizer=plan.tokenizer,
-                )
-                workers = await stop.unless(starting)
-                if workers is None:
-                    return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
-                loop = GRPOLoop(plan, workers, make_source(plan, workers), stop=stop)
+            while True:
                 try:
-                    result = await loop.run()
-                finally:
-                    loop.close()
-            is_stopped = result.is_stopped
-            return result
+                    result = await _attempt(plan, stop, restarts)
+                except LOST as failure:
+                    plan = await restarts.after(failure, plan, stop=stop)
+                else:
+                    is_stopped = result.is_stopped
+                    return result
         finally:
             if is_stopped:
-                step = plan.resume_step if loop is None else loop.step
+                step = plan.resume_step if restarts.loop is None else restarts.loop.step
                 _log.warning("%s", where_it_stopped(step, checkpoint_dir(plan.config)))
+
+
+async def _attempt(plan: GRPOPlan, stop: Stop, restarts: Restarts) -> GRPOResult:
+    """Start the workers and run a loop."""
+    async with run(plan.config.launcher):
+        workers = await stop.unless(start_planned(plan))
+        if workers is None:
+            return GRPOResult(plan.resume_step, math.nan, None, None, True, None, None, stop.exit_code)
+        loop = restarts.begin(GRPOLoop(plan, workers, make_source(plan, workers), stop=stop), plan)
+        try:
+            return await loop.run()
+        finally:
+            loop.close()
 
 
 class GRPOLoop:
@@ -132,27 +142,35 @@ class GRPOLoop:
         source: RolloutSource,
         *,
         stop: Stop | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic_s,
     ) -> None:
         self._plan, self._config, self._workers = plan, plan.config, workers
         self._stop = stop or Stop()
+        self._credit = agent_credit(self._config, plan.program)
         self._buffer = ReplayBuffer(
             plan.rollout,
             num_groups=plan.num_groups,
             algorithm=self._config.algorithm,
             advantage=plan.advantage,
+            agents=self._credit,
             on_no_signal=self._note_no_signal,
         )
-        self._source, self._learner = source, Learner(plan, workers)
+        self._source, self.learner = source, Learner(plan, workers, self._credit)
+        self.learner.recover_while(lambda: self._stop.signal is None)
+        self._league = run_league(plan, source.league, workers.policy)
+        self._curriculum = RunCurriculum(source.curriculum)
+        self._bound = BoundVersions(self._config, workers)
         self._evaluator = make_evaluator(plan, workers, source)
         self._records: Records | None = None
         self._has_begun = False
         self._metrics = StepMetrics(source, self._buffer, clock=clock)
         self._runner = RolloutRunner(plan, source, self._buffer, metrics=self._metrics)
+        self._scaling = RunScaling(plan, workers, self._buffer, step=lambda: self._step)
         self._clock = StepClock()
         self._save_rule = SaveRule(self._config.checkpointing, clock=clock)
         self._ledger_before: dict[str, Any] | None = None
         self._step, self._reward = 0, math.nan
+        self._weights_digest: str | None = None
         self._evaluations: list[Evaluation] = []
         self._evaluated_step: int | None = None
         self._last_save: tuple[int, int | None] | None = None
@@ -170,7 +188,8 @@ class GRPOLoop:
         """Train until the last step, the goal of the evaluation, or a request to stop."""
         await self._begin()
         try:
-            await self._train_with_rollouts()
+            async with self._scaling.open():
+                await self._train_with_rollouts()
         except RecordError:
             await self._complete_save()
             raise
@@ -178,7 +197,7 @@ class GRPOLoop:
 
     async def _train_with_rollouts(self) -> None:
         self._metrics.begin()
-        rollouts = self._watched(self._runner.run(), "rollouts")
+        rollouts = self._stop.watch(self._runner.run(), "rollouts")
         try:
             await self._train()
         finally:
@@ -193,34 +212,26 @@ class GRPOLoop:
             await self._save()
             failed[0].result()  # raises what ended it
 
-    def _watched(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Start a task beside training. If it fails, the step in progress is finished and saved, and the run ends."""
-
-        def look(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and task.exception() is not None:
-                _log.error("%s failed; the run saves its state and ends", name)
-                self._stop.ask()
-
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(look)
-        return task
-
     async def _begin(self) -> None:
         """Resume an earlier run if there is one, open the records, and give the generators their first weights."""
-        extra = await self._workers.trainer.load(self._config.checkpointing.resume)
+        extra = await self.learner.load(self._config.checkpointing.resume)
         if extra is not None:
             check_continues(self._config, extra, prompts_digest=self._plan.prompts_digest)
             self._ledger_before = ledger_before(self._config, extra)
             report_changes(self._config, run_dir(self._config))
-        self._records = Records(self._plan, resume_step=None if extra is None else int(extra["step"]))
+        resume_step = None if extra is None else int(extra["step"])
+        self._records = Records(self._plan, prompts=self._source.curriculum, resume_step=resume_step)
         save(self._config, run_dir(self._config))
         if extra is not None:
             self._restore(extra)
+            await self._league.restore(extra)
         self._has_begun = True
         self._save_rule.saved()
         if self._stop.is_asked:
             return
         await self._sync()
+        self._records.begin_steps(weights=self._weights_digest, trainer=await self._workers.trainer.state())
+        await self._bound.pin(self._step, is_resumed=extra is not None)
         if self._config.evaluation.at_start and self._step == 0:
             await self._evaluate()
 
@@ -230,6 +241,8 @@ class GRPOLoop:
         self._last_save = (self._step, self._evaluated_step)
         self._evaluations = [Evaluation.read(each) for each in extra["evaluations"]]
         self._buffer.load(extra["buffer"], committed=self._records.ledger.committed)
+        self._credit.load(extra.get("agents", {}))
+        self._curriculum.restore(extra)
         _log.info("resuming after step %d; %d groups are back in the queue", self._step, len(self._buffer.pending))
 
     # ---- Training: batches -> weights; waits for the buffer's batch ------------------------------------------------
@@ -248,14 +261,16 @@ class GRPOLoop:
                 break
             groups, result = learned
             self._buffer.commit()
-            self._step += 1
+            self._league.commit(taken)
+            self._step, self._weights_digest = self._step + 1, None
+            self._curriculum.commit(taken, step=self._step)
             if not self._stop.is_asked:  # else there is no next step, and the save is urgent
                 await self._hand_over()
             with self._clock.part("other"):
                 await self._write(taken, groups, result)
             if is_due(self._step, self._config.evaluation.interval):
                 await self._evaluate()
-            if self._save_rule.is_due(self._step):
+            if self._save_rule.is_due(self._step) or self.learner.is_log_full:
                 await self._save()
         await self._finish_sync()
 
@@ -287,12 +302,12 @@ class GRPOLoop:
         try:
             with self._clock.part("training"), span("train", step=self._step):
                 reminder = self._reminder(lambda: "the trainer learns")
-                learning = self._learner.learn(taken.groups)
+                learning = self.learner.learn(taken.groups, step=self._step)
                 groups, result = await self._stop.in_time(learning, self._abandon, reminder=reminder)
         except StepAbandoned:
             return None
         except NonFiniteError:
-            if (await self._workers.trainer.state())["step"] == self._step * self._plan.rollout.iterations:
+            if await self.learner.is_before(self._step):
                 _log.error("the run stops; its state before this step is in %s", checkpoint_dir(self._config))
                 await self._save()
             raise
@@ -300,9 +315,8 @@ class GRPOLoop:
         return groups, result
 
     async def _abandon(self) -> None:
-        if self._plan.rollout.iterations == 1:  # else the state may lie between two steps on the same batch
+        if await self.learner.abandon(step=self._step):
             _log.warning("step %d takes too long: it is abandoned, and the state before it is saved", self._step + 1)
-            await self._workers.trainer.abandon_step()
 
     # ---- Weights: trainer -> store -> generators ------------------------------------------------------------------
 
@@ -316,7 +330,7 @@ class GRPOLoop:
             return
         with self._clock.part("syncing"):
             await self._publish()
-        self._syncing = self._watched(self._serve(self._step), f"the update to version {self._step}")
+        self._syncing = self._stop.watch(self._serve(self._step), f"the update to version {self._step}")
 
     async def _sync(self) -> None:
         with self._clock.part("syncing"):
@@ -325,11 +339,12 @@ class GRPOLoop:
 
     async def _publish(self) -> None:
         publishing = self._workers.trainer.publish_weights(self._step, name=self._config.generator.weights)
-        await self._wait(publishing, "the trainer publishes its weights")
+        self._weights_digest = await self._wait(publishing, "the trainer publishes its weights")
+        await self._league.grow(self._step)
 
     async def _serve(self, version: int) -> None:
         with span("update generators", version=version):
-            taking = self._workers.policy.update_weights(version)
+            taking = load_version(self._workers, version, name=self._config.generator.weights)
             reports = await self._wait(taking, f"generators load version {version}")
         self._metrics.note_sync(reports)
         self._buffer.serve(version)
@@ -349,10 +364,13 @@ class GRPOLoop:
     async def _write(self, taken: TakenBatch, groups: Sequence[Group], result: StepResult) -> None:
         """Write everything of a step, before the checkpoint that depends on it."""
         assert self._records is not None
-        self._records.step(self._step, groups, dropped=taken.drops, logprobs=result.logprobs)
+        batch, weights = self.learner.batch, self._weights_digest
+        self._records.step(self._step, groups, dropped=taken.drops, result=result, batch=batch, weights=weights)
         self._source.forget([*(group.number for group in groups), *(number for number, _ in taken.drops)])
-        values = self._metrics.of_step(taken, result, clock=self._clock)
+        self._league.write(self._step)
+        values = self._metrics.of_step(taken, result, clock=self._clock) | self.learner.take_metrics()
         await self._records.metrics(self._step, values)
+        self._scaling.after_step(values, generating_s=self._source.generating_s)
 
     def _note_no_signal(self, no_signal: NoSignalGroup) -> Path | None:
         assert self._records is not None
@@ -386,11 +404,16 @@ class GRPOLoop:
             "prompts": self._plan.prompts_digest,
             "group": group_keys(self._config),
             "ledger_before": self._ledger_before,
+            "weights": self._weights_digest,
             "evaluated_step": self._evaluated_step,
             "evaluations": [each.plain() for each in (*self._evaluations[:1], *self._evaluations[1:][-1:])],
         }
+        extra |= {"agents": self._credit.state()} if self._credit.baselines else {}
+        extra |= self._league.state(self._buffer.pending) | self._curriculum.state(self._buffer)
+        if self._records is not None:
+            self._records.flush()
         with span("save", step=self._step):
-            saving = self._workers.trainer.save(extra=extra, metric=None if fresh is None else -fresh.reward)
+            saving = self.learner.save(extra=extra, metric=None if fresh is None else -fresh.reward)
             await self._wait(saving, "the trainer saves its state")
         self._last_save = (self._step, self._evaluated_step)
         self._save_rule.saved()
@@ -412,8 +435,7 @@ class GRPOLoop:
             await self._workers.trainer.wait_saved()
         export = None
         if self._config.checkpointing.export_hf and not self._stop.is_asked:
-            export = checkpoint_dir(self._config) / "hf"
-            await self._workers.trainer.export_hf(export, overwrite=True)
+            export = await self.learner.export(checkpoint_dir(self._config))
         await self._records.last_spans()
         await self._workers.close()
         return GRPOResult(

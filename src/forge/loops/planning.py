@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -12,21 +13,31 @@ from forge.envs.environment import load_program
 from forge.envs.episode import EpisodeProgram
 from forge.envs.tool_calls import detect_format
 from forge.errors import ConfigError
+from forge.loops.agents import check_agents
+from forge.loops.bound_versions import check_bound_versions, check_members
+from forge.loops.critic import find_critic_checkpoint, policy_steps
 from forge.loops.evaluation import check_evaluation
 from forge.loops.resuming import check_continues, check_folders, check_resumed_ledger, resumed_state
+from forge.loops.reward_models import check_prompts
 from forge.loops.run_paths import checkpoint_dir, journal_dir, load_tokenizer, run_dir
+from forge.loops.runtime_changes import with_value
+from forge.loops.teachers import check_teacher
 from forge.loops.worker_checks import check_workers
 from forge.memory import Card, ResolvedRun, check_at_start, find_card, resolve_run
 from forge.memory.resolved import context_lengths
 from forge.models.locate import ResolvedModel, resolve
+from forge.models.quantized_names import check_library
 from forge.models.tokenizer import ChatTokenizer
 from forge.registry import GROUP_REWARDS
 from forge.rewards import check as check_rewards
 from forge.rollout.credit import AdvantageFunction, find_advantage
+from forge.rollout.curriculum_rules import Rule, make_rule
 from forge.rollout.episode_worker import EpisodeOptions, GroupReward
 from forge.runtime.placement import num_usable_gpus
+from forge.trainer.adapter_identity import check_resumed_adapter
 from forge.trainer.checkpoint_folder import CheckpointInfo
 from forge.trainer.handles import is_rank
+from forge.trainer.optimizer_check import check_optimizer
 from forge.trainer.schedules import rate_factor
 
 if TYPE_CHECKING:
@@ -59,6 +70,9 @@ class GRPOPlan:
         checkpoint: what the run resumes from; None to start anew.
         program: the episode that a program plays; None for prompts and rewards.
         group_reward: compares the episodes of a group, if anything does.
+        curriculum_rule: weighs the prompts; None where they come in order.
+        own_loss, own_advantage: whether these were given in Python and not by the configuration.
+        asked: the configuration without what was changed while the run ran, where that differs.
     """
 
     config: GRPOConfig
@@ -78,6 +92,10 @@ class GRPOPlan:
     checkpoint: CheckpointInfo | None
     program: EpisodeProgram | None = None
     group_reward: GroupReward | None = None
+    curriculum_rule: Rule | None = None
+    own_loss: bool = False
+    own_advantage: bool = False
+    asked: GRPOConfig | None = None
 
     @property
     def resume_step(self) -> int:
@@ -107,33 +125,44 @@ def plan_run(config: GRPOConfig, *, program: EpisodeProgram | None = None) -> GR
     config = _completed(config, model.architecture)
     program = find_program(config) if program is None else program
     if program is None:
-        check_rewards(config.rewards)
-        if not config.rewards.functions:
-            raise _needed("rewards.functions", "at least one reward, or episode.kind", "such as [{kind: number}]")
+        check_run_rewards(config)
         check_evaluation(config.evaluation, [function.label for function in config.rewards.functions])
+    else:
+        check_agents(config, program)
     run = resolve_run(config, card=_card(), facts=model.architecture)
     check_at_start(config, run=run, log=_log)
+    check_library(None if config.adapter is None else config.adapter.base_dtype)
     check_workers(config)
+    check_optimizer(config.training)
     checkpoint = check_folders(config)
     template = config.generator.chat_template
     tokenizer = load_tokenizer(model, chat_template=template, purpose="reinforcement learning")
+    check_teacher(config, tokenizer)
     if not config.prompts.sources:
         raise _needed("prompts.sources", "at least one source", "such as [{task: arithmetic}]")
     datasets = open_prompts(
         config.prompts, evaluation=config.evaluation, seed=config.run.seed, for_episodes=program is not None
     )
+    if program is None:
+        check_prompts(config.rewards, datasets.train.read(0))
     order = PromptOrder(datasets.train, seed=config.run.seed, shuffle=config.prompts.shuffle)
     if checkpoint is not None:
         state = resumed_state(checkpoint, "reinforcement learning")
         check_continues(config, state, prompts_digest=order.digest)
         check_resumed_ledger(run_dir(config), state)
+        check_members(config, state, most=run.num_members)
+        check_resumed_adapter(checkpoint, config.adapter, model.architecture)
+        if config.algorithm.has_critic:
+            find_critic_checkpoint(checkpoint)
+    check_bound_versions(config, checkpoint)
     num_groups, num_steps = _lengths(config, len(datasets.train))
-    rate_factor(0, config=config.training, total_steps=num_steps * config.rollout.iterations)  # refuses what cannot be
+    num_policy_steps = _policy_steps(config, num_steps)
+    rate_factor(0, config=config.training, total_steps=num_policy_steps)  # refuses what cannot be
     sampling = config.generator.sampling.model_copy(update={"n": config.rollout.group_size})
     return GRPOPlan(
         config=config,
         run=run,
-        trainer=_trainer_config(config, model, num_steps=num_steps * config.rollout.iterations),
+        trainer=make_trainer_config(config, model, num_steps=num_policy_steps),
         loss=make_run_loss(config, on_gpu=run.trainer_on_gpu),
         advantage=find_advantage(config.algorithm),
         tokenizer=tokenizer,
@@ -148,7 +177,16 @@ def plan_run(config: GRPOConfig, *, program: EpisodeProgram | None = None) -> GR
         checkpoint=checkpoint,
         program=program,
         group_reward=find_group_reward(config),
+        curriculum_rule=make_rule(config.curriculum, datasets.train),
     )
+
+
+def check_run_rewards(config: GRPOConfig) -> None:
+    """Refuse rewards that cannot run. A run that a teacher alone teaches needs none, unless it is evaluated."""
+    if config.rewards.functions or not config.algorithm.distillation.is_alone:
+        check_rewards(config.rewards)
+    elif config.evaluation.enabled:
+        raise _needed("rewards.functions", "at least one reward with `evaluation`", "add one, or remove `evaluation`")
 
 
 def find_program(config: GRPOConfig) -> EpisodeProgram | None:
@@ -230,6 +268,14 @@ def _completed(config: GRPOConfig, facts: ModelConfig) -> GRPOConfig:
             rule="more than 0 in reinforcement learning",
             repair="set 1.0; evaluation.temperature is another key",
         )
+    if generator.sampling.adapter is not None:
+        raise ConfigError(
+            "rollouts are sampled by the policy that is trained, not by another adapter",
+            path="generator.sampling.adapter",
+            value=generator.sampling.adapter,
+            rule="null in reinforcement learning",
+            repair="remove it; episode.agents.NAME.adapter lets an adapter answer for one agent of an episode",
+        )
     seq_len, max_tokens = context_lengths(config, facts)
     sampling = generator.sampling.model_copy(update={"max_tokens": max_tokens})
     if sampling.is_truncated:
@@ -247,6 +293,20 @@ def _lengths(config: GRPOConfig, num_prompts: int) -> tuple[int | None, int]:
         return None, most
     num_groups = num_prompts * config.training.num_epochs
     return num_groups, -(-num_groups // config.rollout.batch_groups)
+
+
+def _policy_steps(config: GRPOConfig, num_steps: int) -> int:
+    """How many optimizer steps the policy takes, if it takes any."""
+    found = policy_steps(config, num_steps)
+    if found == 0:
+        raise ConfigError(
+            "the run ends before the policy learns",
+            path="critic.warmup_steps",
+            value=config.critic.warmup_steps,
+            rule=f"less than the steps of the run, which are {num_steps}",
+            repair="lower it, or give more prompts or epochs",
+        )
+    return found
 
 
 def _capacity(config: GRPOConfig) -> int:
@@ -275,10 +335,20 @@ def _rollout(config: GRPOConfig, *, has_program: bool) -> RolloutConfig:
     return section.model_copy(update={"max_in_flight": min(section.max_in_flight or most, most)})
 
 
-def _trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int) -> TrainerConfig:
+def in_flight_limit(plan: GRPOPlan, counts: Mapping[str, int]) -> int | None:
+    """Return how many groups may be in flight with other numbers of workers, by their keys."""
+    config = plan.config
+    for key, count in counts.items():
+        config = with_value(config, key, count)
+    return _rollout(config, has_program=plan.program is not None).max_in_flight
+
+
+def make_trainer_config(config: GRPOConfig, model: ResolvedModel, *, num_steps: int | None) -> TrainerConfig:
+    """Return what the trainer of a run is made from; `num_steps` are the optimizer steps that it will take."""
     training = config.training.model_copy(update={"share_prefixes": config.rollout.share_prompts})
     return TrainerConfig(
         model=model.architecture,
+        adapter=config.adapter,
         training=training,
         distributed=config.distributed,
         checkpoint_dir=checkpoint_dir(config),

@@ -6,25 +6,26 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from forge.errors import ForgeError
 from forge.loops.planning import GRPOPlan
-from forge.loops.run_paths import run_dir
+from forge.loops.replay.session import describe_session
+from forge.loops.resuming import kept_steps
+from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.observe import is_tracing, make_sinks, switch_tracing
 from forge.observe.sink import Value
 from forge.observe.trace_file import TraceFile
 from forge.observe.tracing import drain_trace
 from forge.rollout.ledger import Ledger, LedgerLine, recording
 from forge.rollout.record import RolloutRecorder
+from forge.rollout.rollouter import Prompts
 from forge.rollout.samples import logprobs_by_episode
 from forge.rollout.signal import DropReason, NoSignalGroup
+from forge.rollout.step_log import FOLDER, StepLog
 from forge.runtime.collect import collect
 from forge.trainer.checkpoint_folder import WriterLock
-from forge.types import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from forge.types import Batch, Group, StepResult
 
 _log = logging.getLogger("forge.grpo")
 
@@ -43,10 +44,12 @@ def tracing(is_on: bool) -> Iterator[None]:
 
 
 class Records:
-    """The files of one run. What an earlier run wrote after `resume_step` is moved aside."""
+    """The files of one run. What an earlier run wrote after `resume_step` is moved aside. `prompts` says what groups
+    were asked; None for the plan's order."""
 
-    def __init__(self, plan: GRPOPlan, *, resume_step: int | None) -> None:
+    def __init__(self, plan: GRPOPlan, *, prompts: Prompts | None = None, resume_step: int | None) -> None:
         self._plan, self._folder = plan, run_dir(plan.config)
+        self._prompts: Prompts = plan.prompts if prompts is None else prompts
         self.is_ended = False
         self._report: Path | None = None
         with recording(self._folder):
@@ -68,6 +71,14 @@ class Records:
             config=config.record,
             resume_step=resume_step,
         )
+        self._step_log: StepLog | None = None
+        if config.record.replay.enabled and not config.algorithm.has_critic:
+            self._step_log = StepLog(
+                self._folder / FOLDER,
+                config=config.record.replay,
+                kept_checkpoints=lambda: kept_steps(checkpoint_dir(config)),
+                resume_step=resume_step,
+            )
         self._trace = TraceFile(self._folder / "trace.json", resume_step=resume_step) if config.record.trace else None
         self._log = make_sinks(
             config.metrics,
@@ -83,15 +94,32 @@ class Records:
         groups: Sequence[Group],
         *,
         dropped: Iterable[tuple[int, DropReason]],
-        logprobs: Sequence[Tensor] | None,
+        result: StepResult,
+        batch: Batch | None = None,
+        weights: str | None = None,
     ) -> None:
-        """Write what became of a step's groups, and the episodes with the trainer's logprobs."""
+        """Write what became of a step's groups, the episodes with the trainer's logprobs, and what is needed to replay
+        the step: `batch` is what it learned from, `weights` the digest of what it published."""
         trained = [LedgerLine(step, group.number, group.epoch, group.task.id, "trained") for group in groups]
         self.ledger.write([*trained, *self._dropped_lines(step, dropped)])
+        logprobs = result.logprobs
         self._rollouts.write(step, groups, None if logprobs is None else logprobs_by_episode(groups, logprobs))
+        if self._step_log is not None and batch is not None:
+            self._step_log.write(step, groups, batch=batch, result=result, weights=weights)
+
+    def begin_steps(self, *, weights: str | None, trainer: Mapping[str, Any]) -> None:
+        """Record what the steps to come have in common, for `forge replay`: `weights` is the digest of what they start
+        from, `trainer` what the trainer says of itself."""
+        if self._step_log is not None:
+            self._step_log.begin(describe_session(self._plan, weights=weights, trainer=trainer))
+
+    def flush(self) -> None:
+        """Wait until everything is written that a checkpoint stands on."""
+        if self._step_log is not None:
+            self._step_log.flush()
 
     def _dropped_lines(self, step: int, dropped: Iterable[tuple[int, DropReason]]) -> list[LedgerLine]:
-        places = [(self._plan.prompts.at(number), number, outcome) for number, outcome in dropped]
+        places = [(self._prompts.at(number), number, outcome) for number, outcome in dropped]
         return [LedgerLine(step, number, epoch, prompt.id, outcome) for (epoch, prompt), number, outcome in places]
 
     def evaluation(self, step: int, groups: Sequence[Group]) -> None:
@@ -140,6 +168,11 @@ class Records:
         """Close every file."""
         self._log.close()
         self.ledger.close()
+        if self._step_log is not None:
+            try:
+                self._step_log.close()
+            except ForgeError as error:  # something else may have ended the run
+                _log.warning("the last steps cannot be replayed: %s", error)
         if self._trace is not None:
             self._trace.close()
         self._lock.release()

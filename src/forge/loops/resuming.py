@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, TypeGuard
@@ -20,6 +19,7 @@ from forge.config.yaml_text import read_yaml
 from forge.errors import CheckpointError, ConfigError
 from forge.loops.run_paths import HasRunPaths, checkpoint_dir, run_dir
 from forge.observe import read_jsonl
+from forge.observe.clock import monotonic_s
 from forge.rollout.ledger import check_ledger, read_ledger
 from forge.trainer.checkpoint_folder import (
     CheckpointInfo,
@@ -32,9 +32,16 @@ from forge.trainer.schedules import is_due
 
 _log = logging.getLogger("forge.loops")
 LEDGER_NAME, METRICS_NAME = "ledger.jsonl", "metrics.jsonl"
-_STATES: Final[Mapping[str, Mapping[str, type]]] = {
+LoopName = Literal[
+    "reinforcement learning", "fine-tuning", "preference optimisation", "reward-model training", "distillation"
+]
+"""The kinds of loops, by the names that messages and checkpoints have for them."""
+_STATES: Final[Mapping[LoopName, Mapping[str, type]]] = {
     "reinforcement learning": {"step": int, "buffer": dict, "prompts": str, "evaluations": list},
     "fine-tuning": {"data": dict},
+    "preference optimisation": {"data": dict},
+    "reward-model training": {"data": dict},
+    "distillation": {"data": dict},
 }
 """What a loop stores with a checkpoint, by the name of the loop: keys and types that a resume relies on."""
 _ARGUMENTS: Final = ("args", "task_args", "engine_args", "columns")
@@ -64,12 +71,17 @@ def check_folders(config: HasRunPaths) -> CheckpointInfo | None:
     return found
 
 
-def resumed_state(info: CheckpointInfo, loop: Literal["reinforcement learning", "fine-tuning"]) -> Mapping[str, Any]:
+def saved_name(loop: LoopName) -> dict[str, str]:
+    """Return what a supervised loop stores with a checkpoint to say which it was; fine-tuning is the one unnamed."""
+    return {} if loop == "fine-tuning" else {"loop": loop}
+
+
+def resumed_state(info: CheckpointInfo, loop: LoopName) -> Mapping[str, Any]:
     """Return what a loop stored with a checkpoint. Refuse a checkpoint that another loop, or none of ours, made."""
     state = info.extra.get("caller")
-    if _has(state, _STATES[loop]) and (loop == "fine-tuning" or _has(state["buffer"], _BUFFER)):
+    if _is_state_of(state, loop) and (loop != "reinforcement learning" or _has(state["buffer"], _BUFFER)):
         return state
-    made_by = next((name for name, keys in _STATES.items() if name != loop and _has(state, keys)), None)
+    made_by = next((name for name in _STATES if name != loop and _is_state_of(state, name)), None)
     raise CheckpointError(
         "this run cannot resume from the checkpoint: it does not hold the state of such a run",
         path=str(info.path),
@@ -78,6 +90,12 @@ def resumed_state(info: CheckpointInfo, loop: Literal["reinforcement learning", 
         repair="name one of this run's checkpoints; to start from the weights of another run, set model.path to the "
         "folder `hf` next to its checkpoints, and leave --resume out",
     )
+
+
+def _is_state_of(state: object, loop: LoopName) -> TypeGuard[Mapping[str, Any]]:
+    if not _has(state, _STATES[loop]):
+        return False
+    return loop == "reinforcement learning" or state.get("loop", "fine-tuning") == loop
 
 
 def _has(state: object, keys: Mapping[str, type]) -> TypeGuard[Mapping[str, Any]]:
@@ -178,7 +196,10 @@ def _flat(document: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 def group_keys(config: GRPOConfig) -> dict[str, int]:
     """Return the keys that say what a group is and how often it is learned from. A checkpoint keeps them."""
-    return {"rollout.group_size": config.rollout.group_size, "rollout.iterations": config.rollout.iterations}
+    keys = {"rollout.group_size": config.rollout.group_size, "rollout.iterations": config.rollout.iterations}
+    if config.algorithm.has_critic:
+        keys |= {"critic.warmup_steps": config.critic.warmup_steps, "critic.iterations": config.critic_iterations}
+    return keys
 
 
 def check_continues(config: GRPOConfig, extra: Mapping[str, Any], *, prompts_digest: str) -> None:
@@ -245,7 +266,7 @@ class SaveRule:
     """Says when a checkpoint is due: every `save_interval` steps, and when `save_interval_s` seconds have passed since
     the last one."""
 
-    def __init__(self, config: CheckpointConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: CheckpointConfig, *, clock: Callable[[], float] = monotonic_s) -> None:
         self._config, self._clock = config, clock
         self._last = clock()
 
@@ -261,6 +282,11 @@ class SaveRule:
     def saved(self) -> None:
         """Count the seconds from now on."""
         self._last = self._clock()
+
+
+def kept_steps(folder: Path) -> list[int]:
+    """Return the steps of the run that there are checkpoints of."""
+    return [int(info.extra.get("caller", {}).get("step", info.step)) for info in readable_checkpoints(folder)]
 
 
 def saved_step(folder: Path) -> int | None:

@@ -10,13 +10,17 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from forge.errors import ActorFailure, CallTimeout, EngineDead, GroupFailed, PromptError, RewardError
+from forge.loops.curriculum import groups_with_tasks, make_curriculum
+from forge.loops.league import make_league
 from forge.loops.planning import GRPOPlan
 from forge.loops.run_paths import journal_dir
 from forge.loops.step_metrics import StepMetrics
 from forge.loops.workers import Workers
 from forge.rollout.buffer import ReplayBuffer
+from forge.rollout.curriculum import Curriculum
 from forge.rollout.episode_source import EpisodeSource
 from forge.rollout.journal_file import prune_journals
+from forge.rollout.league import League
 from forge.rollout.references import LogprobsFunction, References
 from forge.rollout.rollouter import Rollouter
 from forge.types import Group
@@ -26,6 +30,16 @@ _log = logging.getLogger("forge.grpo")
 
 class RolloutSource(Protocol):
     """What a loop needs of whatever makes its groups. Any number of `roll_out` calls run concurrently."""
+
+    @property
+    def league(self) -> League | None:
+        """What draws the opponents of groups; None where nothing does."""
+        ...
+
+    @property
+    def curriculum(self) -> Curriculum | None:
+        """What chooses the tasks of groups; None where they come in order."""
+        ...
 
     @property
     def num_samples(self) -> int:
@@ -77,36 +91,50 @@ def episodes(plan: GRPOPlan, workers: Workers) -> EpisodeSource:
     if plan.checkpoint is None:
         shutil.rmtree(journal_dir(plan.config).parent, ignore_errors=True)  # of another run in this folder
     else:
-        prune_journals(journal_dir(plan.config), newest_version=plan.resume_step)
-    return EpisodeSource(
-        plan.prompts,
+        prune_journals(journal_dir(plan.config), newest_version=plan.resume_step, groups=groups_with_tasks(plan))
+    curriculum = make_curriculum(plan)
+    source = EpisodeSource(
+        plan.prompts if curriculum is None else curriculum,
         run=workers.episodes.run.route,
         compare=None if section.group_reward is None else workers.episodes.compare.route,
-        references=References(
-            _reference_logprobs(workers), algorithm=plan.config.algorithm, temperature=plan.temperature
-        ),
+        references=_references(plan, workers),
         config=section,
         group_size=plan.rollout.group_size,
         journal_dir=journal_dir(plan.config),
+        league=make_league(plan),
     )
+    source.curriculum = curriculum
+    return source
 
 
-def _reference_logprobs(workers: Workers) -> LogprobsFunction | None:
-    return None if workers.reference is None else workers.reference.forward_logprobs.route
+def _references(plan: GRPOPlan, workers: Workers) -> References:
+    reference: LogprobsFunction | None = None
+    if workers.reference is not None:
+        reference = workers.reference.forward_logprobs.route
+    elif plan.config.base_is_reference and plan.config.algorithm.kl.place == "reward":
+        reference = workers.trainer.base_logprobs
+    return References(
+        reference,
+        algorithm=plan.config.algorithm,
+        temperature=plan.temperature,
+        teacher=None if workers.teacher is None else workers.teacher.logprobs,
+    )
 
 
 def single_turn(plan: GRPOPlan, workers: Workers) -> RolloutSource:
     """Return the source of groups with one prompt and one completion for each episode."""
     assert workers.rewards is not None
-    return Rollouter(
-        plan.prompts,
+    curriculum = make_curriculum(plan)
+    source = Rollouter(
+        plan.prompts if curriculum is None else curriculum,
         policy=workers.policy,
         score=workers.rewards.score.route,
-        ref_logprobs=_reference_logprobs(workers),
+        references=_references(plan, workers),
         sampling=plan.sampling,
-        algorithm=plan.config.algorithm,
         seed=plan.config.run.seed,
     )
+    source.curriculum = curriculum
+    return source
 
 
 class RolloutRunner:
@@ -125,6 +153,8 @@ class RolloutRunner:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while (number := await self._buffer.admit()) is not None:
+                    if self._source.curriculum is not None:
+                        self._source.curriculum.choose(number)  # now: what is known later may be more
                     tasks.create_task(self._roll_out(number), name=f"rollout {number}")
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -147,6 +177,8 @@ class RolloutRunner:
             _log.warning("group %d is requeued: %s", number, error.message)
             self._buffer.requeue(number)
             return
+        if self._source.curriculum is not None:
+            self._source.curriculum.finished(group)
         failed = [episode for episode in group.episodes if episode.score.failures]
         self._metrics.count_failures(failed)
         if failed and self._plan.config.rewards.on_error != "zero" and not self._buffer.is_stale(group):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +12,7 @@ from forge.config import CheckpointConfig, GRPOConfig, MetricsConfig, RunConfig
 from forge.errors import ConfigError
 from forge.models.locate import ResolvedModel
 from forge.models.tokenizer import ChatTokenizer
+from forge.trainer.checkpoint_folder import WriterLock
 
 
 class HasRunPaths(Protocol):
@@ -35,13 +38,33 @@ def checkpoint_dir(config: HasRunPaths) -> Path:
     return config.checkpointing.output_dir or run_dir(config) / "checkpoints"
 
 
+def crash_dir(config: HasRunPaths) -> Path:
+    """Return where batches are that a trainer or critic died on."""
+    return run_dir(config) / "crashes"
+
+
 def journal_dir(config: GRPOConfig) -> Path:
     """Return where the journals of deterministic episodes are until their groups are done with.
 
     A program with other arguments or limits has another folder: what it did before must not be replayed.
     """
-    section = config.episode.model_dump_json(include={"kind", "args", "limits", "tool_format"})
+    keys = {"kind", "args", "limits", "tool_format"} | ({"agents"} if config.episode.agents else set())
+    section = config.episode.model_dump_json(include=keys)
     return run_dir(config) / "journals" / hashlib.blake2b(section.encode(), digest_size=6).hexdigest()
+
+
+@contextmanager
+def locked_folder(folder: Path, *, is_writer: bool = True) -> Iterator[None]:
+    """Make a folder, and refuse it if another process writes into it; of several ranks the writer alone does that."""
+    if not is_writer:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = WriterLock(folder)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def load_tokenizer(model: ResolvedModel, *, chat_template: str | None, purpose: str) -> ChatTokenizer:

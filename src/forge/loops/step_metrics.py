@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from forge.generator.engine import UpdateReport
+from forge.observe.clock import monotonic_s
 from forge.observe.sink import Value
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
+from forge.rollout.distillation import divergence_metrics
 from forge.types import Episode, StepResult
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class StepMetrics:
     """Collects the metrics of steps."""
 
     def __init__(
-        self, source: RolloutSource, buffer: ReplayBuffer, *, clock: Callable[[], float] = time.monotonic
+        self, source: RolloutSource, buffer: ReplayBuffer, *, clock: Callable[[], float] = monotonic_s
     ) -> None:
         self._source, self._buffer, self._clock = source, buffer, clock
         self._last_at = clock()
@@ -97,6 +99,8 @@ class StepMetrics:
         self._num_samples, self._num_tokens, self._last_at = num_samples, num_tokens, now
         values["rollout/num_ready"] = self._buffer.num_ready
         values |= self._source.take_metrics()
+        if self._source.curriculum is not None:
+            values |= self._source.curriculum.metrics()
         return values
 
 
@@ -119,7 +123,9 @@ def _of_rollouts(taken: TakenBatch) -> dict[str, Value]:
         "rollout/staleness_max": max(staleness),
         "rollout/epoch": max(group.epoch for group in taken.groups),
     }
+    values |= {f"rollout/no_signal/{reason}": count for reason, count in sorted(taken.reasons.items())}
     values |= _of_episodes([episode for group in taken.groups for episode in group.episodes])
+    values |= divergence_metrics(taken.groups)
     for name in sorted({name for each in scored for name in each.parts}):
         parts = [each.parts.get(name, 0.0) for each in scored]
         values[f"reward/{name}"] = math.fsum(parts) / len(parts)
@@ -137,7 +143,21 @@ def _of_episodes(episodes: Sequence[Episode]) -> dict[str, Value]:
     }
     for outcome in sorted({episode.outcome for episode in made}):
         values[f"episode/outcome/{outcome}"] = sum(episode.outcome == outcome for episode in made) / len(made)
+    for agent in made[0].agents:
+        values |= {f"episode/agents/{agent}/{name}": value for name, value in _of_agent(made, agent).items()}
     return values
+
+
+def _of_agent(episodes: Sequence[Episode], agent: str) -> dict[str, Value]:
+    """Return the means of one agent's turns and tokens, and its reward where it has one."""
+    turns = [turn for episode in episodes for turn in episode.turns if turn.agent == agent]
+    scores = [result.score.reward for episode in episodes if (result := episode.agents[agent]).score is not None]
+    values: dict[str, Value] = {
+        "num_turns": len(turns) / len(episodes),
+        "num_sampled": sum(map(len, turns)) / len(episodes),
+        "truncated": sum(turn.finish_reason == "length" for turn in turns) / max(1, len(turns)),
+    }
+    return values | ({"reward": math.fsum(scores) / len(scores)} if scores else {})
 
 
 def _of_training(result: StepResult) -> dict[str, Value]:

@@ -25,8 +25,10 @@ STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SCHEDULED: Final = (signal.SIGTERM, signal.SIGHUP)
 """Signals that SIGKILL follows, after a time that the sender decides."""
 _COPY_S: Final = 3.0
-"""A rank may get one request several times: from the scheduler and from the launcher of the ranks. Copies that come
-within this time of the first are not a second request."""
+"""A rank, or a supervised run, may get one request several times: from the scheduler and from what started it. Copies
+that come within this time of the first are not a second request."""
+SUPERVISOR_VARIABLE: Final = "FORGE_SUPERVISOR"
+"""Names the process of `forge run --supervise`, in the run that it has started."""
 
 
 class Stop:
@@ -50,6 +52,23 @@ class Stop:
         """Ask the run to end after this step."""
         self.signal = self.signal or number
         self._asked.set()
+
+    def retract(self) -> None:
+        """Take back that a failed task asked the run to end: it starts again. A signal stands."""
+        if self.signal is None:
+            self._asked.clear()
+
+    def watch(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Start a task beside training. If it fails, the step in progress is finished and saved, and the run ends."""
+
+        def look(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                _log.error("%s failed; the run saves its state and ends", name)
+                self.ask()
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(look)
+        return task
 
     def expire(self) -> None:
         """Note that there is no time left for a long step: what runs under `in_time` is abandoned."""
@@ -167,12 +186,18 @@ class _Listener:
                 self._timer.daemon = True
                 self._timer.start()
             self._loop.call_soon_threadsafe(self._ask, number)
+        elif self._may_be_copied(number) and self._clock() - self._first_at <= _COPY_S:
+            pass
         elif not self._is_rank:
             self.second = number
             self._loop.call_soon_threadsafe(self._end)
-        elif self._clock() - self._first_at > _COPY_S:
+        else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def _may_be_copied(self, number: signal.Signals) -> bool:
+        """Whether one request may come as several signals."""
+        return self._is_rank or (number in _SCHEDULED and SUPERVISOR_VARIABLE in os.environ)
 
     def _ask(self, number: signal.Signals) -> None:
         again = "press Ctrl-C again" if number is signal.SIGINT else "send another signal"

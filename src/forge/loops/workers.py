@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from forge import store
 from forge.config import (
     GeneratorConfig,
     GRPOConfig,
@@ -22,15 +21,22 @@ from forge.errors import ActorFailure, ConfigError, FanoutError, Overloaded, Ser
 from forge.generator.actor import Generator
 from forge.generator.engine import UpdateReport
 from forge.generator.native.cache_size import ColocatedGeneratorConfig
+from forge.loops.agents import agent_options, start_agents
 from forge.loops.colocated import SharedPolicy
+from forge.loops.critic import start_critic
+from forge.loops.run_paths import checkpoint_dir, crash_dir
+from forge.loops.teachers import Teacher, start_teacher
+from forge.loops.volumes import start_volumes
 from forge.memory import ResolvedRun
 from forge.models.tokenizer import ChatTokenizer
+from forge.rollout.agent_policies import AgentGenerators
 from forge.rollout.episode_worker import EpisodeOptions, EpisodeWorker
 from forge.rollout.reward_actor import RewardActor
 from forge.runtime.placement import GPU_VARIABLE
 from forge.service import Service
 from forge.trainer.actor import ReferenceModel, Trainer
-from forge.trainer.handles import NEVER_REPLACED, PolicyTrainer, ServiceTrainer, trainer_options
+from forge.trainer.handles import NEVER_REPLACED, PolicyTrainer, ServedTrainer, ServiceTrainer, trainer_options
+from forge.trainer.recovering import RecoverySetup, recovering
 from forge.types import Completion, Task
 
 if TYPE_CHECKING:
@@ -41,21 +47,31 @@ _log = logging.getLogger("forge.grpo")
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The workers of a run. `reference` is None where the algorithm has no KL term. `episodes` run a program, and
-    `rewards` score prompts without one: one of the two is None."""
+    """The workers of a run. `reference` is None without a KL term and where the trainer is its own reference; `teacher`
+    without distillation; `critic` where advantages need no values. `episodes` run a program, and `rewards` score
+    prompts without one: one of the two is None. `agents` are generators of agents with a model of their own."""
 
     trainer: PolicyTrainer
     policy: PolicyHandle
     rewards: Service[RewardActor] | None
     reference: Service[ReferenceModel] | None
     episodes: Service[EpisodeWorker] | None = None
+    agents: Mapping[str, AgentGenerators] = field(default_factory=dict)
+    teacher: Teacher | None = None
+    critic: ServedTrainer | None = None
 
     async def close(self) -> None:
         """Shut all workers down in order. `forge.run` ends the ones that are left, however a run ends."""
         if self.episodes is not None:  # before the generators that they ask
             await _shut_down(self.episodes)
-        services = [service for service in (self.rewards, self.reference) if service is not None]
+        services: list[Any] = [service for service in (self.rewards, self.reference) if service is not None]
+        services += [each.service for each in self.agents.values()]
+        if self.teacher is not None and self.teacher.service is not None:
+            services.append(self.teacher.service)
+        if self.teacher is not None and self.teacher.endpoint is not None:
+            await self.teacher.endpoint.close()
         closing = [self.trainer.close(), self.policy.close(), *(_shut_down(service) for service in services)]
+        closing += [] if self.critic is None else [self.critic.close()]
         ends = await asyncio.gather(*closing, return_exceptions=True)
         for end in ends[1:]:
             if isinstance(end, Exception):  # all that counted is done: this does not make the run a failed one
@@ -78,24 +94,28 @@ async def start_workers(
     `run` is the configuration, resolved: it says which workers use GPUs, and what weights are published in. With
     `episodes`, workers run a program, whose conversations become tokens with `tokenizer`.
     """
-    if config.store.volumes:
-        await store.setup(volumes=config.store.volumes, copies=config.store.copies)
+    await start_volumes(config.store)
     try:
         async with asyncio.TaskGroup() as tasks:
-            rewards = None
-            if episodes is None:
+            rewards = agents = None
+            if episodes is not None:
+                agents = tasks.create_task(start_agents(config, trainer_config, run=run))
+            else:
                 scoring = start_rewards(config.rewards, config.workers, judge_on_gpu=run.judge_on_gpu)
                 rewards = tasks.create_task(scoring)
             reference = tasks.create_task(_start_reference(config, trainer_config, run))
+            teacher = tasks.create_task(start_teacher(config, trainer_config, run=run, student=tokenizer))
             policy = tasks.create_task(_start_policy(config, trainer_config, loss=loss, run=run))
     except BaseExceptionGroup as errors:
         raise _first_of(errors) from None
-    trainer, generators = policy.result()
-    playing = None
+    trainer, generators, critic = policy.result()
+    playing, others = None, {} if agents is None else agents.result()
     if episodes is not None:
         assert tokenizer is not None
-        playing = await _start_episodes(config, episodes, tokenizer, generators)
-    return Workers(trainer, generators, None if rewards is None else rewards.result(), reference.result(), playing)
+        playing = await _start_episodes(config, episodes, tokenizer, generators, others)
+    scorers = None if rewards is None else rewards.result()
+    taught_by = teacher.result()
+    return Workers(trainer, generators, scorers, reference.result(), playing, others, taught_by, critic)
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -108,28 +128,45 @@ def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 async def _start_policy(
     config: GRPOConfig, trainer_config: TrainerConfig, *, loss: Loss, run: ResolvedRun
-) -> tuple[PolicyTrainer, PolicyHandle]:
-    """The trainer and the generators, as the placement says."""
+) -> tuple[PolicyTrainer, PolicyHandle, ServedTrainer | None]:
+    """The trainer, the generators and the critic, as the placements say."""
     generator = generator_config(config, trainer_config.model, run)
-    if config.placement == "shared":
-        return await _start_shared(config, trainer_config, loss=loss, generator=generator, run=run)
-    if config.placement in ("beside", "turns"):  # generators go to the trainer's GPU, and take what they find there
+
+    async def start_learners() -> tuple[PolicyTrainer, ServedTrainer | None]:
         trainer = await _start_trainer(config, trainer_config, loss, run=run)
+        return trainer, await _start_critic(config, trainer_config, trainer, run=run)
+
+    if config.placement == "shared":
+        shared, handle = await _start_shared(config, trainer_config, loss=loss, generator=generator, run=run)
+        return shared, handle, await _start_critic(config, trainer_config, shared, run=run)
+    if config.placement in ("beside", "turns"):  # generators go to the trainer's GPU, and take what they find there
+        trainer, critic = await start_learners()
         gpus = (await trainer.state())["visible_gpus"]
-        return trainer, await _start_generators(config, generator, run=run, on_gpus=gpus)
+        return trainer, await _start_generators(config, generator, run=run, on_gpus=gpus), critic
     async with asyncio.TaskGroup() as tasks:
-        training = tasks.create_task(_start_trainer(config, trainer_config, loss, run=run))
+        training = tasks.create_task(start_learners())
         generating = tasks.create_task(_start_generators(config, generator, run=run))
-    return training.result(), generating.result()
+    trainer, critic = training.result()
+    return trainer, generating.result(), critic
+
+
+async def _start_critic(
+    config: GRPOConfig, trainer_config: TrainerConfig, trainer: PolicyTrainer, *, run: ResolvedRun
+) -> ServedTrainer | None:
+    """The critic, if there is one: on the trainer's GPUs where it is beside it."""
+    if not config.algorithm.has_critic:
+        return None
+    gpus = (await trainer.state())["visible_gpus"]
+    return await start_critic(config, trainer_config, with_gpus=run.critic_on_gpu, on_gpus=gpus)
 
 
 def generator_config(config: GRPOConfig, model: ModelConfig, run: ResolvedRun) -> GeneratorConfig:
     """What a generator is made from, with the part of a GPU that the placement leaves to it."""
-    section = config.generator.model_copy(update={"gpu_memory_share": config.gpu_memory_share})
-    made = GeneratorConfig.of(model, section)
+    changes = {"gpu_memory_share": config.gpu_memory_share, "pinned_versions": run.num_resident or None}
+    made = GeneratorConfig.of(model, config.generator.model_copy(update=changes), adapter=config.adapter)
     if not config.gives_way:
         return made
-    expected = run.num_versions * run.published_item * run.sizes.total
+    expected = run.num_versions * run.published_item * run.published_weights
     fields = {name: getattr(made, name) for name in GeneratorConfig.model_fields}
     return ColocatedGeneratorConfig(**fields, expected_bytes=expected, num_colocated=config.generator.num_replicas)
 
@@ -152,8 +189,12 @@ async def _start_trainer(
     config: GRPOConfig, trainer_config: TrainerConfig, loss: Loss, *, run: ResolvedRun
 ) -> PolicyTrainer:
     options = trainer_options(trainer_config.distributed) | config.workers.trainer.options()
-    service = await Trainer.options(**options).as_service(trainer_config, loss)
-    return ServiceTrainer(service, dtype=run.published_dtype, keep=config.store.keep)
+
+    async def start() -> ServiceTrainer:
+        service = await Trainer.options(**options).as_service(trainer_config, loss)
+        return ServiceTrainer(service, dtype=run.published_dtype, keep=config.store.keep)
+
+    return await recovering(RecoverySetup("trainer", start, config.recovery, checkpoint_dir(config), crash_dir(config)))
 
 
 # ---- The policy -----------------------------------------------------------------------------------------------------
@@ -213,6 +254,10 @@ class PolicyHandle:
         """
         reports = await _of_the_living(self.service.update_weights.fanout(version), f"the update to version {version}")
         return [report for report in reports if report is not None]
+
+    async def unload_version(self, version: int) -> None:
+        """Let every generator free the memory of a pinned version that nothing asks for any more."""
+        await _of_the_living(self.service.unload_version.fanout(version), f"the removal of version {version}")
 
     async def sleep(self) -> None:
         """Let generators release the device's memory, where the trainer uses the same device in turns."""
@@ -285,19 +330,24 @@ async def _start_shared(
         **NEVER_REPLACED,
         mesh_name="policy",
         **config.workers.trainer.options(),
-    ).as_service(trainer_config, loss, generator)
+    ).as_service(trainer_config, loss, generator, runs_ahead=config.rollout.staleness > 0)
     return ServiceTrainer(service), SharedHandle(service)
 
 
 async def _start_episodes(
-    config: GRPOConfig, options: EpisodeOptions, tokenizer: ChatTokenizer, policy: PolicyHandle
+    config: GRPOConfig,
+    options: EpisodeOptions,
+    tokenizer: ChatTokenizer,
+    policy: PolicyHandle,
+    agents: Mapping[str, AgentGenerators],
 ) -> Service[EpisodeWorker]:
+    options = replace(options, agents=await agent_options(config, options.program))
     return await EpisodeWorker.options(
         num_replicas=config.episode.num_replicas,
         routing="least_loaded",
         mesh_name="episodes",
         **config.workers.episodes.options(),
-    ).as_service(options, tokenizer, policy.service)
+    ).as_service(options, tokenizer, policy.service, dict(agents))
 
 
 # ---- Rewards and reference ------------------------------------------------------------------------------------------
@@ -334,6 +384,7 @@ async def start_rewards(
         ).as_service(_judge_config(section.judge))
     if "reward_model" in kinds:
         assert section.reward_model is not None
+        from forge.loops.reward_models import scorer_of
         from forge.rollout.reward_model import RewardModel
 
         reward_model = await RewardModel.options(
@@ -342,7 +393,7 @@ async def start_rewards(
             with_gpus=section.reward_model.with_gpus,
             mesh_name="reward_model",
             **workers.reward_model.options(),
-        ).as_service(section.reward_model)
+        ).as_service(section.reward_model, scorer_of(section.reward_model))
     return await RewardActor.options(
         num_replicas=section.num_replicas,
         routing="least_loaded",
@@ -360,13 +411,13 @@ def _judge_config(judge: Any) -> GeneratorConfig:
 async def _start_reference(
     config: GRPOConfig, trainer_config: TrainerConfig, run: ResolvedRun
 ) -> Service[ReferenceModel] | None:
-    if config.algorithm.kl.coefficient == 0:
+    if not config.needs_reference:
         return None
     section = config.reference
     model = trainer_config.model
     if section.path is not None:  # another model, whose logits are rounded as the policy's are
         model = ModelConfig(path=section.path, head_precision=model.head_precision)
-    updates: Mapping[str, Any] = {"model": model, "frozen": True, "checkpoint_dir": None}
+    updates: Mapping[str, Any] = {"model": model, "adapter": None, "frozen": True, "checkpoint_dir": None}
     return await ReferenceModel.options(
         num_replicas=section.num_replicas,
         num_threads=section.num_threads,

@@ -180,6 +180,41 @@ class Workspace:
         dist.all_reduce(parts, op=dist.ReduceOp.SUM, group=self._plan.group)
         return top + parts[0].log(), [parts[1], parts[2], *(part / parts[0] for part in parts[3:])]
 
+    def read_candidates(self, rows: slice, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill, and return the logprobs of candidates [C, K] and the logsumexp [C]; with a group, over all ranks."""
+        self.fill(rows)
+        logits, _ = self._views(rows)
+        lse = self._own_lse(rows)
+        index, hits = self._own(candidates)
+        values = logits.gather(1, index).to(self.dtype) if logits.shape[1] else torch.zeros_like(hits)
+        values = torch.where(hits > 0, values, 0.0)
+        if self._plan.group is not None:
+            import torch.distributed as dist
+
+            top = lse.clone()
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self._plan.group)
+            parts = torch.cat([(lse - top).exp()[:, None], values, hits], dim=1)
+            dist.all_reduce(parts, op=dist.ReduceOp.SUM, group=self._plan.group)
+            total, values, hits = parts.split([1, values.shape[1], hits.shape[1]], dim=1)
+            lse = top + total[:, 0].log()
+        return torch.where(hits > 0, values - lse[:, None], math.nan), lse
+
+    def differentiate_candidates(self, rows: slice, candidates: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient of the product for gradients of candidates' logprobs [C, K], in the form of `differentiate`."""
+        _, probs = self._views(rows)
+        probs.mul_(grads.sum(-1, keepdim=True))
+        if probs.shape[1] > 0:
+            index, hits = self._own(candidates)
+            probs.scatter_add_(1, index, -grads * hits)
+        return self._rounded(rows), torch.full_like(grads[:, 0], -self._plan.scale)
+
+    def top(self, rows: slice, k: int) -> tuple[Tensor, Tensor]:
+        """Fill, and return the logprobs and the ids of the k likeliest tokens [C, k], the likeliest first."""
+        self.fill(rows)
+        logits, _ = self._views(rows)
+        values, ids = logits.topk(k, dim=-1)
+        return values.to(self.dtype) - self._own_lse(rows)[:, None], ids
+
     def rescale(self, rows: slice, lse: Tensor) -> None:
         """Make probabilities among this rank's rows into those among the whole vocabulary."""
         if self._plan.group is not None:

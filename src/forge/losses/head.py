@@ -67,9 +67,9 @@ def chunked_logprobs(
     """
     check_temperature(temperature)
     cache_bytes = cache_bytes if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad) else 0
-    chunk = _chunk(chunk_tokens, hidden_ND)
+    chunk = chunk_size(chunk_tokens, hidden_ND)
     plan = Plan(chunk, 1.0 / temperature, entropy, fp32_logits, group, vocab_start, cache_bytes)
-    _check(hidden_ND, weight_VD, targets_N, plan)
+    check_inputs(hidden_ND, weight_VD, targets_N, plan)
     logprobs_N, entropy_N = _Logprobs.apply(hidden_ND, weight_VD, targets_N, plan)
     return logprobs_N, entropy_N
 
@@ -92,10 +92,10 @@ def chunked_nll(
     `torch.no_grad()`), only the logprobs are computed. Tokens of weight 0 add nothing, whatever their logprob.
     The arguments are those of `chunked_logprobs`; the weights get no gradient.
     """
-    plan = Plan(_chunk(chunk_tokens, hidden_ND), 1.0, False, fp32_logits, group, vocab_start)
-    _check(hidden_ND, weight_VD, targets_N, plan)
+    plan = Plan(chunk_size(chunk_tokens, hidden_ND), 1.0, False, fp32_logits, group, vocab_start)
+    check_inputs(hidden_ND, weight_VD, targets_N, plan)
     if weights_N.shape != targets_N.shape:
-        raise _wrong_shape("weights_N", weights_N, f"[{targets_N.shape[0]}], one for each target")
+        raise wrong_shape("weights_N", weights_N, f"[{targets_N.shape[0]}], one for each target")
     is_on = torch.is_grad_enabled()
     wants = (is_on and hidden_ND.requires_grad, is_on and weight_VD.requires_grad)
     total, logprobs_N = _Nll.apply(hidden_ND, weight_VD, targets_N, weights_N, plan, wants)
@@ -206,7 +206,8 @@ def check_temperature(temperature: float) -> None:
         )
 
 
-def _chunk(chunk_tokens: int | None, hidden: Tensor) -> int:
+def chunk_size(chunk_tokens: int | None, hidden: Tensor) -> int:
+    """Return how many tokens' logits exist at once."""
     if chunk_tokens is None:
         return CHUNK_TOKENS if hidden.is_cuda else CHUNK_TOKENS_CPU
     if chunk_tokens < 1:
@@ -220,13 +221,19 @@ def _chunk(chunk_tokens: int | None, hidden: Tensor) -> int:
     return chunk_tokens
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, plan: Plan) -> None:
+def check_inputs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, plan: Plan, *, every_target: Tensor | None = None
+) -> None:
+    """Refuse tensors that do not belong together, and on a CPU targets outside the vocabulary.
+
+    `every_target` are more targets than one for each place.
+    """
     if hidden.dim() != 2:
-        raise _wrong_shape("hidden_ND", hidden, "[N, D]", repair="flatten the tokens: hidden.flatten(0, -2)")
+        raise wrong_shape("hidden_ND", hidden, "[N, D]", repair="flatten the tokens: hidden.flatten(0, -2)")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
-        raise _wrong_shape("weight_VD", weight, f"[V, {hidden.shape[1]}], as wide as the hidden states")
+        raise wrong_shape("weight_VD", weight, f"[V, {hidden.shape[1]}], as wide as the hidden states")
     if targets.shape != hidden.shape[:1]:
-        raise _wrong_shape("targets_N", targets, f"[{hidden.shape[0]}], one for each row of the hidden states")
+        raise wrong_shape("targets_N", targets, f"[{hidden.shape[0]}], one for each row of the hidden states")
     if hidden.dtype != weight.dtype or not hidden.dtype.is_floating_point:
         raise ModelError(
             f"the hidden states are {hidden.dtype} and the output layer is {weight.dtype}",
@@ -244,7 +251,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, plan: Plan) -> None:
             repair="pass group=, or leave vocab_start out",
         )
     if not targets.is_cuda:
-        _check_targets(targets, weight, plan)
+        _check_targets(targets if every_target is None else every_target.flatten(), weight, plan)
 
 
 def _check_targets(targets: Tensor, weight: Tensor, plan: Plan) -> None:
@@ -265,8 +272,9 @@ def _check_targets(targets: Tensor, weight: Tensor, plan: Plan) -> None:
         )
 
 
-def _wrong_shape(
+def wrong_shape(
     path: str, tensor: Tensor, rule: str, *, repair: str = "pass tensors that belong together"
 ) -> ModelError:
+    """Return the error for a tensor of the wrong shape."""
     message = f"{path} has the wrong shape for the output layer"
     return ModelError(message, path=path, value=tuple(tensor.shape), rule=rule, repair=repair)

@@ -30,7 +30,7 @@ from forge.config.base import FrozenDict
 from forge.config.problems import InvalidConfig, argument_problems
 from forge.errors import ConfigError, DataError
 from forge.losses.base import LossTerms, TokenView
-from forge.losses.correction import Correction, mismatch_metrics, ratio_metrics
+from forge.losses.correction import Correction, correction_of, mismatch_metrics, ratio_metrics
 from forge.losses.kl import KLPenalty, check_coefficient, estimate_kl
 from forge.losses.surrogates import Surrogate, find_surrogate, sequence_log_ratio
 from forge.registry import call
@@ -40,7 +40,8 @@ Average = Literal["token_mean", "sequence_mean", "constant"]
 ADVANTAGES, OLD_LOGPROBS, REF_LOGPROBS = "advantages", "old_logprobs", "ref_logprobs"
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 Proximal = Literal["sampler", "trainer"]
-_OFFERED = ("logprobs", "log_ratio", "advantages", "clip_low", "clip_high", "dual_clip")
+_SHAPE = ("clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative")
+_OFFERED = ("logprobs", "log_ratio", "advantages", *_SHAPE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,8 @@ class PolicyLoss:
 
     Metrics: `ratio`, `ratio_max`, `ratio_min` (of the surrogate); `clip_low`, `clip_high`, `clip_dual` (the parts of
     tokens that a bound acted on); `sampler_ratio`, `…_max`, `…_min`, `…_square`, `…_outside` (trainer / sampler, and
-    the part that the correction acted on); `mismatch`, `mismatch_max`, `mismatch_outside` (the mean and the largest
+    the part that the correction acted on); `sequence_masked` with `correction.sequence_mask` (the part of tokens in
+    sequences that it left out); `mismatch`, `mismatch_max`, `mismatch_outside` (the mean and the largest
     difference of a token's logprob between sampler and trainer, and the part of tokens whose ratio is below 0.9 or
     above 1.1); `approx_kl` (k3 between the sampler and the policy); `kl` with a penalty;
     `entropy`. The entropy is exact where it was computed. Elsewhere it is the mean of -logprob over the sampled tokens,
@@ -65,6 +67,8 @@ class PolicyLoss:
         clip_low: how far below 1 a ratio may count; 1 for no limit.
         clip_high: how far above 1 a ratio may count; infinity for no limit.
         dual_clip: for `clip` and `gspo`, the loss of a negative advantage is at most so many times its size.
+        tau_positive, tau_negative: for `sapo`, how fast the gradient fades with the distance of the ratio from 1, where
+            the advantage is positive and where it is not.
         average: how tokens become one number; see the table at the top of this module.
         length: the fixed length of `average="constant"`.
         count_masked: whether `average="sequence_mean"` divides by all sequences, also those of which no token counts.
@@ -86,6 +90,8 @@ class PolicyLoss:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
     average: Average = "token_mean"
     length: int | None = None
     count_masked: bool = False
@@ -111,6 +117,9 @@ class PolicyLoss:
             raise _out_of_range("clip_high", self.clip_high, "at least 0")
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise _out_of_range("dual_clip", self.dual_clip, "above 1, or None")
+        for name, tau in (("tau_positive", self.tau_positive), ("tau_negative", self.tau_negative)):
+            if not 0 < tau < math.inf:
+                raise _out_of_range(name, tau, "a finite number above 0")
         if self.iterations < 1:
             raise _out_of_range("iterations", self.iterations, "at least 1")
         if not 0 < self.temperature < math.inf:
@@ -144,7 +153,7 @@ class PolicyLoss:
     @property
     def needs_whole_sequences(self) -> bool:
         """Whether a sequence has one ratio, so that all of its samples must be in one micro-batch."""
-        return self.surrogate.per_sequence or self.correction.level == "sequence"
+        return self.surrogate.per_sequence or self.correction.needs_whole_sequences
 
     @property
     def surrogate(self) -> Surrogate:
@@ -179,6 +188,10 @@ class PolicyLoss:
         metrics |= self._sampler_metrics(tokens, sampler_ratio) | mismatch_metrics(tokens, trainer - sampler)
         if self.correction.kind != "none":
             loss = loss * self.correction.weights(sampler_ratio, already_weighed=self._has_sampler_ratio)
+        if self.correction.sequence_mask is not None:
+            is_masked = self.correction.sequence_mask.is_masked(tokens, trainer - sampler)
+            metrics["sequence_masked"] = tokens.sum(is_masked.to(loss.dtype))
+            loss = torch.where(is_masked, 0.0, loss)
 
         if self.kl is not None:
             reference = tokens.value(REF_LOGPROBS)
@@ -190,7 +203,7 @@ class PolicyLoss:
         return LossTerms((token_weights(tokens, self.average) * loss).sum(), metrics)
 
     def _token_losses(self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> Tensor:
-        values = (logprobs, log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        values = (logprobs, log_ratio, advantages, *(getattr(self, name) for name in _SHAPE))
         losses: Tensor = call(self.surrogate.loss, args=self.args, offered=dict(zip(_OFFERED, values, strict=True)))
         if losses.shape != logprobs.shape:
             raise DataError(
@@ -296,12 +309,14 @@ def policy_loss(
         clip_low=loss.clip_low,
         clip_high=loss.clip_high,
         dual_clip=loss.dual_clip,
+        tau_positive=loss.tau_positive,
+        tau_negative=loss.tau_negative,
         average=loss.average,
         length=_length(algorithm, max_tokens) if loss.average == "constant" else None,
         count_masked=loss.count_masked,
         proximal=loss.proximal,
         iterations=iterations,
-        correction=Correction(**loss.correction.model_dump()),
+        correction=correction_of(loss.correction),
         kl=penalty if kl.coefficient > 0 and kl.place == "loss" else None,
         entropy_coefficient=loss.entropy_coefficient,
         exact_entropy=exact_entropy,
@@ -338,6 +353,8 @@ def _out_of_range(path: str, value: float | str, rule: str) -> ConfigError:
     repairs = {
         "proximal": "use sampler if in doubt",
         "dual_clip": "3 is usual; None turns it off",
+        "tau_positive": "1 is usual",
+        "tau_negative": "1.05 is usual: negative advantages fade faster",
         "iterations": "give the number of optimizer steps on each batch",
         "temperature": "give the temperature that the tokens were sampled with; 1 for the model's own distribution",
     }

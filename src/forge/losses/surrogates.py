@@ -7,6 +7,7 @@ In all of them r is the ratio p_policy / p_proximal, given as its logarithm, and
 | `clip` | -min(r A, clip(r) A) (PPO) | none, where the bound cuts |
 | `gspo` | the same, with one r for a whole sequence | none for the whole sequence |
 | `cispo` | -sg(clip(r)) A logprob | of a bounded size |
+| `sapo` | -(4 / tau) sigmoid(tau (r - 1)) A | no bounds: it fades, the faster the larger tau |
 | `reinforce` | -A logprob | r is not used |
 
 `sg` stands for "without gradient".
@@ -34,8 +35,8 @@ class Surrogate:
 
     Attributes:
         loss: returns the loss of each token: [T]. It is called with those that its signature names of `logprobs`,
-            `log_ratio`, `advantages` (each [T], 0 where a token does not count), `clip_low`, `clip_high`, `dual_clip`
-            and the arguments of the configuration.
+            `log_ratio`, `advantages` (each [T], 0 where a token does not count), `clip_low`, `clip_high`, `dual_clip`,
+            `tau_positive`, `tau_negative` and the arguments of the configuration.
         uses_ratio: whether the ratio is in the loss, so that a correction must not multiply it in again.
         per_sequence: whether `log_ratio` is the mean over each sequence instead of a token's own.
         bounds: which tokens the metrics `clip_low` and `clip_high` count: those whose ratio is outside the bounds
@@ -101,6 +102,16 @@ def weighted_logprobs(
     return -weights * advantages * logprobs
 
 
+def gated_surrogate(log_ratio: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float) -> Tensor:
+    """-(4 / tau) sigmoid(tau (r - 1)) A for each token, with tau by the sign of A (SAPO, arXiv 2511.20347).
+
+    At r = 1 the gradient is that of r A. Away from it the gradient is 4 s (1 - s) times as large, with s the sigmoid:
+    it fades smoothly on both sides instead of ending at a bound.
+    """
+    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+    return -torch.sigmoid(tau * (ratio_of(log_ratio) - 1.0)) * (4.0 / tau) * advantages
+
+
 def plain_logprobs(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """-A logprob for each token."""
     return -advantages * logprobs
@@ -132,4 +143,5 @@ def clipped_value_loss(values: Tensor, returns: Tensor, old_values: Tensor, *, c
 clip = Surrogate(clipped_surrogate, bounds="by_sign")
 gspo = Surrogate(clipped_surrogate, per_sequence=True, bounds="by_sign")
 cispo = Surrogate(weighted_logprobs, bounds="always")
+sapo = Surrogate(gated_surrogate)
 reinforce = Surrogate(plain_logprobs, uses_ratio=False)

@@ -48,7 +48,7 @@ class Setting:
         cls, compute: str, *, on_gpu: bool, tensor: int = 1, splits_rows: bool = False, is_compiled: bool = False
     ) -> Setting:
         """The setting of a precision on a device."""
-        item = {"float32": 4, "bfloat16": 2, "float64": 8}[compute]
+        item = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}[compute]
         if on_gpu:
             path: AttentionPath = "kernel" if item == 2 else "documents"
         else:

@@ -80,7 +80,7 @@ def refusal(plan: MemoryPlan, changes: tuple[Change, ...]) -> ConfigError:
     if not plan.has_enough_gpus and plan.card is not None:
         return ConfigError(
             f"the run needs {plan.num_gpus} GPUs: {', '.join(f'{each.count} {each.name}' for each in plan.gpus)}",
-            path="distributed, generator, reference",
+            path="distributed, generator, reference, rewards.reward_model",
             value=plan.num_gpus,
             rule=f"at most {plan.card.num_gpus}, which is how many there are",
             repair=repair,

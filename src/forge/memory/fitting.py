@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from forge.config import (
     GRPOConfig,
     ModelConfig,
     PolicyConfig,
-    SFTConfig,
+    SupervisedConfig,
     TrainingConfig,
     load,
 )
@@ -42,11 +42,11 @@ def ladders(config: ForgeConfig, run: ResolvedRun, card: Card | None) -> tuple[S
     found: list[Sequence[Words]] = []
     if isinstance(config, GRPOConfig | PolicyConfig):
         found.append(tuple(_cache(run, card)))
-    if isinstance(config, GRPOConfig | SFTConfig):
+    if isinstance(config, GRPOConfig | SupervisedConfig):
         found += _training(config.training, on_gpu=run.trainer_on_gpu)
     if isinstance(config, GRPOConfig):
         found.append(tuple(_placement(config, run)))
-    if isinstance(config, GRPOConfig | SFTConfig):
+    if isinstance(config, GRPOConfig | SupervisedConfig):
         found += _states(config.training, config.distributed, on_gpu=run.trainer_on_gpu)
         found.append(tuple(_shards(config.distributed, card)) if run.trainer_on_gpu else ())
     if isinstance(config, GRPOConfig | PolicyConfig):
@@ -100,19 +100,21 @@ def _placement(config: GRPOConfig, run: ResolvedRun) -> Iterator[Words]:
     if config.placement in ("apart", "beside"):
         yield ("placement=turns", *fresh)
     is_alone = run.layout is not None and run.layout.num_ranks == 1 and config.generator.num_replicas == 1
+    is_alone &= run.critic is None or not run.critic.is_beside
     if config.placement != "shared" and is_alone and config.generator.capabilities.shared_weights:
         yield ("placement=shared", *fresh)
 
 
 def _states(training: TrainingConfig, distributed: DistributedConfig, *, on_gpu: bool) -> list[Sequence[Words]]:
     found: list[Sequence[Words]] = []
-    if training.optimizer_dtype == "float32" and distributed.precision != "bfloat16_pure":
+    is_adamw = training.optimizer == "adamw"
+    if is_adamw and training.optimizer_dtype == "float32" and distributed.precision != "bfloat16_pure":
         found.append([("training.optimizer_dtype=bfloat16",)])
     if distributed.precision in ("float32", "float64") and on_gpu:
         found.append([("distributed.precision=bfloat16",)])
     if not training.activation_offload and on_gpu:
         found.append([("training.activation_offload=true",)])
-    if distributed.precision != "bfloat16_pure" and on_gpu:
+    if distributed.precision not in ("bfloat16_pure", "float16") and on_gpu:
         found.append([("distributed.precision=bfloat16_pure",)])
     return found
 
@@ -147,6 +149,8 @@ def _elsewhere(config: GRPOConfig) -> Iterator[Words]:
         yield ("placement=apart",)
     if config.generator.num_replicas > 1:
         yield ("generator.num_replicas=1",)
+    if config.algorithm.has_critic and config.critic.placement == "beside":
+        yield ("critic.placement=apart",)
 
 
 def shorter_contexts(config: ForgeConfig) -> Iterator[Words]:
@@ -157,7 +161,7 @@ def shorter_contexts(config: ForgeConfig) -> Iterator[Words]:
             length //= 2
             yield (f"generator.max_seq_len={length}",)
         return
-    if not isinstance(config, GRPOConfig | SFTConfig):
+    if not isinstance(config, GRPOConfig | SupervisedConfig):
         return
     length = config.training.max_seq_len
     while length > 256:
@@ -319,17 +323,23 @@ def find_limits(run: ResolvedRun, *, card: Card | None, host_bytes: int | None =
 
 
 def _with_microbatch(run: ResolvedRun, tokens: int) -> ResolvedRun:
+    return _with_training(run, {"microbatch_tokens": tokens})
+
+
+def _with_training(run: ResolvedRun, update: Mapping[str, Any]) -> ResolvedRun:
+    """The run with other keys of the trainer, and of the critic, which has the same rows."""
     assert run.training is not None
-    return replace(run, training=run.training.model_copy(update={"microbatch_tokens": tokens}))
+    critic = run.critic
+    if critic is not None:
+        critic = replace(critic, training=critic.training.model_copy(update=update))
+    return replace(run, training=run.training.model_copy(update=update), critic=critic)
 
 
 def _with_length(run: ResolvedRun, length: int) -> ResolvedRun:
     assert run.training is not None
-    training = run.training.model_copy(update={"max_seq_len": length, "microbatch_tokens": None})
     completion = max(1, round(run.completion_tokens * length / run.training.max_seq_len))
     return replace(
-        run,
-        training=training,
+        _with_training(run, {"max_seq_len": length, "microbatch_tokens": None}),
         generator_seq_len=length if run.generator is not None else 0,
         completion_tokens=completion,
     )

@@ -8,14 +8,18 @@ from forge.config import GenerationConfig, ModelConfig
 from forge.generator.native.cache_size import (
     CacheNeed,
     StepWork,
+    adapter_bytes,
     graph_sizes,
     pages_in_turns,
     pages_on_cpu,
     pages_on_gpu,
     step_work,
 )
+from forge.generator.vllm.lora_arguments import num_slot_weights
 from forge.memory.constants import CUDA_CONTEXT, GIB, PAGE_TOKENS, VLLM_ASLEEP, VLLM_OVERHEAD, VLLM_SHARE
 from forge.memory.records import ITEM_BYTES, Part
+from forge.models.adapter_names import AdapterSpec
+from forge.models.quantized_names import QuantizedSizes
 from forge.models.sizes import Sizes
 
 
@@ -34,6 +38,10 @@ class GeneratorJob:
             kept in its precision, `kept_item` bytes each, and else with a copy.
         takes_turns: whether it gives its cache back while a trainer works on the same GPU.
         num_alike: generators that divide the device.
+        num_resident: pinned versions that are loaded beside the live weights; `published_weights` the numbers in each:
+            all of the model's, or the adapter's; `published_item` the bytes of one in the store.
+        adapter: the adapter that versions hold; None where they hold all weights.
+        quantized: what each layer keeps in few bits.
     """
 
     facts: ModelConfig
@@ -49,10 +57,16 @@ class GeneratorJob:
     kept_item: int | None = None
     takes_turns: bool = False
     num_alike: int = 1
+    num_resident: int = 0
+    published_weights: int = 0
+    published_item: int = 0
+    adapter: AdapterSpec | None = None
+    quantized: QuantizedSizes | None = None
 
     @property
     def work(self) -> StepWork:
-        return step_work(self.facts, self.config, item=self.item, on_gpu=self.on_gpu)
+        base_dtype = None if self.quantized is None else self.quantized.base_dtype
+        return step_work(self.facts, self.config, item=self.item, on_gpu=self.on_gpu, base_dtype=base_dtype)
 
     @property
     def item(self) -> int:
@@ -61,7 +75,12 @@ class GeneratorJob:
     @property
     def weights(self) -> int:
         is_shared = self.is_guest and self.kept_item == self.item
-        return 0 if is_shared else self.item * self.sizes.total // self.tensor
+        if is_shared:
+            return 0
+        if self.quantized is None:
+            return self.item * self.sizes.total // self.tensor
+        layers = self.sizes.num_layers
+        return self.item * (self.sizes.total - layers * self.quantized.numbers) + layers * self.quantized.num_bytes
 
 
 def awake_parts(job: GeneratorJob) -> tuple[Part, ...]:
@@ -77,7 +96,8 @@ def asleep_parts(job: GeneratorJob) -> tuple[Part, ...]:
     """
     if job.config.capabilities.reserves_gpu_share:
         return (Part("vLLM asleep", VLLM_ASLEEP, "context and recorded steps"),)
-    kept = {"weights", "rotary tables", "CUDA graphs"} if job.is_guest else {"CUDA context", "CUDA graphs"}
+    guest = {"weights", "rotary tables", "CUDA graphs", "pinned versions", "adapters"}
+    kept = guest if job.is_guest else {"CUDA context", "CUDA graphs"}
     return tuple(part for part in _native_parts(job) if part.name in kept)
 
 
@@ -99,13 +119,29 @@ def cache_need(job: GeneratorJob) -> CacheNeed:
 
 
 def _native_parts(job: GeneratorJob) -> tuple[Part, ...]:
-    others = [Part("weights", job.weights, f"{job.sizes.total / 1e6:,.0f} M parameters x {job.item} bytes")]
+    kept = "" if job.quantized is None else f", linear layers in {job.quantized.base_dtype}"
+    others = [Part("weights", job.weights, f"{job.sizes.total / 1e6:,.0f} M parameters x {job.item} bytes{kept}")]
     if job.on_gpu and not job.is_guest:
         others.append(Part("CUDA context", CUDA_CONTEXT, "of the process"))
     table = job.max_seq_len * 2 * job.sizes.head_dim * 4
     others.append(Part("rotary tables", table, "one for all layers"))
+    if job.num_resident:
+        others.append(_pinned_versions(job))
+    if adapters := adapter_bytes(job.config, job.facts, item=job.item):
+        why = "generator.max_adapter_gb" if job.config.max_adapter_gb else f"{len(job.config.adapters)} loaded"
+        others.append(Part("adapters", adapters, why))
     cache = _native_cache(job, sum(part.num_bytes for part in others))
     return (*others, cache, *_working_parts(job))
+
+
+def _pinned_versions(job: GeneratorJob) -> Part:
+    """The weights of pinned versions: on a GPU with recorded steps of their own, on a CPU those of the store."""
+    weights = job.item * job.published_weights
+    if job.on_gpu:
+        return Part("pinned versions", job.num_resident * (weights + job.work.graphs), f"{job.num_resident} loaded")
+    is_shared = job.published_item == job.item
+    why = "read in the store's memory" if is_shared else f"{job.num_resident} converted to {job.item} bytes"
+    return Part("pinned versions", 0 if is_shared else job.num_resident * weights, why)
 
 
 def _native_cache(job: GeneratorJob, held: int) -> Part:
@@ -130,13 +166,23 @@ def _working_parts(job: GeneratorJob) -> tuple[Part, ...]:
     """What a step needs besides weights and cache."""
     work, batch = job.work, job.config.max_batch
     return (
+        Part("dequantised weight", work.weight, "for the moment of a product", is_passing=True),
         Part("prefill", work.prefill, "the longest row of a prefill, one layer", is_passing=True),
         Part("sampler", work.sampler, f"{batch} rows of {job.sizes.vocab:,} logits", is_passing=True),
         Part("CUDA graphs", work.graphs, f"{len(graph_sizes(batch))} recorded steps with their logits"),
     )
 
 
+def _adapter_parts(job: GeneratorJob) -> tuple[Part, ...]:
+    """vLLM's slots for adapters, where one is trained: all of the largest rank, on every GPU."""
+    if job.adapter is None:
+        return ()
+    num = num_slot_weights(job.config.engine_args, job.adapter, job.facts)
+    return (Part("adapter slots", job.item * num, f"{num / 1e6:,.1f} M parameters x {job.item} bytes"),)
+
+
 def _vllm_parts(job: GeneratorJob) -> tuple[Part, ...]:
+    adapters = _adapter_parts(job)
     if not job.on_gpu:
         need = cache_need(job)
         cache = pages_on_cpu(need, free_bytes=job.capacity) * need.page_bytes
@@ -144,6 +190,7 @@ def _vllm_parts(job: GeneratorJob) -> tuple[Part, ...]:
             cache = int(job.config.kv_cache_gb * GIB)
         return (
             Part("weights", job.weights, f"{job.item} bytes each"),
+            *adapters,
             Part("KV cache", cache, "of vLLM"),
             Part("vLLM", VLLM_OVERHEAD, "its processes"),
         )
@@ -152,14 +199,16 @@ def _vllm_parts(job: GeneratorJob) -> tuple[Part, ...]:
         overhead = VLLM_OVERHEAD + CUDA_CONTEXT
         return (
             Part("weights", job.weights, f"{job.item} bytes each, over {job.tensor} GPU(s)"),
+            *adapters,
             Part("KV cache", cache, "generator.kv_cache_gb"),
             Part("vLLM", overhead, "context, recorded steps, activations"),
         )
     share, why = vllm_share(job)
-    rest = int(share * job.capacity) - job.weights
+    rest = int(share * job.capacity) - job.weights - sum(part.num_bytes for part in adapters)
     least = cache_need(job).least * cache_need(job).page_bytes // job.tensor + VLLM_OVERHEAD
     return (
         Part("weights", job.weights, f"{job.item} bytes each, over {job.tensor} GPU(s)"),
+        *adapters,
         Part("KV cache and vLLM", max(rest, least), f"{share:.0%} of the GPU less weights; {why}"),
         Part("CUDA context", CUDA_CONTEXT, "of the process"),
     )

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from forge.memory.card import Card
+from forge.models.quantized_names import QuantizedSizes
 from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-MASTER_BYTES = {"float32": 4, "bfloat16": 4, "bfloat16_pure": 2, "float64": 8}
+MASTER_BYTES = {"float32": 4, "bfloat16": 4, "float16": 4, "bfloat16_pure": 2, "float64": 8}
 """Of a weight as the trainer keeps it, by `distributed.precision`."""
 
 
@@ -24,8 +25,10 @@ class Holding:
         has_embedding, has_head: whether these are among its stages.
         held: parameters that it keeps, its shard of them.
         gathered_layer: one layer as it computes with it, when its shards are together.
-        gathered_embedding: the embedding, or the output layer, likewise.
+        gathered_embedding, gathered_head: the embedding and the output layer, likewise.
         vocab: rows of the output layer that it has.
+        adapted: parameters of adapters that it keeps, its shard of them; None where all weights are trained.
+        quantized: weights that it keeps in few bits, whole, in `quantized_bytes`; they are not among the others.
     """
 
     num_layers: int
@@ -34,17 +37,62 @@ class Holding:
     held: int
     gathered_layer: int
     gathered_embedding: int
+    gathered_head: int
     vocab: int
+    adapted: int | None = None
+    quantized: int = 0
+    quantized_bytes: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Parameters that it trains, and has gradients and optimizer states for."""
+        return self.held if self.adapted is None else self.adapted
+
+    @property
+    def largest_end(self) -> int:
+        """The larger of embedding and output layer, of those that it has."""
+        return max(self.gathered_embedding * self.has_embedding, self.gathered_head * self.has_head)
 
     @property
     def gathered(self) -> int:
         """Everything that its stages compute with, when all of it is together, tied embeddings counted twice."""
-        ends = self.has_embedding + self.has_head
-        return self.num_layers * self.gathered_layer + ends * self.gathered_embedding
+        ends = self.gathered_embedding * self.has_embedding + self.gathered_head * self.has_head
+        return self.num_layers * self.gathered_layer + ends
 
 
-def holdings(sizes: Sizes, layout: Layout) -> tuple[tuple[str, Holding], ...]:
-    """What ranks hold, by kind of rank: all are alike without a pipeline, and with one its ends differ."""
+def holdings(
+    sizes: Sizes, layout: Layout, *, adapter: int | None = None, quantized: QuantizedSizes | None = None
+) -> tuple[tuple[str, Holding], ...]:
+    """What ranks hold, by kind of rank: all are alike without a pipeline, and with one its ends differ.
+
+    `adapter` are the weights of a whole adapter. Tensor parallel ranks split one of its two matrices; here it counts as
+    if they split none. `quantized` says what of each layer is kept in few bits.
+    """
+    found = _plain_holdings(sizes, layout)
+    if quantized is not None:
+        found = tuple((name, _with_quantized(holding, layout, quantized)) for name, holding in found)
+    if adapter is None:
+        return found
+    heads = sizes.hidden if sizes.num_outputs == 1 else 0
+    layer = -(-adapter // sizes.num_layers)
+    return tuple(
+        (name, replace(holding, adapted=-(-(layer * holding.num_layers + heads * holding.has_head) // layout.shard)))
+        for name, holding in found
+    )
+
+
+def _with_quantized(holding: Holding, layout: Layout, quantized: QuantizedSizes) -> Holding:
+    numbers = holding.num_layers * quantized.numbers
+    return replace(
+        holding,
+        held=holding.held - numbers // layout.shard,
+        gathered_layer=holding.gathered_layer - quantized.numbers,
+        quantized=numbers,
+        quantized_bytes=holding.num_layers * quantized.num_bytes,
+    )
+
+
+def _plain_holdings(sizes: Sizes, layout: Layout) -> tuple[tuple[str, Holding], ...]:
     per_stage = -(-sizes.num_layers // layout.num_stages)
     num_layers = min(sizes.num_layers, per_stage * (layout.num_stages // layout.pipeline))
     if layout.pipeline == 1:
@@ -59,7 +107,9 @@ def _holding(sizes: Sizes, layout: Layout, num_layers: int, *, first: bool, last
     tensor = layout.tensor
     layer = sizes.layer_matrices // tensor + sizes.layer_norms
     experts = sizes.layer_experts // max(tensor, layout.expert)
-    ends = sizes.embedding // tensor * (1 if sizes.is_tied and first and last else first + last)
+    outputs = sizes.num_outputs // tensor if sizes.num_outputs > 1 else 1  # a scalar head is not split
+    head = outputs * sizes.hidden
+    ends = sizes.embedding // tensor * first + (0 if sizes.is_tied and first else head * last)
     norm = sizes.hidden if last else 0
     dense = num_layers * layer + ends + norm
     sparse = num_layers * sizes.layer_experts // (layout.shard * tensor)
@@ -70,7 +120,8 @@ def _holding(sizes: Sizes, layout: Layout, num_layers: int, *, first: bool, last
         held=-(-dense // layout.shard) + sparse,
         gathered_layer=layer + experts,
         gathered_embedding=sizes.embedding // tensor,
-        vocab=sizes.vocab // tensor,
+        gathered_head=head,
+        vocab=outputs,
     )
 
 

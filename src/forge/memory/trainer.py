@@ -16,10 +16,9 @@ from forge.memory.constants import (
     NCCL_BUFFERS,
 )
 from forge.memory.records import MASTER_BYTES, Holding, Moment, Part, Phase
+from forge.models.quantized_names import QuantizedSizes
 from forge.models.sizes import Sizes
 from forge.trainer.layout import Layout
-
-_COMPUTE = {"float32": "float32", "bfloat16": "bfloat16", "bfloat16_pure": "bfloat16", "float64": "float64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +33,7 @@ class TrainerJob:
         caches_logits: whether logits may wait for the backward pass: those of a policy loss, on a GPU.
         num_versions: published versions of the weights that are on this GPU, or on their way from it to a host;
             `published_item` the bytes of a number in them.
+        quantized: what each layer keeps in few bits.
     """
 
     sizes: Sizes
@@ -49,6 +49,7 @@ class TrainerJob:
     caches_logits: bool = False
     num_versions: int = 0
     published_item: int = 4
+    quantized: QuantizedSizes | None = None
 
     @property
     def master(self) -> int:
@@ -56,9 +57,36 @@ class TrainerJob:
         return MASTER_BYTES[self.distributed.precision]
 
     @property
+    def has_adapter(self) -> bool:
+        return self.holding.adapted is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights: those below an adapter are kept in what is computed with."""
+        if self.holding.adapted is None:
+            return self.master * self.holding.held
+        kept = self.setting.item * self.holding.held + self.holding.quantized_bytes
+        return kept + self.master * self.holding.adapted
+
+    @property
+    def state_bytes(self) -> int:
+        """The optimizer's states. One of its own is counted as two for each weight, as AdamW's are."""
+        trained = self.holding.trained
+        if self.training.optimizer == "muon":
+            return self.master * (2 * trained - self.muon_weights)
+        return 2 * (2 if self.training.optimizer_dtype == "bfloat16" else self.master) * trained
+
+    @property
+    def muon_weights(self) -> int:
+        """The weights of hidden matrices, for which Muon has one state. Experts are left to AdamW."""
+        if self.holding.adapted is not None:
+            return 0 if self.sizes.num_experts else self.holding.adapted
+        return self.holding.num_layers * self.sizes.layer_matrices // (self.layout.tensor * self.layout.shard)
+
+    @property
     def setting(self) -> Setting:
         return Setting.of(
-            _COMPUTE[self.distributed.precision],
+            self.distributed.precision.removesuffix("_pure"),
             on_gpu=self.on_gpu,
             tensor=self.layout.tensor,
             splits_rows=self.distributed.sequence_parallel or self.layout.expert > 1,
@@ -68,7 +96,8 @@ class TrainerJob:
     @property
     def uses_fsdp(self) -> bool:
         """As in `forge.trainer.assembly`: one rank that computes in the precision of its weights gathers nothing."""
-        return self.layout.data_parallel > 1 or self.master != self.setting.item or self.layout.expert > 1
+        converts = self.master != self.setting.item and not self.has_adapter
+        return self.layout.data_parallel > 1 or converts or self.layout.expert > 1
 
     @property
     def row(self) -> Row:
@@ -92,22 +121,33 @@ class TrainerJob:
 
 def lasting_parts(job: TrainerJob) -> tuple[Part, ...]:
     """What a rank holds between two steps."""
-    held, master = job.holding.held, job.master
-    state = 2 if job.training.optimizer_dtype == "bfloat16" else master
+    held, trained, master = job.holding.held, job.holding.trained, job.master
     table = max(job.training.max_seq_len, job.training.microbatch_tokens or 0) * 2 * job.sizes.head_dim * 4
     share = f"{held / 1e6:,.0f} M of {job.sizes.total / 1e6:,.0f} M parameters"
+    each = job.setting.item if job.has_adapter else master
+    adapter = f", and {trained / 1e6:,.1f} M of the adapter x {master} bytes" if job.has_adapter else ""
+    if job.quantized is not None:
+        adapter = f", {job.holding.quantized / 1e6:,.0f} M in {job.quantized.base_dtype}{adapter}"
     parts = [
-        Part("weights", master * held, f"{share} x {master} bytes"),
-        Part("optimizer states", 2 * state * held, f"two of {state} bytes for each"),
+        Part("weights", job.weight_bytes, f"{share} x {each} bytes{adapter}"),
+        Part("optimizer states", job.state_bytes, _states_text(job)),
         Part("rotary tables", table * job.holding.num_layers, "one for each layer"),
     ]
     if job.num_versions:
         why = f"{job.num_versions} version(s) for generators to fetch, {job.published_item} bytes for each weight"
-        parts.append(Part("published weights", job.num_versions * job.published_item * held, why))
+        parts.append(Part("published weights", job.num_versions * job.published_item * trained, why))
     if job.on_gpu:
         alone = job.layout.num_ranks == 1
         parts.append(Part("CUDA context", CUDA_CONTEXT + (0 if alone else NCCL_BUFFERS), "of the process"))
     return tuple(parts)
+
+
+def _states_text(job: TrainerJob) -> str:
+    if job.training.optimizer == "muon":
+        return f"one of {job.master} bytes for each in a hidden matrix, two for the others"
+    state = 2 if job.training.optimizer_dtype == "bfloat16" else job.master
+    text = f"two of {state} bytes for each that is trained"
+    return text if job.training.optimizer == "adamw" else f"{text}: assumed for {job.training.optimizer}"
 
 
 def training_moments(job: TrainerJob) -> tuple[Moment, ...]:
@@ -163,16 +203,16 @@ def idle_bytes(job: TrainerJob) -> int:
     larger.
     """
     holding, item = job.holding, job.setting.item
-    if not job.on_gpu or not (holding.has_embedding or holding.has_head):
+    if not job.on_gpu or job.has_adapter:
         return 0
-    weight = holding.gathered_embedding
+    weight = holding.largest_end
     sums = 4 * weight if job.uses_fsdp else 0
     copies = sum(part.num_bytes for part in _optimizer(job))
     return sums + item * weight + max(0, copies - 4 * weight // job.layout.shard)
 
 
 def _gradients(job: TrainerJob) -> tuple[Part, ...]:
-    return (Part("gradients", job.master * job.holding.held, f"{job.master} bytes for each weight held"),)
+    return (Part("gradients", job.master * job.holding.trained, f"{job.master} bytes for each weight trained"),)
 
 
 def _gathered(job: TrainerJob) -> tuple[Part, ...]:
@@ -183,13 +223,12 @@ def _gathered(job: TrainerJob) -> tuple[Part, ...]:
     if not job.uses_fsdp:
         return ()
     holding, item = job.holding, job.setting.item
-    ends = holding.has_head + (holding.has_embedding and not job.sizes.is_tied)
-    ends = max(ends, 1 if holding.has_embedding or holding.has_head else 0)
     if job.layout.shard == 1 or job.layout.pipeline > 1:
-        numbers, why = holding.num_layers * holding.gathered_layer + ends * holding.gathered_embedding, "all layers"
+        is_tied = job.sizes.is_tied and holding.has_embedding
+        numbers, why = holding.gathered - (holding.gathered_head if is_tied else 0), "all layers"
     else:
-        embeddings = min(1, ends) * holding.gathered_embedding
-        numbers, why = embeddings + 3 * holding.gathered_layer, "embedding, two layers and a third on its way"
+        numbers = holding.largest_end + 3 * holding.gathered_layer
+        why = "embedding, two layers and a third on its way"
     return (Part("gathered weights", item * numbers, f"{why}, {item} bytes for each weight", is_passing=True),)
 
 
@@ -242,9 +281,15 @@ def _cached_tokens(job: TrainerJob) -> int:
 def _head(job: TrainerJob) -> tuple[Part, ...]:
     if not job.holding.has_head:
         return ()
-    item, weight = job.setting.item, job.holding.gathered_embedding
+    item, weight = job.setting.item, job.holding.gathered_head
+    if job.sizes.num_outputs == 1:
+        narrow, wide = 2 * item, 8 if item < 4 else 0
+        states = job.row.tokens * job.sizes.hidden * (narrow + wide)
+        why = "hidden states, in float32, with their gradients"
+        return (Part("output layer", states, why, is_passing=True),)
     is_summed = _cached_tokens(job) < job.row.tokens  # one chunk needs no sum in float32
     gradient = (weight * max(4, item) if is_summed or item >= 4 else 0) + (weight * item if item < 4 else 0)
+    gradient = 0 if job.has_adapter else gradient
     hidden = job.row.tokens * job.sizes.hidden * item
     return (
         Part("output layer", _logit_bytes(job, with_gradient=True), _logits_text(job), is_passing=True),
@@ -267,13 +312,24 @@ def _layer(job: TrainerJob) -> tuple[Part, ...]:
         Part("one layer, computed again", again, "what checkpointing did not keep", is_passing=True),
         Part("one layer's gradients", backward_bytes(sizes, setting, row), "of its activations", is_passing=True),
     ]
-    if holding.has_head and sizes.is_tied:
-        head = setting.item * holding.gathered_embedding
+    if job.has_adapter:
+        widest = setting.item * max(sizes.num_chosen * sizes.inner, sizes.queries) // setting.tensor
+        parts.append(Part("adapter's output", widest * row.tokens, "before it joins its layer's", is_passing=True))
+    if job.quantized is not None:
+        parts.append(dequantized_part(job.quantized, item=setting.item))
+    if holding.has_head and sizes.is_tied and not job.has_adapter:
+        head = setting.item * holding.gathered_head
         parts.append(Part("output layer's gradient", head, "until the embedding's joins it", is_passing=True))
-    if job.uses_fsdp:  # the weights' gradients are summed when this layer's activations are gone
+    if job.uses_fsdp and not job.has_adapter:  # gradients are summed when this layer's activations are gone
         beyond = _sum_bytes(job, holding.gathered_layer) - kept_bytes(sizes, setting, row, mode) - again
         parts.append(Part("sums of gradients", max(0, beyond), "of a layer, in float32", is_passing=True))
     return tuple(parts)
+
+
+def dequantized_part(quantized: QuantizedSizes, *, item: int) -> Part:
+    """The largest weight that is kept in few bits, as it is computed with."""
+    why = f"{quantized.largest / 1e6:,.0f} M weights x {item} bytes, for the moment of a product"
+    return Part("dequantised weight", quantized.dequantized_bytes(item), why, is_passing=True)
 
 
 def _head_sum(job: TrainerJob) -> tuple[Part, ...]:
@@ -282,9 +338,9 @@ def _head_sum(job: TrainerJob) -> tuple[Part, ...]:
     By then the gathered weight is gone, and so is the gradient in the narrow precision.
     """
     holding = job.holding
-    if not (holding.has_head and job.uses_fsdp) or job.sizes.is_tied:
+    if not (holding.has_head and job.uses_fsdp) or job.sizes.is_tied or job.has_adapter:
         return ()
-    sums = _sum_bytes(job, holding.gathered_embedding) - job.setting.item * holding.gathered_embedding
+    sums = _sum_bytes(job, holding.gathered_head) - job.setting.item * holding.gathered_head
     return (Part("sums of gradients", max(0, sums), "of the output layer, in float32", is_passing=True),)
 
 
@@ -304,7 +360,7 @@ def _embedding_sum(job: TrainerJob) -> tuple[Part, ...]:
     Where it is tied, three gradients are there at once: of the output layer, of the embedding, and both together.
     """
     holding, item = job.holding, job.setting.item
-    if not holding.has_embedding:
+    if not holding.has_embedding or job.has_adapter:
         return ()
     weight, is_tied = holding.gathered_embedding, job.sizes.is_tied and holding.has_head
     gradients = (3 if is_tied else 1) * item * weight
@@ -319,12 +375,15 @@ def _embedding_sum(job: TrainerJob) -> tuple[Part, ...]:
 
 
 def _optimizer(job: TrainerJob) -> tuple[Part, ...]:
-    """AdamW works in place. With states in bfloat16 it takes one weight after the other, in float32."""
-    if job.training.optimizer_dtype != "bfloat16":
+    """AdamW works in place. With states in bfloat16 it takes one weight after the other, in float32. Muon gathers one
+    matrix after the other, and has four copies of it in bfloat16."""
+    if job.training.optimizer == "muon" and not job.has_adapter:
+        widest = job.sizes.hidden * max(job.sizes.inner if not job.sizes.num_experts else 0, job.sizes.queries)
+        return (Part("optimizer's copies", (4 + 4 * 2) * widest, "the largest hidden matrix", is_passing=True),)
+    if job.training.optimizer_dtype != "bfloat16" or job.has_adapter:
         return ()
     holding = job.holding
-    ends = holding.gathered_embedding if holding.has_embedding or holding.has_head else 0
     inner = job.sizes.hidden * job.sizes.inner * max(1, job.sizes.num_experts) // job.layout.tensor
-    largest = max(ends, inner) // job.layout.shard
+    largest = max(holding.largest_end, inner) // job.layout.shard
     copies = 3 if job.master == 4 else 4
     return (Part("optimizer's copies", copies * 4 * largest, "the largest weight, in float32", is_passing=True),)

@@ -38,6 +38,14 @@ def merge(model: ModelConfig, found_config: ModelConfig) -> ModelConfig:
     The folder wins over what a preset says. A key that the user set to something else than both is refused, since one
     of the two must be a mistake.
     """
+    if found_config.head == "scalar" and model.head != "scalar":
+        raise ModelError(
+            "The model is a classifier, which gives values and no text.",
+            path="model.path",
+            value=model.path,
+            rule="the folder of a language model, since model.head is `language`",
+            repair="give the folder of a language model; a reward model goes into rewards.reward_model.path",
+        )
     preset = preset_architecture(model)
     for key in ARCHITECTURE_KEYS:
         asked, found = getattr(model, key), getattr(found_config, key)

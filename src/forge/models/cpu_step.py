@@ -11,13 +11,14 @@ between two steps. The kernels are those that compute layer by layer too (`cpu_l
 `cpu_layers`); what torch did between them is in `cpu_step.c`, and is tried against torch before it is used.
 
 What is not of such a shape goes layer by layer as before: experts, biases other than those of queries, keys and values,
-other precisions than float32, kernels that could not be compiled, weights too large for every thread to read all of
-them, and steps in which one long text would keep one thread busy while the others wait.
+other precisions than float32, weights in few bits, kernels that could not be compiled, weights too large for every
+thread to read all of them, and steps in which one long text would keep one thread busy while the others wait.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,6 +34,7 @@ from torchtitan.models.common.attention import GQAttention, QKVLinear
 from forge.kernels import cpu_attention, cpu_layers, cpu_linear
 from forge.kernels.cpu_linear import is_rowwise
 from forge.kernels.cpu_step import Calls, LayerTensors, Part, Step, Tensors, library, norms_as_torch
+from forge.models.adapter_segments import BASE, LIVE, AdapterSegment
 from forge.models.gpu_layers import GpuNorm
 from forge.models.inference import PagedAttention, PagedRow
 from forge.models.language_model import LanguageModel
@@ -117,7 +119,8 @@ class CpuSteps:
             return False
         caches = (cache for inner in self._inner for cache in (inner.k_cache, inner.v_cache) if cache is not None)
         addresses = [tensor.data_ptr() for tensor in (*self._parameters, *caches)]
-        key = (torch.get_num_threads(), *addresses)
+        segments = self._model.segments
+        key = (torch.get_num_threads(), 0 if segments is None else segments.revision, *addresses)
         if key != self._key:
             self.forget()
             tensors = tensors_of(self._model)
@@ -146,6 +149,7 @@ class CpuSteps:
         if cuts is None or native is None:
             return False
         starts = [layout.query_starts[part.first : part.last + 1] - part.start for part in cuts]
+        segments = row.segments or (AdapterSegment(LIVE, 0, len(token_ids)),)
         for place, part in enumerate(cuts):
             self._calls(place, num_rows=part.end - part.start).aim(
                 {
@@ -160,11 +164,23 @@ class CpuSteps:
                     "table": _row(layout.table, part.first),
                     "hidden": _row(hidden, part.start),
                     "logits": _row(logits, part.start),
-                }
+                },
+                self._within(part, segments),
             )
         parts = (Part * len(cuts))(*(calls.part for calls in self._parts[: len(cuts)]))
         step = Step(ctypes.addressof(parts), len(cuts), torch.get_num_threads())
         return bool(native.forge_run(ctypes.addressof(step)) == 0)
+
+    def _within(self, part: _Cut, segments: Sequence[AdapterSegment]) -> list[tuple[int, int, int]]:
+        """Return what of each segment is in a part, and the index of its adapter. Those that add nothing are left
+        out."""
+        assert self._tensors is not None
+        numbers, found = self._tensors.adapters, []
+        for segment in segments:
+            start, end = max(segment.start, part.start), min(segment.end, part.end)
+            if start < end and (segment.adapter in numbers or segment.adapter not in (LIVE, BASE)):
+                found.append((start - part.start, end - start, numbers.index(segment.adapter)))
+        return found
 
     def _calls(self, place: int, *, num_rows: int) -> Calls:
         """Return the calls of the part at a place among the others, with room for so many rows."""
@@ -202,7 +218,8 @@ def tensors_of(model: LanguageModel) -> Tensors | None:
     """Return what a model computes with; None if it is not of the shape that is computed here."""
     if any(module.library() is None for module in (cpu_attention, cpu_linear, cpu_layers)):
         return None
-    layers = [_layer(layer) for layer in model.layers.values()]
+    numbers = _adapter_numbers(model)
+    layers = [_layer(layer, numbers) for layer in model.layers.values()]
     found = tuple(layer for layer in layers if layer is not None)
     norm, embeddings = model.norm, model.tok_embeddings
     shapes = {tuple(weight.shape for weight in layer.products) for layer in found}
@@ -213,12 +230,21 @@ def tensors_of(model: LanguageModel) -> Tensors | None:
         return None
     every = [embeddings.weight, *(norm.weight for norm in norms)]
     every += [each for layer in found for each in (*layer.products, *(layer.biases or ()))]
+    low = (each for layer in found for those in layer.adapters for each in those if each is not None)
+    every += [matrix for each in low for matrix in (each.a, each.b)]
     if not all(is_rowwise(tensor) and tensor.is_contiguous() for tensor in every):
         return None
-    return Tensors(embeddings.weight, found, norm, model.lm_head.weight)
+    return Tensors(embeddings.weight, found, norm, model.lm_head.weight, adapters=numbers)
 
 
-def _layer(layer: nn.Module) -> LayerTensors | None:
+def _adapter_numbers(model: LanguageModel) -> tuple[int, ...]:
+    """Return the numbers of the model's adapters: its own, if it has one, and those that were attached."""
+    linears = [module for module in model.modules() if type(module) is RowLinear]
+    own = {LIVE for linear in linears if linear.adapter(LIVE) is not None}
+    return tuple(sorted(own.union(*(linear.adapters for linear in linears))))
+
+
+def _layer(layer: nn.Module, adapters: Sequence[int]) -> LayerTensors | None:
     """Return attention and feed-forward of the kinds that are known; None for others, such as experts."""
     attention, forward = layer.attention, getattr(layer, "feed_forward", None)
     if type(attention) is not GQAttention or type(forward) is not RowFeedForward:
@@ -253,9 +279,10 @@ def _layer(layer: nn.Module) -> LayerTensors | None:
         v_cache=inner.v_cache,
         scale=width**-0.5 if attention.scaling is None else attention.scaling,
         biases=(qkv.wq.bias, qkv.wk.bias, qkv.wv.bias) if has_biases else None,
+        adapters=tuple(tuple(map(linear.adapter, adapters)) for linear in (*projections, *others)),
     )
 
 
 def _is_linear(linear: nn.Module, *, bias: bool) -> bool:
-    """Return whether it is one product, with or without a bias, and nothing else."""
-    return bool(type(linear) is RowLinear and (linear.bias is not None) == bias)
+    """Return whether it is one product with a weight as it lies in memory, with or without a bias."""
+    return bool(type(linear) is RowLinear and (linear.bias is not None) == bias and not linear.quantized)

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from forge.config import ModelConfig
 from forge.errors import MISSING, ModelError
 from forge.models.architecture import ARCHITECTURE_KEYS, complete
+from forge.models.classifier_files import classifier_content, classifier_name
 from forge.models.families import FAMILIES, Family, family_of, find_family, supported_families
 
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
@@ -75,6 +76,7 @@ def read_hf_config(folder: str | Path, *, family: str | None = None) -> ModelCon
         "max_seq_len": file.integer("max_position_embeddings"),
         "tie_embeddings": file.boolean("tie_word_embeddings", default=False),
         "norm_eps": file.number("rms_norm_eps", default=1e-6),
+        **_read_head(file),
         **_read_rope(file),
     }
     for key, name, otherwise in (
@@ -108,7 +110,8 @@ def write_hf_config(
     With `source`, the folder that the model came from, its `config.json` is kept as it is but for the dtype, and the
     files that go with a model (tokenizer, chat template, generation settings, licence) are copied along; weights are
     not. The source must still hold the same architecture. Without it the file is made from the configuration, and
-    `special_ids` says which tokens begin, end and pad.
+    `special_ids` says which tokens begin, end and pad. A model with a scalar head is written as a classifier with one
+    label, `…ForSequenceClassification`.
     """
     config = complete(config)
     if dtype not in DTYPES:
@@ -126,6 +129,8 @@ def write_hf_config(
     else:
         content = _content_of(Path(source), config, dtype)
         _copy_companions(Path(source), folder)
+    if config.head == "scalar":
+        content |= classifier_content(family_of(config).architecture, content, folder, write=write_json)
     write_json(folder / "config.json", content)
 
 
@@ -228,7 +233,8 @@ def _family(file: _ConfigFile, given: str | None) -> Family:
     named = listed[0] if isinstance(listed, list) and listed else None
     key, asked = ("architectures", named) if named is not None else ("model_type", file.get("model_type"))
     for family in known:
-        if asked == (family.architecture if named is not None else family.name):
+        names = (family.architecture, classifier_name(family.architecture)) if named is not None else (family.name,)
+        if asked in names:
             return family
     raise ModelError(
         "This family of models is not supported.",
@@ -237,6 +243,18 @@ def _family(file: _ConfigFile, given: str | None) -> Family:
         rule=f"{given} is for {known[0].architecture}" if given else f"supported are {supported_families()}",
         repair="choose a model of one of these families; docs/guides/models.md says how to add one",
     )
+
+
+def _read_head(file: _ConfigFile) -> dict[str, str]:
+    """Read which output layer the model has. A classifier must have one label, which is its scalar."""
+    listed = file.get("architectures") or [""]
+    if not str(listed[0]).endswith("ForSequenceClassification"):
+        return {}
+    labels = file.get("id2label")
+    number = len(labels) if isinstance(labels, dict) else file.get("num_labels") or 2
+    if number != 1:
+        raise file.refusal("id2label", labels, f"a classifier must have 1 label; this one has {number}")
+    return {"head": "scalar"}
 
 
 def _check_windows(file: _ConfigFile, family: Family) -> None:

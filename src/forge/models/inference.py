@@ -20,9 +20,13 @@ from forge.errors import ModelError
 from forge.kernels import cpu_attention
 from forge.kernels.paged import PAGE_TOKENS, PagedLayout
 from forge.models import gpu_attention
+from forge.models.adapter_names import AdapterSpec, is_adapter
+from forge.models.adapter_segments import AdapterSegment
+from forge.models.adapters import attach_adapters, share_segments
 from forge.models.gpu_attention import Extents
 from forge.models.gpu_layers import GpuNorm
 from forge.models.language_model import LanguageModel, titan_config
+from forge.models.quantized_names import is_quantized
 from forge.models.rows import RowRegistry, RowTask
 from forge.models.weights import named_parameters
 
@@ -37,6 +41,7 @@ class PagedRow:
         layout: whose tokens they are, and where keys and values lie.
         is_decode: whether every sequence has exactly one token.
         extents: the lengths on the host, for steps on a GPU that are not decodes.
+        segments: which rows are of which adapter; empty where the model computes all of them by itself.
     """
 
     positions: Tensor
@@ -44,6 +49,7 @@ class PagedRow:
     layout: PagedLayout
     is_decode: bool = False
     extents: Extents | None = None
+    segments: tuple[AdapterSegment, ...] = ()
 
 
 class PagedAttention(Module):  # type: ignore[misc]
@@ -113,11 +119,14 @@ def build_for_inference(
     dtype: torch.dtype,
     device: torch.device,
     shared: Mapping[str, Tensor] | None = None,
+    adapter: AdapterSpec | None = None,
 ) -> LanguageModel:
     """Return the model with paged attention, without gradients. Its weights are empty, to be loaded next.
 
     With `shared`, parameters by name, it computes with those very tensors and has no weights of its own: changing
-    them changes what it computes. They must be whole, and of the dtype and on the device that are asked for.
+    them changes what it computes. They must be whole, and of the dtype and on the device that are asked for. Only an
+    `adapter` may be missing there: a trainer may keep it in another precision than the rest. Weights in few bits are
+    among them as `quantized_tensors` names them.
     """
     config = titan_config(model, max_seq_len=max_seq_len)
     for layer in config.layers:
@@ -133,6 +142,8 @@ def build_for_inference(
             built: LanguageModel = config.build()
     finally:
         torch.set_default_dtype(before)
+    if adapter is not None:
+        attach_adapters(built, model, adapter, dtype=dtype)
     if shared is None:
         built.to_empty(device=device)
     else:
@@ -143,6 +154,7 @@ def build_for_inference(
     built.eval()
     built.requires_grad_(False)
     built.use(built.row_registry, _hidden_states)
+    share_segments(built)
     return built
 
 
@@ -192,11 +204,13 @@ def page_bytes(model: ModelConfig, *, item_bytes: int) -> int:
 
 def _adopt(model: nn.Module, shared: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device) -> None:
     own = parameters_once(model)
-    if set(own) != set(shared):
+    shared = _adopt_quantized(model, shared, device=device)
+    missing = {name for name in own if is_adapter(name) and name not in shared}
+    if set(own) - missing != set(shared):
         raise _unlike("names", sorted(set(own) ^ set(shared))[:4], "the same parameters as the model's")
     tied: dict[int, nn.Parameter] = {}
     for name, parameter in own.items():
-        tensor = shared[name]
+        tensor = torch.empty_like(parameter, device=device) if name in missing else shared[name]
         if tensor.shape != parameter.shape or tensor.dtype != dtype or tensor.device.type != device.type:
             value = f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
             raise _unlike(
@@ -208,7 +222,22 @@ def _adopt(model: nn.Module, shared: Mapping[str, Tensor], *, dtype: torch.dtype
             module._parameters[name] = tied[id(parameter)]
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            if buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _adopt_quantized(model: nn.Module, shared: Mapping[str, Tensor], *, device: torch.device) -> dict[str, Tensor]:
+    """Let a model compute with shared weights in few bits, and return the other shared tensors."""
+    rest = dict(shared)
+    for path, module in model.named_modules():
+        for name, own in list(module.named_buffers(recurse=False)):
+            if not is_quantized(name):
+                continue
+            tensor = rest.pop(f"{path}.{name}", None)
+            if tensor is None or tensor.shape != own.shape or tensor.device.type != device.type:
+                raise _unlike("weights in few bits", f"{path}.{name}", f"{list(own.shape)} on {device.type}")
+            module._buffers[name] = tensor
+    return rest
 
 
 def _unlike(path: str, value: object, rule: str) -> ModelError:

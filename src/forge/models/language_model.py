@@ -1,4 +1,7 @@
-"""The model that trainer and generator share: TorchTitan's decoder, taking packed rows and returning logprobs."""
+"""The model that trainer and generator share: TorchTitan's decoder, taking packed rows and returning logprobs.
+
+With a scalar head it returns values instead.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ from typing import Any
 import forge.models.titan_setup  # noqa: F401
 
 # isort: split
+import spmd_types as spmd
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.models.common.attention import GQAttention, QKVLinear
+from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, update_ep_token_dispatcher_config
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
@@ -23,8 +28,9 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.protocols.sharding import ShardingConfig
 
 from forge.config import ModelConfig
+from forge.models.adapter_segments import StepSegments
 from forge.models.attention import DocumentAttention
-from forge.models.layers import Experts, Rotary, RowFeedForward, RowLinear, RowNorm, rows_linear
+from forge.models.layers import Experts, Rotary, RowFeedForward, RowLinear, RowNorm, SegmentedMoE, rows_linear
 from forge.models.rows import RowRegistry, RowTask
 from forge.models.sizes import Sizes
 
@@ -60,6 +66,31 @@ class Head(Linear):  # type: ignore[misc]
         return self.function(input.squeeze(0).index_select(0, row.index), weight, row, group)
 
 
+class ScalarHead(Linear):  # type: ignore[misc]
+    """An output layer with one output: the value of what has been read, for reward models and critics.
+
+    It returns a tuple of one tensor, float32 or wider: the values [N] of the places that the row asks about. Tensor
+    parallel ranks each hold it whole and compute the same.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):  # type: ignore[misc]
+        pass
+
+    def forward(self, input: Tensor, row: RowTask) -> Tensor | tuple[Tensor]:
+        weight = self.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local(grad_placements=[Replicate()])
+        if isinstance(input, DTensor):
+            input = input.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+        wide = torch.promote_types(torch.float32, input.dtype)
+        hidden = input.squeeze(0).index_select(0, row.index)
+        values = rows_linear(hidden.to(wide), weight.to(wide))
+        if row.as_row:
+            return values.new_zeros(row.positions.shape[1], 1).index_copy(0, row.index, values).unsqueeze(0)
+        return (values.squeeze(-1),)
+
+
 class LanguageModel(Qwen3Model):  # type: ignore[misc]
     """A decoder for every family: they differ in what their layers' configurations hold.
 
@@ -82,23 +113,29 @@ class LanguageModel(Qwen3Model):  # type: ignore[misc]
                 enable_ep=config.parallelism.expert_parallel_degree > 1,
             )
             # The head takes what the norm gives and keeps its part of the vocabulary to itself.
-            self.lm_head.sharding_config = ShardingConfig(state_shardings=self.lm_head.sharding_config.state_shardings)
+            shardings = self.lm_head.sharding_config.state_shardings
+            if isinstance(self.lm_head, ScalarHead.Config):
+                shardings = {"weight": dense_param_placement(tp=spmd.R)}
+            self.lm_head.sharding_config = ShardingConfig(state_shardings=shardings)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.row_registry = RowRegistry()
+        self.segments: StepSegments | None = None
 
     def use(self, registry: RowRegistry, function: HeadFunction | None) -> None:
         """Share one registry of rows with the attention of every layer, and say what the head computes."""
         for module in self.modules():
             if hasattr(module, "row_registry"):
                 module.row_registry = registry
-        if self.lm_head is not None:
+        if isinstance(self.lm_head, Head):
             self.lm_head.function = function
 
     def forward(self, tokens: Tensor, key: Tensor | int) -> Any:
         key = torch.tensor([[key]]) if isinstance(key, int) else key
         row = self.row_registry.find(key)
+        if self.segments is not None:
+            self.segments.current = row.segments
         hidden = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         for layer in self.layers.values():
             hidden = layer(hidden, key, row.positions)
@@ -107,7 +144,9 @@ class LanguageModel(Qwen3Model):  # type: ignore[misc]
         return self.lm_head(hidden, row) if self.lm_head is not None else hidden
 
 
-_LATER = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD"), skip_param_init)
+_STACKS = ("w1_EFD", "w2_EDF", "w3_EFD")
+_ADAPTERS = ("lora_a", "lora_b", *(f"{stack}_{end}" for stack in _STACKS for end in ("lora_a", "lora_b")))
+_LATER = dict.fromkeys(("weight", "bias", *_STACKS, *_ADAPTERS), skip_param_init)
 """Skips TorchTitan's initialization: we load or initialize weights in a way that does not depend on the layout."""
 
 
@@ -121,9 +160,14 @@ def titan_config(model: ModelConfig, *, max_seq_len: int) -> LanguageModel.Confi
         enable_weight_tying=sizes.is_tied,
         tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim, param_init=_LATER),
         norm=_norm(model, dim),
-        lm_head=Head.Config(in_features=dim, out_features=vocab, param_init=_LATER),
+        lm_head=_head(model, sizes),
         layers=[_layer(model, sizes, max_seq_len) for _ in range(sizes.num_layers)],
     )
+
+
+def _head(model: ModelConfig, sizes: Sizes) -> Linear.Config:
+    kind = ScalarHead if model.head == "scalar" else Head
+    return kind.Config(in_features=sizes.hidden, out_features=sizes.num_outputs, param_init=_LATER)
 
 
 def _norm(model: ModelConfig, size: int) -> RowNorm.Config:
@@ -181,10 +225,10 @@ def _feed_forward(sizes: Sizes) -> RowFeedForward.Config:
     return RowFeedForward.Config(w1=_linear(dim, inner), w2=_linear(inner, dim), w3=_linear(dim, inner))
 
 
-def _mixture(sizes: Sizes) -> MoE.Config:
+def _mixture(sizes: Sizes) -> SegmentedMoE.Config:
     dim, num_experts, top_k = sizes.hidden, sizes.num_experts, sizes.num_chosen
     experts = Experts.Config(dim=dim, hidden_dim=sizes.inner, num_experts=num_experts, param_init=_LATER)
-    return MoE.Config(
+    return SegmentedMoE.Config(
         num_experts=num_experts,
         load_balance_coeff=None,  # it would add a bias that Hugging Face's model does not have
         router=TokenChoiceTopKRouter.Config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,17 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import CosSinRoPE
 
 from forge.kernels import cpu_layers
 from forge.kernels.cpu_linear import is_rowwise, product
+from forge.kernels.cpu_step import LowRank
 from forge.models import gpu_layers
+from forge.models.adapter_segments import LIVE, AdapterSegment, StepSegments
+from forge.models.quantized import QuantizedWeight, find_quantized
 
+_STACKS = ("w1_EFD", "w2_EDF", "w3_EFD")
 _KERNEL_MULTIPLE = 8  # of bfloat16 values: the kernel for all experts at once wants rows of whole 16 bytes
 
 
@@ -47,7 +52,7 @@ def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 class _Product(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
         return product(rows, weight)
 
     @staticmethod
@@ -59,15 +64,103 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         return of_rows, of_weight
 
 
+class _QuantizedProduct(torch.autograd.Function):  # type: ignore[misc]
+    """The product with a frozen weight in few bits. It is dequantised again for the backward pass, and never kept.
+
+    The weight is not an input of the graph: hooks on saved tensors would copy it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedWeight) -> Tensor:
+        ctx.weight, ctx.dtype = weight, x.dtype
+        return rows_linear(x, weight.dequantize(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        weight = ctx.weight.dequantize(ctx.dtype)
+        return grad.reshape(-1, grad.shape[-1]).mm(weight).view(*grad.shape[:-1], weight.shape[-1]), None
+
+
 class RowLinear(Linear):  # type: ignore[misc]
-    """TorchTitan's linear layer by `rows_linear`: what a token gets does not depend on its batch."""
+    """TorchTitan's linear layer by `rows_linear`: what a token gets does not depend on its batch.
+
+    `forge.models.adapters` may give it a LoRA adapter: `lora_a` [r, in] and `lora_b` [out, r]. In a generator it may
+    have more, by number; `segments` then says which rows of a step are whose. Below it, `forge.models.quantized` may
+    keep the weight in few bits.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):  # type: ignore[misc]
         pass
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.register_parameter("lora_a", None)
+        self.register_parameter("lora_b", None)
+        self.lora_scale = 1.0
+        self.is_adapter_on = True
+        self.adapters: dict[int, LowRank] = {}
+        self.segments: StepSegments | None = None
+        self.quantized: dict[str, Any] = {}
+
     def forward(self, input: Tensor) -> Tensor:
-        return rows_linear(input, self.weight, self.bias)
+        base = find_quantized(self, "weight")
+        if base is None:
+            out = rows_linear(input, self.weight, self.bias)
+        else:
+            out = _QuantizedProduct.apply(input, base)
+            out = out if self.bias is None else out + self.bias
+        if self.segments is not None and self.segments.current:
+            return self._add_updates(input, out, self.segments.current)
+        if self.lora_a is None or not self.is_adapter_on:
+            return out
+        if isinstance(out, DTensor):
+            return out + self._split_update(input, out)
+        return out + low_rank(input, self.lora_a, self.lora_b, self.lora_scale)
+
+    def adapter(self, number: int) -> LowRank | None:
+        """Return what an adapter adds; None if it adds nothing here."""
+        if number == LIVE and self.lora_a is not None and self.is_adapter_on:
+            return LowRank(self.lora_a, self.lora_b, self.lora_scale)
+        return self.adapters.get(number)
+
+    def _add_updates(self, input: Tensor, out: Tensor, segments: Sequence[AdapterSegment]) -> Tensor:
+        """Add to the rows of each segment what its adapter adds, in place."""
+        for segment in segments:
+            own = self.adapter(segment.adapter)
+            if own is not None:
+                rows = slice(segment.start, segment.end)
+                out[:, rows] += low_rank(input[:, rows], own.a, own.b, own.scale)
+        return out
+
+    def _split_update(self, input: Tensor, out: DTensor) -> DTensor:
+        """Return what the adapter adds on tensor parallel ranks, laid out as what it is added to.
+
+        Each rank computes with its own part of one matrix and the whole other one, whose gradient is then a part of the
+        sum. Where the inputs are split, so is the sum that the layer computes: no rank waits for another here.
+        """
+        mesh, splits = self.weight.device_mesh, self.weight.placements
+        grads = [Partial() if split.is_shard(0) else own for split, own in zip(splits, input.placements, strict=True)]
+        update = low_rank(
+            input.to_local(grad_placements=grads),
+            _local_beside(self.lora_a, self.weight),
+            _local_beside(self.lora_b, self.weight),
+            self.lora_scale,
+        )
+        return DTensor.from_local(update, mesh, out.placements, run_check=False)
+
+
+def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return (scale * x a^T) b^T: what an adapter adds. Its matrices may be kept in a wider dtype than `x`."""
+    return rows_linear(rows_linear(x, a.to(x.dtype)) * scale, b.to(x.dtype))
+
+
+def _local_beside(matrix: Tensor, weight: Tensor) -> Tensor:
+    """Return this rank's part of an adapter's matrix, with a gradient that is summed where only the weight is split."""
+    placements = zip(matrix.placements, weight.placements, strict=True)
+    grads = [Partial() if own.is_replicate() and not other.is_replicate() else own for own, other in placements]
+    return matrix.to_local(grad_placements=grads)
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -148,25 +241,101 @@ class Experts(GroupedExperts):  # type: ignore[misc]
     class Config(GroupedExperts.Config):  # type: ignore[misc]
         pass
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        for name in _STACKS:
+            self.register_parameter(f"{name}_lora_a", None)
+            self.register_parameter(f"{name}_lora_b", None)
+        self.lora_scale = 1.0
+        self.is_adapter_on = True
+        self.adapters: dict[int, dict[str, LowRank]] = {}
+        self.segments: StepSegments | None = None
+        self.quantized: dict[str, Any] = {}
+
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        gate, down, up = (
-            weight.to_local() if isinstance(weight, DTensor) else weight
-            for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        )
         ends = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        hidden = gated(_grouped(x_RD, gate, ends), _grouped(x_RD, up, ends))
-        return _grouped(hidden, down, ends)
+        hidden = gated(self._product("w1_EFD", x_RD, ends), self._product("w3_EFD", x_RD, ends))
+        return self._product("w2_EDF", hidden, ends)
+
+    def has_adapter(self, number: int) -> bool:
+        """Whether an adapter adds anything here."""
+        own = (getattr(self, f"{name}_lora_a") for name in _STACKS)
+        return number in self.adapters or (number == LIVE and any(each is not None for each in own))
+
+    def _product(self, name: str, x: Tensor, ends: Tensor) -> Tensor:
+        """Return each expert's rows times its weight, with what its adapter adds."""
+        weight, a, b = (
+            each.to_local() if isinstance(each, DTensor) else each
+            for each in (getattr(self, name), getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b"))
+        )
+        base = find_quantized(self, name)
+        out = _grouped(x, weight, ends) if base is None else _QuantizedGroups.apply(x, base, ends)
+        if self.segments is not None and self.segments.current and self.segments.current[0].adapter != LIVE:
+            own = self.adapters.get(self.segments.current[0].adapter, {}).get(name)
+            return out if own is None else out + _grouped(_grouped(x, own.a, ends) * own.scale, own.b, ends)
+        if a is None or not self.is_adapter_on:
+            return out
+        return out + _grouped(_grouped(x, a, ends) * self.lora_scale, b, ends)
+
+
+class _QuantizedGroups(torch.autograd.Function):  # type: ignore[misc]
+    """As `_QuantizedProduct`, for a stack of experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: QuantizedWeight, ends: Tensor) -> Tensor:
+        ctx.weight, ctx.dtype, ctx.ends = weight, x.dtype, ends
+        return _grouped(x, weight.dequantize(x.dtype), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        weight = ctx.weight.dequantize(ctx.dtype)
+        if _has_group_kernel(weight):
+            return torch._grouped_mm(grad, weight, offs=ctx.ends), None, None
+        bounds = [0, *ctx.ends.tolist()]
+        parts = [grad[start:end].mm(weight[expert]) for expert, (start, end) in enumerate(pairwise(bounds))]
+        return torch.cat([*parts, grad.new_zeros(len(grad) - bounds[-1], weight.shape[-1])]), None, None
+
+
+def _has_group_kernel(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and all(size % _KERNEL_MULTIPLE == 0 for size in weight.shape[1:])
 
 
 def _grouped(x: Tensor, weight_EOI: Tensor, ends: Tensor) -> Tensor:
     """Return each expert's rows times its weight."""
     weight = weight_EOI.to(x.dtype)
-    if x.dtype == torch.bfloat16 and all(size % _KERNEL_MULTIPLE == 0 for size in weight.shape[1:]):
+    if _has_group_kernel(weight):
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=ends)
     bounds = [0, *ends.tolist()]
     parts = [rows_linear(x[start:end], weight[expert]) for expert, (start, end) in enumerate(pairwise(bounds))]
     rest = x.new_zeros(x.shape[0] - bounds[-1], weight.shape[1])
     return torch.cat([*parts, rest])
+
+
+class SegmentedMoE(MoE):  # type: ignore[misc]
+    """TorchTitan's mixture. Where adapters of experts differ between the rows of a step, each segment by itself:
+    experts get the tokens of all rows in an order of their own."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):  # type: ignore[misc]
+        pass
+
+    segments: StepSegments | None = None
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        whole = () if self.segments is None else self.segments.current
+        experts = self.routed_experts.inner_experts
+        if self.segments is None or len(whole) < 2 or not any(experts.has_adapter(each.adapter) for each in whole):
+            found: Tensor = super().forward(x_BLD)
+            return found
+        parts = []
+        try:
+            for each in whole:
+                self.segments.current = (AdapterSegment(each.adapter, 0, each.end - each.start),)
+                parts.append(super().forward(x_BLD[:, each.start : each.end]))
+        finally:
+            self.segments.current = whole
+        return torch.cat(parts, dim=1)
 
 
 class Rotary(CosSinRoPE):  # type: ignore[misc]

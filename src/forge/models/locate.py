@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from forge.config import ModelConfig
 from forge.config.layers import read_preset
@@ -22,7 +22,7 @@ from forge.kernels.native_build import cache_directory
 from forge.models.architecture import ARCHITECTURE_KEYS, complete, merge, preset_of
 from forge.models.hf_config import read_hf_config
 from forge.models.tiny import TINY_FILES, write_tiny
-from forge.models.weights import INDEX_FILE, indexed_files
+from forge.models.weight_folder import INDEX_FILE, indexed_files
 
 _log = logging.getLogger("forge.models")
 
@@ -71,6 +71,21 @@ def resolve(model: ModelConfig, *, environ: Mapping[str, str] | None = None) -> 
         else "If there are weights, set model.path to their folder.",
     )
     return ResolvedModel(config, None, name)
+
+
+def check_head(model: ResolvedModel, head: Literal["language", "scalar"]) -> None:
+    """Refuse a model whose output layer does not give what is asked of it: logprobs or values."""
+    if model.architecture.head != head:
+        raise ModelError(
+            "this needs the values of a scalar head"
+            if head == "scalar"
+            else "this needs the logits of a language model",
+            path="model.head",
+            value=model.architecture.head,
+            rule=head,
+            repair=f"set model.head to `{head}`"
+            + ("" if head == "scalar" else ", or use forward_values and a loss that reads values"),
+        )
 
 
 def readable_name(folder: Path) -> str:
@@ -140,7 +155,7 @@ def _cached_tiny(config: ModelConfig, environ: Mapping[str, str]) -> Path:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tiny-", dir=parent, ignore_cleanup_errors=True) as draft:
-            write_tiny(config, draft)
+            write_tiny(config.model_copy(update={"head": "language"}), draft)  # a scalar head is made when it is loaded
             _flush(Path(draft))
             _publish(Path(draft), folder)
     except OSError as error:

@@ -82,14 +82,17 @@ class RowTask:
     Attributes:
         documents: where its documents are.
         positions: int64 [1, L]; each document counts from 0.
-        index: int64 [N]: the places of the row whose next token is asked about; one may be asked about several.
-        targets: int64 [N]: those tokens.
+        index: int64 [N]: the places of the row whose next token, or whose value, is asked about; a place may be asked
+            about several times.
+        targets: int64 [N]: those tokens. A scalar head does not look at them.
+        candidates: int64 [N, K], or None: further tokens at those places whose logprobs are wanted.
+        num_top: so many of the likeliest tokens of each place are wanted instead of anything else; 0 for none.
         weights: float [N], or None. With weights the head returns their sum of -logprob, and works out the gradient on
             the way; without, it returns logprobs (and entropies) that any loss may be made from.
         entropy: whether entropies are wanted too.
         temperature: what logits are divided by.
-        as_row: whether the head returns one tensor [1, L, 2] of logprobs and entropies, 0 where nothing was asked:
-            stages of a pipeline must give the same shape each time.
+        as_row: whether the head returns one tensor [1, L, 2] of logprobs and entropies, or [1, L, 1] of values, 0 where
+            nothing was asked: stages of a pipeline must give the same shape each time.
         sharing: how attention finds whole documents, where the row holds what they have in common once.
     """
 
@@ -102,6 +105,8 @@ class RowTask:
     temperature: float = 1.0
     as_row: bool = False
     sharing: Sharing | None = None
+    candidates: Tensor | None = None
+    num_top: int = 0
 
 
 class PackedRow(Protocol):

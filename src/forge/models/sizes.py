@@ -25,7 +25,8 @@ class Sizes:
         head_dim: of one head; `num_heads` and `num_kv_heads` how many there are.
         has_head_norms: whether queries and keys are normalized.
         has_qkv_bias: whether the projections to queries, keys and values have biases.
-        is_tied: whether embedding and output layer are one matrix.
+        is_tied: whether embedding and output layer are one matrix; a scalar head never is.
+        num_outputs: of the output layer: the vocabulary, or 1 for a scalar head.
         num_experts, num_chosen: of a mixture, in all and for one token; 0 and 1 for a dense model.
     """
 
@@ -38,6 +39,7 @@ class Sizes:
     head_dim: int
     has_head_norms: bool
     is_tied: bool
+    num_outputs: int
     has_qkv_bias: bool = False
     num_experts: int = 0
     num_chosen: int = 1
@@ -56,7 +58,8 @@ class Sizes:
             num_kv_heads=_need(model, "num_kv_heads"),
             head_dim=_need(model, "head_dim"),
             has_head_norms=family.qk_norm,
-            is_tied=_need(model, "tie_embeddings"),
+            is_tied=_need(model, "tie_embeddings") and model.head == "language",
+            num_outputs=_need(model, "vocab_size") if model.head == "language" else 1,
             has_qkv_bias=family.qkv_bias,
             num_experts=_need(model, "num_experts") if family.has_experts else 0,
             num_chosen=_need(model, "num_experts_per_token") if family.has_experts else 1,
@@ -72,8 +75,13 @@ class Sizes:
 
     @property
     def embedding(self) -> int:
-        """The parameters of the embedding, and as many of the output layer."""
+        """The parameters of the embedding."""
         return self.vocab * self.hidden
+
+    @property
+    def output(self) -> int:
+        """The parameters of the output layer, its own or the embedding's."""
+        return self.num_outputs * self.hidden
 
     @property
     def layer_matrices(self) -> int:
@@ -100,7 +108,8 @@ class Sizes:
     @property
     def total(self) -> int:
         """All parameters, exactly; tied ones once."""
-        return self.embedding * (1 if self.is_tied else 2) + self.num_layers * self.layer + self.hidden
+        ends = self.embedding + (0 if self.is_tied else self.output)
+        return ends + self.num_layers * self.layer + self.hidden
 
     @property
     def active(self) -> int:
@@ -109,7 +118,7 @@ class Sizes:
         The embedding is a look-up and is left out. The head is a product and is counted, shared or not.
         """
         idle = self.layer_experts - self.num_chosen * 3 * self.hidden * self.inner if self.num_experts else 0
-        return self.embedding + self.num_layers * (self.layer - idle) + self.hidden
+        return self.output + self.num_layers * (self.layer - idle) + self.hidden
 
 
 def num_parameters(model: ModelConfig) -> int:

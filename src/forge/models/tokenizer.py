@@ -133,9 +133,14 @@ class ChatTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text, with what the tokenizer puts before it, such as BOS, and with EOS at its end."""
-        ids: list[int] = self._whole.encode(_checked(text), add_special_tokens=True).ids
+        ids = self.encode_whole(text)
         eos = self.eos_token_id
         return ids if ids and ids[-1] == eos else [*ids, eos]
+
+    def encode_whole(self, text: str) -> list[int]:
+        """Encode plain text as `transformers` does by default: with what the tokenizer itself puts around it."""
+        ids: list[int] = self._whole.encode(_checked(text), add_special_tokens=True).ids
+        return ids
 
     def encode_beginning(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """Return the tokens of a text to be continued: with what the tokenizer puts before it, and no end.
@@ -204,6 +209,12 @@ class ChatTokenizer:
     def vocab_size(self) -> int:
         """How many tokens there are. A model may have more rows than that."""
         return len(self._tokenizer)
+
+    @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """All tokens, with their numbers; special and other added tokens included."""
+        found: dict[str, int] = self._whole.get_vocab(with_added_tokens=True)
+        return found
 
     @property
     def has_chat_template(self) -> bool:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 EMBEDDING = "tok_embeddings.weight"
 HEAD = "lm_head.weight"
-"""Our name of the output layer's weight, and Hugging Face's too."""
+"""Our name of the output layer's weight, and Hugging Face's too, of a language model."""
+SCORE = "score.weight"
+"""Hugging Face's name of the output layer's weight of a classifier: a model with a scalar head."""
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -79,7 +81,8 @@ def weight_map(config: ModelConfig) -> tuple[WeightSlot, ...]:
         slots += _mixture(sizes, layer) if sizes.num_experts else _feed_forward(sizes, layer)
     slots.append(WeightSlot("norm.weight", (sizes.hidden,), ("model.norm.weight",)))
     if not sizes.is_tied:
-        slots.append(WeightSlot(HEAD, (sizes.vocab, sizes.hidden), (HEAD,)))
+        name = SCORE if config.head == "scalar" else HEAD
+        slots.append(WeightSlot(HEAD, (sizes.num_outputs, sizes.hidden), (name,)))
     return tuple(slots)
 
 
@@ -98,7 +101,7 @@ def hf_views(state: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple
     slots = {slot.name: slot for slot in weight_map(config)}
     for given, tensor in state.items():
         name = plain_name(given)
-        if name == HEAD and config.tie_embeddings:
+        if name == HEAD and HEAD not in slots:
             continue
         slot = slots.get(name)
         if slot is None:

@@ -6,80 +6,78 @@ straight into the parameters. Nothing is gathered, no rank waits for another, an
 
 from __future__ import annotations
 
-import json
-import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
 from forge.config.schema import ModelConfig
 from forge.errors import ModelError
+from forge.models.adapter_names import is_adapter
+from forge.models.weight_folder import Box, LoadReport, WeightFolder
 from forge.models.weight_names import (
     EMBEDDING,
     HEAD,
+    SCORE,
     WeightSlot,
     plain_name,
     slots_by_name,
     unknown_parameter,
-    weight_map,
     wrong_parameter,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-Box = tuple[slice, ...]
-"""A range of indices for each dimension."""
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 READ_BYTES = 64 * 2**20
 """About the largest piece that is in memory between the file and the parameter."""
-_WIDEST = 8
-"""Bytes of the widest number that a file may hold."""
-_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-_HARMLESS = "rotary_emb.inv_freq"
 _STD = 0.02
 _OUTPUTS = (".wo.weight", ".w2.weight", ".w2_EDF")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What one rank read: the number of pieces, their bytes in the files, and the bytes of the largest piece."""
-
-    num_reads: int = 0
-    num_bytes: int = 0
-    largest_bytes: int = 0
-
-
 def load_hf(
-    parts: Sequence[nn.Module], folder: Path, config: ModelConfig, *, max_read_bytes: int = READ_BYTES
+    parts: Sequence[nn.Module],
+    folder: Path,
+    config: ModelConfig,
+    *,
+    seed: int | None = None,
+    max_read_bytes: int = READ_BYTES,
 ) -> LoadReport:
     """Fill the parameters of this rank's parts of a model from a Hugging Face folder, in place.
 
     `parts` is the whole model or this rank's pipeline stages; parameters are plain tensors or DTensors of any mesh,
     sharded or replicated, on any device but meta. They keep their dtype: numbers are converted on the way. Beside them
-    there is never more than one piece of about `max_read_bytes` (one row, where that is larger).
+    there is never more than one piece of about `max_read_bytes` (one row, where that is larger). Weights that are kept
+    in few bits are quantised one after the other, each of them whole in host memory for that time.
 
     The folder is checked whole before anything is written, so every rank of a run refuses the same folder: a tensor
     that is missing, one too many, one of another shape or of a quantized dtype, or a file that is damaged raises
     `ModelError`. (One thing is seen only on the way, by ranks that hold it: an output layer that is said to be tied and
     is not.) Ranks do not wait for each other here.
+
+    With `model.head: scalar` the folder may also be that of a language model: its output layer is left out, and the
+    scalar head is initialised from `seed`, equally for every layout. Without a seed such a folder is refused.
     """
     import torch
 
+    from forge.models.quantized import quantized_weights
+
     slots = slots_by_name(config)
-    targets = [(name, parameter, _slot_of(name, parameter, slots)) for name, parameter in named_parameters(parts)]
-    with _Folder(folder, config, max_read_bytes=max_read_bytes) as files, torch.no_grad():
-        files.check()
+    targets = [(name, parameter, _slot_of(name, parameter, slots)) for name, parameter in _base_parameters(parts)]
+    with WeightFolder(folder, config, max_read_bytes=max_read_bytes) as files, torch.no_grad():
+        files.check(may_lack_score=seed is not None)
         done: set[int] = set()
         for name, parameter, slot in targets:
             if id(parameter) not in done:
                 done.add(id(parameter))
-                _fill(name, parameter, slot, files=files)
+                if seed is not None and files.lacks_score and slot.hf_names == (SCORE,):
+                    initialise(SCORE, parameter, seed=seed, std=_STD)
+                else:
+                    _fill(name, parameter, slot, files=files)
+        for name, weight in quantized_weights(parts).items():
+            whole = torch.empty(weight.shape, dtype=torch.float32)
+            _fill(name, whole, slots[name], files=files)
+            weight.store(whole)
         return files.report
 
 
@@ -141,9 +139,7 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def draw_weights(parts: Sequence[nn.Module], *, num_layers: int, seed: int) -> None:
-    """Fill the parameters of this rank's parts as a new model's.
-
-    Norms are 1, biases 0, and the rest comes from a normal distribution.
+    """Fill the parameters of this rank's parts as a new model's: norms 1, biases 0, the rest normally distributed.
 
     Each parameter has a generator of its own, made from the seed and its name, and is sampled whole before this
     rank's shard is taken. So every layout on one kind of device starts with the same model.
@@ -151,23 +147,44 @@ def draw_weights(parts: Sequence[nn.Module], *, num_layers: int, seed: int) -> N
     import torch
     from torch.distributed.tensor import DTensor
 
+    from forge.models.quantized import quantized_weights
+
     with torch.no_grad():
-        for name, parameter in named_parameters(parts):
+        for name, parameter in _base_parameters(parts):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if parameter.ndim == 1:
                 local.fill_(0.0 if name.endswith(".bias") else 1.0)
                 continue
-            std = _STD / (2 * num_layers) ** 0.5 if name.endswith(_OUTPUTS) else _STD
-            local.copy_(_draw(name, parameter, std=std, seed=seed)[local_box(parameter)])
+            if name == HEAD:
+                name = SCORE if parameter.shape[0] == 1 else EMBEDDING  # one parameter where they are tied
+            initialise(name, parameter, seed=seed, std=_std(name, num_layers))
+        for name, weight in quantized_weights(parts).items():
+            whole = torch.empty(weight.shape, dtype=torch.float32)
+            initialise(name, whole, seed=seed, std=_std(name, num_layers))
+            weight.store(whole)
 
 
-def _draw(name: str, parameter: Tensor, *, std: float, seed: int) -> Tensor:
+def _std(name: str, num_layers: int) -> float:
+    return _STD / (2 * num_layers) ** 0.5 if name.endswith(_OUTPUTS) else _STD
+
+
+def initialise(name: str, parameter: Tensor, *, seed: int, std: float | None = None, bound: float = 0.0) -> None:
+    """Fill a parameter from a normal distribution, or uniformly up to `bound`.
+
+    The generator is made from the seed and the name; the whole is sampled, and this rank's shard is taken.
+    """
     import torch
+    from torch.distributed.tensor import DTensor
 
-    name = EMBEDDING if name == HEAD else name  # one parameter where they are tied
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     generator = torch.Generator(parameter.device).manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
-    shape = tuple(parameter.shape)
-    return torch.empty(shape, device=parameter.device).normal_(0.0, std, generator=generator)
+    whole = torch.empty(tuple(parameter.shape), device=parameter.device)
+    whole.uniform_(-bound, bound, generator=generator) if std is None else whole.normal_(0.0, std, generator=generator)
+    local.copy_(whole[local_box(parameter)])
+
+
+def _base_parameters(parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in named_parameters(parts) if not is_adapter(name)]
 
 
 def _slot_of(name: str, parameter: Tensor, slots: Mapping[str, WeightSlot]) -> WeightSlot:
@@ -186,7 +203,7 @@ def _slot_of(name: str, parameter: Tensor, slots: Mapping[str, WeightSlot]) -> W
     return slots[name]
 
 
-def _fill(name: str, parameter: Tensor, slot: WeightSlot, *, files: _Folder) -> None:
+def _fill(name: str, parameter: Tensor, slot: WeightSlot, *, files: WeightFolder) -> None:
     from torch.distributed.tensor import DTensor
 
     box = local_box(parameter)
@@ -221,197 +238,3 @@ def _sources(slot: WeightSlot, box: Box, local: Tensor, *, fused: bool) -> Itera
             yield slot.fused.hf_name, where, local[at : at + 1]
         else:
             yield slot.hf_names[expert], (rows, columns), local[at]
-
-
-class _Folder:
-    """The safetensors files of a folder, open, with what each tensor is."""
-
-    def __init__(self, folder: Path, config: ModelConfig, *, max_read_bytes: int) -> None:
-        self.folder = Path(folder)
-        self.config = config
-        self.max_read_bytes = max_read_bytes
-        self.report = LoadReport()
-        self._stack = ExitStack()
-        self._handles: dict[str, tuple[Path, Any]] = {}
-
-    def __enter__(self) -> Self:
-        try:
-            for file in _files(self.folder):
-                handle = self._stack.enter_context(_opened(file))
-                self._handles.update((name, (file, handle)) for name in handle.keys())  # noqa: SIM118
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def has_fused(self, slot: WeightSlot) -> bool:
-        return slot.fused is not None and slot.fused.hf_name in self._handles
-
-    @property
-    def has_needless_head(self) -> bool:
-        return bool(self.config.tie_embeddings) and HEAD in self._handles
-
-    def check(self) -> None:
-        """Refuse a folder that does not hold exactly the tensors of the model."""
-        expected: dict[str, tuple[int, ...]] = {}
-        for slot in weight_map(self.config):
-            if slot.fused is not None and self.has_fused(slot):
-                expected[slot.fused.hf_name] = slot.fused.shape
-            else:
-                expected.update(dict.fromkeys(slot.hf_names, slot.hf_shape))
-        if self.has_needless_head:
-            expected[HEAD] = expected["model.embed_tokens.weight"]
-        for name, shape in expected.items():
-            self._check_tensor(name, shape)
-        extra = [name for name in self._handles if name not in expected and not name.endswith(_HARMLESS)]
-        if extra:
-            raise ModelError(
-                f"The folder holds {len(extra)} tensor(s) that the model has no place for; the first is {extra[0]}.",
-                path=self._place(extra[0]),
-                value=sorted(extra)[:8],
-                rule="every tensor is taken, so that nothing that was trained is dropped in silence",
-                repair="Check that the configuration is of this checkpoint. Quantized weights and adapters are not "
-                "supported.",
-            )
-
-    def _check_tensor(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self._handles:
-            raise ModelError(
-                f"The folder has no tensor {name}.",
-                path=f"{self.folder}:{name}",
-                rule=f"it is there, with shape {shape}",
-                repair="Check that the configuration is of this checkpoint (for lm_head.weight: tie_embeddings), and "
-                "that all of its files were downloaded.",
-            )
-        part = self._handles[name][1].get_slice(name)
-        if tuple(part.get_shape()) != shape:
-            raise ModelError(
-                f"The tensor {name} has another shape than the model's.",
-                path=self._place(name),
-                value=tuple(part.get_shape()),
-                rule=f"its shape is {shape}",
-                repair="Check that the configuration is of this checkpoint.",
-            )
-        if part.get_dtype() not in _DTYPES:
-            raise ModelError(
-                f"The tensor {name} has a dtype that weights are not read from.",
-                path=self._place(name),
-                value=part.get_dtype(),
-                rule=f"one of {', '.join(sorted(_DTYPES))}",
-                repair="Take the checkpoint that is not quantized.",
-            )
-
-    def _place(self, name: str) -> str:
-        return f"{self._handles[name][0]}:{name}"
-
-    def read(self, name: str, box: Box, *, into: Tensor) -> None:
-        for where, piece in self._pieces(name, box):
-            into[where].copy_(piece)
-
-    def compare_head(self, name: str, box: Box) -> None:
-        """Check that an output layer in a tied checkpoint is the embedding."""
-        import torch
-
-        if not self.has_needless_head:
-            return
-        heads = self._pieces(HEAD, box)
-        for (_, piece), (_, head) in zip(self._pieces(name, box), heads, strict=True):
-            if not torch.equal(piece, head):
-                raise ModelError(
-                    "The output layer is said to share the embedding's weights, but it has others in the folder.",
-                    path=self._place(HEAD),
-                    rule="with tie_embeddings, lm_head.weight is absent or equal to model.embed_tokens.weight",
-                    repair="Set model.tie_embeddings to false, or remove lm_head.weight.",
-                )
-
-    def _pieces(self, name: str, box: Box) -> Iterator[tuple[Box, Tensor]]:
-        """Yield a box of a tensor in pieces along its first dimension that is not 1: its place in the box, and it."""
-        from safetensors import SafetensorError
-
-        file, handle = self._handles[name]
-        source = handle.get_slice(name)
-        extent = [part.stop - part.start for part in box]
-        axis = next((dim for dim, size in enumerate(extent) if size != 1), 0)
-        row_bytes = _WIDEST * math.prod(extent[:axis] + extent[axis + 1 :])
-        step = max(1, self.max_read_bytes // max(1, row_bytes))
-        for start in range(0, extent[axis], step):
-            inside = [slice(0, size) for size in extent]
-            inside[axis] = slice(start, min(start + step, extent[axis]))
-            outside = tuple(
-                slice(part.start + at.start, part.start + at.stop) for part, at in zip(box, inside, strict=True)
-            )
-            try:
-                piece: Tensor = source[outside]
-            except (OSError, SafetensorError) as error:
-                raise _damaged(file, error) from error
-            size = piece.numel() * piece.element_size()
-            done = self.report
-            self.report = LoadReport(done.num_reads + 1, done.num_bytes + size, max(done.largest_bytes, size))
-            yield tuple(inside), piece
-
-
-def _opened(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, error: Exception) -> ModelError:
-    return ModelError(
-        "A file of weights cannot be read.",
-        path=str(file),
-        value=str(error),
-        rule="it is a whole safetensors file",
-        repair="Download it again.",
-    )
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the files with the weights, found as transformers finds them: the single file, then the index."""
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        return [folder / name for name in indexed_files(index)]
-    pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-    if pickled:
-        repair = "Convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)."
-    elif folder.is_dir():
-        repair = "Download the model's weights, or leave model.path out for random ones."
-    else:
-        repair = "Give the folder of a downloaded model."
-    raise ModelError(
-        "There are no safetensors weights here.",
-        path=str(folder),
-        value=pickled or ("a folder without weights" if folder.is_dir() else "no folder"),
-        rule=f"the folder holds {SINGLE_FILE} or {INDEX_FILE}",
-        repair=repair,
-    )
-
-
-def indexed_files(index: Path) -> list[str]:
-    """Return the names of the files that an index of weights names."""
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        whole = all(name == Path(name).name for name in names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _bad_index(index, repr(error)) from error
-    if not whole or not names:
-        raise _bad_index(index, names)
-    return names
-
-
-def _bad_index(index: Path, value: object) -> ModelError:
-    return ModelError(
-        "The index of the weights cannot be used.",
-        path=str(index),
-        value=value,
-        rule="it is JSON with a weight_map from tensors to the names of files in the same folder",
-        repair="Download it again.",
-    )

@@ -18,12 +18,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from forge.config.schema import ModelConfig
 from forge.errors import CheckpointError, ForgeError, ModelError
+from forge.models.adapter_names import AdapterSpec, adapter_slots, is_adapter
+from forge.models.weight_folder import INDEX_FILE, SINGLE_FILE
 from forge.models.weight_names import WeightSlot, slots_by_name, split, unknown_parameter, weight_map, wrong_parameter
-from forge.models.weights import INDEX_FILE, SINGLE_FILE, named_parameters
+from forge.models.weights import named_parameters
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from forge.models.quantized import QuantizedWeight
 
 MAX_SHARD_BYTES = 5 * 10**9
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -74,8 +78,12 @@ def export_hf(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
     finish: Callable[[Path], None] | None = None,
+    adapter: AdapterSpec | None = None,
 ) -> None:
     """Write the weights of a model as a Hugging Face folder. All ranks call it together, each with its own parts.
+
+    An adapter is merged into the weights, in float32, before they are rounded to `dtype`. Weights in few bits are
+    dequantised to float32 for it.
 
     Of the ranks that hold a parameter the lowest writes it, as `dtype` or, for None, as it is. No file is larger than
     `max_shard_bytes`, unless one tensor alone is. `finish` is called on rank 0 with the folder before it has its name,
@@ -85,22 +93,22 @@ def export_hf(
     unless `overwrite`; then it is exchanged for the new one. It must be on a file system that all writing ranks see.
     An error on any rank is raised on all of them.
     """
-    held = _Held(parts, config, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    held = _Held(parts, config, dtype=dtype, max_shard_bytes=max_shard_bytes, adapter=adapter)
     target = Path(folder).resolve()
     rank = _rank()
     error = held.error
     if rank == 0 and error is None:
-        error = _attempt(target, _prepare, target, overwrite=overwrite)
+        error = attempt(target, _prepare, target, overwrite=overwrite)
     try:
         answers = _exchange((error, held.dtypes, str(_partial(target))))
-        _raise_any([answer[0] for answer in answers], mine=error)
+        raise_any([answer[0] for answer in answers], mine=error)
         files = plan_files(_plan(config, [answer[1] for answer in answers]), max_shard_bytes=max_shard_bytes)
         partial = Path(answers[0][2])
         error = _write(held, config, files=files, folder=partial)
-        _raise_any(_exchange(error), mine=error)
+        raise_any(_exchange(error), mine=error)
         if rank == 0:
-            error = _attempt(target, _complete, partial, target, files=files, finish=finish)
-        _raise_any(_exchange(error), mine=error)
+            error = attempt(target, _complete, partial, target, files=files, finish=finish)
+        raise_any(_exchange(error), mine=error)
     except ForgeError:
         if rank == 0:
             shutil.rmtree(_partial(target), ignore_errors=True)
@@ -111,11 +119,20 @@ class _Held:
     """The parameters that this rank takes part in putting together, under our names; or why it cannot."""
 
     def __init__(
-        self, parts: Sequence[nn.Module], config: ModelConfig, *, dtype: torch.dtype | None, max_shard_bytes: int
+        self,
+        parts: Sequence[nn.Module],
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype | None,
+        max_shard_bytes: int,
+        adapter: AdapterSpec | None = None,
     ) -> None:
         self.dtype = dtype
+        self._scale = 1.0 if adapter is None else adapter.scale
+        self._adapters = {} if adapter is None else adapter_slots(config, adapter)
+        self._matrices: dict[str, Tensor] = {}
         self.error: ForgeError | None = None
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, Tensor | QuantizedWeight] = {}
         self.dtypes: dict[str, str] = {}
         try:
             if max_shard_bytes < 1:
@@ -131,7 +148,14 @@ class _Held:
             self.error = error
 
     def _collect(self, parts: Sequence[nn.Module], slots: Mapping[str, WeightSlot]) -> None:
+        import torch
+
+        from forge.models.quantized import quantized_weights
+
         for name, parameter in named_parameters(parts):
+            if is_adapter(name):
+                self._matrices[name] = parameter
+                continue
             if name not in slots:
                 raise unknown_parameter(name)
             if tuple(parameter.shape) != slots[name].shape:
@@ -147,15 +171,38 @@ class _Held:
                 )
             if slots[name].name == name and name not in self.tensors and _takes_part(parameter):
                 self.tensors[name], self.dtypes[name] = parameter, code
+        for name, weight in quantized_weights(parts).items():
+            self.tensors[name], self.dtypes[name] = weight, _CODES[str(self.dtype or torch.float32)]
 
     def whole(self, name: str) -> Tensor:
         """Gather a whole parameter. All ranks of its mesh call this for the same parameters in the same order."""
-        from torch.distributed.tensor import DTensor
+        weight = self._weight(name)
+        if name in self._adapters:
+            matrices = [self._matrices[each] for each in self._adapters[name].names]
+            found = merged(_gathered(weight), *map(_gathered, matrices), scale=self._scale)
+            return found.to(self.dtype or weight.dtype)
+        return _gathered(weight if self.dtype is None else weight.to(self.dtype))
 
-        tensor = self.tensors[name].detach()
-        if self.dtype is not None:
-            tensor = tensor.to(self.dtype)
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def _weight(self, name: str) -> Tensor:
+        import torch
+
+        found = self.tensors[name]
+        return found if isinstance(found, torch.Tensor) else found.dequantize(torch.float32)
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    tensor = parameter.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float) -> Tensor:
+    """Return a weight with its adapter in it, summed in float32 or wider and not rounded after."""
+    import torch
+
+    wide = torch.promote_types(torch.promote_types(torch.float32, weight.dtype), a.dtype)
+    return weight.to(wide) + scale * (b.to(wide) @ a.to(wide))
 
 
 def _takes_part(parameter: Tensor) -> bool:
@@ -213,8 +260,8 @@ def _write(held: _Held, config: ModelConfig, *, files: Sequence[FilePlan], folde
             continue
         whole = held.whole(slot.name)
         if slot.hf_names[0] in names and error is None:
-            error = _attempt(folder, output.take, split(slot, whole))
-    return _attempt(folder, output.close) or error
+            error = attempt(folder, output.take, split(slot, whole))
+    return attempt(folder, output.close) or error
 
 
 class _Output:
@@ -338,7 +385,7 @@ def swap(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(one), None, str(other))
 
 
-def _attempt(path: Path, action: Callable[..., None], *args: Any, **kwargs: Any) -> ForgeError | None:
+def attempt(path: Path, action: Callable[..., None], *args: Any, **kwargs: Any) -> ForgeError | None:
     """Do something and return what went wrong, in a form that can travel to the other ranks."""
     try:
         action(*args, **kwargs)
@@ -374,7 +421,7 @@ def _exchange(value: Any) -> list[Any]:
     return values
 
 
-def _raise_any(errors: Iterable[ForgeError | None], *, mine: ForgeError | None) -> None:
+def raise_any(errors: Iterable[ForgeError | None], *, mine: ForgeError | None) -> None:
     """Raise this rank's error, which knows its cause, or else the first one of another rank."""
     for error in (mine, *errors):
         if error is not None:

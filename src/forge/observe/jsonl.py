@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forge.errors import DataError
+from forge.observe.clock import wall_s
 from forge.observe.sink import Value, closed_error
 
 
@@ -43,7 +43,7 @@ class JsonlSink:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], *, resume_step: int | None = None, clock: Callable[[], float] = time.time
+        self, path: str | os.PathLike[str], *, resume_step: int | None = None, clock: Callable[[], float] = wall_s
     ) -> None:
         self.path = Path(path)
         self._clock = clock

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from forge.observe.sink import (
+    ACCURACY,
     ENTROPY,
     EPOCH,
     EVALUATION,
@@ -14,10 +15,13 @@ from forge.observe.sink import (
     GENERATION_TOKENS_PER_S,
     GRAD_NORM,
     KL,
+    LEAGUE_ELO,
+    LEAGUE_WIN_RATE,
     LEARNING_RATE,
     MEMORY_GIB,
     MFU,
     NUM_FAILED,
+    REWARD_MARGIN,
     REWARD_MEAN,
     SKIPPED,
     STALENESS,
@@ -28,8 +32,11 @@ from forge.observe.sink import (
     TIME_WAITING,
     TOKENS_PER_S,
     TRAIN_LOSS,
+    VALIDATION_ACCURACY,
     VALIDATION_BEST,
+    VALIDATION_ECE,
     VALIDATION_LOSS,
+    VALIDATION_MARGIN,
     Value,
 )
 
@@ -55,8 +62,15 @@ def format_tokens_per_s(rate: float) -> str:
     return f"{rate:.0f}" if rate >= 10 or not math.isfinite(rate) else f"{rate:.2g}"
 
 
+def format_part(part: float) -> str:
+    """Return a part of a whole in percent."""
+    return f"{100 * part:.1f}%"
+
+
 _TRAIN_FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     (TRAIN_LOSS, "Loss: {}", format_loss),
+    (ACCURACY, "Accuracy: {}", format_part),
+    (REWARD_MARGIN, "Margin: {}", format_loss),
     (LEARNING_RATE, "LR: {}", format_rate),
     (TOKENS_PER_S, "Tokens/s: {}", format_tokens_per_s),
     (GRAD_NORM, "Grad: {}", format_norm),
@@ -78,8 +92,16 @@ def train_line(step: int, values: Mapping[str, Value], *, num_epochs: int | None
 
 
 def validation_line(step: int, values: Mapping[str, Value]) -> str:
-    """`Validation | Step 100 | Loss: 2.31 | best`, the last word only where it is the lowest loss so far."""
+    """`Validation | Step 100 | Loss: 2.31 | best`, the last word only where it is the lowest loss so far.
+
+    Where answers are compared, their accuracy stands behind the loss, and the calibration error where it is known, else
+    the margin of rewards.
+    """
     parts = ["Validation", f"Step {step}", f"Loss: {format_loss(float(values[VALIDATION_LOSS]))}"]
+    for name, text in ((VALIDATION_ACCURACY, "Accuracy: {:.1%}"), (VALIDATION_ECE, "ECE: {:.3f}")):
+        parts += [text.format(float(values[name]))] if name in values else []
+    if VALIDATION_MARGIN in values and VALIDATION_ECE not in values:
+        parts.append(f"Margin: {format_loss(float(values[VALIDATION_MARGIN]))}")
     if values.get(VALIDATION_BEST):
         parts.append("best")
     return " | ".join(parts)
@@ -116,6 +138,8 @@ _ROLLOUT_FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     (REWARD_MEAN, "Avg Reward: {}", format_loss),
     (KL, "KL Divergence: {}", format_loss),
     (ENTROPY, "Entropy: {}", format_loss),
+    (LEAGUE_ELO, "Elo: {}", lambda rating: f"{rating:.0f}"),
+    (LEAGUE_WIN_RATE, "Win Rate: {}", lambda rate: f"{rate:.0%}"),
     (STALENESS, "Staleness: {}", format_staleness),
     (GENERATION_TOKENS_PER_S, "Gen: {} tok/s", format_tokens_per_s),
     (TOKENS_PER_S, "Train: {} tok/s", format_tokens_per_s),
@@ -167,6 +191,8 @@ def panel_metrics(values: Mapping[str, Value]) -> list[tuple[str, str]]:
         REWARD_MEAN: "reward",
         KL: "KL",
         ENTROPY: "entropy",
+        LEAGUE_ELO: "Elo",
+        LEAGUE_WIN_RATE: "win rate",
         STALENESS: "staleness",
         GENERATION_TOKENS_PER_S: "gen tok/s",
         TOKENS_PER_S: "train tok/s",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from forge.observe.clock import monotonic_s
 from forge.observe.sink import (
     EPOCH,
     GRAD_NORM,
@@ -30,7 +30,7 @@ class Throughput:
     back.
     """
 
-    def __init__(self, *, window: int = 20, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, window: int = 20, clock: Callable[[], float] = monotonic_s) -> None:
         if window < 1:
             raise ValueError(f"a window holds at least one step, not {window}")
         self._clock = clock

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 
 from forge.errors import OptionError
 from forge.rewards.catalog import checks, served
@@ -58,8 +58,11 @@ def judge(*, template: str | None = None, scale: Annotated[int, Ge(1)] = 10) -> 
 
 
 @served
-def reward_model(*, squash: Literal["none", "sigmoid"] = "none") -> None:
-    """A classifier with one label gives the completion a number; `squash: sigmoid` brings it between 0 and 1."""
+def reward_model(
+    *, mean: float = 0.0, std: Annotated[float, Gt(0)] = 1.0, squash: Literal["none", "sigmoid"] = "none"
+) -> None:
+    """A classifier with one label gives the completion a number; `mean` is subtracted, the rest divided by `std`, and
+    `squash: sigmoid` brings it between 0 and 1."""
 
 
 @checks(judge)
@@ -133,8 +136,11 @@ def judge_score(text: str, *, scale: int = 10) -> float | None:
     return score if 0.0 <= score <= 1.0 else None
 
 
-def model_score(number: float, *, squash: Literal["none", "sigmoid"] = "none") -> float:
+def model_score(
+    number: float, *, mean: float = 0.0, std: float = 1.0, squash: Literal["none", "sigmoid"] = "none"
+) -> float:
     """A reward model's number as a reward. The sigmoid is computed so that no number overflows."""
+    number = (number - mean) / std
     if squash == "none":
         return float(number)
     small = math.exp(-abs(number))

@@ -5,8 +5,8 @@
 1. *baseline*: what the reward is compared with. 2. *scale*: what the difference is divided by. 3. *whiten*: whether the
 results of the batch are moved and scaled to mean 0 and deviation 1. 4. *clip*.
 
-`token_advantages` gives one number for each token instead: between 2 and 3 it takes a cost of each token, the
-divergence from the reference, from that token's advantage (`charged`).
+`token_advantages` gives one number for each token instead: between 2 and 3 it discounts the advantage by the tokens
+that follow, and takes a cost of each token, the divergence from the reference, from that token's advantage (`charged`).
 
 It is finite whatever the rewards are. Where there is nothing to compare with or to scale by, nothing is made up:
 
@@ -17,8 +17,9 @@ It is finite whatever the rewards are. Where there is nothing to compare with or
 | a standard deviation of 0, whatever the baseline | the difference is not divided |
 | whitening a batch of which all are equal, or of one | 0 for all |
 
-`gae` is what a critic's values make of the rewards of single tokens. Plain Python numbers in float64: a batch has some
-thousands of rewards at most, and a controller needs no torch for them.
+`gae` is what a critic's values make of the rewards of single tokens; `forge.rollout.value_credit` does it for episodes.
+Plain Python numbers in float64: a batch has some thousands of rewards at most, and a controller needs no torch for
+them.
 """
 
 from __future__ import annotations
@@ -74,28 +75,41 @@ def token_advantages(
     credit: Credit,
     is_counted: Sequence[Sequence[bool]],
 ) -> list[list[list[float]]]:
-    """Return the advantages of all tokens of a batch, by group and completion.
+    """Return the advantages of all tokens of a batch, by group and completion, discounted by `config.gamma`.
 
     `costs` has what each token costs, in units of reward; `credit` says whom it is taken from. `is_counted` says of
     which completions the tokens count in the loss, and so in `whiten`, which here is over tokens.
     """
     _check_costs(costs)
     compared = [value for group in _compared(rewards, config) for value in group]
-    tokens = [charged(value, cost, credit) for value, cost in zip(compared, _flat(costs), strict=True)]
+    tokens = [
+        charged(value, cost, credit, gamma=config.gamma) for value, cost in zip(compared, _flat(costs), strict=True)
+    ]
+    counts = [[int(counted)] * len(each) for each, counted in zip(tokens, _flat(is_counted), strict=True)]
+    return _grouped(finish_tokens(tokens, config, counts=counts), like=rewards)
+
+
+def finish_tokens(
+    tokens: Sequence[Sequence[float]], config: AdvantageConfig, *, counts: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Return the advantages of tokens, by episode, whitened over all that count (1 in `counts`) and clipped, as the
+    section says."""
     if config.whiten:
-        counts = [int(counted) for each, counted in zip(tokens, _flat(is_counted), strict=True) for _ in each]
-        whitened = iter(_whitened([value for each in tokens for value in each], config, counts=counts))
+        whitened = iter(_whitened(_flat(tokens), config, counts=_flat(counts)))
         tokens = [[next(whitened) for _ in each] for each in tokens]
-    return _grouped([[_clipped(value, config.clip) for value in each] for each in tokens], like=rewards)
+    return [[_clipped(value, config.clip) for value in each] for each in tokens]
 
 
-def charged(advantage: float, costs_T: Sequence[float], credit: Credit) -> list[float]:
+def charged(advantage: float, costs_T: Sequence[float], credit: Credit, *, gamma: float = 1.0) -> list[float]:
     """Return the advantage of each of T tokens after costs: each pays its own (`token`), or also those of all later
-    tokens (`return_to_go`)."""
-    if credit == "token":
-        return [advantage - cost for cost in costs_T]
-    to_go = list(accumulate(reversed(costs_T)))
-    return [advantage - cost for cost in reversed(to_go)]
+    tokens (`return_to_go`). What comes n tokens later counts gamma to the power n: the advantage, which is earned with
+    the last token, and costs of later tokens."""
+    last = len(costs_T) - 1
+    earned = [advantage * gamma ** (last - token) for token in range(len(costs_T))]
+    if credit == "return_to_go":
+        to_go = list(accumulate(reversed(costs_T), lambda later, cost: cost + gamma * later))
+        costs_T = to_go[::-1]
+    return [value - cost for value, cost in zip(earned, costs_T, strict=True)]
 
 
 def token_kl(
@@ -132,13 +146,20 @@ def completion_kl(
 
 
 def gae(
-    rewards_T: Sequence[float], values_T: Sequence[float], *, gamma: float, lam: float, last_value: float = 0.0
+    rewards_T: Sequence[float],
+    values_T: Sequence[float],
+    *,
+    gamma: float,
+    lam: float,
+    last_value: float = 0.0,
+    last_advantage: float = 0.0,
 ) -> tuple[list[float], list[float]]:
     """Generalised advantage estimates of T tokens (Schulman et al., arXiv 1506.02438), and the returns.
 
     delta_t = r_t + gamma V_(t+1) - V_t, and A_t = delta_t + gamma lam A_(t+1); the return of a token, which a critic
     learns, is A_t + V_t. `last_value` is the critic's value of what follows the last token: 0 where the completion
-    finished, and its value of the cut-off state where it was cut off by length.
+    finished, and its value of the cut-off state where that is bootstrapped. Where more tokens follow, `last_value` and
+    `last_advantage` are those of the first of them.
     """
     if len(rewards_T) != len(values_T):
         raise DataError(
@@ -148,10 +169,10 @@ def gae(
             rule=f"{len(rewards_T)} numbers, one for each reward",
             repair="give the critic's value before each sampled token",
         )
-    _check_fraction("gamma", gamma)
-    _check_fraction("lam", lam)
+    check_fraction("gamma", gamma)
+    check_fraction("lam", lam)
     estimates: list[float] = []
-    advantage, following = 0.0, last_value
+    advantage, following = last_advantage, last_value
     for reward, value in zip(reversed(rewards_T), reversed(values_T), strict=True):
         advantage = reward + gamma * following - value + gamma * lam * advantage
         following = value
@@ -277,7 +298,8 @@ def _check_costs(costs: Sequence[Sequence[Sequence[float]]]) -> None:
                 )
 
 
-def _check_fraction(path: str, value: float) -> None:
+def check_fraction(path: str, value: float) -> None:
+    """Refuse a factor of the advantage estimates that is not between 0 and 1."""
     if not 0 <= value <= 1:
         raise ConfigError(
             "a factor of the advantage estimates is out of range",

@@ -22,16 +22,18 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from forge.config import RolloutConfig
 from forge.config.algorithm import AlgorithmConfig
 from forge.errors import CheckpointError
+from forge.rollout.agent_credit import AgentCredit
 from forge.rollout.credit import AdvantageFunction
-from forge.rollout.signal import DropReason, NoSignalGroup, NoSignalTally, SignalTest
+from forge.rollout.signal import DropReason, NoSignalGroup, NoSignalTally, Reason, SignalTest
 from forge.types import Episode, Group
 
 _log = logging.getLogger("forge.rollout")
@@ -67,6 +69,7 @@ class TakenBatch:
         num_no_signal: groups without signal since the last batch, dropped or (with `keep`) in this one. Groups without
             a token are counted apart (`num_empty`).
         dropped: the episodes of groups that were left out since the last batch for lack of signal.
+        reasons: how many groups taught nothing since the last batch, by reason.
     """
 
     index: int
@@ -75,6 +78,7 @@ class TakenBatch:
     num_stale: int = 0
     num_no_signal: int = 0
     dropped: tuple[Scored, ...] = ()
+    reasons: Mapping[Reason, int] = field(default_factory=dict)
 
     @property
     def scored(self) -> tuple[Scored, ...]:
@@ -129,6 +133,7 @@ class ReplayBuffer:
         num_groups: how many groups there are in all; None for no end.
         algorithm: how rewards become advantages, which says what a group without signal is.
         advantage: computes advantages; None for what the algorithm names.
+        agents: how episodes with several agents are credited.
         on_no_signal: gets every group that teaches nothing, and returns the file that it was written to, if it was.
     """
 
@@ -139,15 +144,19 @@ class ReplayBuffer:
         num_groups: int | None = None,
         algorithm: AlgorithmConfig | None = None,
         advantage: AdvantageFunction | None = None,
+        agents: AgentCredit | None = None,
         on_no_signal: Callable[[NoSignalGroup], Path | None] = lambda no_signal: None,
     ) -> None:
         self._config, self._num_groups, self._on_no_signal = config, num_groups, on_no_signal
         self._signal = SignalTest(
             algorithm or AlgorithmConfig(),
             mask_truncated=config.mask_truncated,
-            before_shaping=config.no_signal == "replace",
+            before_shaping=config.no_signal == "replace" and config.signal_reward is None,
+            reward=config.signal_reward,
             advantage=advantage,
+            agents=agents,
         )
+        self._max_in_flight = config.max_in_flight
         self.tally = NoSignalTally()
         self.next_number = 0
         self.num_taken = 0
@@ -158,6 +167,7 @@ class ReplayBuffer:
         self._ready: dict[int, _Ready] = {}
         self._drops: dict[int, DropReason] = {}
         self._num_stale = 0
+        self._reasons: Counter[Reason] = Counter()
         self._dropped: list[Scored] = []
         self._uncommitted: TakenBatch | None = None
         self._news: asyncio.Future[None] | None = None
@@ -181,15 +191,16 @@ class ReplayBuffer:
         if self.is_stale(group):
             self._queue_stale(group.number)
             return
-        counts = self._signal.counts(group)
-        is_open = counts and self._signal.is_of_batch  # its batch will tell
-        lacks_signal = not is_open and not self._signal.passes([group])
+        counts, differs = self._signal.counts(group), self._signal.differs(group)
+        is_open = counts and differs and self._signal.is_of_batch  # its batch will tell
+        lacks_signal = not is_open and not (differs and self._signal.passes([group]))
         is_dropped = lacks_signal and (self._config.no_signal != "keep" or not counts)
         if is_dropped and self._config.no_signal == "replace":
             self._drop_no_signal(group)
         else:
             self._ready[group.number] = _Ready(started_at, group, lacks_signal, is_dropped)
         if lacks_signal:
+            self._reasons[self._signal.reason(group)] += 1
             self._count_no_signal(group, is_kept=not is_dropped)
         elif not is_open:
             self.tally.restart()
@@ -212,6 +223,7 @@ class ReplayBuffer:
         """Drop a group; `group` is what was sampled of it."""
         del self._in_flight[number]
         self._drops[number] = why
+        self._reasons[why] += 1
         self._count_no_signal_group(NoSignalGroup(number, why, why, group))
         self._notify()
 
@@ -221,10 +233,15 @@ class ReplayBuffer:
         heapq.heappush(self._queue, number)
         self._notify()
 
+    def limit_in_flight(self, most: int | None) -> None:
+        """Let at most so many groups be in flight from now on; None for as many as the staleness allows."""
+        self._max_in_flight = most
+        self._notify()
+
     def _has_room(self) -> bool:
         outstanding = len(self._in_flight) + len(self._ready)
         limit = (self._config.staleness + 1 - (self.num_taken - self.version)) * self._config.batch_groups
-        most = self._config.max_in_flight
+        most = self._max_in_flight
         return outstanding < limit and (most is None or len(self._in_flight) < most)
 
     def _next(self) -> int | None:
@@ -333,6 +350,7 @@ class ReplayBuffer:
             return []
         for each in together:
             each.lacks_signal, each.is_dropped = True, self._config.no_signal != "keep"
+            self._reasons[self._signal.reason(each.group)] += 1
         return together
 
     def _made_of(self, kept: list[_Ready]) -> TakenBatch:
@@ -341,6 +359,7 @@ class ReplayBuffer:
         drops, self._drops = tuple(sorted(self._drops.items())), {}
         num_stale, self._num_stale = self._num_stale, 0
         dropped, self._dropped = tuple(self._dropped), []
+        reasons, self._reasons = self._reasons, Counter()
         self._uncommitted = TakenBatch(
             self.num_taken,
             tuple(sorted((each.group for each in kept), key=lambda group: group.number)),
@@ -348,6 +367,7 @@ class ReplayBuffer:
             num_stale=num_stale,
             num_no_signal=sum(why == "no_signal" for _, why in drops) + sum(each.lacks_signal for each in kept),
             dropped=dropped,
+            reasons=reasons,
         )
         self.num_taken += 1
         return self._uncommitted

@@ -45,6 +45,23 @@ class Usage:
     num_sampled: int
 
 
+@dataclass(frozen=True, slots=True)
+class EndpointAddress:
+    """Where an endpoint is, and which model answers.
+
+    Attributes:
+        url: its address, which usually ends in /v1.
+        model: the model's name there.
+        api_key: the key that requests are sent with; None for none.
+        timeout_s: seconds that one request may take; None for no limit.
+    """
+
+    url: str
+    model: str
+    api_key: str | None
+    timeout_s: float | None
+
+
 class EndpointPolicy:
     """Another server's chat completions as the policy of episodes. Tokens are characters: see `CharacterCodec`.
 
@@ -229,8 +246,9 @@ def make_client(url: str, *, api_key: str | None, timeout_s: float | None) -> ht
     return httpx.AsyncClient(base_url=url.rstrip("/") + "/", headers=headers, timeout=timeout, limits=limits)
 
 
-async def first_model(client: httpx.AsyncClient, url: str) -> str:
-    """Return the name of the first model that an endpoint lists."""
+async def first_model(client: httpx.AsyncClient, url: str, *, path: str | None = None) -> str:
+    """Return the name of the first model that an endpoint lists. `path` is the section that names the endpoint; None
+    for the command line."""
     import httpx
 
     try:
@@ -238,7 +256,7 @@ async def first_model(client: httpx.AsyncClient, url: str) -> str:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(
             f"the endpoint cannot be reached: {type(error).__name__}: {error}",
-            path="--endpoint",
+            path="--endpoint" if path is None else f"{path}.url",
             value=url,
             rule="the address of a server that runs",
             repair="check the address; `forge serve MODEL_DIR` prints that of its own",
@@ -246,17 +264,17 @@ async def first_model(client: httpx.AsyncClient, url: str) -> str:
     if response.status_code in (401, 403):
         raise ConfigError(
             f"the endpoint refuses the request: {response.status_code}",
-            path="--api-key",
+            path="--api-key" if path is None else f"{path}.api_key_env",
             rule="the key that the server demands",
-            repair="give --api-key, or set OPENAI_API_KEY",
+            repair="give --api-key, or set OPENAI_API_KEY" if path is None else "set that environment variable",
         )
     try:
         return str(response.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"the endpoint lists no model: {type(error).__name__}: {error}",
-            path="--model",
+            path="--model" if path is None else f"{path}.model",
             value=None,
             rule="the name of a model at the endpoint",
-            repair="name it with --model; the address usually ends in /v1",
+            repair=f"name it with {'--model' if path is None else f'{path}.model'}; the address usually ends in /v1",
         ) from None

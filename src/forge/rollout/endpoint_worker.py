@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from forge.envs.character_codec import CharacterCodec
 from forge.envs.state import Policy
-from forge.rollout.endpoint_policy import EndpointPolicy, make_client
+from forge.rollout.endpoint_policy import EndpointAddress, EndpointPolicy, make_client
 from forge.rollout.episode_worker import EpisodeOptions, EpisodeWorker
 from forge.runtime.endpoints import endpoint
 from forge.types import Episode
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointAddress:
-    """Where an endpoint is, and which model answers.
-
-    Attributes:
-        url: its address, which usually ends in /v1.
-        model: the model's name there.
-        api_key: the key that requests are sent with; None for none.
-        timeout_s: seconds that one request may take; None for no limit.
-    """
-
-    url: str
-    model: str
-    api_key: str | None
-    timeout_s: float | None
 
 
 class EndpointWorker(EpisodeWorker):
@@ -72,8 +55,4 @@ def _without_tokens(episode: Episode, policy: EndpointPolicy) -> Episode:
     stats = {name: value for name, value in episode.stats.items() if name not in ("num_sampled", "num_observed")}
     if all(each is not None for each in usage):
         stats["num_sampled"] = float(sum(each.num_sampled for each in usage if each is not None))
-    bare = tuple(
-        replace(turn, context_ids=(), token_ids=(), logprobs=(), full_logprobs=None, versions=())
-        for turn in episode.turns
-    )
-    return replace(episode, turns=bare, stats=stats)
+    return replace(episode, turns=tuple(turn.without_tokens() for turn in episode.turns), stats=stats)

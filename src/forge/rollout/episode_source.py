@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,20 @@ from forge.config import EpisodeConfig
 from forge.envs.limits import Fault
 from forge.errors import ActorFailure, CallTimeout, GroupFailed, RolloutError
 from forge.observe import span
+from forge.rollout.agent_policies import Seat
+from forge.rollout.agent_views import with_results
+from forge.rollout.episode_worker import Added
 from forge.rollout.journal_file import remove_journals
+from forge.rollout.league import League
 from forge.rollout.progress import RolloutProgress
 from forge.rollout.references import References
 from forge.rollout.rollouter import Prompts
-from forge.types import Episode, Group, Task
+from forge.types import AgentResult, Episode, Group, Score, Task
 
 _log = logging.getLogger("forge.episodes")
 
 T = TypeVar("T")
-CompareFunction = Callable[[Task, Sequence[Episode]], Awaitable[list[float]]]
+CompareFunction = Callable[[Task, Sequence[Episode]], Awaitable[list[Added]]]
 
 
 class RunFunction(Protocol):
@@ -38,6 +42,7 @@ class RunFunction(Protocol):
         *,
         oldest_version: int = ...,
         evaluation: bool = ...,
+        seats: Mapping[str, Seat] = ...,
     ) -> Awaitable[Episode]: ...
 
 
@@ -52,6 +57,7 @@ class EpisodeSource(RolloutProgress):
         config: the section `episode`.
         group_size: how many episodes a group has.
         journal_dir: where workers keep journals; None for none.
+        league: draws the opponents of groups; None where agents are the same in all.
     """
 
     def __init__(
@@ -64,8 +70,10 @@ class EpisodeSource(RolloutProgress):
         config: EpisodeConfig,
         group_size: int,
         journal_dir: Path | None = None,
+        league: League | None = None,
     ) -> None:
         super().__init__()
+        self.league = league
         self._prompts, self._run, self._compare, self._references = prompts, run, compare, references
         self._config, self._group_size, self._journal_dir = config, group_size, journal_dir
         self._faults: Counter[str] = Counter()
@@ -86,16 +94,14 @@ class EpisodeSource(RolloutProgress):
             self.enter(number, "scoring")
             with span("score", group=number):
                 added = await self._compared(number, task, episodes)
-                references = await self._references.logprobs(episodes, number=number)
+                episodes = await self._references.compared(episodes, number=number)
         finally:
             self.leave(number)
         self._num_failed_in_a_row = 0
-        episodes = _with_rewards(episodes, added)
-        charged = [
-            self._references.charged(replace(episode, ref_logprobs=reference))
-            for episode, reference in zip(episodes, references, strict=True)
-        ]
-        return Group(number, epoch, tuple(charged))
+        group = Group(number, epoch, tuple(map(self._references.charged, _with_rewards(episodes, added))))
+        if self.league is not None:
+            self.league.finished(group)
+        return group
 
     async def run_member(
         self, number: int, member: int, task: Task, *, evaluation: bool = False, **options: Any
@@ -104,6 +110,9 @@ class EpisodeSource(RolloutProgress):
         what = f"{'held-out ' if evaluation else ''}episode {member} of group {number}"
         if evaluation:
             options["evaluation"] = True
+        if self.league is not None:
+            match = self.league.evaluation_match(number) if evaluation else self.league.match(number)
+            options["seats"] = self.league.seats(match)
         attempt = partial(self._run, task, number, member, **options)
         return await self._without_faults(attempt, what, self._evaluation_faults if evaluation else self._faults)
 
@@ -125,7 +134,7 @@ class EpisodeSource(RolloutProgress):
         compare = partial(self._compare, task, episodes)
         return _with_rewards(episodes, await self._without_faults(compare, what, self._evaluation_faults))
 
-    async def _compared(self, number: int, task: Task, episodes: Sequence[Episode]) -> list[float] | None:
+    async def _compared(self, number: int, task: Task, episodes: Sequence[Episode]) -> list[Added] | None:
         """Return what the group's reward adds to each episode. Faults of it do not end the episodes: only the
         comparison is made again."""
         compare = self._compare
@@ -185,7 +194,7 @@ class EpisodeSource(RolloutProgress):
         found = {f"episode/faults/{kind}": float(count) for kind, count in sorted(self._faults.items())}
         found["episode/num_faults"] = float(self._faults.total())
         self._faults.clear()
-        return found
+        return found | ({} if self.league is None else self.league.metrics())
 
     def take_evaluation_faults(self) -> dict[str, int]:
         """Return the faults of held-out episodes since the last call, by kind."""
@@ -199,14 +208,24 @@ class EpisodeSource(RolloutProgress):
             remove_journals(self._journal_dir, numbers)
 
 
-def _with_rewards(episodes: list[Episode], added: Sequence[float] | None) -> list[Episode]:
+def _with_rewards(episodes: list[Episode], added: Sequence[Added] | None) -> list[Episode]:
     if added is None:
         return episodes
     return [_with_reward(each, value) for each, value in zip(episodes, added, strict=True)]
 
 
-def _with_reward(episode: Episode, value: float) -> Episode:
-    score = episode.score
+def _with_reward(episode: Episode, value: Added) -> Episode:
+    if isinstance(value, Mapping):
+        results = {name: _with_agent_reward(each, value.get(name)) for name, each in episode.agents.items()}
+        return with_results(episode, results)
+    return replace(episode, score=_with_added(episode.score, value))
+
+
+def _with_agent_reward(result: AgentResult, value: float | None) -> AgentResult:
+    return result if value is None else replace(result, score=_with_added(result.score or Score(0.0), value))
+
+
+def _with_added(score: Score, value: float) -> Score:
     unshaped = None if score.unshaped is None else score.unshaped + value
     parts = {**score.parts, "group": score.parts.get("group", 0.0) + value}
-    return replace(episode, score=replace(score, reward=score.reward + value, parts=parts, unshaped=unshaped))
+    return replace(score, reward=score.reward + value, parts=parts, unshaped=unshaped)

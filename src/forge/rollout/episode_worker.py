@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from forge.config.episodes import EpisodeLimits
@@ -17,14 +18,15 @@ from forge.envs.agent_checks import check_reward
 from forge.envs.episode import CLOSE_LIMIT_S, EpisodeProgram, run_episode
 from forge.envs.journal import Entry, Journal
 from forge.envs.limits import Fault, ReplayMismatch
-from forge.envs.state import EpisodeKey, EpisodeState, Policy
+from forge.envs.state import AgentBinding, EpisodeKey, EpisodeState, Policy
 from forge.envs.tool_calls import ToolFormat
-from forge.errors import ActorFailure, CallTimeout, EngineDead, ForgeError, Overloaded, PromptError, RewardError
+from forge.errors import ForgeError, PromptError, RewardError
 from forge.observe import span
+from forge.rollout.agent_policies import AgentGenerators, AgentOptions, AgentPolicies, Seat, ServicePolicy
 from forge.rollout.journal_file import JournalFile
 from forge.runtime.endpoints import endpoint
 from forge.service.actor import ForgeActor
-from forge.types import Completion, Episode, Task
+from forge.types import Episode, Task
 
 if TYPE_CHECKING:
     from forge.envs.history import ChatCodec
@@ -33,15 +35,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("forge.episodes")
 
-GroupReward = Callable[[Task, Sequence[Episode]], Sequence[float] | Awaitable[Sequence[float]]]
-"""Returns one number for each episode of a group, which is added to what it earned."""
+Added = float | Mapping[str, float]
+"""What a group's reward adds to an episode: a number, or numbers by agent where the program declares agents."""
+
+GroupReward = Callable[[Task, Sequence[Episode]], Sequence[Added] | Awaitable[Sequence[Added]]]
+"""Returns what is added for each episode of a group."""
 
 EVALUATION_SEED = -1
 """Takes the place of the run's seed in evaluations: no rollout has the same seeds."""
 
 _MAX_TRACEBACK = 4000
-_ROOM_S = 0.05
-"""How long a request waits before it asks again for room in the queues of the generators."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class EpisodeOptions:
         max_seq_len: the policy's context.
         tool_format: how the policy writes tool calls.
         run_seed: what all seeds derive from.
+        agents: how the program's agents are bound, by name; those that are not named are the live policy.
         journal_dir: where journals of deterministic episodes are kept until their group is done with; None for none.
     """
 
@@ -69,48 +73,7 @@ class EpisodeOptions:
     run_seed: int
     group_reward: GroupReward | None = None
     journal_dir: str | None = None
-
-
-class ServicePolicy:
-    """The generators as the policy of one episode: completions that an update of the weights cut short are continued.
-
-    All branches of the episode go to the replica that has its history in the cache, also when they are sampled outside
-    the episode's own task, as requests to its HTTP endpoint are.
-
-    Args:
-        service: the generators.
-        max_seq_len: their context.
-        session: the service session of the episode.
-    """
-
-    def __init__(self, service: Service[Generator], *, max_seq_len: int, session: str) -> None:
-        self._generate = service.generate.options(session=session)
-        self.max_seq_len = max_seq_len
-
-    async def sample(self, token_ids: Sequence[int], *, options: Mapping[str, Any], session: str) -> Completion:
-        """See `forge.envs.state.Policy.sample`. Branches share the episode's session: they share their prefixes."""
-        try:
-            completion = await self._ask(token_ids, options)
-            while completion.finish_reason == "abort":
-                left = options["max_tokens"] - len(completion)
-                if left <= 0:
-                    return replace(completion, finish_reason="length")
-                seed = _seed_of(options["seed"], len(completion))
-                changed = {**options, "seed": seed, "max_tokens": left, "min_tokens": 0}
-                later = await self._ask((*completion.prompt_ids, *completion.token_ids), changed)
-                completion = completion.continued(later)
-        except (ActorFailure, EngineDead, CallTimeout) as error:
-            raise Fault(f"a generator was lost: {error.message}", kind="generator") from error
-        return completion
-
-    async def _ask(self, token_ids: Sequence[int], options: Mapping[str, Any]) -> Completion:
-        while True:
-            try:
-                (completion,) = await self._generate.route(token_ids=list(token_ids), sampling=dict(options))
-            except Overloaded:  # other episodes are being answered; the turn's own time limit bounds the wait
-                await asyncio.sleep(_ROOM_S)
-                continue
-            return completion
+    agents: Mapping[str, AgentOptions] = field(default_factory=dict)
 
 
 class EpisodeWorker(ForgeActor):
@@ -120,11 +83,19 @@ class EpisodeWorker(ForgeActor):
         options: what all episodes share.
         codec: the policy's tokenizer.
         policy: the generators.
+        generators: those of agents with a model of their own, by name.
     """
 
-    def __init__(self, options: EpisodeOptions, codec: ChatCodec, policy: Service[Generator]) -> None:
+    def __init__(
+        self,
+        options: EpisodeOptions,
+        codec: ChatCodec,
+        policy: Service[Generator],
+        generators: Mapping[str, AgentGenerators] = MappingProxyType({}),
+    ) -> None:
         self._options, self._codec = options, codec
         self._service = policy
+        self._agents = AgentPolicies(options.agents, generators)
         self._running: set[asyncio.Task[Any]] = set()
 
     @endpoint(concurrent=True)
@@ -136,11 +107,13 @@ class EpisodeWorker(ForgeActor):
         *,
         oldest_version: int = 0,
         evaluation: bool = False,
+        seats: Mapping[str, Seat] = MappingProxyType({}),
     ) -> Episode:
         """Run one episode to its end. `Fault` says that it must be run again.
 
-        A journal from before is replayed where the program is deterministic and no turn of it was sampled by weights
-        older than `oldest_version`; otherwise the episode starts over.
+        `seats` says what answers for agents, and which of them learn, where that differs between episodes. A journal
+        from before is replayed where the program is deterministic and no turn of it was sampled by weights older
+        than `oldest_version`; otherwise the episode starts over.
         """
         options = self._options
         key = EpisodeKey(EVALUATION_SEED if evaluation else options.run_seed, group, member)
@@ -153,14 +126,13 @@ class EpisodeWorker(ForgeActor):
             entries = file.read(oldest_version=oldest_version)
             with span("episode", group=group, member=member):
                 async with self._open_policy() as policy:
+                    run = partial(self._run, task, key, policy, file, seats=seats, evaluation=evaluation)
                     try:
-                        return await self._run(
-                            task, key, policy, file, entries, evaluation=evaluation, num_restarts=int(file.was_stale)
-                        )
+                        return await run(entries, num_restarts=int(file.was_stale))
                     except ReplayMismatch as mismatch:
                         _log.warning("episode %s starts over: %s", key, mismatch)
                         file.clear()
-                        return await self._run(task, key, policy, file, [], evaluation=evaluation, num_restarts=1)
+                        return await run([], num_restarts=1)
         finally:
             self._running.discard(current)
 
@@ -179,22 +151,27 @@ class EpisodeWorker(ForgeActor):
         entries: Sequence[Entry],
         *,
         evaluation: bool,
+        seats: Mapping[str, Seat],
         num_restarts: int = 0,
     ) -> Episode:
         options = self._options
-        state = EpisodeState(
-            task=task,
-            key=key,
-            limits=options.evaluation_limits if evaluation else options.limits,
-            policy=policy,
-            codec=self._codec,
-            tool_format=options.tool_format,
-            sampling=options.evaluation_sampling if evaluation else options.sampling,
-            journal=Journal(entries, write=file.write),
-            is_evaluation=evaluation,
-        )
+        sampling = options.evaluation_sampling if evaluation else options.sampling
+        live = AgentBinding(policy, self._codec, options.tool_format, sampling)
         try:
-            made = await run_episode(options.program, state)
+            async with self._agents.open(live, seats) as bindings:
+                state = EpisodeState(
+                    task=task,
+                    key=key,
+                    limits=options.evaluation_limits if evaluation else options.limits,
+                    policy=policy,
+                    codec=self._codec,
+                    tool_format=options.tool_format,
+                    sampling=sampling,
+                    bindings=bindings,
+                    journal=Journal(entries, write=file.write),
+                    is_evaluation=evaluation,
+                )
+                made = await run_episode(options.program, state)
         except (ForgeError, ReplayMismatch) as error:
             if isinstance(error, PromptError):
                 raise Fault(f"the policy refused a prompt: {error}", kind="prompt", path=str(key)) from error
@@ -214,6 +191,7 @@ class EpisodeWorker(ForgeActor):
             turn_rewards=made.turn_rewards,
             outcome=made.outcome,
             stats=stats | {"num_replay_mismatches": float(num_restarts)},
+            agents=made.agents,
         )
         return self._kept(whole, policy)
 
@@ -222,7 +200,7 @@ class EpisodeWorker(ForgeActor):
         return episode
 
     @endpoint(concurrent=True)
-    async def compare(self, task: Task, episodes: Sequence[Episode]) -> list[float]:
+    async def compare(self, task: Task, episodes: Sequence[Episode]) -> list[Added]:
         """Return what the group's reward adds to each episode; 0 for each without one."""
         function = self._options.group_reward
         if function is None:
@@ -244,7 +222,7 @@ class EpisodeWorker(ForgeActor):
                 rule=f"{len(episodes)} numbers",
                 repair="return one for each episode, in their order",
             )
-        return [check_reward(value, "group") for value in values]
+        return [_check_added(value, self._options.program) for value in values]
 
     @endpoint(concurrent=True)
     async def num_running(self) -> int:
@@ -261,8 +239,19 @@ class EpisodeWorker(ForgeActor):
             _, stuck = await asyncio.wait(running, timeout=CLOSE_LIMIT_S)
             if stuck:
                 _log.warning("%d episodes did not end within %g s after they were cancelled", len(stuck), CLOSE_LIMIT_S)
+        await self._agents.close()
 
 
-def _seed_of(seed: int, position: int) -> int:
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+def _check_added(value: object, program: EpisodeProgram) -> Added:
+    """Return what a group reward gives an episode: a number, or numbers by agent where the program declares agents."""
+    if not program.agents:
+        return check_reward(value, "group")
+    if not isinstance(value, Mapping) or set(value) - set(program.agents):
+        raise RewardError(
+            "the group reward did not return numbers by agent",
+            path="episode.group_reward",
+            value=value,
+            rule=f"for each episode a mapping with names among {', '.join(program.agents)}",
+            repair=f"return {{{program.agents[0]!r}: 1.0}} for each episode",
+        )
+    return {name: check_reward(each, "group") for name, each in value.items()}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forge.envs.journal import Entry
 from forge.envs.state import EpisodeKey
-from forge.types import INITIAL_VERSION
+from forge.types import INITIAL_VERSION, labelled_version
 
 _log = logging.getLogger("forge.episodes")
 
@@ -84,12 +84,24 @@ def _versions(entries: Iterable[Entry]) -> Iterator[int]:
             yield from (part["version"] for part in entry["completion"]["versions"])
 
 
-def prune_journals(folder: Path, *, newest_version: int) -> None:
+def _opponents(entries: Iterable[Entry]) -> Iterator[int]:
+    """Yield the versions of the policy that answered for agents which do not learn."""
+    for entry in entries:
+        version = labelled_version(entry.get("policy", ""))
+        if version is not None:
+            yield version
+
+
+def prune_journals(folder: Path, *, newest_version: int, groups: Collection[int] | None = None) -> None:
     """Remove the journals with turns of later weights. After a resume, their steps are taken again: the same number
-    may then be other weights."""
+    may then be other weights. With `groups`, remove those of all other groups as well: they may get other tasks."""
     for path in folder.glob("*.jsonl"):
         file = JournalFile(path)
-        if any(version > newest_version for version in _versions(file.read(oldest_version=INITIAL_VERSION))):
+        if groups is not None and int(path.name.partition("-")[0]) not in groups:
+            file.clear()
+            continue
+        entries = file.read(oldest_version=INITIAL_VERSION)
+        if any(version > newest_version for version in (*_versions(entries), *_opponents(entries))):
             file.clear()
 
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forge.rollout.curriculum import Curriculum
+    from forge.rollout.league import League
+
+
+from forge.observe.clock import monotonic_s
 
 
 @dataclass(slots=True)
@@ -17,11 +24,15 @@ class _Stage:
 class RolloutProgress:
     """Counts what was sampled, and knows what each group in flight waits for."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, clock: Callable[[], float] = monotonic_s) -> None:
         self.num_samples = 0
         """Episodes that were sampled so far, whatever became of their groups."""
         self.num_tokens = 0
         """Tokens of those episodes."""
+        self.league: League | None = None
+        """What draws the opponents of groups; None where nothing does."""
+        self.curriculum: Curriculum | None = None
+        """What chooses the tasks of groups; None where they come in order."""
         self._clock = clock
         self._stages: dict[int, _Stage] = {}
         self._generating_s = 0.0

@@ -181,7 +181,8 @@ class EpisodeLines:
     def _program_fields(self, episode: Episode) -> dict[str, Any]:
         decode = self._decode or (lambda _: "")
         turns = [_turn_fields(episode, turn, start, decode) for turn, start in _starts(episode)]
-        return {"ending": episode.outcome, "stats": dict(episode.stats), "turns": turns}
+        agents = {"agents": _agent_fields(episode)} if episode.agents else {}
+        return {"ending": episode.outcome, "stats": dict(episode.stats), **agents, "turns": turns}
 
 
 def encode_line(fields: Mapping[str, Any]) -> bytes:
@@ -201,7 +202,12 @@ def spread(items: Sequence[T], count: int) -> list[T]:
 
 def _fields(episode: Episode, trainer_logprobs: Sequence[float] | None, *, where: str) -> dict[str, Any]:
     task, score = episode.task, episode.score
-    for name, values in (("trainer_logprobs", trainer_logprobs), ("ref_logprobs", episode.ref_logprobs)):
+    given = {
+        "trainer_logprobs": trainer_logprobs,
+        "ref_logprobs": episode.ref_logprobs,
+        "teacher_logprobs": episode.teacher_logprobs,
+    }
+    for name, values in given.items():
         if values is not None and len(values) != episode.num_tokens:
             raise ValueError(f"{name} of {where} has {len(values)} numbers for {episode.num_tokens} tokens")
     return {
@@ -213,6 +219,8 @@ def _fields(episode: Episode, trainer_logprobs: Sequence[float] | None, *, where
         "logprobs": _numbers([value for turn in episode.turns for value in turn.logprobs]),
         "trainer_logprobs": _numbers(trainer_logprobs),
         "ref_logprobs": _numbers(episode.ref_logprobs),
+        **_critic_fields(episode),
+        **({} if episode.teacher_logprobs is None else {"teacher_logprobs": _numbers(episode.teacher_logprobs)}),
         "versions": [span for turn, start in _starts(episode) for span in _spans(turn, start)],
         "reward": _number(score.reward),
         "unshaped_reward": _number(score.reward if score.unshaped is None else score.unshaped),
@@ -224,12 +232,22 @@ def _fields(episode: Episode, trainer_logprobs: Sequence[float] | None, *, where
     }
 
 
+def _critic_fields(episode: Episode) -> dict[str, Any]:
+    """Return what a line has of a critic, token by token: nothing without one."""
+    if episode.values is None:
+        return {}
+    return {"values": _numbers(episode.values), "token_advantages": _numbers(episode.token_advantages)}
+
+
 def _turn_fields(episode: Episode, turn: Turn, start: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """Return what a line has of one turn. Its tokens are those from `start` on of the line's. After a prefix break,
     `context` is the whole text that the policy read instead of the history that it had."""
     own = episode.token_advantages
+    result = episode.agents.get(turn.agent)
+    is_learned = result is None or result.learns
     return {
         "index": turn.index,
+        **({} if result is None else {"agent": turn.agent, "order": turn.order}),
         "parent": turn.parent,
         "previous": turn.previous,
         "path": list(turn.path),
@@ -247,8 +265,24 @@ def _turn_fields(episode: Episode, turn: Turn, start: int, decode: Callable[[Seq
         "is_trained": turn.is_trained,
         "calls": [_call_fields(call) for call in turn.calls],
         "reward": _number(episode.turn_rewards[turn.index]) if turn.index in episode.turn_rewards else None,
-        "advantage": None if own is None or not len(turn) else _number(own[start]),
+        "advantage": None if own is None or not len(turn) or not is_learned else _number(own[start]),
         "seconds": _number(turn.timings.total_s),
+    }
+
+
+def _agent_fields(episode: Episode) -> dict[str, Any]:
+    """Return what a line has of the agents: what answered for each, and what it earned."""
+    return {
+        name: {
+            "policy": result.policy,
+            "learns": result.learns,
+            "reward": None if result.score is None else _number(result.score.reward),
+            "parts": {
+                part: _number(value) for part, value in ({} if result.score is None else result.score.parts).items()
+            },
+            "advantage": _number(result.advantage) if result.learns else None,
+        }
+        for name, result in episode.agents.items()
     }
 
 

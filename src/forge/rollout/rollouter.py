@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from forge.config import AlgorithmConfig, Sampling
+from forge.config import Sampling
 from forge.observe import span
 from forge.rollout.progress import RolloutProgress
-from forge.rollout.references import LogprobsFunction, References
+from forge.rollout.references import References, both
 from forge.types import INITIAL_VERSION, Completion, Episode, Group, Score, Task
 
 
@@ -46,9 +46,8 @@ class Rollouter(RolloutProgress):
         prompts: what to ask, by number.
         policy: generates completions.
         score: scores them.
-        ref_logprobs: the logprobs of the reference model; None without one.
+        references: score what was sampled with the reference model and the teacher.
         sampling: how tokens are sampled; `n` is the size of a group.
-        algorithm: says whether the divergence from the reference is taken from rewards.
         seed: the run's. A group's tokens depend on it, on the group's number and on the weights, and on nothing else.
     """
 
@@ -58,15 +57,14 @@ class Rollouter(RolloutProgress):
         *,
         policy: Policy,
         score: ScoreFunction,
-        ref_logprobs: LogprobsFunction | None,
+        references: References,
         sampling: Sampling,
-        algorithm: AlgorithmConfig,
         seed: int,
     ) -> None:
         super().__init__()
         self._prompts, self._policy, self._score = prompts, policy, score
         self._sampling, self._seed = sampling, seed
-        self._references = References(ref_logprobs, algorithm=algorithm, temperature=sampling.temperature)
+        self._references = references
 
     async def roll_out(self, number: int, *, oldest_version: int = INITIAL_VERSION) -> Group:
         """Generate, score and compare with the reference. Scores and reference are asked at the same time."""
@@ -78,14 +76,14 @@ class Rollouter(RolloutProgress):
                 self.count(len(completions), sum(len(completion) for completion in completions))
                 self.enter(number, "scoring")
                 episodes = [Episode.single(prompt, completion, Score(0.0)) for completion in completions]
-                scores, references = await _both(
-                    self._score(prompt, completions), self._references.logprobs(episodes, number=number)
+                scores, compared = await both(
+                    self._score(prompt, completions), self._references.compared(episodes, number=number)
                 )
         finally:
             self.leave(number)
         finished = [
-            self._references.charged(replace(episode, score=score, ref_logprobs=reference))
-            for episode, score, reference in zip(episodes, scores, references, strict=True)
+            self._references.charged(replace(episode, score=score))
+            for episode, score in zip(compared, scores, strict=True)
         ]
         return Group(number, epoch, tuple(finished))
 
@@ -101,22 +99,15 @@ class Rollouter(RolloutProgress):
             left = None if sampling.max_tokens is None else sampling.max_tokens - len(completion)
             if left is not None and left <= 0:
                 return replace(completion, finish_reason="length")
-            seed = group_seed(sampling.seed or 0, completion.index * 1_000_003 + len(completion))
+            seed = resumed_seed(sampling.seed or 0, completion.index, len(completion))
             wish = {"n": 1, "seed": seed, "max_tokens": left, "min_tokens": 0}
             completion = await self._policy.extend(completion, sampling=sampling.model_copy(update=wish))
         return completion
 
 
-async def _both(
-    scores: Awaitable[list[Score]], references: Awaitable[list[tuple[float, ...] | None]]
-) -> tuple[list[Score], list[tuple[float, ...] | None]]:
-    """Await both; if one fails, the other is cancelled."""
-    first, second = asyncio.ensure_future(scores), asyncio.ensure_future(references)
-    try:
-        return await asyncio.gather(first, second)
-    finally:
-        first.cancel()
-        second.cancel()
+def resumed_seed(seed: int, index: int, num_tokens: int) -> int:
+    """Return the seed with which a completion of a group continues after so many tokens; `seed` is the group's."""
+    return group_seed(seed, index * 1_000_003 + num_tokens)
 
 
 def group_seed(seed: int, number: int) -> int:

@@ -9,7 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from forge.config import AlgorithmConfig
 from forge.envs.trace import Row, rows_of
+from forge.errors import DataError
+from forge.rollout.advantage import token_kl
+from forge.rollout.agent_views import parts_of
 from forge.types import Batch, Episode, Group, Sample
 
 if TYPE_CHECKING:
@@ -17,15 +21,21 @@ if TYPE_CHECKING:
 
 
 def episode_rows(episode: Episode) -> list[Row]:
-    """Return the rows of an episode: none where nothing was sampled, or nothing of it was delivered."""
-    return rows_of(episode.turns)
+    """Return the rows of an episode: none where nothing was sampled, or nothing of it was delivered.
+
+    Where it has several agents, those of the first that learns come first: the order of its samples in a batch.
+    """
+    rows, order = rows_of(episode.turns), [name for name, result in episode.agents.items() if result.learns]
+    return [row for name in order for row in rows if row.turns[-1].agent == name] if episode.agents else rows
 
 
 def plain_samples(episode: Episode, *, number: int) -> list[Sample]:
     """Return the rows of an episode as tokens, for a reference model to score. Sampled tokens have weight 1, once."""
+    parts = parts_of(episode)
     return [
-        replace(_plain(row, identity=name_of(episode, number)), sequence=episode.member)
-        for row in episode_rows(episode)
+        replace(_plain(row, identity=name_of(episode, number)), sequence=episode.member * len(parts) + place)
+        for place, part in enumerate(parts)
+        for row in episode_rows(part)
     ]
 
 
@@ -44,31 +54,39 @@ def make_batch(groups: Sequence[Group], *, mask_truncated: bool = False, with_re
     """The episodes of several groups in order, with the fields that policy losses read.
 
     With `mask_truncated`, episodes that were cut off count for nothing. Episodes without a token are left out: there is
-    nothing that they did.
+    nothing that they did. Where episodes have several agents, the part of each counts as an episode.
     """
     samples: list[Sample] = []
     for group in groups:
-        for episode in group.episodes:
-            found = _samples(episode, group.number, mask_truncated=mask_truncated, with_reference=with_reference)
+        for part in (part for episode in group.episodes for part in parts_of(episode)):
+            found = _samples(part, group.number, mask_truncated=mask_truncated, with_reference=with_reference)
             sequence = len(samples) if len(found) > 1 else None  # the rows of an episode are one sequence
             samples += [replace(sample, sequence=sequence) for sample in found]
     return Batch.of(samples)
 
 
 def _samples(episode: Episode, number: int, *, mask_truncated: bool, with_reference: bool) -> list[Sample]:
-    import torch
-
     own = episode.token_advantages
-    values = {
+    values: dict[str, Sequence[float]] = {
         "advantages": (episode.advantage,) * episode.num_tokens if own is None else own,
         "old_logprobs": episode.logprobs,
     }
     if with_reference:
         assert episode.ref_logprobs is not None
         values["ref_logprobs"] = episode.ref_logprobs
+    found = samples_with(episode, number, values)
+    if is_masked(episode, mask_truncated=mask_truncated):
+        return [replace(each, loss_weights=each.loss_weights * 0) for each in found]
+    return found
+
+
+def samples_with(episode: Episode, number: int, values: Mapping[str, Sequence[float]]) -> list[Sample]:
+    """Return the rows of an episode with fields. `values` has T numbers for each, one for each sampled token; tokens
+    that do not count get 0."""
+    import torch
+
     flat = {name: torch.tensor(each, dtype=torch.float32) for name, each in values.items()}
     places = _places(episode)
-    is_left_out = is_masked(episode, mask_truncated=mask_truncated)
     found = []
     for row in episode_rows(episode):
         plain = _plain(row, identity=name_of(episode, number))
@@ -78,8 +96,7 @@ def _samples(episode: Episode, number: int, *, mask_truncated: bool, with_refere
                 place = places[turn.index]
                 for name, field in fields.items():
                     field[start:end] = flat[name][place : place + len(turn)]
-        weights = torch.zeros_like(plain.loss_weights) if is_left_out else plain.loss_weights
-        found.append(replace(plain, loss_weights=weights, fields=fields))
+        found.append(replace(plain, fields=fields))
     return found
 
 
@@ -90,6 +107,24 @@ def _places(episode: Episode) -> dict[int, int]:
         places[turn.index] = place
         place += len(turn)
     return places
+
+
+def token_costs(episode: Episode, algorithm: AlgorithmConfig, *, number: int) -> list[float]:
+    """Return what each token's divergence from the reference costs; 0 where it is not charged to tokens."""
+    if not algorithm.charges_tokens:
+        return [0.0] * episode.num_tokens
+    kl = algorithm.kl
+    if episode.ref_logprobs is None:
+        raise DataError(
+            "an episode has no logprobs of the reference model",
+            path=name_of(episode, number),
+            value=None,
+            rule="needed with algorithm.kl.place `reward`",
+            repair="roll groups out with a reference model",
+        )
+    return [
+        kl.coefficient * each for each in token_kl(episode.logprobs, episode.ref_logprobs, kl.estimator, clamp=kl.clamp)
+    ]
 
 
 def is_masked(episode: Episode, *, mask_truncated: bool) -> bool:

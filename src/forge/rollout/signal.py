@@ -10,7 +10,10 @@ An advantage of 0 leaves the policy as it is. When that happens depends on the b
 
 In the last case one group does not decide: all groups of a batch have signal, or none. Whitening does not count where
 the advantages of each group add up to 0. Where the divergence is taken from single tokens (`algorithm.kl.credit`), it
-is a part of their advantages, and so a signal.
+is a part of their advantages, and so a signal; and so is what a teacher adds to them (`algorithm.distillation`). With a
+critic every completion that counts in the loss has signal.
+
+With `rollout.signal_reward`, a group has no signal either where that one reward has the same value in all its episodes.
 """
 
 from __future__ import annotations
@@ -23,16 +26,21 @@ from typing import Final, Literal
 
 from forge.config.algorithm import AlgorithmConfig
 from forge.errors import RolloutError
-from forge.rollout.credit import AdvantageFunction, assign_advantages, needs_batch
+from forge.rollout.agent_credit import AgentCredit
+from forge.rollout.agent_views import agent_names, parts_of, view_group, with_results
+from forge.rollout.credit import AdvantageFunction, assign_advantages, needs_batch, needs_values
 from forge.rollout.samples import is_masked
 from forge.types import Episode, Group
 
-Reason = Literal["all_zero", "all_equal", "equal_before_shaping", "cut_off", "empty", "failed", "refused"]
+Reason = Literal[
+    "all_zero", "all_equal", "equal_signal_reward", "equal_before_shaping", "cut_off", "empty", "failed", "refused"
+]
 """Why a group teaches nothing."""
 
 REASONS: Final[dict[Reason, str]] = {
     "all_zero": "all rewards are 0",
     "all_equal": "all rewards are equal",
+    "equal_signal_reward": "all values of the reward that rollout.signal_reward names are equal",
     "equal_before_shaping": "all rewards are equal before shaping",
     "cut_off": "only completions that rollout.mask_truncated leaves out could teach anything",
     "empty": "no episode has a token: nothing was sampled, or no answer was delivered",
@@ -50,33 +58,56 @@ class SignalTest:
         algorithm: how rewards become advantages.
         mask_truncated: whether completions that were cut off by length count for nothing.
         before_shaping: whether rewards must also differ before shaping, as dynamic sampling wants it.
+        reward: the name of the reward that must differ within a group; None for the sum of all.
         advantage: computes advantages; None for what the algorithm names.
+        agents: how episodes with several agents are credited.
     """
 
     algorithm: AlgorithmConfig
     mask_truncated: bool = False
     before_shaping: bool = False
+    reward: str | None = None
     advantage: AdvantageFunction | None = None
+    agents: AgentCredit | None = None
 
     @property
     def is_of_batch(self) -> bool:
         """Whether only a whole batch decides: then `passes` is asked about all its groups at once."""
-        return needs_batch(self.algorithm, self.advantage)
+        if needs_values(self.algorithm, self.advantage):
+            return False
+        compares = self.agents is None or self.agents.compares_groups
+        return compares and needs_batch(self.algorithm, self.advantage)
 
     def is_counted(self, episode: Episode) -> bool:
         """Whether a completion is in the loss at all."""
-        return episode.num_trained_tokens > 0 and not is_masked(episode, mask_truncated=self.mask_truncated)
+        return any(map(self._is_part_counted, parts_of(episode)))
+
+    def _is_part_counted(self, part: Episode) -> bool:
+        return part.num_trained_tokens > 0 and not is_masked(part, mask_truncated=self.mask_truncated)
 
     def counts(self, group: Group) -> bool:
         """Whether any completion of a group is in the loss."""
         return any(self.is_counted(episode) for episode in group.episodes)
+
+    def differs(self, group: Group) -> bool:
+        """Whether the reward that must differ within a group does, for an agent that learns. One that an episode does
+        not have is 0 there."""
+        name = self.reward
+        return name is None or not all(
+            _are_equal([episode.score.parts.get(name, 0.0) for episode in each.episodes]) for each in _learners(group)
+        )
 
     def outcome(self, group: Group) -> Literal["no_signal", "empty"]:
         """What the ledger says of a group that does not pass."""
         return "empty" if _is_empty(group) else "no_signal"
 
     def passes(self, groups: Sequence[Group]) -> bool:
-        """Whether a completion that counts has an advantage other than 0. Give one group, or all of a batch."""
+        """Whether a completion that counts has an advantage other than 0. Give one group, or all of a batch.
+
+        With a critic any completion that counts has signal: the critic has not seen its reward.
+        """
+        if needs_values(self.algorithm, self.advantage):
+            return any(map(self.counts, groups))
         if not self._moves(groups, self.algorithm):
             return False
         return not self.before_shaping or self._moves([_unshaped(group) for group in groups], self._without_kl)
@@ -88,9 +119,14 @@ class SignalTest:
 
     def _moves(self, groups: Sequence[Group], algorithm: AlgorithmConfig) -> bool:
         found = assign_advantages(
-            _without_noise(groups), algorithm, mask_truncated=self.mask_truncated, function=self.advantage
+            _without_noise(groups),
+            algorithm,
+            mask_truncated=self.mask_truncated,
+            function=self.advantage,
+            agents=self.agents,
         )
-        return any(_is_moved(each) and self.is_counted(each) for group in found for each in group.episodes)
+        parts = (part for group in found for episode in group.episodes for part in parts_of(episode))
+        return any(_is_moved(each) and self._is_part_counted(each) for each in parts)
 
     def reason(self, group: Group) -> Reason:
         """Why a group does not pass."""
@@ -100,9 +136,13 @@ class SignalTest:
             return "cut_off"
         if all(episode.score.failures for episode in group.episodes):
             return "failed"
-        if _are_equal(group.rewards):
-            return "all_zero" if _are_equal((0.0, *group.rewards)) else "all_equal"
-        return "equal_before_shaping" if _are_equal(group.unshaped_rewards) else "cut_off"
+        learners = _learners(group)
+        if all(_are_equal(each.rewards) for each in learners):
+            return "all_zero" if all(_are_equal((0.0, *each.rewards)) for each in learners) else "all_equal"
+        if not self.differs(group):
+            return "equal_signal_reward"
+        is_shaped = all(_are_equal(each.unshaped_rewards) for each in learners)
+        return "equal_before_shaping" if is_shaped else "cut_off"
 
 
 def _is_empty(group: Group) -> bool:
@@ -113,22 +153,53 @@ def _is_moved(episode: Episode) -> bool:
     return any(episode.token_advantages or (episode.advantage,))
 
 
+def _scored_agents(group: Group) -> tuple[str | None, ...]:
+    """Return the agents that have rewards; None stands for the one without a name."""
+    if not agent_names([group]):
+        return (None,)
+    first = group.episodes[0].agents
+    return tuple(name for name in first if all(each.agents[name].score is not None for each in group.episodes))
+
+
+def _learners(group: Group) -> list[Group]:
+    """Return the parts of a group's agents that learn; the group itself where agents have no names."""
+    names = [name for name, result in group.episodes[0].agents.items() if result.learns]
+    return [view_group(group, name) for name in names] or [group]
+
+
+def _of_agent(group: Group, name: str | None) -> Group:
+    return group if name is None else view_group(group, name)
+
+
 def _unshaped(group: Group) -> Group:
-    return _rewarded(group, group.unshaped_rewards)
+    for name in _scored_agents(group):
+        group = _rewarded(group, _of_agent(group, name).unshaped_rewards, agent=name)
+    return group
 
 
 def _without_noise(groups: Sequence[Group]) -> Sequence[Group]:
-    """The groups; where all rewards differ by rounding alone, with one number for all."""
-    every = [reward for group in groups for reward in group.rewards]
-    if not _are_equal(every):
-        return groups
-    value = 0.0 if _are_equal((0.0, *every)) else every[0]
-    return [_rewarded(group, [value] * len(group.episodes)) for group in groups]
+    """The groups; where all rewards (of an agent) differ by rounding alone, with one number for all."""
+    for name in _scored_agents(groups[0]):
+        every = [reward for group in groups for reward in _of_agent(group, name).rewards]
+        if _are_equal(every):
+            value = 0.0 if _are_equal((0.0, *every)) else every[0]
+            groups = [_rewarded(group, [value] * len(group.episodes), agent=name) for group in groups]
+    return groups
 
 
-def _rewarded(group: Group, rewards: Sequence[float]) -> Group:
+def _rewarded(group: Group, rewards: Sequence[float], *, agent: str | None) -> Group:
+    if agent is not None:
+        episodes = zip(group.episodes, rewards, strict=True)
+        return replace(group, episodes=tuple(_with_agent_reward(each, agent, reward) for each, reward in episodes))
     scores = (replace(each.score, reward=reward) for each, reward in zip(group.episodes, rewards, strict=True))
     return replace(group, episodes=tuple(replace(e, score=s) for e, s in zip(group.episodes, scores, strict=True)))
+
+
+def _with_agent_reward(episode: Episode, agent: str, reward: float) -> Episode:
+    result = episode.agents[agent]
+    assert result.score is not None
+    changed = replace(result, score=replace(result.score, reward=reward))
+    return with_results(episode, {**episode.agents, agent: changed})
 
 
 def _are_equal(values: Sequence[float]) -> bool:
@@ -145,6 +216,8 @@ _ADVICE: Final[dict[Reason, str]] = {
     f"policy writes: {_TRY}, try easier prompts or a longer generator.sampling.max_tokens",
     "all_equal": "the task is solved, or the reward does not distinguish completions: try harder prompts, a larger "
     "rollout.group_size or a higher generator.sampling.temperature",
+    "equal_signal_reward": "every group is solved by all its completions or by none, or no episode has a reward of "
+    "that name: try other prompts, a `curriculum`, a larger rollout.group_size, or another rollout.signal_reward",
     "equal_before_shaping": "only length terms distinguish completions: try other prompts, or "
     "rollout.no_signal=drop, which learns from length terms, too",
     "cut_off": "raise generator.sampling.max_tokens, or set rollout.mask_truncated=false",

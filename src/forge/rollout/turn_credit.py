@@ -30,6 +30,11 @@ class TurnRewards:
     total: float
     rewards: Mapping[int, float] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, episode: Episode) -> TurnRewards:
+        """Return what an episode earned."""
+        return cls(tuple(each.previous for each in episode.turns), episode.score.reward, episode.turn_rewards)
+
     def depths(self) -> list[int]:
         """Return how many turns come before each turn."""
         depths: list[int] = []
@@ -103,12 +108,8 @@ turn.needs_batch = False  # type: ignore[attr-defined]
 
 
 def _of_tokens(group: Group, *, gamma: float, baseline: bool) -> list[list[float]]:
-    values = turn_advantages([_rewards(each) for each in group.episodes], gamma=gamma, baseline=baseline)
+    values = turn_advantages([TurnRewards.of(each) for each in group.episodes], gamma=gamma, baseline=baseline)
     return [
         [value for each, value in zip(episode.turns, of_turns, strict=True) for _ in each.token_ids]
         for episode, of_turns in zip(group.episodes, values, strict=True)
     ]
-
-
-def _rewards(episode: Episode) -> TurnRewards:
-    return TurnRewards(tuple(each.previous for each in episode.turns), episode.score.reward, episode.turn_rewards)

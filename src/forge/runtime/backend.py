@@ -34,6 +34,7 @@ from monarch.actor import (  # noqa: E402
     context,
     current_rank,
     default_bootstrap_cmd,
+    shutdown_context,
     this_host,
 )
 
@@ -52,6 +53,7 @@ __all__ = [
     "install_fault_hook",
     "monarch_actor",
     "note_fault",
+    "stop_client",
     "this_host",
     "watch_faults",
 ]
@@ -114,3 +116,15 @@ def install_fault_hook() -> None:
             previous(failure)
 
     monarch_actor.unhandled_fault_hook = hook
+
+
+def stop_client(*, timeout_s: float = 10.0) -> None:
+    """Shut down this process's Monarch client, at the end of the program.
+
+    Monarch's own exit handler waits one second and prints a traceback when a busy machine takes longer. After this
+    call it has nothing left to do.
+    """
+    try:
+        shutdown_context(host_timeout=0.3).get(timeout=timeout_s)
+    except TimeoutError:
+        _log.debug("Monarch's client did not stop within %g s", timeout_s)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge.errors import LaunchError, PlacementError
 from forge.runtime import rendezvous
-from forge.runtime.backend import install_fault_hook, this_host
+from forge.runtime.backend import install_fault_hook, stop_client, this_host
 from forge.runtime.control import control
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.handle import ActorHandle
@@ -217,6 +217,7 @@ def _close_at_exit() -> None:
             with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
                 control().start(_runtime.close()).result(timeout=10)
         stop_replies()
+        stop_client()
 
     atexit.register(close)
 

@@ -28,6 +28,7 @@ COMPONENTS = (
     "cloudpickle",
     "pydantic",
     "pyyaml",
+    "bitsandbytes",
     "tqdm",
     "wandb",
 )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
 
     from forge.service.records import ServiceMetrics
+    from forge.service.resizing import SessionRule
 
 T = TypeVar("T")
 
@@ -51,6 +52,9 @@ class ForgeActor(MeshActor):
         async def get_metrics(self) -> ServiceMetrics: ...
         async def wait_until(
             self, condition: Callable[[ServiceMetrics], bool], *, timeout_s: float | None = None
+        ) -> ServiceMetrics: ...
+        async def resize(
+            self, num_replicas: int, *, sessions: SessionRule = "move", drain_timeout_s: float | None = None
         ) -> ServiceMetrics: ...
         async def shutdown(self) -> None: ...
 

@@ -142,7 +142,7 @@ class CallPath:
     ) -> list[Outcome]:
         """Send to every healthy replica, regardless of limits, and return what each returned or raised."""
         call = Call(spec, args, kwargs, options, self.limit_s(options))
-        while not (targets := self.table.live()):
+        while not (targets := self.table.hold_live()):
             target = await self.acquire(Request(spec.name, None, 0), call)
             self.table.release(target)
 
@@ -152,25 +152,32 @@ class CallPath:
             except Exception as error:  # noqa: BLE001 - it becomes this replica's outcome
                 return Outcome(target.index, error=error)
 
-        return list(await asyncio.gather(*(one(target) for target in targets)))
+        try:
+            return list(await asyncio.gather(*(one(target) for target in targets)))
+        finally:
+            self.table.let_go(targets)
 
     async def rolling(
         self, spec: EndpointSpec, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions
     ) -> list[Outcome]:
         """Send to one healthy replica after another, until one raises; a replica that is lost is passed over."""
         outcomes: list[Outcome] = []
-        for index in [target.index for target in self.table.live()]:
-            target = next((target for target in self.table.live() if target.index == index), None)
-            if target is None:
-                continue
-            call = Call(spec, args, kwargs, options, self.limit_s(options))
-            with self.table.held_back(index):
-                try:
-                    outcomes.append(Outcome(index, await self._send(target, call)))
-                except Exception as error:  # noqa: BLE001 - it becomes this replica's outcome
-                    outcomes.append(Outcome(index, error=error))
-                    if is_remote(error) or not isinstance(error, ActorFailure):
-                        return outcomes
+        held = self.table.hold_live()
+        try:
+            for index in [target.index for target in held]:
+                target = next((target for target in self.table.live() if target.index == index), None)
+                if target is None:
+                    continue
+                call = Call(spec, args, kwargs, options, self.limit_s(options))
+                with self.table.held_back(index):
+                    try:
+                        outcomes.append(Outcome(index, await self._send(target, call)))
+                    except Exception as error:  # noqa: BLE001 - it becomes this replica's outcome
+                        outcomes.append(Outcome(index, error=error))
+                        if is_remote(error) or not isinstance(error, ActorFailure):
+                            return outcomes
+        finally:
+            self.table.let_go(held)
         return outcomes
 
 

@@ -10,6 +10,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from types import GenericAlias
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from forge.service.batching import Batcher
 from forge.service.calls import CallOptions, CallPath, ServiceEndpoint
 from forge.service.options import ServiceOptions
 from forge.service.records import ReplicaMetrics, ServiceMetrics
+from forge.service.resizing import Drained, SessionRule, check_resize
 from forge.service.routing_table import Entry, RoutingTable
 from forge.service.streams import StreamEndpoint
 from forge.service.supervisor import RENEW_AFTER, Message, Notice, Supervisor, subscriptions
@@ -53,6 +55,7 @@ class Service:
         self._owner_port: Any = None
         self._subscriber = random.getrandbits(60)
         self._subscription: concurrent.futures.Future[None] | None = None
+        self._reports: set[asyncio.Task[None]] = set()
         check_endpoint_names(cls, _RESERVED)
         for endpoint_name, spec in specs_of(cls).items():
             setattr(self, endpoint_name, (StreamEndpoint if spec.is_stream else ServiceEndpoint)(self, spec))
@@ -80,6 +83,7 @@ class Service:
         name = options.mesh_name or actor.__name__
         service = cls(actor, options, name=name, uid=uuid.uuid4().hex)
         spec = options.group_spec(actor, args, kwargs, label=name)
+        spec = replace(spec, env={"FORGE_SERVICE": service._uid, **spec.env})
         supervisor = service._supervisor = Supervisor(spec, options, service._table)
         runtime().own(service)
         try:
@@ -196,6 +200,32 @@ class Service:
                 repair="raise timeout_s, or see why the replicas are not healthy (get_metrics: last_failure)",
             ) from None
 
+    async def resize(
+        self, num_replicas: int, *, sessions: SessionRule = "move", drain_timeout_s: float | None = None
+    ) -> ServiceMetrics:
+        """Change the number of replicas while the service runs, and return the metrics when that is done.
+
+        New replicas are started while the others serve; each gets calls when its `setup` has ended. Replicas that leave
+        (dropped ones first, then those that are not healthy, then those with the highest index) get no new calls and
+        end when the calls in flight, of every process, have ended. Their sessions choose another replica with their
+        next call; with `sessions="wait"` they stay, and the replica ends when they do. After `drain_timeout_s` seconds
+        a replica ends anyway: calls that are left are sent to another one where the endpoint has `retry=True`, and
+        raise `ActorFailure` elsewhere.
+
+        Calls of this method are carried out one after another. A caller that is cancelled does not undo it. Raises
+        `ResizeError` if a replica could not be started; those that could stay.
+        """
+        if self._supervisor is None:
+            raise OptionError(
+                f"only the process that started service {self.name} can resize it",
+                path="resize",
+                repair="call resize() where as_service() was awaited",
+            )
+        check_resize(num_replicas, sessions, drain_timeout_s)
+        resizing = self._supervisor.resizer.resize(num_replicas, sessions=sessions, drain_timeout_s=drain_timeout_s)
+        await asyncio.shield(control().submit(resizing))
+        return await self.get_metrics()
+
     async def shutdown(self) -> None:
         """Stop every replica and give back what they held. Calls that wait raise `ServiceStopped`."""
         if self._supervisor is None:
@@ -217,7 +247,7 @@ class Service:
 
     def __repr__(self) -> str:
         healthy = len(self._table.live())
-        return f"Service({self.name}, {healthy} of {self._options.num_replicas} replicas healthy)"
+        return f"Service({self.name}, {healthy} of {len(self._table.entries)} replicas healthy)"
 
     # ---- in other processes
 
@@ -241,13 +271,12 @@ class Service:
     async def _subscribe(self) -> None:
         port, messages = Channel.open()
         self._ask_owner(port)
-        for _ in range(self._options.num_replicas):
-            message = await self._receive(messages)
-            if message is Notice.SILENCE:
-                self._subscription = None  # the next call asks again
-                raise ServiceStopped(f"the owner of service {self.name} does not answer", path=self.name)
-            if not self._apply(message):
-                return
+        message = await self._receive(messages)
+        if message is Notice.SILENCE:
+            self._subscription = None  # the next call asks again
+            raise ServiceStopped(f"the owner of service {self.name} does not answer", path=self.name)
+        if not self._apply(message):
+            return
         self._following = asyncio.create_task(self._follow(port, messages))
 
     def _ask_owner(self, port: Any) -> None:
@@ -285,12 +314,24 @@ class Service:
                 self._table.update(entry)
         return message
 
+    async def _report_drained(self, entry: Entry) -> None:
+        """Report to the owner when no call of this process is at a replica that leaves."""
+        await self._table.wait_drained(entry.index)
+        self._owner_port.send((self._uid, self._subscriber, Drained(entry.index, entry.generation)))
+
     def _apply(self, message: Message) -> bool:
         """Bring the table up to date; False when there will be no more."""
-        if isinstance(message, Entry):
+        if isinstance(message, tuple):
+            for entry in message:
+                self._table.update(entry)
+        elif isinstance(message, Entry):
             self._table.update(message)
+            if message.health == "draining":
+                report = asyncio.create_task(self._report_drained(message))
+                self._reports.add(report)
+                report.add_done_callback(self._reports.discard)
         elif message is not Notice.TICK:
-            for index in range(self._options.num_replicas):
+            for index in list(self._table.entries) or range(self._options.num_replicas):
                 self._table.update(Entry(index, -1, "stopped", None, "", 0, failure="the service's owner is gone"))
         if message is Notice.GONE:
             with _known_guard:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Health = Literal["starting", "healthy", "restarting", "given_up", "stopped"]
+Health = Literal["starting", "healthy", "restarting", "given_up", "draining", "removed", "stopped"]
+"""`draining`: it gets no new calls and ends when those in flight have ended. `removed`: it has left the service."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from forge.service.routing import BUILT_IN, check_choice
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One replica, as its owner publishes it."""
+    """One replica, as its owner publishes it. While it drains, `keeps_sessions` lets calls of its sessions through."""
 
     index: int
     generation: int
@@ -36,6 +36,7 @@ class Entry:
     restarts: int = 0
     pids: tuple[int, ...] = ()
     failure: str | None = None
+    keeps_sessions: bool = False
 
 
 class Target:
@@ -51,6 +52,7 @@ class Target:
         "is_connected",
         "last_used",
         "num_errors",
+        "num_held",
         "num_lost",
         "num_ok",
     )
@@ -60,7 +62,7 @@ class Target:
         self.invoke = entry.actor._forge_invoke.broadcast
         self.is_connected = False
         self.cancel = entry.actor._forge_cancel.broadcast
-        self.in_flight = self.last_used = 0
+        self.in_flight = self.num_held = self.last_used = 0
         self.num_ok = self.num_errors = self.num_lost = 0
 
     def connect(self, channel: ReplyChannel) -> None:
@@ -98,6 +100,7 @@ class RoutingTable:
         self._pins: dict[str, int | None] = {}
         self._num_pinned: Counter[int] = Counter()
         self._held_back: set[int] = set()
+        self._draining: set[int] = set()
         self._used = 0
         self._guard = threading.Lock()
 
@@ -106,10 +109,15 @@ class RoutingTable:
     def update(self, entry: Entry, calls: PendingCalls | None = None) -> None:
         """Take note of a replica's new state; who waits for a replica looks again."""
         with self._guard:
-            self.entries[entry.index] = entry
+            if entry.health == "removed":
+                self.entries.pop(entry.index, None)
+                self._unpin_all(entry.index)
+            else:
+                self.entries[entry.index] = entry
             target = self.targets.get(entry.index)
-            if target is not None and (entry.health != "healthy" or entry.generation != target.entry.generation):
-                what = "was shut down" if entry.health == "stopped" else "was lost"
+            is_callable = entry.health in ("healthy", "draining")
+            if target is not None and (not is_callable or entry.generation != target.entry.generation):
+                what = {"stopped": "was shut down", "removed": "was removed"}.get(entry.health, "was lost")
                 reason = f": {entry.failure}" if entry.failure and entry.health != "stopped" else ""
                 target.calls.fail(ActorFailure(f"replica {entry.index} of {self.name} {what}{reason}", path=self.name))
             is_new = target is None or target.entry.generation != entry.generation
@@ -121,9 +129,9 @@ class RoutingTable:
                     fresh.last_used = target.last_used
                     fresh.num_ok, fresh.num_errors, fresh.num_lost = target.num_ok, target.num_errors, target.num_lost
                 self.targets[entry.index] = fresh
-            self._live = [
-                self.targets[index] for index, known in sorted(self.entries.items()) if known.health == "healthy"
-            ]
+            known = sorted(self.entries.items())
+            self._live = [self.targets[index] for index, each in known if each.health == "healthy"]
+            self._draining = {index for index, each in known if each.health == "draining"}
             self._wake_all()
 
     def next_change(self) -> asyncio.Future[None]:
@@ -142,6 +150,45 @@ class RoutingTable:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    # ---- calls to all replicas, and replicas that leave
+
+    def hold_live(self) -> list[Target]:
+        """Return the replicas that are healthy now, for calls to each of them; `let_go` follows. None of them counts as
+        drained meanwhile."""
+        with self._guard:
+            targets = self.live()
+            for target in targets:
+                target.num_held += 1
+            return targets
+
+    def let_go(self, targets: Sequence[Target]) -> None:
+        """End what `hold_live` began."""
+        with self._guard:
+            for target in targets:
+                target.num_held -= 1
+            self._note_drained()
+
+    def is_drained(self, index: int) -> bool:
+        """Return whether this process has no call at a replica, nor a session that the replica waits for."""
+        with self._guard:
+            target, entry = self.targets.get(index), self.entries.get(index)
+            if target is None or entry is None:
+                return True
+            is_kept = entry.keeps_sessions and self._num_pinned[index] > 0
+            return not (target.in_flight or target.num_held or is_kept)
+
+    async def wait_drained(self, index: int) -> None:
+        """Wait until a replica that gets no new calls is drained."""
+        while True:
+            change = self.next_change()
+            if self.is_drained(index):
+                return
+            await change
+
+    def _note_drained(self) -> None:
+        if self._draining:
+            self._wake_watching()
+
     # ---- sessions
 
     @property
@@ -159,6 +206,7 @@ class RoutingTable:
                 self._move(session, None)
                 del self._pins[session]
             self._wake_next()  # its waiting calls may go anywhere now
+            self._note_drained()
             return was_known
 
     def knows_session(self, session: str) -> bool:
@@ -167,6 +215,12 @@ class RoutingTable:
     def num_sessions_at(self, index: int) -> int:
         """Return how many sessions are pinned to a replica."""
         return self._num_pinned[index]
+
+    def _unpin_all(self, index: int) -> None:
+        """Let the sessions of a replica choose another one with their next call."""
+        if self._num_pinned[index]:
+            for session in [name for name, pinned in self._pins.items() if pinned == index]:
+                self._move(session, None)
 
     def _move(self, session: str, index: int | None) -> None:
         """Pin a session to a replica, or to none."""
@@ -235,6 +289,9 @@ class RoutingTable:
             live = [target for target in live if target.index not in self._held_back] or live
         if session is not None:
             pinned = self._pins.get(session)
+            if pinned in self._draining and self.entries[pinned].keeps_sessions:
+                leaving = self.targets[pinned]
+                live = [leaving] if leaving.calls.failure is None else live
             live = [target for target in live if target.index == pinned] or live
         if self._limit is None:
             return live
@@ -279,6 +336,7 @@ class RoutingTable:
             target.in_flight -= 1
             if self._waiting:
                 self._wake_next()
+            self._note_drained()
 
     def _wake_next(self) -> None:
         """Wake the first waiter that could be served now. Others are woken in turn as it leaves the queue."""
@@ -290,6 +348,9 @@ class RoutingTable:
     def _wake_all(self) -> None:
         for waiter in self._waiting:
             _wake(waiter.ready, waiter.loop)
+        self._wake_watching()
+
+    def _wake_watching(self) -> None:
         for change, loop in self._watching:
             _wake(change, loop)
         self._watching.clear()

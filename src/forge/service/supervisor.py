@@ -13,17 +13,19 @@ import asyncio
 import enum
 import logging
 import os
-import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from forge.errors import ServiceStopped
+from forge.observe.clock import monotonic_s
 from forge.runtime.backend import Channel
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.lifetime import runtime
 from forge.runtime.replies import read_answers, reply_channel
 from forge.service.options import ServiceOptions
 from forge.service.records import Health
+from forge.service.resizing import Drained, Resizer
 from forge.service.routing_table import Entry, RoutingTable
 
 _log = logging.getLogger("forge.service")
@@ -40,15 +42,21 @@ class Notice(enum.Enum):
     SILENCE = "the owner was not heard for too long; it may come back"
 
 
-Message = Entry | Notice
+Message = Entry | tuple[Entry, ...] | Notice
+"""A change of one replica; the whole table, which comes first; or a notice."""
 
 
 class Replica:
     """The supervisor's record of one replica over all its generations."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, generation: int = -1, has_joined: bool = False) -> None:
         self.index = index
-        self.generation = -1
+        self.generation = generation
+        self.has_joined = has_joined
+        """Whether it was added to a service that was running."""
+        self.is_leaving = False
+        self.keeps_sessions = False
+        self.supervision: asyncio.Task[None] | None = None
         self.num_starts = 0
         self.health: Health = "starting"
         self.failure: str | None = None
@@ -60,17 +68,18 @@ class Replica:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def entry(self) -> Entry:
-        group = self.group
+        group, is_callable = self.group, self.health in ("healthy", "draining")
         return Entry(
             index=self.index,
             generation=self.generation,
             health=self.health,
-            actor=group.actor if group is not None and self.health == "healthy" else None,
+            actor=group.actor if group is not None and is_callable else None,
             host=", ".join(host.name for host in group.hosts) if group is not None else "",
             num_ranks=len(group.pids) if group is not None else 0,
             restarts=max(self.num_starts - 1, 0),
-            pids=tuple(pid for _, pid in group.pids) if group is not None and self.health == "healthy" else (),
+            pids=tuple(pid for _, pid in group.pids) if group is not None and is_callable else (),
             failure=self.failure,
+            keeps_sessions=self.keeps_sessions,
         )
 
 
@@ -80,6 +89,7 @@ class Supervisor:
     def __init__(self, spec: GroupSpec, options: ServiceOptions, table: RoutingTable) -> None:
         self.spec, self.options, self.table = spec, options, table
         self.replicas = [Replica(index) for index in range(options.num_replicas)]
+        self.resizer = Resizer(self)
         self._subscribers: dict[int, tuple[Any, float]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Task[None] | None = None
@@ -98,10 +108,29 @@ class Supervisor:
             raise
         if self._stopping is not None:
             raise ServiceStopped(f"service {self.table.name} was shut down while it started", path=self.table.name)
-        self._tasks = [asyncio.create_task(self._supervise(replica)) for replica in self.replicas]
-        self._tasks.append(asyncio.create_task(self._tick()))
-        for task in self._tasks:
-            task.add_done_callback(self._report_failure)
+        for replica in self.replicas:
+            self.watch(replica)
+        self._tasks = [asyncio.create_task(self._tick())]
+        self._tasks[0].add_done_callback(self._report_failure)
+
+    def watch(self, replica: Replica) -> None:
+        """Restart a replica whenever it is lost, from now on."""
+        replica.supervision = asyncio.create_task(self._supervise(replica))
+        replica.supervision.add_done_callback(self._report_failure)
+
+    async def join(self, replica: Replica) -> None:
+        """Start a replica that was added to the running service. It gets calls as soon as it is set up."""
+        await self._start(replica)
+        self.watch(replica)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping is not None
+
+    @property
+    def subscribers(self) -> Collection[int]:
+        """Other processes that hold a handle."""
+        return self._subscribers.keys()
 
     def _report_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -115,6 +144,7 @@ class Supervisor:
             env={
                 "FORGE_REPLICA": str(replica.index),
                 "FORGE_REPLICA_GENERATION": str(replica.generation),
+                "FORGE_REPLICA_JOINED": str(int(replica.has_joined)),
                 **self.spec.env,
             },
         )
@@ -125,14 +155,14 @@ class Supervisor:
         died = replica.died = asyncio.get_running_loop().create_future()
         target = self.table.targets.get(replica.index)
         replica.num_ok_before = target.num_ok if target is not None else 0
-        replica.num_served, replica.up_since, replica.health = 0, time.monotonic(), "healthy"
+        replica.num_served, replica.up_since, replica.health = 0, monotonic_s(), "healthy"
         replica.num_starts += 1
-        self._publish(replica)
+        self.publish(replica)
 
         def note_death(reason: str) -> None:
             if not died.done():
-                replica.health, replica.failure = "restarting", reason
-                self._publish(replica)
+                replica.health, replica.failure = "removed" if replica.is_leaving else "restarting", reason
+                self.publish(replica)
                 died.set_result(reason)
 
         group.on_death(note_death)
@@ -142,7 +172,8 @@ class Supervisor:
         replica.tasks.add(beat)
         beat.add_done_callback(replica.tasks.discard)
 
-    def _publish(self, replica: Replica) -> None:
+    def publish(self, replica: Replica) -> None:
+        """Send the state of a replica to every process that holds a handle."""
         entry = replica.entry()
         self.table.update(entry, replica.group.calls if replica.group is not None else None)
         for port, _ in self._subscribers.values():
@@ -154,9 +185,8 @@ class Supervisor:
         A subscriber that does not ask again from time to time is forgotten.
         """
         if subscriber not in self._subscribers:
-            for replica in self.replicas:
-                port.send(replica.entry())
-        self._subscribers[subscriber] = (port, time.monotonic())
+            port.send(tuple(replica.entry() for replica in self.replicas))
+        self._subscribers[subscriber] = (port, monotonic_s())
 
     async def _tick(self) -> None:
         """Tell subscribers that their owner is alive, so that silence means that it is not."""
@@ -164,8 +194,9 @@ class Supervisor:
             await asyncio.sleep(self.options.heartbeat_s)
             limit_s = 3 * RENEW_AFTER * self.options.heartbeat_s
             for subscriber, (port, asked) in list(self._subscribers.items()):
-                if time.monotonic() - asked > limit_s:
+                if monotonic_s() - asked > limit_s:
                     del self._subscribers[subscriber]
+                    self.resizer.look_again()
                 else:
                     port.send(Notice.TICK)
 
@@ -193,7 +224,7 @@ class Supervisor:
         tries = 0
         while True:
             assert replica.died is not None
-            await replica.died
+            await asyncio.shield(replica.died)  # who ends the supervision may still wait for the death
             if self._has_served(replica):
                 tries = 0
             group = replica.group
@@ -231,19 +262,22 @@ class Supervisor:
     def _has_served(self, replica: Replica) -> bool:
         target = self.table.targets.get(replica.index)
         num_ok = (target.num_ok if target is not None else 0) - replica.num_ok_before
-        was_up_s = time.monotonic() - replica.up_since
+        was_up_s = monotonic_s() - replica.up_since
         return replica.num_served > 0 or num_ok > 0 or was_up_s >= self.options.stable_s
 
     def _give_up(self, replica: Replica, tries: int) -> None:
         replica.health = "given_up"
-        _log.error(
-            "service %s: replica %d is dropped after %d failed restarts in a row; last failure: %s",
-            self.table.name,
-            replica.index,
-            tries,
-            replica.failure,
-        )
-        self._publish(replica)
+        if self.options.max_restarts == 0:  # what started it may know how to replace it
+            _log.warning("service %s: replica %d was lost: %s", self.table.name, replica.index, replica.failure)
+        else:
+            _log.error(
+                "service %s: replica %d is dropped after %d failed restarts in a row; last failure: %s",
+                self.table.name,
+                replica.index,
+                tries,
+                replica.failure,
+            )
+        self.publish(replica)
 
     async def stop(self) -> None:
         """Stop every replica, once; calls that wait raise `ServiceStopped`."""
@@ -252,13 +286,15 @@ class Supervisor:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
+        await self.resizer.stop()
         tasks = [*self._tasks, *(task for replica in self.replicas for task in replica.tasks)]
+        tasks += [replica.supervision for replica in self.replicas if replica.supervision is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for replica in self.replicas:
             replica.health = "stopped"
-            self._publish(replica)
+            self.publish(replica)
         groups = [replica.group for replica in self.replicas if replica.group is not None]
         outcomes = await asyncio.gather(*(group.stop() for group in groups), return_exceptions=True)
         for outcome in outcomes:
@@ -282,8 +318,12 @@ class SubscriptionServer:
     async def _serve(self) -> None:
         while True:
             uid, subscriber, port = await self._requests.recv()
-            port.return_undeliverable = False
             supervisor = self.services.get(uid)
+            if isinstance(port, Drained):
+                if supervisor is not None:
+                    supervisor.resizer.note_drained(subscriber, port)
+                continue
+            port.return_undeliverable = False
             if supervisor is None:
                 port.send(Notice.GONE)
             else:

@@ -12,18 +12,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge.errors import StoreError, StoreKeyError, WeightMismatch
     from forge.store.objects import delete, exists, get, get_state_dict, keys, put, put_state_dict
+    from forge.store.pins import PinnedVersion, PinnedVersions
     from forge.store.reader import Fetched
     from forge.store.records import VersionInfo
     from forge.store.sharding import Region
     from forge.store.targets import At, Chunk, Placed
     from forge.store.volumes import setup
-    from forge.store.weights import Publication, Weights
+    from forge.store.weights import Pin, Publication, Weights
     from forge.store.writer import Published
 
 _HOMES = {
     "At": "targets",
     "Chunk": "targets",
     "Fetched": "reader",
+    "Pin": "weights",
+    "PinnedVersion": "pins",
+    "PinnedVersions": "pins",
     "Placed": "targets",
     "Publication": "weights",
     "Published": "writer",
@@ -45,6 +49,9 @@ __all__ = [
     "At",
     "Chunk",
     "Fetched",
+    "Pin",
+    "PinnedVersion",
+    "PinnedVersions",
     "Placed",
     "Publication",
     "Published",

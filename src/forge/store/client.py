@@ -99,6 +99,19 @@ class StoreClient:
         answer = self.line.request("acquire", (replace(request, known=frozenset(known)), wait_s))
         return PendingLease(self, request, known, answer)
 
+    def request_pin(self, key: tuple[str, str], version: int, *, is_copy: bool = False) -> Future[Lease]:
+        """Request a pin, to be waited for later."""
+        return self.line.request("pin", (key, version, is_copy))
+
+    def release_when_answered(self, answer: Future[Lease]) -> None:
+        """Release a lease that was requested: at once, or when it comes."""
+
+        def came(answer: Future[Lease]) -> None:
+            if answer.exception() is None:
+                self.release_soon(answer.result().id)
+
+        answer.add_done_callback(came)
+
     def with_layouts(self, request: Acquire, lease: Lease, known: dict[str, Layout]) -> Lease:
         """Complete a lease with the layouts that were known, and remember those of this key for the next one."""
         key = (request.kind, request.key)
@@ -189,12 +202,7 @@ class PendingLease:
 
     def release(self) -> None:
         """Release the lease: at once, or when it comes."""
-
-        def came(answer: Future[Lease]) -> None:
-            if answer.exception() is None:
-                self.client.release_soon(answer.result().id)
-
-        self.answer.add_done_callback(came)
+        self.client.release_when_answered(self.answer)
 
 
 _client: StoreClient | None = None

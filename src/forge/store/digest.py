@@ -9,7 +9,8 @@ against deliberate forgery.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from torch import Tensor
 from forge.errors import StoreError
 from forge.store import device_kernel, kernel
 from forge.store.copy_table import CopyTable, byte_offset, row_major
+from forge.store.proof import described_forms, pack_digests
 from forge.store.sharding import Region
+from forge.store.tensors import dtype_name
 
 
 def digest_tensor(tensor: Tensor, region: Region | None = None, shape: Sequence[int] | None = None) -> int:
@@ -37,6 +40,13 @@ def digest_tensor(tensor: Tensor, region: Region | None = None, shape: Sequence[
             return device_kernel.run(blocks, [tensor.data_ptr()], [], copy=False)[0]
         tensor = tensor.cpu()
     return kernel.digest_only(_table(tensor, region, shape), [tensor.data_ptr()])[0]
+
+
+def state_digest(state: Mapping[str, Tensor]) -> str:
+    """Return the digest that a version with these tensors has when it is published as they are. All are whole."""
+    names = sorted(state)
+    forms = described_forms({name: (dtype_name(state[name].dtype), tuple(state[name].shape)) for name in names})
+    return hashlib.sha256(forms + pack_digests([digest_tensor(state[name]) for name in names])).hexdigest()
 
 
 def _table(tensor: Tensor, region: Region, shape: tuple[int, ...]) -> CopyTable:

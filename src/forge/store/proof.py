@@ -93,7 +93,7 @@ class _Tensors:
 @lru_cache(maxsize=64)
 def _tensors(parts: tuple[tuple[Layout, tuple[int, ...] | None], ...]) -> _Tensors:
     forms = {
-        name: f"{shards.dtype}{list(shards.shape)}"
+        name: (str(shards.dtype), tuple(shards.shape))
         for layout, _ in parts
         for name, shards in zip(layout.names, layout.shards, strict=True)
     }
@@ -102,8 +102,13 @@ def _tensors(parts: tuple[tuple[Layout, tuple[int, ...] | None], ...]) -> _Tenso
     of_piece = [
         number[layout.names[packed.tensor]] for layout, written in parts for packed in packing(layout, written).pieces
     ]
-    text = "\n".join(f"{name!r} {forms[name]}" for name in names)
-    return _Tensors(names, hashlib.sha256(text.encode()).digest(), np.array(of_piece, dtype=np.int64))
+    return _Tensors(names, described_forms(forms), np.array(of_piece, dtype=np.int64))
+
+
+def described_forms(forms: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """Return a digest of the dtypes and shapes of tensors, by name."""
+    text = "\n".join(f"{name!r} {dtype}{list(shape)}" for name, (dtype, shape) in sorted(forms.items()))
+    return hashlib.sha256(text.encode()).digest()
 
 
 def _totals(parts: Sequence[Part], layouts: Mapping[str, Layout]) -> tuple[_Tensors, npt.NDArray[np.uint64]]:

@@ -200,6 +200,23 @@ class VersionInfo:
     num_readers: int
     is_lost: bool = False
     """Whether a part of it was only in processes that have died."""
+    num_pins: int = 0
+    """Pins that keep it: see `Weights.pin`."""
+
+
+def pinned_name(name: str, version: int) -> str:
+    """Return the name under which a pinned version can be read, as long as it is pinned.
+
+    It is a name of weights of its own: `rewind` and `keep` of the weights `name` do not reach it, and a number that is
+    published again after a rewind does not replace it.
+    """
+    return f"{name}@{version}"
+
+
+def pinned_version(name: str, pinned: str) -> int | None:
+    """Return the version that `pinned_name(name, version)` names; None for other names."""
+    prefix, _, number = pinned.rpartition("@")
+    return int(number) if prefix == name and number.isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,7 +310,8 @@ class Registry:
         for number, stored in sorted(self._usable(key).items()):
             segments = [part.segment for part in stored.version.parts]
             size, is_lost = sum(segment.size for segment in segments), any(segment.is_lost for segment in segments)
-            found.append(VersionInfo(number, stored.version.digest, size, len(stored.leases), is_lost))
+            num_readers, num_pins = len(stored.leases - stored.pins), len(stored.pins)
+            found.append(VersionInfo(number, stored.version.digest, size, num_readers, is_lost, num_pins))
         return found
 
     def keys(self, kind: str, prefix: str = "") -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from forge.errors import StoreError
 from forge.runtime.rendezvous import Session, host_id
 from forge.store.records import Acquire, Assignment, Begin, Commit, Holder, Lease, Part
-from forge.store.registry import Registry
+from forge.store.registry_pins import PinningRegistry
 from forge.store.registry_state import Key
 
 _log = logging.getLogger("forge.store")
@@ -31,7 +31,7 @@ class RegistryServer:
     """One for a run, in its root process, on the control loop."""
 
     def __init__(self) -> None:
-        self._registry = Registry(self)
+        self._registry = PinningRegistry(self)
         self._sessions: dict[int, Session] = {}
         self._waiting: dict[Key, list[asyncio.Event]] = {}
         self._held: dict[str, int] = {}
@@ -41,6 +41,8 @@ class RegistryServer:
             "give_up": lambda _, body: registry.close_assignment(*body),
             "withdraw": lambda session, token: registry.withdraw(session, token),
             "release": lambda _, lease: registry.release(lease),
+            "pin": lambda session, body: registry.pin(session, *body),
+            "pinned": lambda _, key: registry.pinned(key),
             "versions": lambda _, key: registry.versions(key),
             "keys": lambda _, body: registry.keys(*body),
             "exists": lambda _, key: registry.newest(key) is not None,

@@ -86,6 +86,10 @@ class StoredVersion:
     """Whether its memory stays for the next version. With keep=1 it does not: that needs twice the memory for good."""
     losses: dict[int, str] = field(default_factory=dict)
     """For each rank whose part lost a copy, who held that."""
+    pins: set[int] = field(default_factory=set)
+    """Leases that keep it readable under its pinned name, whatever `keep` says."""
+    original: int | None = None
+    """The lease on the version whose memory this is, where pinning gave that memory a second name."""
 
 
 def no_such_rank(request: Begin) -> StoreError:

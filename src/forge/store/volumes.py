@@ -9,6 +9,13 @@ from forge.store.client import client
 from forge.store.weights import check_whole_number
 
 
+def register_volume(label: str) -> None:
+    """Let this process hold what others publish from now on."""
+    here = client()
+    address = here.data_plane.serve().address
+    here.line.call("volume", here.holder("tcp", "", address=address, volume=label))
+
+
 class Volume(MeshActor):
     """Holds segments. A publisher on its host shares its memory with it; others send theirs."""
 
@@ -17,9 +24,7 @@ class Volume(MeshActor):
 
     @endpoint
     def setup(self) -> None:
-        here = client()
-        address = here.data_plane.serve().address
-        here.line.call("volume", here.holder("tcp", "", address=address, volume=self.label))
+        register_volume(self.label)
 
     @endpoint
     def num_segments(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from forge.errors import StoreError
+from forge.runtime.rendezvous import host_id
 from forge.store.client import StoreClient, client, in_thread, start
 from forge.store.execution import target_tensors
 from forge.store.reader import Fetched, Reader, Verify, check_verify
-from forge.store.records import Acquire, Begin, Lease, VersionInfo
+from forge.store.records import Acquire, Begin, Lease, SegmentRecord, VersionInfo, pinned_name
 from forge.store.writer import Published, Staged, Writer, check_dtype, ranks_of
 
 
@@ -77,6 +79,50 @@ class Publication:
 def _log_failure(done: Future[Published]) -> None:
     if (error := done.exception()) is not None:
         _log.error("a publication that was not awaited failed: %s", error)
+
+
+class Pin:
+    """A version that stays readable: see `Weights.pin`."""
+
+    def __init__(self, name: str, lease: Lease, here: StoreClient) -> None:
+        self._lease, self._client = lease, here
+        self.name = pinned_name(name, lease.version.number)
+        """Under which `Weights` can read it."""
+
+    def __repr__(self) -> str:
+        return f"Pin({self.name!r})"
+
+    @property
+    def version(self) -> int:
+        return self._lease.version.number
+
+    @property
+    def digest(self) -> str:
+        """Of the whole version, as its publisher got it."""
+        return self._lease.version.digest
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes."""
+        return sum(part.segment.size for part in self._lease.version.parts)
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it is whole in one segment in host memory of this process, or on a storage volume: then it outlives a
+        publisher in another process, takes no memory of a device, and readers on this host can view it."""
+        parts = self._lease.version.parts
+        return len(parts) == 1 and _outlives(parts[0].segment)
+
+    def release(self) -> None:
+        """End the pin. The version goes with its last pin and its last reader. Doing so twice is harmless."""
+        self._client.release(self._lease.id)
+
+
+def _outlives(segment: SegmentRecord) -> bool:
+    own = (os.getpid(), host_id())
+    return segment.inline is not None or any(
+        holder.volume or (holder.transport == "shm" and (holder.pid, holder.host) == own) for holder in segment.holders
+    )
 
 
 class Weights:
@@ -303,6 +349,42 @@ class Weights:
     async def versions(self) -> list[VersionInfo]:
         """Return the versions that can be fetched now, oldest first."""
         found: list[VersionInfo] = await client().line.call_async("versions", (KIND, self.name))
+        return found
+
+    async def pin(self, version: int) -> Pin:
+        """Pin a published version: until the pin is released, or this process ends, it stays readable as
+        `Weights(pinned_name(name, version))`, whatever `keep`, `retire` and `rewind` do to the weights of this name.
+
+        Nothing is copied: the pinned version is the memory that was published. Several pins of one version are
+        independent of each other. Raises `StoreKeyError` if the version is not published (any more).
+        """
+        check_whole_number("pin(version)", version, least=0)
+        return await self._pin(version)
+
+    async def pin_copy(self, state_dict: Mapping[str, Tensor], *, version: int, digest: str | None = None) -> Pin:
+        """Publish a copy of a version under its pinned name, in host memory of this process, and pin that.
+
+        The number may be that of any version, published or not: the live weights are not concerned. Where a version
+        with this `digest` is pinned under the name already, that one is pinned once more, and nothing is copied.
+        """
+        copy = Weights(pinned_name(self.name, version), keep=1, on="host", rank=0, world_size=1)
+        if digest is None or digest not in {info.digest for info in await copy.versions() if info.num_pins}:
+            await copy.publish(state_dict, version=version)
+        return await self._pin(version, is_copy=True)
+
+    async def _pin(self, version: int, *, is_copy: bool = False) -> Pin:
+        here = client()
+        pending = here.request_pin((KIND, self.name), version, is_copy=is_copy)
+        try:
+            lease = await asyncio.shield(asyncio.wrap_future(pending))
+        except asyncio.CancelledError:
+            here.release_when_answered(pending)
+            raise
+        return Pin(self.name, lease, here)
+
+    async def pinned(self) -> list[VersionInfo]:
+        """Return the pinned versions, oldest first, with their bytes and how many pins each has."""
+        found: list[VersionInfo] = await client().line.call_async("pinned", (KIND, self.name))
         return found
 
     async def retire(self, *, keep: int = 1) -> list[int]:

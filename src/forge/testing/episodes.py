@@ -12,7 +12,7 @@ from forge.envs.environment import Env, as_program
 from forge.envs.episode import EpisodeProgram, EpisodeRun, Program, run_episode
 from forge.envs.history import ChatCodec
 from forge.envs.journal import Entry, Journal
-from forge.envs.state import EpisodeKey, EpisodeState, Policy
+from forge.envs.state import AgentBinding, EpisodeKey, EpisodeState, Policy
 from forge.envs.tool_calls import ToolFormat
 from forge.errors import OptionError
 from forge.types import INITIAL_VERSION, Completion, Task, VersionSpan
@@ -81,9 +81,17 @@ def _text_of(token_ids: Sequence[int], codec: ChatCodec) -> str:
     return (f"tools: {tools}\n" if tools else "") + "".join(lines) + "assistant: "
 
 
+def _policy_of(answers: Answers | Policy) -> Policy:
+    return ScriptedPolicy(answers) if callable(answers) or isinstance(answers, Sequence) else answers
+
+
+def _codec_of(policy: Policy) -> ChatCodec:
+    return policy.codec if isinstance(policy, ScriptedPolicy) else CharacterCodec()
+
+
 async def play(
     program: EpisodeProgram | Program | type[Env],
-    answers: Answers | Policy,
+    answers: Answers | Policy | Mapping[str, Answers | Policy],
     *,
     task: Task | None = None,
     args: Mapping[str, Any] | None = None,
@@ -94,6 +102,7 @@ async def play(
 ) -> EpisodeRun:
     """Run one episode against a policy whose answers are given, and return what became of it.
 
+    Where the program declares agents, `answers` may be a mapping from their names to the answers of each.
     `args` are the program's arguments (`episode.args`). `journal` gets the episode's entries; entries that are in it
     already are replayed. What the program raises is raised: `Fault`, `RewardError`, its own exceptions.
 
@@ -102,16 +111,19 @@ async def play(
         >>> assert run.score.reward == 1.0
     """
     made = as_program(program, name=getattr(program, "__qualname__", repr(program)))
-    policy = ScriptedPolicy(answers) if callable(answers) or isinstance(answers, Sequence) else answers
+    own = {name: _policy_of(each) for name, each in answers.items()} if isinstance(answers, Mapping) else {}
+    policy = ScriptedPolicy(()) if isinstance(answers, Mapping) else _policy_of(answers)
+    chosen = {"max_tokens": 4096, **(sampling or {})}
     kept = [] if journal is None else journal
     state = EpisodeState(
         task=task or Task("test", messages=({"role": "user", "content": "?"},)),
         key=EpisodeKey(0, 0, 0),
         limits=limits or EpisodeLimits(),
         policy=policy,
-        codec=policy.codec if isinstance(policy, ScriptedPolicy) else CharacterCodec(),
+        codec=_codec_of(policy),
         tool_format=tool_format,
-        sampling={"max_tokens": 4096, **(sampling or {})},
+        sampling=chosen,
         journal=Journal(tuple(kept), write=kept.append),
+        bindings={name: AgentBinding(each, _codec_of(each), tool_format, chosen) for name, each in own.items()},
     )
     return await run_episode(made.with_args(args) if args else made, state)

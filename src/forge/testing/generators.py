@@ -139,6 +139,7 @@ class FakeGenerator:
         sampling: Sampling | Mapping[str, Any] | None = None,
         n: int | None = None,
         template: Mapping[str, Any] | None = None,
+        version: int | None = None,
     ) -> AsyncIterator[Delta]:
         request = FakeRequest(
             prompt,

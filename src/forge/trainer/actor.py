@@ -14,12 +14,12 @@ from forge.config import TrainerConfig
 from forge.observe import span
 from forge.runtime.endpoints import endpoint
 from forge.service.actor import ForgeActor
-from forge.types import Batch, Sample, StepResult
+from forge.types import Batch, Evaluated, Sample, StepResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forge.losses import Loss
+    from forge.losses import AnyLoss
     from forge.trainer.checkpointer import Checkpointer
     from forge.trainer.engine import Engine
 
@@ -37,7 +37,7 @@ class Trainer(ForgeActor):
         >>> results = await trainer.train_step.call(batch)  # one StepResult per rank, all equal
     """
 
-    def __init__(self, config: TrainerConfig, loss: Loss | None = None) -> None:
+    def __init__(self, config: TrainerConfig, loss: AnyLoss | None = None) -> None:
         self.config, self.loss = config, loss
         self._abandoned = threading.Event()
 
@@ -74,22 +74,46 @@ class Trainer(ForgeActor):
         self._abandoned.set()
 
     @endpoint(retry=True)
-    async def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Return the sum of the batch's loss and its normaliser; no gradient."""
+    async def evaluate(self, batch: Batch) -> Evaluated:
+        """Return the sums of the batch's loss and metrics, and what each is divided by; no gradient."""
         return await self._do(self.engine.evaluate, batch)
 
     @endpoint(retry=True)
-    async def forward_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor] | None:
-        """Return the logprobs of every sample's tokens, float32 [L] each; None on ranks other than 0."""
+    async def forward_logprobs(self, batch: Batch, temperature: float = 1.0, base: bool = False) -> list[Tensor] | None:
+        """Return the logprobs of every sample's tokens, float32 [L] each; None on ranks other than 0.
+
+        With `base` they are those of the model without its adapter.
+        """
         with span("forward_logprobs", num_samples=len(batch.lengths), num_tokens=len(batch.token_ids)):
-            logprobs = await self._do(self.engine.forward_logprobs, batch, temperature=temperature)
+            logprobs = await self._do(self.engine.forward_logprobs, batch, temperature=temperature, base=base)
         return logprobs if self.engine.ranks.rank == 0 else None
+
+    @endpoint(retry=True)
+    async def forward_top_logprobs(self, batch: Batch, k: int) -> list[tuple[Tensor, Tensor]] | None:
+        """Return the k likeliest tokens at the place of each token that counts; see `forge.trainer.top_logprobs`."""
+        from forge.trainer.top_logprobs import top_logprobs
+
+        with span("forward_top_logprobs", num_samples=len(batch.lengths), num_tokens=len(batch.token_ids)):
+            found = await self._do(top_logprobs, self.engine, batch, k)
+        return found if self.engine.ranks.rank == 0 else None
+
+    @endpoint(retry=True)
+    async def forward_values(self, batch: Batch) -> list[Tensor] | None:
+        """Return the values of every sample's tokens, float32 [L] each, of a model with a scalar head.
+
+        `values[t]` is the value after token t; see `Engine.forward_values`. None on ranks other than 0.
+        """
+        with span("forward_values", num_samples=len(batch.lengths), num_tokens=len(batch.token_ids)):
+            values = await self._do(self.engine.forward_values, batch)
+        return values if self.engine.ranks.rank == 0 else None
 
     @endpoint
     async def publish_weights(
         self, version: int, name: str = "policy", canary: bool = True, dtype: str | None = None, keep: int = 2
-    ) -> None:
-        """Publish the weights as a version of `name` in the store. Returns when readers can fetch it.
+    ) -> str | None:
+        """Publish the weights, or the adapter alone, as a version of `name` in the store.
+
+        Returns the version's digest when readers can fetch it.
 
         With `canary`, the logprobs that this model gives a few tokens are kept with the version, so that generators
         can prove that they compute with the same weights. `dtype`, such as bfloat16, is what they are published in,
@@ -107,8 +131,9 @@ class Trainer(ForgeActor):
             if canary:
                 with span("keep canary"):
                     await self._keep_canary(version, name)
-            state = await self._do(self.engine.own_parameters)
-            await self._weights.publish(state, version=version)
+            state = await self._do(self.engine.trained_parameters)
+            published = await self._weights.publish(state, version=version)
+            return str(published.digest)
 
     async def _keep_canary(self, version: int, name: str) -> None:
         import torch
@@ -124,9 +149,15 @@ class Trainer(ForgeActor):
             await put_canary(name, Canary(version, tuple(token_ids.tolist()), tuple(logprobs[0].tolist())))
 
     @endpoint
-    async def save(self, extra: Mapping[str, Any] | None = None, metric: float | None = None) -> None:
+    async def save(
+        self,
+        extra: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+        parts: Mapping[str, Path] | None = None,
+        step: int | None = None,
+    ) -> None:
         """Save a checkpoint; see `Checkpointer.save`."""
-        await self._do(self.checkpointer.save, extra=extra, metric=metric)
+        await self._do(self.checkpointer.save, extra=extra, metric=metric, parts=parts, step=step)
 
     @endpoint
     async def load(self, resume: str = "must") -> dict[str, Any] | None:
@@ -144,6 +175,13 @@ class Trainer(ForgeActor):
         await self._do(self.checkpointer.export, Path(folder), dtype=dtype, overwrite=overwrite)
 
     @endpoint
+    async def export_adapter(self, folder: Path) -> bool:
+        """Write the adapter as a PEFT folder. Returns whether there is one."""
+        if self.engine.adapter is not None:
+            await self._do(self.checkpointer.export_adapter, Path(folder))
+        return self.engine.adapter is not None
+
+    @endpoint
     async def release_memory(self) -> None:
         """Release the device's memory that is kept for later steps and holds nothing now.
 
@@ -154,8 +192,10 @@ class Trainer(ForgeActor):
 
     @endpoint
     async def state(self) -> dict[str, Any]:
-        """Return where training is: step, layout, device, parameters, memory."""
-        return await self._do(self.engine.describe)
+        """Return where training is: step, layout, device, parameters, memory, and what its bits depend on."""
+        from forge.trainer.hardware import hardware_of
+
+        return await self._do(lambda: {**self.engine.describe(), "hardware": hardware_of(self.engine.ranks.device)})
 
     @endpoint
     async def close(self) -> None:
@@ -174,6 +214,8 @@ def _empty_cache() -> None:
 
 class ReferenceModel(Trainer):
     """A model that only scores, for a policy to be held to. As a service it may have several replicas.
+
+    With `model.head: scalar` it gives values (`forward_values`), as a reward model or the copy of a critic does.
 
     Example:
         >>> reference = await ReferenceModel.options(num_replicas=2).as_service(config)

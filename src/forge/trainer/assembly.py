@@ -5,7 +5,7 @@ The output layer computes logprobs a chunk at a time, or the whole loss with its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,12 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from forge.config import DistributedConfig, ModelConfig, TrainingConfig
+from forge.losses.candidates import chunked_candidates, chunked_top
 from forge.losses.head import chunked_logprobs, chunked_nll
+from forge.models.adapter_names import AdapterSpec
+from forge.models.adapters import attach_adapters
+from forge.models.attention import DocumentAttention
+from forge.models.flash_attention import Situation, choose_kernel, load_kernel
 from forge.models.gpu_layers import add_into
 from forge.models.language_model import HeadFunction, LanguageModel, titan_config
 from forge.models.rows import RowTask
@@ -50,6 +55,7 @@ class Precision:
         return {
             "float32": cls(wide, wide, wide),
             "bfloat16": cls(wide, half, wide),
+            "float16": cls(wide, torch.float16, wide),
             "bfloat16_pure": cls(half, half, wide),
             "float64": cls(double, double, double),
         }[name]
@@ -119,10 +125,12 @@ def assemble(
     distributed: DistributedConfig,
     device: torch.device,
     loss_fn: Callable[..., Any],
+    adapter: AdapterSpec | None = None,
 ) -> Assembled:
     """Build this rank's part of the model, empty: its weights are to be loaded or initialised next.
 
-    `loss_fn(output, key)` is called by a pipeline for each row that leaves its last stage.
+    `loss_fn(output, key)` is called by a pipeline for each row that leaves its last stage. With an `adapter`, weights
+    are kept in what they are computed with, since they are frozen, and the adapter in what is trained.
     """
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=layout.replicate,
@@ -142,15 +150,22 @@ def assemble(
     config = titan_config(model, max_seq_len=max(training.max_seq_len, training.microbatch_tokens or 0))
     config.update_from_config(config=_TitanView(parallelism))
     before = torch.get_default_dtype()
-    torch.set_default_dtype(precision.master)
+    torch.set_default_dtype(precision.master if adapter is None else precision.compute)
     try:
         with torch.device("meta"):
             whole = config.build()
     finally:
         torch.set_default_dtype(before)
+    if adapter is not None:
+        attach_adapters(whole, model, adapter, dtype=precision.master)
+        if model.head == "scalar":
+            whole.lm_head.to(precision.master)
+
+    converts = precision.master != precision.compute and adapter is None  # adapters are converted where they are used
 
     def split(part: LanguageModel, **_: Any) -> LanguageModel:
-        return _split(part, dims=dims, precision=precision, training=training, on_gpu=device.type == "cuda")
+        shards = _needs_fsdp(dims, converts=converts)
+        return _split(part, dims, precision=precision, training=training, on_gpu=device.type == "cuda", shards=shards)
 
     if layout.pipeline == 1:
         assembled = Assembled([split(whole)], dims)
@@ -177,7 +192,13 @@ def assemble(
 
 
 def _split(
-    part: LanguageModel, *, dims: ParallelDims, precision: Precision, training: TrainingConfig, on_gpu: bool
+    part: LanguageModel,
+    dims: ParallelDims,
+    *,
+    precision: Precision,
+    training: TrainingConfig,
+    on_gpu: bool,
+    shards: bool,
 ) -> LanguageModel:
     if dims.tp_enabled or dims.ep_enabled:
         part.parallelize(dims)
@@ -186,7 +207,7 @@ def _split(
         checkpointing.Config().build().apply(part)
     if training.compile:
         _compile_layers(part)
-    if _needs_fsdp(dims, precision):
+    if shards:
         _shard(part, dims=dims, precision=precision)
         _settle_sums(part, on_gpu=on_gpu, is_alone=_is_alone(dims))
     return part
@@ -203,9 +224,9 @@ def _is_alone(dims: ParallelDims) -> bool:
     return bool(dims.dp_replicate * dims.dp_shard == 1 and dims.ep == 1)
 
 
-def _needs_fsdp(dims: ParallelDims, precision: Precision) -> bool:
+def _needs_fsdp(dims: ParallelDims, *, converts: bool) -> bool:
     """Return whether there is anything to gather or to convert."""
-    return bool(dims.dp_replicate * dims.dp_shard > 1 or precision.master != precision.compute or dims.ep > 1)
+    return bool(dims.dp_replicate * dims.dp_shard > 1 or converts or dims.ep > 1)
 
 
 def _shard(part: LanguageModel, *, dims: ParallelDims, precision: Precision) -> None:
@@ -258,6 +279,9 @@ def head_function(training: TrainingConfig, *, fp32_logits: bool = False) -> Hea
 
     def compute(hidden_ND: Tensor, weight_VD: Tensor, row: RowTask, group: Any) -> Any:
         start = 0 if group is None else dist.get_rank(group) * weight_VD.shape[0]
+        if row.num_top or row.candidates is not None:
+            common = {"chunk_tokens": chunk_tokens, "fp32_logits": fp32_logits, "group": group}
+            return _about_candidates(hidden_ND, weight_VD, row, start=start, **common)
         if row.weights is not None:
             return chunked_nll(
                 hidden_ND,
@@ -286,15 +310,34 @@ def head_function(training: TrainingConfig, *, fp32_logits: bool = False) -> Hea
     return compute
 
 
+def _about_candidates(
+    hidden_ND: Tensor, weight_VD: Tensor, row: RowTask, *, start: int, **options: Any
+) -> tuple[Tensor, ...]:
+    """Return the logprobs of the targets [N] and of the candidates [N, K], from one pass over the vocabulary; or the
+    logprobs and ids of the likeliest tokens side by side [N, 2 K], where these are asked for."""
+    if row.candidates is None:
+        logprobs, ids = chunked_top(hidden_ND, weight_VD, row.num_top, **options)
+        return (torch.cat([logprobs, ids.to(logprobs.dtype)], dim=-1),)
+    every = torch.cat([row.targets[:, None], row.candidates], dim=1)
+    logprobs = chunked_candidates(hidden_ND, weight_VD, every, vocab_start=start, **options)
+    return logprobs[:, 0], logprobs[:, 1:]
+
+
 def _as_row(logprobs: Tensor, entropy: Tensor | None, row: RowTask) -> Tensor:
     both = torch.stack([logprobs, torch.zeros_like(logprobs) if entropy is None else entropy], dim=-1)
     return both.new_zeros(row.positions.shape[1], 2).index_copy(0, row.index, both).unsqueeze(0)
 
 
-def from_row(output_1L2: Tensor, row: RowTask) -> tuple[Tensor, Tensor]:
-    """Return what `as_row` put into a row: logprobs and entropies of the places that were asked about."""
-    both = output_1L2[0].index_select(0, row.index)
-    return both[:, 0], both[:, 1]
+def use_attention(parts: Iterable[nn.Module], training: TrainingConfig, device: torch.device) -> str:
+    """Choose the attention kernel, let the model's layers use it, and return its name."""
+    situation = Situation.of(device, saves_selectively=training.activation_checkpointing == "selective")
+    name = choose_kernel(training.attention, situation)
+    kernel = load_kernel(name)
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, DocumentAttention):
+                module.kernel = kernel
+    return name
 
 
 SMALLEST_BYTES = 2**20

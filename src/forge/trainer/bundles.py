@@ -263,5 +263,5 @@ def _too_large(batch: Batch, samples: Sequence[int], num_tokens: int, *, max_tok
         value=num_tokens,
         rule=f"at most {max_tokens} tokens: the loss has one ratio per sequence, so a sequence is never split",
         repair=f"raise training.microbatch_tokens to {num_tokens} or more, or use a loss with a ratio per token "
-        "(algorithm.loss.kind other than gspo, algorithm.loss.correction.level: token)",
+        "(algorithm.loss.kind other than gspo, algorithm.loss.correction.level: token, no sequence_mask)",
     )

@@ -109,6 +109,7 @@ class Checkpoints:
         *,
         extra: Mapping[str, Any] | None = None,
         metric: float | None = None,
+        parts: Mapping[str, Path] | None = None,
     ) -> None:
         """Save a checkpoint. Collective.
 
@@ -122,6 +123,8 @@ class Checkpoints:
                 Entries that each rank has for itself have a part such as `rank3` in their keys.
             extra: small facts that JSON can carry, returned by `load`. Rank 0's are taken.
             metric: what to judge it by, lower being better. One that is not finite counts as none.
+            parts: complete checkpoints of other models on the same file system. Each is moved into this one under its
+                name, before this one appears: both are there, or neither.
         """
         self._check_open(for_writing=True)
         self.wait()
@@ -137,7 +140,7 @@ class Checkpoints:
         )
         self._num_saves += 1
         partial = info.path.with_name(f"{info.path.name}.partial-{self._token}-{self._num_saves}")
-        purpose = SavePurpose(info, self._keep, self._keep_best, self._on_stage)
+        purpose = SavePurpose(info, self._keep, self._keep_best, self._on_stage, parts or {})
         options = {
             "storage_writer": CheckpointWriter(partial, purpose=purpose),
             "process_group": self._group,

@@ -212,6 +212,15 @@ def damage(info: CheckpointInfo, faults: Sequence[str]) -> CheckpointError:
     )
 
 
+def move_into(source: Path, target: Path) -> FileRecord:
+    """Make a complete checkpoint a part of another one that is being written. Returns the record of its
+    `checkpoint.json`, which has the digests of all its other files."""
+    source.rename(target)
+    sync_folder(target.parent)
+    record = target / RECORD_NAME
+    return FileRecord(record.stat().st_size, _sha256(record))
+
+
 def publish(partial: Path, *, target: Path) -> None:
     """Make a written checkpoint visible, by one rename. One of the same step is replaced; a kill loses neither."""
     sync_folder(partial)

@@ -7,7 +7,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,8 +23,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from forge.errors import CheckpointError
 from forge.trainer.checkpoint_folder import (
+    RECORD_NAME,
     CheckpointInfo,
     FileRecord,
+    move_into,
     next_sequence,
     prune,
     publish,
@@ -43,12 +45,14 @@ class SavePurpose:
     """What is being saved: the checkpoint as it is to be described, the keep rule, and who wants to know the stages.
 
     `info.path` is the final folder; `info.sequence`, `info.time` and `info.files` are filled in when it is complete.
+    `parts` are complete checkpoints of other models that become folders in this one, by name.
     """
 
     info: CheckpointInfo
     keep: int
     keep_best: bool
     on_stage: Callable[[Stage], None]
+    parts: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
 
 class CheckpointWriter(FileSystemWriter):  # type: ignore[misc]
@@ -77,6 +81,8 @@ class CheckpointWriter(FileSystemWriter):  # type: ignore[misc]
         purpose.on_stage("metadata")
         files = {name: record for written in results for name, record in written.files.items()}
         files[_METADATA_NAME] = self.fs.records[f"{_METADATA_NAME}.tmp"]
+        for name, source in purpose.parts.items():
+            files[f"{name}/{RECORD_NAME}"] = move_into(source, self._partial / name)
         info = dataclasses.replace(
             purpose.info,
             sequence=next_sequence(target.parent),

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from forge.config.training import export_dtype
 from forge.errors import CheckpointError
 from forge.models.hf_config import write_hf_config
-from forge.models.weights_out import export_hf
+from forge.models.peft_files import write_adapter
+from forge.models.quantized import quantized_tensors
+from forge.models.weights_out import attempt, export_hf, raise_any
+from forge.trainer.adapter_identity import check_identity
 from forge.trainer.checkpoint import Checkpoints
+from forge.trainer.loss_scaling import LossScale
+from forge.trainer.optimizer_choice import check_same_optimizer
 
 if TYPE_CHECKING:
     from forge.trainer.engine import Engine
@@ -48,15 +56,44 @@ class Checkpointer:
             )
         return self._checkpoints
 
-    def save(self, *, extra: Mapping[str, Any] | None = None, metric: float | None = None) -> None:
-        """Save everything that a resume needs, and `extra`, which belongs to the caller."""
+    def save(
+        self,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+        parts: Mapping[str, Path] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Save everything that a resume needs, `extra`, which belongs to the caller, and checkpoints of other models
+        (see `Checkpoints.save`). `step` names it where the other models may have taken steps without this one."""
         engine = self._engine
         self.checkpoints.save(
-            engine.step,
+            engine.step if step is None else step,
             self._state(),
-            extra={"step": engine.step, "caller": dict(extra or {})},
+            extra={"step": engine.step, "caller": dict(extra or {}), **self._identity(), **self._facts()},
             metric=metric,
+            parts=parts,
         )
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a checkpoint of an adapter says of the adapter and of the weights below it."""
+        engine = self._engine
+        if engine.adapter is None:
+            return {}
+        below = engine.own_parameters()
+        if engine.data_rank == 0:  # every data parallel rank has weights in few bits whole
+            below |= quantized_tensors(engine.parts)
+        return {"adapter": engine.adapter.identity(below, engine.ranks)}
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what a checkpoint says of the optimizer and of the loss scale."""
+        engine, facts = self._engine, {}
+        if engine.optimizer is not None:
+            name = engine.config.training.optimizer
+            facts["optimizer"] = {"name": name, "has_states": engine.optimizer.has_states}
+        if engine.loss_scaling is not None:
+            facts["loss_scale"] = asdict(engine.loss_scale)
+        return facts
 
     def load(self, resume: str) -> dict[str, Any] | None:
         """Resume from a checkpoint, chosen as `checkpointing.resume` says. Returns the caller's `extra`.
@@ -67,13 +104,18 @@ class Checkpointer:
         found = self.checkpoints.find(resume)
         if found is None:
             return None
-        state = self._state()
+        check_identity(found.extra.get("adapter"), self._identity().get("adapter"), path=str(found.path))
+        if engine.optimizer is not None:
+            check_same_optimizer(found.extra.get("optimizer"), engine.config.training, path=str(found.path))
+        state = self._state(for_loading=found.extra.get("optimizer", {}).get("has_states", True))
         extra = self.checkpoints.load(found, state, partial=engine.optimizer is None)
         if engine.optimizer is not None:
-            engine.optimizer.set_num_steps(state["optimizer"]["num_steps"])
+            engine.optimizer.finish_loading(state["optimizer"])
         if own := state["rng"].get(self._rng_key):
             set_rng_state(own)
         engine.step = int(extra["step"])
+        if engine.loss_scaling is not None and "loss_scale" in extra:  # not in a checkpoint of another precision
+            engine.loss_scale = LossScale(**extra["loss_scale"])
         caller: dict[str, Any] = extra["caller"]
         return caller
 
@@ -85,7 +127,7 @@ class Checkpointer:
     def export(self, folder: Path, *, dtype: str | None = None, overwrite: bool = False) -> None:
         """Write the weights as a complete Hugging Face folder, with configuration and tokenizer."""
         engine = self._engine
-        chosen = dtype or ("bfloat16" if engine.config.distributed.precision.startswith("bfloat16") else "float32")
+        chosen = dtype or export_dtype(engine.config.distributed.precision)
 
         def finish(partial: Path) -> None:
             write_hf_config(engine.model.architecture, partial, source=engine.model.folder, dtype=chosen)
@@ -97,7 +139,28 @@ class Checkpointer:
             dtype=getattr(torch, chosen),
             overwrite=overwrite,
             finish=finish,
+            adapter=None if engine.adapter is None else engine.adapter.spec,
         )
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write the adapter as a PEFT folder, in place of one that is there. Its weights keep their precision."""
+        engine = self._engine
+        assert engine.adapter is not None, "this engine trains all weights"
+        whole = {
+            name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+            for name, tensor in engine.trained_parameters().items()
+        }
+        if engine.layout.pipeline > 1:  # each stage has its own
+            stages = engine.ranks.gather(whole if engine.ranks.rank % engine.layout.tensor == 0 else {})
+            whole = {name: tensor for stage in stages for name, tensor in stage.items()}
+        error = None
+        if engine.ranks.rank == 0:
+            model = engine.model
+            base = None if model.folder is None else str(model.folder)
+            error = attempt(
+                folder, write_adapter, folder, whole, model=model.architecture, spec=engine.adapter.spec, base=base
+            )
+        raise_any(engine.ranks.gather(error), mine=error)
 
     def close(self) -> None:
         if self._checkpoints is not None:
@@ -108,11 +171,11 @@ class Checkpointer:
     def _rng_key(self) -> str:
         return f"rank{self._engine.ranks.rank}"
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, *, for_loading: bool = False) -> dict[str, Any]:
         engine = self._engine
-        state: dict[str, Any] = {"model": engine.own_parameters(), "rng": {self._rng_key: rng_state()}}
+        state: dict[str, Any] = {"model": engine.trained_parameters(), "rng": {self._rng_key: rng_state()}}
         if engine.optimizer is not None:
-            state["optimizer"] = engine.optimizer.state_dict()
+            state["optimizer"] = engine.optimizer.state_dict(for_loading=for_loading)
         return state
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -16,26 +14,37 @@ import torch
 from torch import Tensor, nn
 
 from forge.config import TrainerConfig
-from forge.errors import ConfigError, DataError, StepAbandoned
-from forge.losses import CrossEntropy, Loss, TokenView
+from forge.errors import StepAbandoned
+from forge.losses import AnyLoss, CrossEntropy, ValueLoss
+from forge.losses.base import completed, metric_divisors
 from forge.losses.head import check_temperature
-from forge.models.attention import DocumentAttention
-from forge.models.flash_attention import Situation, choose_kernel, load_kernel
-from forge.models.locate import ResolvedModel, resolve
-from forge.models.rows import RowRegistry, RowTask
+from forge.models.adapters import adapters_off
+from forge.models.locate import ResolvedModel, check_head, resolve
+from forge.models.rows import RowRegistry
 from forge.models.sizes import num_parameters
 from forge.models.weights import draw_weights, load_hf, named_parameters
-from forge.trainer.assembly import Assembled, Precision, assemble, from_row, head_function, keep_activations_on_host
+from forge.trainer.adapters import EngineAdapter
+from forge.trainer.assembly import (
+    Assembled,
+    Precision,
+    assemble,
+    head_function,
+    keep_activations_on_host,
+    use_attention,
+)
 from forge.trainer.bundles import large_sequences
 from forge.trainer.layout import check_layout
-from forge.trainer.microbatches import RowPlan, check_batch, plan_batch, scatter_back
+from forge.trainer.loss_scaling import Attempt, LossScale, compute_scaled
+from forge.trainer.microbatches import RowPlan, check_batch, check_fields, normalizer_of, plan_batch, scatter_back
 from forge.trainer.nonfinite import bad_names, listed, nonfinite_error
-from forge.trainer.optimizer import Optimizer, gradient_norm, scale_gradients
+from forge.trainer.optimizer import gradient_norm, scale_gradients
+from forge.trainer.optimizer_choice import make_optimizer
 from forge.trainer.ranks import Ranks
 from forge.trainer.row_building import Row, Sums, build_rows
-from forge.trainer.schedules import rate_factor
+from forge.trainer.row_jobs import LossInput, RowJob, loss_scoring_job, scoring_job, training_job, value_job
+from forge.trainer.schedules import check_schedule, rate_factor_at
 from forge.trainer.split_sequences import SplitSequences, samples_of, split_sequences, split_terms
-from forge.types import Batch, StepResult
+from forge.types import Batch, Evaluated, StepResult
 
 
 class Engine:
@@ -44,10 +53,13 @@ class Engine:
     `frozen=True` in the configuration makes a reference model: no optimizer, no gradients.
     """
 
-    def __init__(self, config: TrainerConfig, *, loss: Loss | None = None) -> None:
+    def __init__(self, config: TrainerConfig, *, loss: AnyLoss | None = None) -> None:
         self.config = config
-        self.loss: Loss = loss if loss is not None else CrossEntropy()
+        self.loss: AnyLoss = loss if loss is not None else CrossEntropy()
         self.model: ResolvedModel = resolve(config.model)
+        if not config.frozen:
+            check_head(self.model, "scalar" if isinstance(self.loss, ValueLoss) else "language")
+        self.adapter = None if config.adapter is None else EngineAdapter(config.adapter, self.model.architecture)
         self.ranks = Ranks(use_gpu=config.distributed.with_gpus)
         try:
             self._build()
@@ -57,14 +69,8 @@ class Engine:
 
     def _build(self) -> None:
         config, device = self.config, self.ranks.device
-        if not config.frozen and self.total_steps is None and config.training.schedule != "constant":
-            raise ConfigError(
-                "the learning rate's schedule needs to know how many steps there will be",
-                path="training.max_steps",
-                value=None,
-                rule=f"a number, for the schedule `{config.training.schedule}`",
-                repair="set it, or set training.schedule=constant",
-            )
+        if not config.frozen:
+            check_schedule(config.training, total_steps=self.total_steps)
         torch.manual_seed(config.seed)
         self.layout = check_layout(
             config.distributed, self.model.architecture, config.training, num_ranks=self.ranks.size
@@ -78,38 +84,31 @@ class Engine:
             distributed=config.distributed,
             device=device,
             loss_fn=self._pipeline_loss,
+            adapter=None if self.adapter is None else self.adapter.spec,
         )
-        is_wide = self.model.architecture.head_precision == "float32"
-        head = head_function(config.training, fp32_logits=is_wide)
+        head = head_function(config.training, fp32_logits=self.model.architecture.head_precision == "float32")
         for part in self.parts:
             part.use(self.row_registry, head)
             part.train(not config.frozen)
             part.requires_grad_(not config.frozen)
-        self._choose_attention()
+        if self.adapter is not None and not config.frozen:
+            self.adapter.freeze(named_parameters(self.parts))
+        self.attention = use_attention(self.parts, config.training, device)
         self.load_weights(self.model.folder)
-        self._parameters = self._named_once()
-        self.optimizer = None if config.frozen else Optimizer(self._parameters, config.training)
+        self._parameters = {name: each for name, each in self._named_once().items() if self._is_trained(name)}
+        self.optimizer = None if config.frozen else make_optimizer(self._parameters, config.training)
         self._wide = torch.promote_types(torch.float32, Precision.of(config.distributed.precision).compute)
+        self.loss_scaling = config.training.loss_scaling if config.distributed.precision == "float16" else None
+        self.loss_scale = LossScale(1.0 if self.loss_scaling is None else self.loss_scaling.initial_scale)
         self.step = 0
         self.should_abandon: Callable[[], bool] | None = None
         """Asked between two rows of a training step; if it says yes on some rank, all raise `StepAbandoned`."""
-        self._rows: dict[int, tuple[Row, RowTask]] = {}
+        self._rows: dict[int, RowJob] = {}
         self._normalizer = 1.0
         self._row_losses: dict[int, tuple[Row, Tensor, Mapping[str, Tensor]]] = {}
         self._scores: dict[int, Tensor] | None = None
         self._kept: dict[int, Tensor] | None = None
         self._split: SplitSequences | None = None
-
-    def _choose_attention(self) -> None:
-        training = self.config.training
-        selective = training.activation_checkpointing == "selective"
-        situation = Situation.of(self.ranks.device, saves_selectively=selective)
-        self.attention = choose_kernel(training.attention, situation)
-        kernel = load_kernel(self.attention)
-        for part in self.parts:
-            for module in part.modules():
-                if isinstance(module, DocumentAttention):
-                    module.kernel = kernel
 
     @property
     def parts(self) -> list[Any]:
@@ -127,9 +126,14 @@ class Engine:
     def load_weights(self, folder: Path | None) -> None:
         """Load weights from a Hugging Face folder, or draw random ones where there is none."""
         if folder is not None:
-            load_hf(self.parts, folder, self.model.architecture)
+            load_hf(self.parts, folder, self.model.architecture, seed=None if self.config.frozen else self.config.seed)
         else:
             draw_weights(self.parts, num_layers=self.model.architecture.num_layers or 1, seed=self.config.seed)
+        if self.adapter is not None:
+            self.adapter.load(self.parts, seed=self.config.seed)
+
+    def _is_trained(self, name: str) -> bool:
+        return self.adapter is None or self.adapter.is_trained(name)
 
     def _named_once(self) -> dict[str, nn.Parameter]:
         """This rank's parameters, each under the first of its names: tied weights have two."""
@@ -139,15 +143,23 @@ class Engine:
         return {name: parameter for name, parameter in named if names[id(parameter)] == name}
 
     def own_parameters(self) -> dict[str, Tensor]:
-        """Return what this rank holds, DTensors where they are split, by name: what the store and checkpoints take."""
+        """Return what this rank holds, DTensors where they are split, by name."""
         return {name: parameter.detach() for name, parameter in self._named_once().items()}
+
+    def trained_parameters(self) -> dict[str, Tensor]:
+        """Return what training changes, for the store and checkpoints: everything, or the adapter."""
+        return {name: tensor for name, tensor in self.own_parameters().items() if self._is_trained(name)}
 
     # ---- Training -----------------------------------------------------------------------------------------------
 
     def train_step(self, batch: Batch, *, keep_logprobs: bool = False) -> StepResult:
         """Take one optimizer step on a batch, which is the same on every rank.
 
-        With `keep_logprobs` the result has the logprobs that the loss saw; a loss that is a plain sum of them has none.
+        With `keep_logprobs` the result has the logprobs that the loss saw; a loss that is a plain sum of them, or of
+        values, has none.
+
+        In float16, a batch whose gradient overflows is computed again at a lower loss scale, with the same weights. It
+        is skipped if that does not help within `loss_scaling.max_retries`.
 
         Raises `NonFiniteError`, with everything as it was before, if loss or gradient is not finite and the
         configuration says `stop`; and `StepAbandoned`, likewise, if `should_abandon` says so.
@@ -155,53 +167,63 @@ class Engine:
         if self.optimizer is None:
             raise RuntimeError("this engine is frozen and has no optimizer")
         began = time.perf_counter()
-        training = self.config.training
-        self._kept = {} if keep_logprobs and not self.loss.is_nll else None
+        training, before = self.config.training, self.loss_scale
         try:
-            plan = self._pass(batch, backward=True)
+            attempt = partial(self._attempt, batch, keep_logprobs=keep_logprobs)
+            found = compute_scaled(attempt, before, config=self.loss_scaling)
+            last, totals = found.last, found.last.totals
+            if found.is_failure and training.on_nonfinite == "stop":
+                names = bad_names(last.batch, totals, fields=self.loss.fields)
+                at_floor = self.loss_scaling is not None and last.has_overflowed
+                raise nonfinite_error(names, step=self.step + 1, loss=totals.loss, norm=last.norm, at_floor=at_floor)
+            rate = training.learning_rate * rate_factor_at(self.step, config=training, total_steps=self.total_steps)
+            if last.is_finite:
+                if (factor := last.factor(training.max_grad_norm)) != 1.0:
+                    scale_gradients(self._parameters.values(), factor)
+                self.optimizer.step(learning_rate=rate)
         except BaseException:
             self.optimizer.zero_grad()  # half a gradient must not reach the next step
+            self.loss_scale = before
             raise
-        norm_ahead = gradient_norm(self._parameters.values(), self.assembled.dims)  # before anything is waited for
-        totals = self._reduce(self._sums())
-        norm = float(norm_ahead)
-        rate = training.learning_rate * self._rate_factor()
-        finite = math.isfinite(totals.loss) and math.isfinite(norm)
-        if finite:
-            if training.max_grad_norm is not None and norm > training.max_grad_norm:
-                scale_gradients(self._parameters.values(), training.max_grad_norm / norm)
-            self.optimizer.step(learning_rate=rate)
         self.optimizer.zero_grad()
-        if not finite and training.on_nonfinite == "stop":
-            names = bad_names(batch, totals, fields=self.loss.fields)
-            raise nonfinite_error(names, step=self.step + 1, loss=totals.loss, norm=norm)
+        self.loss_scale = found.scale
         self.step += 1
+        batch = last.batch
         return StepResult(
             step=self.step,
             loss=totals.loss,
-            grad_norm=norm,
+            grad_norm=last.norm,
             learning_rate=rate,
             num_tokens=batch.num_tokens,
             num_loss_tokens=int((batch.loss_weights != 0).sum()),
-            skipped=not finite,
+            skipped=not last.is_finite,
             seconds=time.perf_counter() - began,
-            metrics=self._metrics(totals, batch, finite=finite),
-            logprobs=None if self._kept is None else tuple(self._gathered(plan, self._kept)),
+            metrics=self._metrics(totals, batch, finite=last.is_finite) | found.metrics,
+            logprobs=None if self._kept is None else tuple(self._gathered(last.plan, self._kept)),
         )
 
-    def _rate_factor(self) -> float:
-        training, total = self.config.training, self.total_steps
-        if total is not None:
-            return rate_factor(self.step, config=training, total_steps=total)
-        return min(1.0, (self.step + 1) / training.warmup_steps) if training.warmup_steps else 1.0
+    def _attempt(self, batch: Batch, scale: LossScale, *, keep_logprobs: bool) -> Attempt:
+        """Compute the gradient of a batch at a loss scale. The gradients keep the scale."""
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+        self.loss_scale = scale
+        has_none = isinstance(self.loss, ValueLoss) or self.loss.is_nll
+        self._kept = {} if keep_logprobs and not has_none else None
+        plan, batch = self._pass(batch, backward=True)
+        norm_ahead = gradient_norm(self._parameters.values(), self.assembled.dims)  # before anything is waited for
+        totals = self._reduce(self._sums())
+        return Attempt(plan, batch, totals, float(norm_ahead) / scale.value, scale)
 
-    def _pass(self, batch: Batch, *, backward: bool) -> RowPlan:
+    def _pass(self, batch: Batch, *, backward: bool) -> tuple[RowPlan, Batch]:
         """Take a batch through the model, row by row, and through the loss; with `backward`, add up gradients.
 
-        On a GPU it returns before the device has done it; `_sums` waits. Returns which rows there were.
+        On a GPU it returns before the device has done it; `_sums` waits. Returns which rows there were, and the batch
+        with what the loss added to it.
         """
-        check_batch(batch, vocab_size=self.model.architecture.vocab_size, fields=self.loss.fields)
-        self._normalizer = self._normalizer_of(batch)
+        check_batch(batch, vocab_size=self.model.architecture.vocab_size)
+        batch = whole = completed(self.loss, batch, self._policy_logprobs)
+        check_fields(batch, self.loss.fields)
+        self._normalizer = normalizer_of(self.loss, batch)
         self._row_losses = {}
         needs_whole = bool(getattr(self.loss, "needs_whole_sequences", False))
         self._split = self._split_large(batch) if needs_whole and batch.sequences else None
@@ -209,44 +231,31 @@ class Engine:
         plan = self._plan(batch, whole_sequences=needs_whole)
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         with torch.set_grad_enabled(backward):
-            self._run(rows, self._loss_task, backward=backward)
-        return plan
+            self._run(rows, self._training_job, backward=backward)
+        return plan, whole
 
     def _split_large(self, batch: Batch) -> SplitSequences | None:
         """Take sequences that do not fit into one row through the model without gradients, if there are any."""
         large = large_sequences(batch, max_tokens=self._row_tokens, share_prefixes=self._shares_prefixes)
         if not large:
             return None
-        temperature, entropy = getattr(self.loss, "temperature", 1.0), self.loss.needs_entropy
-        scores = self._score(samples_of(batch, large), temperature=temperature, entropy=entropy)
+        scores = self.score(samples_of(batch, large), partial(loss_scoring_job, loss=self.loss))
         return split_sequences(batch, large, loss=self.loss, scores=scores, normalizer=self._normalizer)
 
     def _sums(self) -> Sums:
         found = sum((Sums.of_row(*row) for row in self._row_losses.values()), Sums())
         return found + self._split.sums if self._split is not None and self.data_rank == 0 else found
 
-    def _normalizer_of(self, batch: Batch) -> float:
-        normalizer = self.loss.normalizer(batch)
-        if normalizer == 0:
-            raise DataError(
-                "no token of the batch counts, so there is nothing to learn from it",
-                path="batch.loss_weights",
-                value=0.0,
-                rule="at least one weight that is not 0",
-                repair="leave such batches out",
-            )
-        return normalizer
-
-    def _run(self, rows: Sequence[Row], task_of: Callable[[Row], RowTask], *, backward: bool) -> None:
+    def _run(self, rows: Sequence[Row], job_of: Callable[[Row], RowJob], *, backward: bool) -> None:
         try:
             if self.assembled.schedule is not None:
                 self._check_abandoned(backward)
-                self._through_pipeline(rows, task_of, backward=backward)
+                self._through_pipeline(rows, job_of, backward=backward)
             else:
                 for num_left, row in zip(reversed(range(len(rows))), rows, strict=True):
                     self._check_abandoned(backward)
                     self.assembled.expect_more(backward and num_left > 0)
-                    self._through_model(row, task_of(row), backward=backward)
+                    self._through_model(job_of(row), backward=backward)
         except BaseException:
             self.assembled.give_up()
             raise
@@ -280,84 +289,59 @@ class Engine:
         )
         return plan.rounded_up(layout.pipeline_microbatches)
 
-    def _enter(self, row: Row, task: RowTask) -> Tensor:
-        key = self.row_registry.enter(task)
-        self._rows[int(key)] = (row, task)
+    @property
+    def _as_row(self) -> bool:
+        """Whether the head gives answers for whole rows, as stages of a pipeline must."""
+        return self.assembled.schedule is not None
+
+    def _enter(self, job: RowJob) -> Tensor:
+        key = self.row_registry.enter(job.task)
+        self._rows[int(key)] = job
         return key
 
-    def _asked(self, row: Row) -> Tensor:
-        """Return the tokens of a row that are asked about: in scoring all, in training those that count."""
-        return row.counted_N if self._scores is None else row.predicted_P
-
-    def _loss_task(self, row: Row) -> RowTask:
-        """Return the task of a training row: tokens that count. A plain sum of -logprobs is left to the head."""
-        fused = self.loss.is_nll and self.assembled.schedule is None
-        weights = row.weights_T.index_select(0, row.counted_N).to(self._wide) / self._normalizer if fused else None
-        temperature = getattr(self.loss, "temperature", 1.0)
-        return replace(self._task(row, temperature=temperature, entropy=self.loss.needs_entropy), weights=weights)
-
-    def _task(self, row: Row, *, temperature: float = 1.0, entropy: bool = False) -> RowTask:
-        asked, documents = self._asked(row), row.documents()
-        return RowTask(
-            documents=documents,
-            positions=row.positions_L.unsqueeze(0),
-            index=row.predictors(asked),
-            targets=row.tokens_T.index_select(0, asked),
-            temperature=temperature,
-            entropy=entropy,
-            as_row=self.assembled.schedule is not None,
-            sharing=row.sharing(documents),
-        )
+    def _training_job(self, row: Row) -> RowJob:
+        normalizer = self._normalizer / self.loss_scale.value  # of weights that the head multiplies gradients by
+        return training_job(row, self.loss, normalizer=normalizer, as_row=self._as_row, dtype=self._wide)
 
     def _saving(self) -> AbstractContextManager[Any]:
         return keep_activations_on_host() if self.config.training.activation_offload else nullcontext()
 
-    def _through_model(self, row: Row, task: RowTask, *, backward: bool) -> None:
-        key = int(self._enter(row, task))
+    def _through_model(self, job: RowJob, *, backward: bool) -> None:
+        key = int(self._enter(job))
         with self._saving():
-            output = self.parts[0](row.token_ids_L.unsqueeze(0), key)
+            output = self.parts[0](job.row.token_ids_L.unsqueeze(0), key)
             scaled = self._row_loss(output, key)
         if backward:
             scaled.backward()
 
     def _row_loss(self, output: Any, key: int) -> Tensor:
-        """Return a row's part of the normalised loss, and note what it adds to the step's sums."""
-        row, task = self._rows[key]
-        if task.weights is not None:
+        """Return a row's part of the normalised loss times the loss scale, and note what it adds to the step's sums."""
+        job, scale = self._rows[key], self.loss_scale.value
+        row = job.row
+        if job.task.weights is not None:
             scaled, _ = output
-            self._row_losses[key] = (row, scaled.detach(), {})
+            self._row_losses[key] = (row, scaled.detach() / scale, {})
             return cast(Tensor, scaled)
-        logprobs, entropy = from_row(output, task) if task.as_row else output
-        asked = self._asked(row)
+        answers = job.answers(output)
         if self._scores is not None:
-            known = [logprobs, entropy] if task.entropy else [logprobs]
-            self._scores[key] = torch.stack([row.align(each, asked) for each in known], dim=-1)
-            return logprobs.new_zeros(())
-        aligned = row.align(logprobs, asked)
+            self._scores[key] = torch.stack(answers, dim=-1)
+            return answers[0].new_zeros(())
         if self._kept is not None:
-            self._kept[key] = aligned.detach().float()
-        view = TokenView(
-            logprobs_T=aligned,
-            entropy_T=row.align(entropy, asked) if task.entropy else None,
-            weights_T=row.weights_T,
-            lengths=row.sample_lengths,
-            fields=row.fields,
-            sequences=row.sequences,
-            sequence_weights_T=row.sequence_weights_T,
-        )
-        terms = self.loss(view) if self._split is None else split_terms(self.loss, view)
-        scaled = terms.total / self._normalizer
-        self._row_losses[key] = (row, scaled.detach(), terms.metrics)
-        return scaled
+            self._kept[key] = answers[0].detach().float()
+        tokens = LossInput.of_row(row, answers)
+        terms = tokens.terms(self.loss) if self._split is None else split_terms(self.loss, tokens)
+        normalised = terms.total / self._normalizer
+        self._row_losses[key] = (row, normalised.detach(), terms.metrics)
+        return normalised * scale
 
     # ---- Pipelines ----------------------------------------------------------------------------------------------
 
-    def _through_pipeline(self, rows: Sequence[Row], task_of: Callable[[Row], RowTask], *, backward: bool) -> None:
+    def _through_pipeline(self, rows: Sequence[Row], job_of: Callable[[Row], RowJob], *, backward: bool) -> None:
         assembled, at_once = self.assembled, self.layout.pipeline_microbatches
         run = assembled.schedule.step if backward else assembled.schedule.eval
         for start in range(0, len(rows), at_once):
             group = rows[start : start + at_once]
-            keys = torch.cat([self._enter(row, task_of(row)) for row in group])
+            keys = torch.cat([self._enter(job_of(row)) for row in group])
             tokens = torch.stack([row.token_ids_L for row in group])
             with self._saving():
                 run(
@@ -378,11 +362,7 @@ class Engine:
         return sum((other for other in gathered if other is not None), Sums())
 
     def _metrics(self, totals: Sums, batch: Batch, *, finite: bool) -> dict[str, Any]:
-        extremes = ("_max", "_min")
-        metrics: dict[str, Any] = {
-            name: value if name.endswith(extremes) else value / batch.total_weight
-            for name, value in totals.metrics.items()
-        }
+        metrics: dict[str, Any] = totals.means(metric_divisors(self.loss, batch))
         if self.ranks.device.type == "cuda":
             metrics["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if not finite:
@@ -391,27 +371,48 @@ class Engine:
 
     # ---- Scoring ------------------------------------------------------------------------------------------------
 
-    def evaluate(self, batch: Batch) -> tuple[float, float]:
-        """Return the sum of a batch's loss, not yet normalised, and its normaliser: they add up over batches."""
+    def evaluate(self, batch: Batch) -> Evaluated:
+        """Return the sums of a batch's loss and metrics, and what each is divided by: they add up over batches."""
         self._pass(batch, backward=False)
         totals = self._reduce(self._sums())
-        return totals.loss * self._normalizer, self._normalizer
+        parts = totals.parts(metric_divisors(self.loss, batch))
+        return Evaluated(totals.loss * self._normalizer, self._normalizer, parts)
 
-    def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
-        """Return the logprobs of every sample's tokens, float32 [L] each, in order; 0 for the first token."""
+    def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0, base: bool = False) -> list[Tensor]:
+        """Return the logprobs of every sample's tokens, float32 [L] each, in order; 0 for the first token.
+
+        With `base` they are those of the model without its adapter: a reference model in the same process.
+        """
+        check_head(self.model, "language")
         check_temperature(temperature)  # on every rank: only the last stage of a pipeline would look at it
         check_batch(batch, vocab_size=self.model.architecture.vocab_size)
-        return [each[..., 0].float() for each in self._score(batch, temperature=temperature)]
+        with adapters_off(self.parts) if base else nullcontext():
+            scores = self.score(batch, partial(scoring_job, temperature=temperature))
+        return [each[..., 0].float() for each in scores]
 
-    def _score(self, batch: Batch, *, temperature: float, entropy: bool = False) -> list[Tensor]:
-        """Return the logprobs of every sample's tokens, and with `entropy` the entropies beside them: [L, 1 or 2]."""
+    def _policy_logprobs(self, batch: Batch) -> list[Tensor]:  # as the loss sees them, in full precision
+        return [each[..., 0] for each in self.score(batch, partial(loss_scoring_job, loss=self.loss))]
+
+    def forward_values(self, batch: Batch) -> list[Tensor]:
+        """Return the values of every sample's tokens, float32 [L] each, in order: of a model with a scalar head.
+
+        `values[t]` is the value of what has been read up to and including token t. So a reward model's score of a
+        sample is `values[-1]`. For a critic, the state in which token t was chosen has the value `values[t - 1]`, and
+        `values[-1]` is that of the state in which the sample ends.
+        """
+        check_head(self.model, "scalar")
+        check_batch(batch, vocab_size=self.model.architecture.vocab_size)
+        return [each[..., 0].float() for each in self.score(batch, value_job)]
+
+    def score(self, batch: Batch, job_of: Callable[..., RowJob]) -> list[Tensor]:
+        """Return the answers about every sample's tokens, such as logprobs and entropies: [L, number of answers]."""
         self._split = None
         plan = self._plan(batch)
         rows = [row.to(self.ranks.device) for row in build_rows(batch, plan, self.data_rank)]
         self._scores = {}
         try:
             with torch.no_grad():
-                self._run(rows, partial(self._task, temperature=temperature, entropy=entropy), backward=False)
+                self._run(rows, partial(job_of, as_row=self._as_row), backward=False)
             scores = self._scores
         finally:
             self._scores = None

@@ -6,17 +6,17 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from forge.config import DistributedConfig, TrainerConfig, WorkerConfig
+from forge.config import DistributedConfig, RecoveryConfig, TrainerConfig, WorkerConfig
 from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.trainer.actor import Trainer
-from forge.types import Batch, StepResult
+from forge.types import Batch, Evaluated, StepResult
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forge.losses import Loss
+    from forge.losses import AnyLoss
     from forge.service import Service
 
 
@@ -36,7 +36,19 @@ class TrainerHandle(Protocol):
         """For each flag: whether it is set in some process that runs the loop. All call it at the same point."""
         ...
 
-    async def evaluate(self, batch: Batch) -> tuple[float, float]: ...
+    async def evaluate(self, batch: Batch) -> Evaluated: ...
+
+    async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
+        """Return the logprobs of every sample's tokens; see `Engine.forward_logprobs`."""
+        ...
+
+    async def base_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
+        """Return the logprobs of the model without its adapter: the policy's own reference model."""
+        ...
+
+    async def forward_values(self, batch: Batch) -> list[Tensor]:
+        """Return the values of every sample's tokens, of a model with a scalar head; see `Engine.forward_values`."""
+        ...
 
     async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None: ...
 
@@ -46,7 +58,9 @@ class TrainerHandle(Protocol):
 
     async def load(self, resume: str) -> dict[str, Any] | None: ...
 
-    async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None: ...
+    async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None:
+        """Write the weights as a Hugging Face folder, and an adapter also as a PEFT folder `adapter` beside it."""
+        ...
 
     async def state(self) -> dict[str, Any]: ...
 
@@ -54,31 +68,60 @@ class TrainerHandle(Protocol):
         """Complete pending saves and release everything."""
         ...
 
+    @property
+    def is_log_full(self) -> bool:
+        """Whether a checkpoint is due, so that what a restored trainer would train again stays bounded."""
+        ...
 
-class PolicyTrainer(TrainerHandle, Protocol):
-    """What a loop needs of a trainer whose weights others generate with."""
+    def take_metrics(self) -> dict[str, float]:
+        """Return what recovery has cost since the last call."""
+        ...
 
-    async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]: ...
 
-    async def publish_weights(self, version: int, *, name: str) -> None: ...
+class ServedTrainer(TrainerHandle, Protocol):
+    """What a loop needs of a trainer in processes of its own, on devices that others may use."""
 
     async def release_memory(self) -> None:
         """Return unused device memory to the driver, for other processes on the same device."""
         ...
 
 
+class PolicyTrainer(ServedTrainer, Protocol):
+    """What a loop needs of a trainer whose weights others generate with."""
+
+    async def publish_weights(self, version: int, *, name: str) -> str | None:
+        """Publish the weights as a version, and return its digest; None where it is not computed."""
+        ...
+
+    async def save(
+        self,
+        *,
+        extra: Mapping[str, Any],
+        metric: float | None = None,
+        parts: Mapping[str, Path] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Save a checkpoint, with complete ones of other models inside (see `Checkpointer.save`)."""
+        ...
+
+
+ADAPTER_FOLDER: Final = "adapter"
+"""Where a run's adapter is written at its end, beside the merged model."""
+
 NEVER_REPLACED: Mapping[str, Any] = {"max_restarts": 0, "heartbeat_timeout_s": 120.0}
-"""Options of a service that holds the state of training: a process in its place would not have it. It is watched, so
-that a trainer that hangs ends the run."""
+"""Options of a service that holds the state of training: a process in its place would not have it, so that no call may
+reach one before `RecoveringTrainer` has restored it. It is watched: a trainer that hangs is lost, too."""
 
 
 class ServiceTrainer:
     """A trainer in processes of its own, driven from the controller: what `LocalTrainer` is for ranks.
 
-    It publishes weights in `dtype`, None for what it keeps them in, and has memory for `keep` versions.
+    It publishes weights in `dtype`, None for what it keeps them in, and has memory for `keep` versions. When its
+    processes die, calls raise; see `RecoveringTrainer`.
     """
 
     is_leader = True
+    is_log_full = False
 
     def __init__(self, service: Service[Trainer], *, dtype: str | None = None, keep: int = 2) -> None:
         self.service, self._dtype, self._keep = service, dtype, keep
@@ -97,17 +140,34 @@ class ServiceTrainer:
         assert logprobs is not None  # rank 0 answers
         return logprobs
 
-    async def publish_weights(self, version: int, *, name: str) -> None:
-        await self.service.publish_weights.route(version, name=name, dtype=self._dtype, keep=self._keep)
+    async def base_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
+        logprobs = await self.service.forward_logprobs.route(batch, temperature=temperature, base=True)
+        assert logprobs is not None  # rank 0 answers
+        return logprobs
+
+    async def forward_values(self, batch: Batch) -> list[Tensor]:
+        values = await self.service.forward_values.route(batch)
+        assert values is not None  # rank 0 answers
+        return values
+
+    async def publish_weights(self, version: int, *, name: str) -> str | None:
+        return await self.service.publish_weights.route(version, name=name, dtype=self._dtype, keep=self._keep)
 
     async def release_memory(self) -> None:
         await self.service.release_memory.route()
 
-    async def evaluate(self, batch: Batch) -> tuple[float, float]:
+    async def evaluate(self, batch: Batch) -> Evaluated:
         return await self.service.evaluate.route(batch)
 
-    async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
-        await self.service.save.route(dict(extra), metric)
+    async def save(
+        self,
+        *,
+        extra: Mapping[str, Any],
+        metric: float | None = None,
+        parts: Mapping[str, Path] | None = None,
+        step: int | None = None,
+    ) -> None:
+        await self.service.save.route(dict(extra), metric, parts, step)
 
     async def wait_saved(self) -> None:
         await self.service.wait_saved.route()
@@ -117,6 +177,7 @@ class ServiceTrainer:
 
     async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None:
         await self.service.export_hf.route(folder, overwrite=overwrite)
+        await self.service.export_adapter.route(folder.with_name(ADAPTER_FOLDER))
 
     async def state(self) -> dict[str, Any]:
         return await self.service.state.route()
@@ -125,16 +186,21 @@ class ServiceTrainer:
         await self.service.close.route()
         await self.service.shutdown()
 
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
 
 class LocalTrainer:
     """One rank of a trainer in this process, for programs that are started once per rank, as torchrun does.
 
     All ranks run the same program with the same data, and meet inside the engine. A step blocks this process, so
-    whether it is to be abandoned is asked from inside: `should_abandon`.
+    whether it is to be abandoned is asked from inside: `should_abandon`. What starts the ranks starts them again.
     """
 
+    is_log_full = False
+
     def __init__(
-        self, config: TrainerConfig, loss: Loss | None = None, *, should_abandon: Callable[[], bool] = lambda: False
+        self, config: TrainerConfig, loss: AnyLoss | None = None, *, should_abandon: Callable[[], bool] = lambda: False
     ) -> None:
         from forge.trainer.checkpointer import Checkpointer
         from forge.trainer.engine import Engine
@@ -156,8 +222,17 @@ class LocalTrainer:
         every = self._engine.ranks.gather(flags)
         return tuple(any(of_ranks) for of_ranks in zip(*every, strict=True))
 
-    async def evaluate(self, batch: Batch) -> tuple[float, float]:
+    async def evaluate(self, batch: Batch) -> Evaluated:
         return self._engine.evaluate(batch)
+
+    async def forward_logprobs(self, batch: Batch, *, temperature: float = 1.0) -> list[Tensor]:
+        return self._engine.forward_logprobs(batch, temperature=temperature)
+
+    async def base_logprobs(self, batch: Batch, temperature: float = 1.0) -> list[Tensor]:
+        return self._engine.forward_logprobs(batch, temperature=temperature, base=True)
+
+    async def forward_values(self, batch: Batch) -> list[Tensor]:
+        return self._engine.forward_values(batch)
 
     async def save(self, *, extra: Mapping[str, Any], metric: float | None = None) -> None:
         self._checkpointer.save(extra=extra, metric=metric)
@@ -170,6 +245,8 @@ class LocalTrainer:
 
     async def export_hf(self, folder: Path, *, overwrite: bool = False) -> None:
         self._checkpointer.export(folder, overwrite=overwrite)
+        if self._engine.adapter is not None:
+            self._checkpointer.export_adapter(folder.with_name(ADAPTER_FOLDER))
 
     async def state(self) -> dict[str, Any]:
         return self._engine.describe()
@@ -177,6 +254,9 @@ class LocalTrainer:
     async def close(self) -> None:
         self._checkpointer.close()
         self._engine.close()
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
 
 
 def is_rank() -> bool:
@@ -186,19 +266,30 @@ def is_rank() -> bool:
 
 async def open_trainer(
     config: TrainerConfig,
-    loss: Loss | None = None,
+    loss: AnyLoss | None = None,
     *,
     should_abandon: Callable[[], bool] = lambda: False,
     worker: WorkerConfig | None = None,
+    recovery: tuple[RecoveryConfig, Path] | None = None,
 ) -> TrainerHandle:
     """A trainer for this program: in this process if it is a rank itself, else in as many as the degrees ask for.
 
-    `worker` says how those processes are started.
+    `worker` says how those processes are started, and `recovery` how often they are started again, with the folder for
+    batches that they die on; None for never.
     """
     if is_rank():
         return LocalTrainer(config, loss, should_abandon=should_abandon)
     options = trainer_options(config.distributed) | ({} if worker is None else worker.options())
-    return ServiceTrainer(await Trainer.options(**options).as_service(config, loss))
+
+    async def start() -> ServiceTrainer:
+        return ServiceTrainer(await Trainer.options(**options).as_service(config, loss))
+
+    if recovery is None or config.checkpoint_dir is None:
+        return await start()
+    from forge.trainer.recovering import RecoverySetup, recovering
+
+    rules, crashes = recovery
+    return await recovering(RecoverySetup("trainer", start, rules, config.checkpoint_dir, crashes))
 
 
 def trainer_options(distributed: DistributedConfig) -> dict[str, Any]:

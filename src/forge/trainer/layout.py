@@ -215,7 +215,7 @@ def _check_pipeline(distributed: DistributedConfig, layout: Layout, model: Model
     if layout.pipeline == 1:
         return
     proposed = f"{_counted(layout.num_ranks, 'rank')} can be used as: {_proposed(model, layout.num_ranks)}"
-    if model.tie_embeddings:
+    if _is_tied(model):
         _refuse(
             "this model cannot be split into a pipeline",
             path="distributed.pipeline",
@@ -342,8 +342,13 @@ def _slices_experts(model: ModelConfig, *, tensor: int, expert: int) -> bool:
 
 
 def _pipeline_degrees(model: ModelConfig, num_ranks: int) -> list[int]:
-    most = 1 if model.tie_embeddings else _fact(model.num_layers)
+    most = 1 if _is_tied(model) else _fact(model.num_layers)
     return [degree for degree in _divisors(num_ranks) if degree <= most]
+
+
+def _is_tied(model: ModelConfig) -> bool:
+    """Whether the output layer is the embedding: a scalar head is not."""
+    return bool(model.tie_embeddings) and model.head == "language"
 
 
 def _expert_degrees(model: ModelConfig, group: int) -> list[int]:

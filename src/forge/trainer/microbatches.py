@@ -26,6 +26,8 @@ from forge.types import Batch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forge.losses import AnyLoss
+
 
 EVEN_LENGTH = 24_576
 """Length at which attention costs as much as all else, for a width of 2048: 12 times the width."""
@@ -112,7 +114,28 @@ def plan_rows(
     )
 
 
-def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] = ()) -> None:
+def normalizer_of(loss: AnyLoss, batch: Batch) -> float:
+    """Return what the sum of a batch's losses is divided by."""
+    normalizer: float = loss.normalizer(batch)
+    if normalizer == 0:
+        raise DataError(
+            "no token of the batch counts, so there is nothing to learn from it",
+            path="batch.loss_weights",
+            value=0.0,
+            rule="at least one weight that is not 0",
+            repair="leave such batches out",
+        )
+    return normalizer
+
+
+def check_fields(batch: Batch, fields: Sequence[str]) -> None:
+    """Refuse a batch that lacks a field which a loss reads, or whose fields do not have a value for each token."""
+    _check_shapes(batch)
+    for name in fields:
+        check_field(name, batch.fields)
+
+
+def check_batch(batch: Batch, *, vocab_size: int | None) -> None:
     """Refuse on every rank what only the rank with that sample, or the last stage of a pipeline, would reject.
 
     Without this check the other ranks would wait for that rank indefinitely.
@@ -120,8 +143,6 @@ def check_batch(batch: Batch, *, vocab_size: int | None, fields: Sequence[str] =
     _check_shapes(batch)
     _check_sequences(batch)
     _check_signs(batch)
-    for name in fields:
-        check_field(name, batch.fields)
     is_outside = (batch.token_ids < 0) | (batch.token_ids >= (vocab_size or 2**62))
     if not bool(is_outside.any()):
         return
@@ -180,7 +201,8 @@ def _check_shapes(batch: Batch) -> None:
     tensors = {"token_ids": batch.token_ids, "loss_weights": batch.loss_weights}
     tensors |= {f"fields[{name!r}]": values for name, values in batch.fields.items()}
     for path, values in tensors.items():
-        if tuple(values.shape) != (num_tokens,):
+        shape = tuple(values.shape[:1] if path.startswith("fields") else values.shape)
+        if shape != (num_tokens,):
             raise DataError(
                 f"{path} does not have one value for each token of the batch",
                 path=path,

@@ -24,13 +24,18 @@ def bad_names(batch: Batch, totals: Sums, *, fields: Sequence[str]) -> list[str]
     return [(batch.identities[index] if batch.identities else "") or f"sample {index}" for index in chosen]
 
 
-def nonfinite_error(names: Sequence[str], *, step: int, loss: float, norm: float) -> NonFiniteError:
-    """Return the error of a step that was not taken."""
+def nonfinite_error(
+    names: Sequence[str], *, step: int, loss: float, norm: float, at_floor: bool = False
+) -> NonFiniteError:
+    """Return the error of a step that was not taken. `at_floor`: its gradient overflows at the lowest loss scale."""
+    rule = "loss and gradient must be finite; no step was taken"
+    if at_floor:
+        rule += ". The gradient overflows at training.loss_scaling.min_scale too"
     return NonFiniteError(
         f"step {step}: the loss is {loss:g} and the gradient's norm is {norm:g}",
         path=listed(names),
         value=loss if not math.isfinite(loss) else norm,
-        rule="loss and gradient must be finite; no step was taken",
+        rule=rule,
         repair="look at these samples, lower training.learning_rate, or set training.on_nonfinite=skip",
     )
 

@@ -1,4 +1,4 @@
-"""AdamW over what a rank holds of a model, its states in float32 or bfloat16; and the norm of a gradient.
+"""AdamW and Muon over what a rank holds of a model; and the norm of a gradient.
 
 Everything here works on local tensors. The same on DTensors would take the host longer than it takes the device, which
 would stand still meanwhile.
@@ -7,7 +7,8 @@ would stand still meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import forge.models.titan_setup  # noqa: F401
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
 from forge.config import TrainingConfig
+from forge.trainer.muon import MuonOptions, WholeMatrixMuon, is_hidden_matrix, like
 
 _STATES = ("exp_avg", "exp_avg_sq")
 
@@ -64,76 +66,121 @@ def _fresh(weight: Tensor, dtype: torch.dtype, *, step_on: torch.device) -> dict
     return {"step": torch.zeros((), dtype=torch.float32, device=step_on), **states}
 
 
-class Optimizer:
-    """AdamW over the parameters that this rank holds, by name. Matrices decay, norms do not.
+@dataclass(frozen=True)
+class AdamWOptions:
+    """The arguments of `training.optimizer: adamw`: none. Its settings are keys of `training`."""
 
-    The states exist from the start, so that a checkpoint can be loaded into them.
+
+class Optimizer(Protocol):
+    """What an engine needs of an optimizer over the parameters that a rank holds."""
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are states to save: those of some optimizers come with the first step."""
+
+    def step(self, *, learning_rate: float) -> None:
+        """Take a step with the gradients that the parameters have. Every group's rate follows `learning_rate`."""
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+
+    def state_dict(self, *, for_loading: bool = False) -> dict[str, Any]:
+        """Return the states by parameter, laid out as the parameters are: what a checkpoint holds, for any layout.
+
+        Tensors are the states themselves, so what is loaded into them is used. Other values are to be handed to
+        `finish_loading`. With `for_loading` there are states, whether a step was taken or not.
+        """
+
+    def finish_loading(self, state: Mapping[str, Any]) -> None:
+        """Take what was loaded into a `state_dict`."""
+
+
+class BuiltInOptimizer:
+    """AdamW over the parameters that this rank holds, by name; with `muon`, Muon over its hidden matrices.
+
+    Matrices decay, norms do not. The states exist from the start, so that a checkpoint can be loaded into them.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainingConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: TrainingConfig, *, muon: MuonOptions | None = None
+    ) -> None:
         self._parameters = dict(parameters)
         self._local = {name: nn.Parameter(_local(weight.data)) for name, weight in parameters.items()}
+        self._adamw_ratio = 1.0 if muon is None else muon.adamw_lr_ratio
+        hidden = [name for name, each in parameters.items() if muon is not None and is_hidden_matrix(name, each)]
+        self._by_muon = dict.fromkeys(hidden)
+        self._muon: WholeMatrixMuon | None = None
+        if muon is not None and hidden:
+            weights = {self._local[name]: self._parameters[name] for name in hidden}
+            self._muon = WholeMatrixMuon(
+                weights, lr=config.learning_rate, weight_decay=config.weight_decay, options=muon
+            )
+            for local in weights:
+                self._muon.state[local] = {"momentum_buffer": torch.zeros_like(local, requires_grad=False)}
+        self._adamw = self._make_adamw(config)
+
+    def _make_adamw(self, config: TrainingConfig) -> torch.optim.Optimizer | None:
         half = config.optimizer_dtype == "bfloat16"
-        matrices, vectors = (
-            [self._local[name] for name in parameters if self._decays(name) == d] for d in (True, False)
-        )
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        names = [name for name in self._parameters if name not in self._by_muon]
+        groups = weight_groups({name: self._local[name] for name in names}, weight_decay=config.weight_decay)
+        if not groups:
+            return None
         chosen: dict[str, Any] = {
             "lr": config.learning_rate,
             "betas": (config.beta1, config.beta2),
             "eps": config.adam_eps,
         }
-        groups = [group for group in groups if group["params"]]
-        self._adamw = HalfStateAdamW(groups, **chosen) if half else torch.optim.AdamW(groups, fused=True, **chosen)
-        for weight in self._local.values():
+        adamw = HalfStateAdamW(groups, **chosen) if half else torch.optim.AdamW(groups, fused=True, **chosen)
+        for name in names:
+            weight = self._local[name]
             dtype = torch.bfloat16 if half else weight.dtype
-            self._adamw.state[weight] = _fresh(weight, dtype, step_on=torch.device("cpu") if half else weight.device)
+            adamw.state[weight] = _fresh(weight, dtype, step_on=torch.device("cpu") if half else weight.device)
+        return adamw
 
-    def _decays(self, name: str) -> bool:
-        return bool(self._parameters[name].ndim > 1)
+    @property
+    def has_states(self) -> bool:
+        return True
 
     def step(self, *, learning_rate: float) -> None:
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
         for name, weight in self._parameters.items():
             local = self._local[name]
             local.data = _local(weight.data)
             local.grad = None if weight.grad is None else _local(weight.grad)
-        self._adamw.step()
+        for optimizer, ratio in ((self._adamw, self._adamw_ratio), (self._muon, 1.0)):
+            if optimizer is not None:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate * ratio
+                optimizer.step()
 
     def zero_grad(self) -> None:
         for name, weight in self._parameters.items():
             weight.grad = self._local[name].grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states by parameter, laid out as the parameters are: what a checkpoint holds, for any layout.
+    def state_dict(self, *, for_loading: bool = False) -> dict[str, Any]:
+        found: dict[str, Any] = {"num_steps": 0}
+        for optimizer, kinds in ((self._adamw, _STATES), (self._muon, ("momentum_buffer",))):
+            states = {} if optimizer is None else optimizer.state
+            named = {name: states[local] for name, local in self._local.items() if local in states}
+            for kind in kinds if named else ():
+                found[kind] = {name: like(self._parameters[name], state[kind]) for name, state in named.items()}
+            steps = [int(state["step"]) for state in named.values() if "step" in state]
+            found["num_steps"] = max([found["num_steps"], *steps])
+        return found
 
-        They are the states themselves, so what is loaded into them is used; `num_steps` is to be handed back.
-        """
-        states = {name: self._adamw.state[local] for name, local in self._local.items()}
-        found: dict[str, Any] = {
-            kind: {name: _like(self._parameters[name], state[kind]) for name, state in states.items()}
-            for kind in _STATES
-        }
-        return found | {"num_steps": max((int(state["step"]) for state in states.values()), default=0)}
+    def finish_loading(self, state: Mapping[str, Any]) -> None:
+        for own in () if self._adamw is None else self._adamw.state.values():
+            own["step"].fill_(state["num_steps"])
 
-    def set_num_steps(self, num_steps: int) -> None:
-        """Set how many steps the states have seen."""
-        for state in self._adamw.state.values():
-            state["step"].fill_(num_steps)
+
+def weight_groups(parameters: Mapping[str, nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
+    """Return parameters as groups: matrices, which decay, and vectors (norms, biases), which do not."""
+    matrices, vectors = ([each for each in parameters.values() if (each.ndim > 1) is kind] for kind in (True, False))
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def _local(tensor: Tensor) -> Tensor:
     return cast(Tensor, tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
-
-
-def _like(weight: Tensor, local: Tensor) -> Tensor:
-    """Return a local tensor as a DTensor laid out like a parameter."""
-    if not isinstance(weight, DTensor):
-        return local
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
 
 
 # ---- The norm of a gradient --------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,26 @@ class Ranks:
     """This process's place among the ranks, from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Two groups are made: the default one for tensors (NCCL on GPUs, gloo on CPUs), and `control`, always gloo, for
-    metrics, objects and checkpoints, which must not wait in a GPU's queue.
+    metrics, objects and checkpoints, which must not wait in a GPU's queue. Engines of one rank share the default group
+    of their process; it ends with the last of them.
     """
+
+    _num_sharing: ClassVar[int] = 0
 
     def __init__(self, *, use_gpu: bool | None = None) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.device = _choose_device(use_gpu)
         was_collecting = gc.isenabled()
-        if dist.is_initialized():
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        is_made = dist.is_initialized()
+        is_shared = is_made and Ranks._num_sharing > 0 and self.size == 1 and dist.get_backend() == backend
+        if is_made and not is_shared:
             raise LayoutError(
                 "this process already belongs to a torch.distributed group",
                 path="torch.distributed",
                 value=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-                rule="one engine in a process",
+                rule="one engine in a process, or several of one rank each on the same device",
                 repair="close the existing engine, or run this one in its own actor",
             )
         if self.device.type == "cuda":
@@ -40,11 +46,13 @@ class Ranks:
         else:
             # Gradients are summed as the same tensors in the same order, so that a run repeats itself bit for bit.
             torch.autograd.set_multithreading_enabled(False)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
         place: dict[str, Any] = {"rank": self.rank, "world_size": self.size, "timeout": _TIMEOUT}
         if self.size == 1:
             place["store"] = dist.HashStore()  # no other process connects
-        dist.init_process_group(backend, **place)
+        if not is_shared:
+            dist.init_process_group(backend, **place)
+        Ranks._num_sharing += self.size == 1
+        self._is_open = True
         self.control = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         if was_collecting:
             gc.enable()
@@ -71,7 +79,11 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the groups. The next engine in this process can make new ones."""
-        if dist.is_initialized():
+        if not self._is_open:
+            return
+        self._is_open = False
+        Ranks._num_sharing -= self.size == 1
+        if Ranks._num_sharing == 0 and dist.is_initialized():
             dist.destroy_process_group()
 
 

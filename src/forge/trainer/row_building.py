@@ -12,6 +12,7 @@ from torch import Tensor
 
 from forge.errors import DataError
 from forge.kernels.paged import shared_places
+from forge.losses.base import Divisors
 from forge.models.rows import Documents, Sharing
 from forge.trainer.microbatches import RowPlan
 from forge.types import Batch
@@ -99,11 +100,12 @@ class Row:
         return Sharing.of(documents, self.prefixes, places=places, own=own)
 
     def align(self, values_M: Tensor, tokens_M: Tensor) -> Tensor:
-        """Return values of some tokens, such as their logprobs, as values of all tokens [T]: 0 for the others.
+        """Return values of some tokens, such as their logprobs, as values of all tokens [T, …]: 0 for the others.
 
         `tokens_M` says of which: `counted_N` or `predicted_P`. Gradients flow back.
         """
-        return values_M.new_zeros(self.weights_T.shape[0]).index_copy(0, tokens_M, values_M)
+        shape = (self.weights_T.shape[0], *values_M.shape[1:])
+        return values_M.new_zeros(shape).index_copy(0, tokens_M, values_M)
 
     def to(self, device: torch.device | str) -> Row:
         """Return the same row on a device. The copies do not wait where memory is pinned."""
@@ -229,6 +231,21 @@ class Sums:
         for name, value in other.metrics.items():
             metrics[name] = _merged(name, metrics.get(name), value)
         return Sums(self.loss + other.loss, metrics, self.bad_samples + other.bad_samples)
+
+    def parts(self, divisors: Divisors) -> dict[str, tuple[float, float]]:
+        """Return each metric that is a mean, as a sum and what it is divided by. Largest and smallest are left out."""
+        return {
+            name: (value, divisors.of(name)) for name, value in self.metrics.items() if not name.endswith(_EXTREMES)
+        }
+
+    def means(self, divisors: Divisors) -> dict[str, float]:
+        """Return the metrics, sums divided; those for which nothing in the batch counts are left out."""
+        extremes = {name: value for name, value in self.metrics.items() if name.endswith(_EXTREMES)}
+        means = {name: total / by for name, (total, by) in self.parts(divisors).items() if by}
+        return {name: (extremes | means)[name] for name in self.metrics if name in extremes or name in means}
+
+
+_EXTREMES = ("_max", "_min")
 
 
 def _merged(name: str, old: float | None, new: float) -> float:

@@ -8,6 +8,25 @@ from forge.config.training import TrainingConfig
 from forge.errors import ConfigError
 
 
+def rate_factor_at(step: int, *, config: TrainingConfig, total_steps: int | None) -> float:
+    """Return `rate_factor`; where the number of steps is not known, a constant rate after a warm-up."""
+    if total_steps is not None:
+        return rate_factor(step, config=config, total_steps=total_steps)
+    return min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+
+
+def check_schedule(config: TrainingConfig, *, total_steps: int | None) -> None:
+    """Refuse a schedule that needs to know how many steps there are."""
+    if total_steps is None and config.schedule != "constant":
+        raise ConfigError(
+            "the learning rate's schedule needs to know how many steps there will be",
+            path="training.max_steps",
+            value=None,
+            rule=f"a number, for the schedule `{config.schedule}`",
+            repair="set it, or set training.schedule=constant",
+        )
+
+
 def rate_factor(step: int, *, config: TrainingConfig, total_steps: int) -> float:
     """Return the part of `config.learning_rate` that the optimizer step number `step` uses, counted from 0.
 

@@ -1,10 +1,10 @@
 """Sequences that are too large for one micro-batch, for losses that need whole sequences.
 
-A loss with one ratio per sequence needs the logprobs of all tokens of a sequence at once, but not the graph that they
-come from. So a sequence that does not fit into one row is taken through the model twice. The first pass computes its
-logprobs (and entropies), row by row and without gradients. From these alone follow the loss of the sequence, its
-metrics, and the gradient of the loss with respect to each of them. In the second pass the rows' loss is the sum of
-gradient times logprob: by the chain rule, the gradient of the weights is that of the loss itself.
+A loss with one ratio per sequence needs the logprobs (or values) of all tokens of a sequence at once, but not the graph
+that they come from. So a sequence that does not fit into one row is taken through the model twice. The first pass
+computes its logprobs (and entropies), row by row and without gradients. From these alone follow the loss of the
+sequence, its metrics, and the gradient of the loss with respect to each of them. In the second pass the rows' loss is
+the sum of gradient times logprob: by the chain rule, the gradient of the weights is that of the loss itself.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from forge.losses import Loss, LossTerms, TokenView
+from forge.losses import AnyLoss, LossTerms
 from forge.trainer.row_building import Sums
+from forge.trainer.row_jobs import LossInput
 from forge.types import Batch
 
-IS_SPLIT, LOGPROB_GRADIENT, ENTROPY_GRADIENT = "split.is_split", "split.logprobs", "split.entropy"
-"""Fields of a batch: which tokens belong to such sequences, and the gradient of the loss at each of them."""
+IS_SPLIT = "split.is_split"
+GRADIENTS = ("split.gradient", "split.entropy")
+"""Fields of a batch: which tokens belong to such sequences, and the gradient of the loss at each of them.
+
+The first gradient is that with respect to logprobs or values, the second with respect to entropies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +52,17 @@ def split_sequences(
     batch: Batch,
     sequences: frozenset[int],
     *,
-    loss: Loss,
+    loss: AnyLoss,
     scores: Sequence[Tensor],
     normalizer: float,
 ) -> SplitSequences:
-    """Return what the second pass needs. `scores` has the logprobs of each sample of `sequences`, and the entropies
-    beside them where the loss needs them: [L, 1 or 2]."""
+    """Return what the second pass needs. `scores` has the logprobs (or values) of each sample of `sequences`, and the
+    entropies beside them where the loss needs them: [L, 1 or 2]."""
     part = samples_of(batch, sequences)
     leaves = [each.contiguous().requires_grad_() for each in torch.cat(list(scores)).unbind(-1)]
     weights = part.loss_weights.to(torch.promote_types(part.loss_weights.dtype, torch.float32))
-    view = TokenView(
-        logprobs_T=leaves[0],
-        entropy_T=leaves[1] if len(leaves) > 1 else None,
+    tokens = LossInput(
+        answers=leaves,
         weights_T=weights,
         lengths=part.lengths,
         fields=part.fields,
@@ -67,27 +70,27 @@ def split_sequences(
         sequence_weights_T=_sequence_weights(part, weights),
     )
     with torch.enable_grad():
-        terms = loss(view)
+        terms = tokens.terms(loss)
         gradients = torch.autograd.grad(terms.total, leaves, allow_unused=True, materialize_grads=True)
     total = float(terms.total.detach()) / normalizer
     metrics = {name: float(value) for name, value in terms.metrics.items()}
     indices = tuple(index for index, sequence in enumerate(batch.sequences) if sequence in sequences)
     sums = Sums(total, metrics, () if math.isfinite(total) else indices)
-    fields = dict(zip((LOGPROB_GRADIENT, ENTROPY_GRADIENT), gradients, strict=False))
+    fields = dict(zip(GRADIENTS, gradients, strict=False))
     return SplitSequences(sequences, _with_fields(batch, {IS_SPLIT: torch.ones_like(weights), **fields}, indices), sums)
 
 
-def split_terms(loss: Loss, view: TokenView) -> LossTerms:
+def split_terms(loss: AnyLoss, tokens: LossInput) -> LossTerms:
     """Return the terms of a row of the second pass.
 
     Of tokens of split sequences they have the gradient alone: the value of their loss and their metrics are in
     `SplitSequences.sums`.
     """
-    terms = loss(replace(view, weights_T=torch.where(view.fields[IS_SPLIT] != 0, 0.0, view.weights_T)))
+    weights = torch.where(tokens.fields[IS_SPLIT] != 0, 0.0, tokens.weights_T)
+    terms = replace(tokens, weights_T=weights).terms(loss)
     total = terms.total
-    for name, values in ((LOGPROB_GRADIENT, view.logprobs_T), (ENTROPY_GRADIENT, view.entropy_T)):
-        if values is not None:
-            total = total + (view.fields[name] * (values - values.detach())).sum()
+    for name, values in zip(GRADIENTS, tokens.answers, strict=False):
+        total = total + (tokens.fields[name] * (values - values.detach())).sum()
     return replace(terms, total=total)
 
 

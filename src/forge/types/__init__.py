@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge.types.completions import (
     INITIAL_VERSION,
+    AdapterUse,
     Completion,
     Delta,
     FinishReason,
@@ -21,6 +22,9 @@ from forge.types.completions import (
     joined_spans,
 )
 from forge.types.episodes import (
+    DEFAULT_AGENT,
+    LIVE,
+    AgentResult,
     Answer,
     Episode,
     EpisodeOutcome,
@@ -31,6 +35,8 @@ from forge.types.episodes import (
     Task,
     ToolCall,
     Turn,
+    labelled_version,
+    version_label,
 )
 
 if TYPE_CHECKING:
@@ -40,13 +46,18 @@ Prompt = Task
 """The name of `Task` in release 0.1; it will be removed in the next."""
 
 __all__ = [
+    "DEFAULT_AGENT",
     "INITIAL_VERSION",
+    "LIVE",
+    "AdapterUse",
+    "AgentResult",
     "Answer",
     "Batch",
     "Completion",
     "Delta",
     "Episode",
     "EpisodeOutcome",
+    "Evaluated",
     "FinishReason",
     "Group",
     "MalformedCall",
@@ -61,6 +72,8 @@ __all__ = [
     "Turn",
     "VersionSpan",
     "joined_spans",
+    "labelled_version",
+    "version_label",
 ]
 
 
@@ -71,7 +84,8 @@ class Sample:
     Attributes:
         token_ids: int64 [L], L >= 1.
         loss_weights: float32 [L]; 0 where a token is only read. `loss_weights[0]` is 0.
-        fields: further values per token, each float32 [L], such as advantages or the sampler's logprobs.
+        fields: further values per token, each [L], such as advantages or the sampler's logprobs, or [L, K] where a
+            token has several, such as a teacher's likeliest tokens.
         identity: where it came from, for messages: "train.jsonl:17", "prompt 12, sample 3".
         sequence: which sequence of its batch it belongs to, any number; None for a sequence of its own. Losses that
             average per sequence, or have one ratio per sequence, take all samples with the same number together.
@@ -98,7 +112,7 @@ class Batch:
         token_ids: int64 [T].
         loss_weights: float32 [T].
         lengths: the S lengths, in order; they add up to T.
-        fields: further values per token, each [T].
+        fields: further values per token, each [T] or [T, K].
         identities: the S identities.
         sequences: S numbers: which sequence each sample belongs to. Empty where every sample is its own sequence.
     """
@@ -205,3 +219,16 @@ class StepResult:
     seconds: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     logprobs: tuple[Tensor, ...] | None = None
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation of one batch found: sums and their divisors, which add up over batches.
+
+    Attributes:
+        loss: the sum of the batch's loss, not divided yet; weight: its normalizer.
+        metrics: for each metric of the loss its sum, and what that is divided by.
+    """
+
+    loss: float
+    weight: float
+    metrics: Mapping[str, tuple[float, float]]

@@ -39,6 +39,14 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """The LoRA adapter that a completion was sampled with: its name, and the digest of its files."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """What a generator made of one prompt. What was sampled is what is here: nothing is tokenised again.
 
@@ -55,6 +63,7 @@ class Completion:
         timings: how long it took.
         index: which of the n completions of its prompt.
         num_shared: tokens of the prompt that had been computed before, for this or another request.
+        adapter: the loaded adapter that sampled it on top of those weights; None for none.
     """
 
     prompt_ids: tuple[int, ...]
@@ -68,6 +77,7 @@ class Completion:
     timings: Timings = Timings()
     index: int = 0
     num_shared: int = 0
+    adapter: AdapterUse | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -99,6 +109,7 @@ class Completion:
             ),
             index=self.index,
             num_shared=self.num_shared,
+            adapter=self.adapter,
         )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, TypeAlias
 
 from forge.types.completions import INITIAL_VERSION, Completion, FinishReason, Timings, VersionSpan
 
@@ -39,6 +39,24 @@ class MalformedCall:
     reason: str
 
 
+DEFAULT_AGENT: Final = "agent"
+"""The name of the agent of an episode that declares none."""
+
+LIVE: Final = "live"
+"""What answers for an agent that is the policy that is trained, in words."""
+
+
+def version_label(version: int) -> str:
+    """Return what answers for an agent that is one version of the policy, in words."""
+    return f"version {version}"
+
+
+def labelled_version(label: str) -> int | None:
+    """Return the version that a label names; None where something else answers."""
+    kind, _, number = label.partition(" ")
+    return int(number) if kind == "version" and number.isdecimal() else None
+
+
 PrefixBreakKind = Literal["template", "retokenization", "client_edit", "compaction"]
 """Why a history could not be extended token by token.
 
@@ -60,7 +78,8 @@ class Turn:
         index: the turn's position in the episode.
         parent: the index of the turn whose tokens this one extends; None for a root.
         previous: the index of the turn before it in its branch, whose tokens it need not extend; None for the first.
-        path: the branch that requested it: () for the agent itself, (0,) for its first fork.
+        agent: the agent whose turn it is.
+        path: its branch that requested the turn: () for the agent itself, (0,) for its first fork.
         messages: the messages appended before it.
         context_ids: the tokens appended since the parent's last token; the whole prompt of a root.
         token_ids: the sampled tokens, an end token included.
@@ -76,6 +95,7 @@ class Turn:
         is_trained: False for a turn that the program left out of training.
         num_cached: context tokens, the parent's included, that the engine did not have to compute again.
         timings: how long the engine took.
+        order: how many turns of the episode arrived before it. Where agents move at the same time, chance decides it.
     """
 
     index: int
@@ -98,6 +118,8 @@ class Turn:
     is_trained: bool = True
     num_cached: int = 0
     timings: Timings = field(default_factory=Timings)
+    agent: str = DEFAULT_AGENT
+    order: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, completion: Completion, **fields: Any) -> Turn:
@@ -128,6 +150,10 @@ class Turn:
     def counts(self) -> bool:
         """Whether its tokens are trained on."""
         return self.is_delivered and self.is_trained and len(self) > 0
+
+    def without_tokens(self) -> Turn:
+        """Return the turn with its text alone, as another model's turns are kept."""
+        return replace(self, context_ids=(), token_ids=(), logprobs=(), full_logprobs=None, versions=())
 
     @property
     def version(self) -> int:
@@ -181,6 +207,23 @@ class Score:
     unshaped: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AgentResult:
+    """What one agent of an episode earned that declares its agents.
+
+    Attributes:
+        score: what it earned; None where it does not learn and got no reward.
+        learns: whether its turns are trained on.
+        policy: what answered for it: `live` for the policy that is trained, or another in words.
+        advantage: how much better it was than its baseline. Where tokens have advantages of their own, their mean.
+    """
+
+    score: Score | None
+    learns: bool = True
+    policy: str = "live"
+    advantage: float = 0.0
+
+
 Answer: TypeAlias = Completion | Turn
 """What rewards score: a completion, or a turn of an episode. Both have `text`, `token_ids` and `finish_reason`."""
 
@@ -195,8 +238,8 @@ EpisodeOutcome = Literal[
 class Episode:
     """One attempt at a task: its turns, what it earned, and how much better than expected that was.
 
-    What belongs to single tokens (`ref_logprobs`, `token_advantages`) covers the T sampled tokens of all turns, turn
-    after turn.
+    What belongs to single tokens (`ref_logprobs`, `teacher_logprobs`, `values`, `token_advantages`) covers the T
+    sampled tokens of all turns, turn after turn.
 
     Attributes:
         task: what was to be done.
@@ -206,10 +249,17 @@ class Episode:
         advantage: how much better it was than its baseline; known when its group is complete. Where tokens have
             advantages of their own, their mean.
         ref_logprobs: the reference model's logprobs of the T tokens; None without a reference.
+        teacher_logprobs: the teacher's logprobs of the T tokens; None without distillation.
+        values: the critic's value of the state in which each of the T tokens was sampled; None without a critic. 0 at
+            tokens that are not trained on.
+        end_values: its value of the state after the last token of turns, by index, where the policy has the last word.
         token_advantages: the advantage of each of the T tokens; None where `advantage` is that of all of them.
         turn_rewards: what single turns earned themselves, by index; included in the score.
         outcome: how it ended.
         stats: what it used, by name: numbers for metrics and the report.
+        agents: what each agent earned, in the order in which the program declares them; empty for a program with one
+            agent. Then `score` is that of the first agent that learns, with the parts of all. Turns of an agent that is
+            not the live policy have text and no tokens.
     """
 
     task: Task
@@ -218,10 +268,14 @@ class Episode:
     member: int = 0
     advantage: float = 0.0
     ref_logprobs: tuple[float, ...] | None = None
+    teacher_logprobs: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    end_values: Mapping[int, float] = field(default_factory=dict)
     token_advantages: tuple[float, ...] | None = None
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     outcome: EpisodeOutcome = "finished"
     stats: Mapping[str, float] = field(default_factory=dict)
+    agents: Mapping[str, AgentResult] = field(default_factory=dict)
 
     @classmethod
     def single(cls, task: Task, completion: Completion, score: Score, **fields: Any) -> Episode:

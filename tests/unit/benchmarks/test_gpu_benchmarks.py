@@ -327,7 +327,8 @@ def test_every_side_of_ours_is_a_valid_configuration(bench: SimpleNamespace, tmp
         for side in bench.ours.SIDES:
             config = load(GRPOConfig, overrides=bench.ours.settings_of(plan, tmp_path, side))
             assert config.rollout.batch_groups * config.rollout.group_size == 512
-            assert config.rollout.staleness == (1 if side in ("native-beside", "vllm-beside") else 0)
+            ahead = {"native-shared-ahead": 1, "native-shared-ahead2": 2, "native-shared-ahead3": 3}
+            assert config.rollout.staleness == ({"native-beside": 1, "vllm-beside": 1} | ahead).get(side, 0)
             assert config.generator.engine == side.partition("-")[0]
             assert config.distributed.precision == "bfloat16"
             assert config.training.compile

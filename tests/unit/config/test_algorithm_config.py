@@ -9,8 +9,6 @@ import pytest
 
 from forge.config import load
 from forge.config.algorithm import (
-    CONVENTIONS,
-    PRESETS,
     AdvantageConfig,
     AlgorithmConfig,
     Convention,
@@ -19,6 +17,7 @@ from forge.config.algorithm import (
     PolicyLossConfig,
     Preset,
 )
+from forge.config.algorithm_presets import CONVENTIONS, PRESETS
 from forge.config.base import ConfigModel
 from forge.config.loading import dump
 from forge.errors import ConfigError
@@ -56,6 +55,8 @@ def test_grpo_is_what_the_schema_says_by_itself() -> None:
         ("dr_grpo", {"advantage": {"scale": "none"}, "loss": {"average": "constant"}}),
         ("gspo", {"loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "average": "sequence_mean"}}),
         ("cispo", {"loss": {"kind": "cispo", "clip_low": 1.0, "clip_high": 4.0}}),
+        ("sapo", {"loss": {"kind": "sapo", "average": "sequence_mean"}}),
+        ("gigpo", {"advantage": {"function": "gigpo"}}),
         ("reinforce", {"advantage": {"baseline": "none", "scale": "none"}, "loss": {"kind": "reinforce"}}),
         (
             "rloo",
@@ -224,6 +225,18 @@ def test_an_upper_bound_may_be_infinite(word: str, tmp_path: Any) -> None:
         (["loss.correction.high=many"], "loss.correction.high", ["many"]),
         (["loss.correction.low=.inf"], "loss.correction.low", ["finite"]),
         (["kl.clamp=0"], "kl.clamp", ["0"]),
+        (["loss.tau_positive=0"], "loss.tau_positive", ["0"]),
+        (["loss.correction.sequence_mask={low: 2, high: 1}"], "loss.correction.sequence_mask.low", ["which is 1"]),
+        (["advantage.gamma=0"], "advantage.gamma", ["0"]),
+        (["advantage.gamma=0.9", "advantage.function=turn"], "advantage.gamma", ["`turn`", "args.gamma"]),
+        (
+            ["advantage.gamma=0.9", "advantage.whiten=true"],
+            "advantage.whiten_over",
+            ["`tokens` with advantage.gamma `0.9`", "algorithm.advantage.gamma: 1"],
+        ),
+        (["preset=gigpo", "advantage.whiten=true"], "advantage.whiten", ["false with advantage.function `gigpo`"]),
+        (["preset=gigpo", "advantage.scale=batch_std"], "advantage.scale", ["group_std or others_std or none"]),
+        (["preset=gigpo", "advantage.baseline=none"], "advantage.baseline", ["group_mean or leave_one_out"]),
         (
             ["preset=reinforce_pp", "kl.coefficient=0.1", "kl.credit=token"],
             "advantage.whiten_over",

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from forge.config import ForgeConfig, GRPOConfig, PolicyConfig, SFTConfig, load
+from forge.config import (
+    DistillConfig,
+    ForgeConfig,
+    GRPOConfig,
+    PolicyConfig,
+    PreferenceConfig,
+    RewardTrainingConfig,
+    SFTConfig,
+    load,
+)
+from forge.memory import Card, plan_memory, resolve_run
 from forge.models.architecture import complete
 from forge.trainer.layout import check_layout
 
@@ -19,16 +29,29 @@ SCHEMAS: dict[str, type[ForgeConfig]] = {
     "vllm": PolicyConfig,
     "grpo": GRPOConfig,
     "quickstart": SFTConfig,
+    "dpo": PreferenceConfig,
+    "reward_model": RewardTrainingConfig,
 }
-AGENTS = ("games", "tools", "coding")
-GPUS = {"qwen3_1_7b": 1, "qwen3_1_7b_3gpu": 3, "qwen3_8b": 8, "qwen3_32b": 24}
+AGENTS = ("games", "tools", "coding", "critic", "kuhn", "tictactoe")
+STAGES: dict[str, type[ForgeConfig]] = {
+    "sft.yaml": SFTConfig,
+    "reward_model.yaml": RewardTrainingConfig,
+    "grpo.yaml": GRPOConfig,
+}
+GPUS = {"qwen3_1_7b": 1, "ppo_qwen3_1_7b": 1, "qwen3_1_7b_3gpu": 3, "qwen3_8b": 8, "qwen3_32b": 24}
 NAMES = [path.relative_to(ROOT / "apps").as_posix() for path in FILES]
 
 
 def schema_of(path: Path) -> type[ForgeConfig]:
-    """Return the schema of a file: an agents' application has one file for each of its two stages."""
+    """Return the schema of a file: an agents' application has one for each stage."""
     if path.parent.name in AGENTS:
-        return {"sft.yaml": SFTConfig, "grpo.yaml": GRPOConfig}[path.name]
+        return {"sft.yaml": SFTConfig, "grpo.yaml": GRPOConfig, "league.yaml": GRPOConfig}[path.name]
+    if path.parent.name == "distill":
+        return {"teacher": SFTConfig, "tiny_onpolicy": GRPOConfig, "qwen3_onpolicy": GRPOConfig}.get(
+            path.stem, DistillConfig
+        )
+    if path.parent.name == "rlhf":
+        return next(schema for stage, schema in STAGES.items() if path.name.endswith(f"_{stage}"))
     return SCHEMAS[path.parent.name]
 
 
@@ -75,12 +98,29 @@ def test_it_asks_for_as_many_gpus_as_it_says(name: str) -> None:
     if config.placement == "apart":
         num_gpus += config.generator.num_replicas * config.generator.tensor_parallel
         num_gpus += config.reference.num_replicas if config.algorithm.kl.coefficient > 0 else 0
+    if config.algorithm.has_critic and config.critic.placement == "apart":
+        num_gpus += config.critic_distributed.num_ranks
     assert num_gpus == GPUS[name]
     if config.launcher.kind == "slurm":
         assert config.launcher.slurm.nodes * config.launcher.slurm.gpus_per_node == num_gpus
 
 
-@pytest.mark.parametrize("schema", [SFTConfig, PolicyConfig, GRPOConfig])
+def test_rlhf_takes_three_gpus() -> None:
+    """The policy on one, where trainer and generator take turns; the reward model and the reference on one each."""
+    config = load(GRPOConfig, files=[ROOT / "apps" / "rlhf" / "qwen3_1_7b_grpo.yaml"])
+    card = Card(48 << 30, 3)
+    plan = plan_memory(resolve_run(config, card=card), card=card)
+    assert [(device.name, device.count) for device in plan.gpus] == [
+        ("trainer + generator", 1),
+        ("reference", 1),
+        ("reward model", 1),
+    ]
+    assert plan.fits
+    reward_model = plan.gpus[-1].peak
+    assert next(part for part in reward_model.parts if part.name == "weights").num_bytes == 2 * 1_720_577_024
+
+
+@pytest.mark.parametrize("schema", [SFTConfig, PolicyConfig, GRPOConfig, PreferenceConfig, RewardTrainingConfig])
 def test_the_reference_has_every_key_that_an_application_adds(schema: type[ForgeConfig]) -> None:
     page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
     added = set(schema.model_fields) - set(ForgeConfig.model_fields)

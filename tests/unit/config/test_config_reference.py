@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-from forge.config import ForgeConfig, SFTConfig
+from forge.config import ForgeConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig
 from forge.config.fields import walk_fields
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -18,6 +18,7 @@ def test_the_committed_page_is_the_generated_one() -> None:
 
 
 def test_every_field_is_described() -> None:
-    fields = [*walk_fields(ForgeConfig), *walk_fields(SFTConfig)]
+    schemas = (ForgeConfig, SFTConfig, PreferenceConfig, RewardTrainingConfig)
+    fields = [field for schema in schemas for field in walk_fields(schema)]
     assert len(fields) > 150
     assert [".".join(path) for path, field in fields if not field.description] == []

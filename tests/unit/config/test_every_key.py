@@ -17,21 +17,33 @@ from annotated_types import Ge, Gt
 from pydantic.fields import FieldInfo
 
 import forge
-from forge.config import EvalConfig, ForgeConfig, GRPOConfig, InvalidConfig, ModelConfig, PolicyConfig, SFTConfig, load
+from forge.config import (
+    EvalConfig,
+    ForgeConfig,
+    GRPOConfig,
+    InvalidConfig,
+    ModelConfig,
+    PolicyConfig,
+    PreferenceConfig,
+    RewardTrainingConfig,
+    SFTConfig,
+    load,
+)
 from forge.config.fields import _options, elements_of, sections_of, walk_fields
 from forge.config.grpo import GRPOWorkersConfig
 from forge.errors import ForgeError
-from forge.loops import workers
+from forge.loops import volumes, workers
 from forge.loops.planning import GRPOPlan, episode_options, plan_run
 from forge.memory import Card, resolve_run
 from forge.models.locate import resolve
+from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
 from forge.service import ForgeActor
 
 SRC = Path(forge.__file__).parent
 SECTIONS_SEEN_BY_WORKERS = (
     *("run.seed", "model", "placement", "training", "distributed", "checkpointing", "generator", "reference"),
-    *("rewards", "store", "workers", "rollout", "algorithm"),
+    *("rewards", "store", "workers", "rollout", "algorithm", "teacher"),
 )
 
 
@@ -58,7 +70,16 @@ READ_OTHERWISE: Mapping[str, str] = {
     "metrics.tensorboard": "the sink of this name: `forge.observe`",
     "metrics.wandb": "the same",
     "workers": "become options whole: `WorkerConfig.options`",
+    "critic.training": "is laid over `training` whole: `CriticTrainingConfig.over`",
+    "critic.path": "`CriticConfig.model_from`",
+    "critic.iterations": "`GRPOConfig.critic_iterations`",
     "eval.pass_at": "`EvalSection.ks`",
+    "preference.beta": "`PreferenceLossConfig.chosen_beta`",
+    "preference.nll_coefficient": "`PreferenceLossConfig.chosen_nll_coefficient`",
+    "reference.mode": "`PreferenceConfig.reference_mode`",
+    "rewards.reward_model.precision": "`RewardModelConfig.chosen_precision`",
+    "rewards.reward_model.max_seq_len": "`RewardModelConfig.limits`",
+    "rewards.reward_model.microbatch_tokens": "the same",
     "episode.evaluation_limits": "are `limits` in evaluations: `forge.rollout.episode_worker`",
 }
 """Keys, or all keys below a section, whose names are not written where they act, and where that is."""
@@ -87,7 +108,9 @@ def _last_name(node: ast.expr) -> str:
     return ""
 
 
-@pytest.mark.parametrize("schema", [GRPOConfig, SFTConfig, PolicyConfig, EvalConfig])
+@pytest.mark.parametrize(
+    "schema", [GRPOConfig, SFTConfig, PreferenceConfig, PolicyConfig, EvalConfig, RewardTrainingConfig]
+)
 def test_every_key_is_read_from_its_section(schema: type[ForgeConfig]) -> None:
     unread = []
     for key, _ in leaves(schema):
@@ -100,7 +123,11 @@ def test_every_key_is_read_from_its_section(schema: type[ForgeConfig]) -> None:
 
 
 def test_the_exceptions_are_keys() -> None:
-    known = {key for schema in (GRPOConfig, SFTConfig, PolicyConfig, EvalConfig) for key, _ in leaves(schema)}
+    known = {
+        key
+        for schema in (GRPOConfig, SFTConfig, PreferenceConfig, PolicyConfig, EvalConfig)
+        for key, _ in leaves(schema)
+    }
     for exception in READ_OTHERWISE:
         assert any(key == exception or key.startswith(f"{exception}.") for key in known), exception
 
@@ -110,6 +137,7 @@ def test_the_exceptions_are_keys() -> None:
 UNSEEN: Mapping[str, str] = {
     "algorithm.advantage": "acts when a batch is complete: tests/unit/rollout/test_advantage.py",
     "algorithm.kl.credit": "the same",
+    "algorithm.distillation": "the same: tests/unit/rollout/test_teacher_credit.py",
     "episode.max_retries": "acts after a fault: tests/unit/rollout/test_episode_source.py",
     "episode.max_failed_groups": "the same",
 }
@@ -193,7 +221,7 @@ def observed(overrides: list[str]) -> list[str]:
     recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ForgeActor, "options", classmethod(lambda cls, **keywords: recorder.options(cls, **keywords)))
-        patch.setattr(workers.store, "setup", recorder.setup)
+        patch.setattr(volumes.store, "setup", recorder.setup)
         try:
             config = load(GRPOConfig, overrides=overrides)
             plan = plan_run(config)
@@ -210,7 +238,7 @@ def observed(overrides: list[str]) -> list[str]:
         plan.num_groups,
         plan.loss,
         plan.advantage,
-        vars(started.trainer),
+        vars(getattr(started.trainer, "_trainer", started.trainer)),  # within what restores it, unless it is shared
     ]
     found = [*sorted(recorder.calls), *(repr(each) for each in (resolved, *made))]
     return [re.sub(r" at 0x[0-9a-f]+", "", each) for each in found]
@@ -218,13 +246,17 @@ def observed(overrides: list[str]) -> list[str]:
 
 def test_a_changed_key_changes_what_is_resolved_started_or_refused(tmp_path: Path) -> None:
     folder = resolve(ModelConfig(preset="tiny")).folder
+    make_tiny(tmp_path / "classifier", head="scalar")
     base = [
         *("model.preset=tiny", "prompts.sources=[{task: arithmetic, num_prompts: 8}]", f"run.output_dir={tmp_path}"),
         "rewards.functions=[{kind: number}, {kind: judge}, {kind: reward_model}]",
-        *(f"rewards.judge.path={folder}", f"rewards.reward_model.path={folder}", "algorithm.kl.coefficient=0.1"),
+        *(f"rewards.judge.path={folder}", f"rewards.reward_model.path={tmp_path / 'classifier'}"),
+        "algorithm.kl.coefficient=0.1",
+        *(f"teacher.path={folder}", "algorithm.distillation.coefficient=0.5"),
     ]
+    elsewhere = ("episodes", "critic")
     assert _unseen(base, [each for each in SECTIONS_SEEN_BY_WORKERS if each != "workers"]) == []
-    assert _unseen(base, [f"workers.{name}" for name in GRPOWorkersConfig.model_fields if name != "episodes"]) == []
+    assert _unseen(base, [f"workers.{name}" for name in GRPOWorkersConfig.model_fields if name not in elsewhere]) == []
 
 
 def test_a_changed_key_of_episodes_changes_what_workers_are_started_with(tmp_path: Path) -> None:
@@ -233,6 +265,15 @@ def test_a_changed_key_of_episodes_changes_what_workers_are_started_with(tmp_pat
         "episode.kind=own_episodes:dialogue",
     ]
     assert _unseen(base, ["episode", "workers.episodes"]) == []
+
+
+def test_a_changed_key_of_the_critic_changes_what_is_resolved_started_or_refused(tmp_path: Path) -> None:
+    base = [
+        *("model.preset=tiny", "prompts.sources=[{task: arithmetic, num_prompts: 8}]", f"run.output_dir={tmp_path}"),
+        *("rewards.functions=[{kind: number}]", "algorithm.preset=ppo", "training.max_steps=9"),
+        *("training.activation_checkpointing=full", "training.optimizer_dtype=bfloat16"),
+    ]
+    assert _unseen(base, ["critic", "workers.critic"]) == []
 
 
 def _unseen(base: list[str], sections: list[str]) -> list[str]:

@@ -17,6 +17,7 @@ from forge.config import (
     load,
 )
 from forge.errors import ConfigError
+from forge.memory import resolve_run
 from forge.models.architecture import complete
 from forge.trainer.layout import check_layout
 
@@ -122,26 +123,65 @@ def test_a_file_of_the_application_is_valid_and_its_layout_fits_its_model(name: 
         assert config.distributed.with_gpus is True
 
 
-@pytest.mark.parametrize(("short", "whole"), [("bf16", "bfloat16"), ("fp32", "float32"), ("fp64", "float64")])
+@pytest.mark.parametrize(
+    ("short", "whole"),
+    [("bf16", "bfloat16"), ("fp16", "float16"), ("half", "float16"), ("fp32", "float32"), ("fp64", "float64")],
+)
 def test_short_names_of_dtypes_stand_for_the_whole_ones(short: str, whole: str) -> None:
     config = load(SFTConfig, overrides=[f"distributed.precision={short}"])
     assert config.distributed.precision == whole
     assert f"precision: {whole}" in dump(config)
-    if short != "fp64":
+    if whole not in ("float64", "float16"):
         assert load(SFTConfig, overrides=[f"training.optimizer_dtype={short}"]).training.optimizer_dtype == whole
+    if whole != "float64":
         assert load(PolicyConfig, overrides=[f"generator.precision={short}"]).generator.precision == whole
     assert load(PolicyConfig, overrides=["model.head_precision=fp32"]).model.head_precision == "float32"
 
 
-@pytest.mark.parametrize("name", ["fp16", "float16", "half"])
-@pytest.mark.parametrize("key", ["distributed.precision", "training.optimizer_dtype", "generator.precision"])
-def test_float16_is_refused_with_what_to_use(key: str, name: str) -> None:
+@pytest.mark.parametrize("key", ["training.optimizer_dtype", "model.head_precision"])
+def test_float16_is_refused_where_nothing_computes_in_it(key: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        load(GRPOConfig, overrides=[f"{key}={name}"])
+        load(GRPOConfig, overrides=[f"{key}=fp16"])
     (problem,) = caught.value.problems
-    assert (problem.path, problem.value) == (key, name)
-    assert "float16 is not implemented" in problem.rule
-    assert "write bf16" in problem.repair
+    assert (problem.path, problem.value) == (key, "fp16")
+    assert "float32" in problem.rule
+
+
+def test_generators_compute_in_float16_where_the_trainer_does() -> None:
+    """Unless the configuration says otherwise. What is published is what both compute with, in half of the bytes."""
+    tiny = ["model.preset=qwen3_0_6b"]
+    config = load(GRPOConfig, overrides=[*tiny, "distributed.precision=fp16"])
+    assert config.generator.precision == "float16"
+    assert "precision: float16" in dump(config)
+    run = resolve_run(config)
+    assert (run.published_dtype, run.published_item) == ("float16", 2)
+    asked = load(GRPOConfig, overrides=[*tiny, "distributed.precision=fp16", "generator.precision=fp32"])
+    assert asked.generator.precision == "float32"
+    assert resolve_run(asked).published_dtype is None
+    assert load(GRPOConfig, overrides=["distributed.precision=bf16"]).generator.precision is None
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "rule"),
+    [
+        ("initial_scale=1000", "initial_scale", "a power of two"),
+        ("growth_factor=3", "growth_factor", "a power of two"),
+        ("growth_factor=1", "growth_factor", "greater than 1"),
+        ("backoff_factor=0.3", "backoff_factor", "a power of two"),
+        ("backoff_factor=1", "backoff_factor", "less than 1"),
+        ("min_scale=131072", "initial_scale", "from min_scale to max_scale, which is from 131072"),
+        ("max_scale=2", "initial_scale", "from 1 to 2"),
+        ("growth_interval=0", "growth_interval", "greater than or equal to 1"),
+        ("max_retries=-1", "max_retries", "greater than or equal to 0"),
+    ],
+)
+def test_loss_scales_that_are_refused(override: str, key: str, rule: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        load(SFTConfig, overrides=[f"training.loss_scaling.{override}"])
+    (problem,) = caught.value.problems
+    assert problem.path == f"training.loss_scaling.{key}"
+    assert rule in problem.rule
+    assert problem.repair
 
 
 def test_a_dtype_in_the_wrong_section_leads_to_the_right_one() -> None:

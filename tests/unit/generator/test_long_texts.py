@@ -11,6 +11,7 @@ import pytest
 
 from forge.config import GeneratorConfig, Sampling
 from forge.generator.actor import Generator
+from forge.generator.adapters import NamedAdapters
 from forge.generator.prompts import LongTexts, is_long
 from forge.models.long_text import LONG_TEXT
 
@@ -40,6 +41,7 @@ def test_a_long_prompt_does_not_hold_the_event_loop(prompt: dict[str, Any]) -> N
         generator, reader = Generator(GeneratorConfig()), HeldReader()
         generator._reader, generator._long_texts = reader, LongTexts()  # type: ignore[assignment]
         generator._sync = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
+        generator._adapters = NamedAdapters(generator.config, None)
         given = {"prompt": None, "messages": None, **prompt}
         reading = asyncio.create_task(generator._request(**given, token_ids=None, sampling=None, n=None, template=None))
         assert await asyncio.to_thread(reader.started.wait, LIMIT_S)

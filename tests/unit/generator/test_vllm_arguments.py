@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from forge.errors import ConfigError, EngineDead
 from forge.generator.engine import Request
 from forge.generator.vllm import environment
 from forge.generator.vllm.arguments import OWNED, as_config_error, check_known, check_owned, make_plan, to_plain
+from forge.generator.vllm.named_adapters import with_named_adapters
 from forge.generator.vllm.process import Counts, check_amx, check_device
 from forge.generator.vllm.translation import Reader, version_spans
 from forge.models.tiny import make_tiny
@@ -378,3 +380,18 @@ def test_frozen_values_thaw():
     assert to_plain(GeneratorConfig(engine="vllm", engine_args={"a": [1, {"b": (2,)}]}).engine_args) == {
         "a": [1, {"b": [2]}]
     }
+
+
+def test_adapters_of_the_configuration_have_room(tmp_path: Path):
+    ranks = {"small": 4, "large": 24}
+    for name, rank in ranks.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    named = {name: str(tmp_path / name) for name in ranks}
+    made = with_named_adapters(GeneratorConfig(engine="vllm", adapters=named, max_adapters=5))
+    expected = {"enable_lora": True, "max_loras": 3, "max_cpu_loras": 6, "max_lora_rank": 32}
+    assert made.engine_args == expected
+    own = GeneratorConfig(engine="vllm", adapters=named, engine_args={"max_loras": 1, "max_lora_rank": 64})
+    assert with_named_adapters(own).engine_args == expected | {"max_cpu_loras": 17, "max_loras": 1, "max_lora_rank": 64}
+    plain = GeneratorConfig(engine="vllm")
+    assert with_named_adapters(plain) is plain

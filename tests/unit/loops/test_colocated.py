@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from forge.config import GeneratorConfig
-from forge.loops.colocated import SharedPolicy, can_share
+from forge.loops.colocated import SharedPolicy, shareable
 from forge.runtime.device_memory import OutOfDeviceMemory
 
 
@@ -31,12 +31,20 @@ def test_weights_are_shared_in_one_precision_on_one_device(
     kept_in: torch.dtype, fields: dict[str, Any], expected: bool
 ) -> None:
     parameters = {"weight": torch.zeros(2, dtype=kept_in), "norm.weight": torch.zeros(1, dtype=kept_in)}
-    assert can_share(GeneratorConfig(**fields), parameters) is expected
+    assert shareable(GeneratorConfig(**fields), parameters) == (parameters if expected else {})
 
 
 def test_one_parameter_of_another_precision_is_enough() -> None:
     parameters = {"weight": torch.zeros(2), "norm.weight": torch.zeros(1, dtype=torch.float64)}
-    assert not can_share(GeneratorConfig(precision="float32"), parameters)
+    assert not shareable(GeneratorConfig(precision="float32"), parameters)
+
+
+def test_weights_below_an_adapter_of_another_precision_are_shared() -> None:
+    base = {"wq.weight": torch.zeros(2, dtype=torch.bfloat16)}
+    adapter = {"wq.lora_a": torch.zeros(1), "wq.lora_b": torch.zeros(1)}
+    found = shareable(GeneratorConfig(precision="bfloat16"), base | adapter)
+    assert found.keys() == base.keys()
+    assert not shareable(GeneratorConfig(precision="float32"), base | adapter), "the adapter alone is no model"
 
 
 class ReleasingPolicy(SharedPolicy):
@@ -44,13 +52,14 @@ class ReleasingPolicy(SharedPolicy):
 
     def __init__(self, *, is_on_gpu: bool = True, is_idle: bool = True, restore_error: Exception | None = None) -> None:
         self.asked: list[str] = []
+        self._runs_ahead = False
         self.has_begun = asyncio.Event()
         self._restore_error = restore_error
         self._engine_asked = SimpleNamespace(
             version=0,
             is_on_gpu=is_on_gpu,
             paused=self._paused,
-            release_cache=lambda: self.asked.append("release") or is_idle,
+            release_cache=lambda preempt: self.asked.append("release") or is_idle,
             restore_cache=self._restore,
         )
 
@@ -132,3 +141,10 @@ def test_whoever_cancels_a_step_waits_until_its_cache_is_back() -> None:
         assert policy.asked == ["pause", "release", "work", "restore", "resume"]
 
     asyncio.run(body())
+
+
+def test_weights_in_few_bits_are_shared_in_every_precision() -> None:
+    base = {"norm.weight": torch.ones(2, dtype=torch.bfloat16)}
+    packed = {"wq.weight_packed": torch.ones(2, dtype=torch.uint8), "wq.weight_scales": torch.ones(1)}
+    assert shareable(GeneratorConfig(precision="bfloat16"), base | packed) == base | packed
+    assert not shareable(GeneratorConfig(precision="float32"), base | packed)

@@ -18,6 +18,7 @@ from forge.memory import Card, resolve_run
 from grpo_runs import config
 
 REFUSED = {
+    "rollouts of another adapter": ("generator.sampling.adapter=base", "generator.sampling.adapter"),
     "rollouts without chance": ("generator.sampling.temperature=0", "generator.sampling.temperature"),
     "no reward": ("rewards.functions=[]", "rewards.functions"),
     "no prompts": ("prompts.sources=[]", "prompts.sources"),
@@ -41,7 +42,10 @@ MISSING = {
 }
 
 BROKEN = {
-    "asynchronous in one process": (("placement=shared", "rollout.staleness=1"), "rollout.staleness"),
+    "completions that cannot finish first": (
+        ("placement=shared", "rollout.staleness=1", "generator.update.mode=drain"),
+        "generator.update.mode",
+    ),
     "asynchronous in turns": (("placement=turns", "rollout.staleness=1"), "rollout.staleness"),
     "more than all of a GPU": (("generator.gpu_memory_share=1.5",), "generator.gpu_memory_share"),
     "a head that is not known": (("model.head_precision=float16",), "model.head_precision"),

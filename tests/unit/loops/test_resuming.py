@@ -18,7 +18,7 @@ import yaml
 from forge.config import GRPOConfig, SFTConfig, load
 from forge.errors import CheckpointError, DataError, ForgeError, LaunchError
 from forge.loops.grpo import run_grpo
-from forge.loops.preflight import check_grpo, check_sft, prepare_sft
+from forge.loops.preflight import check_grpo, check_supervised, prepare_supervised
 from forge.loops.resuming import report_changes
 from forge.loops.run_paths import checkpoint_dir, run_dir
 from forge.loops.sft import run_sft
@@ -458,15 +458,17 @@ def sft(folder: Path, *overrides: str) -> SFTConfig:
 @pytest.mark.usefixtures("no_commands")
 def test_fine_tuning_refuses_before_it_starts_anything(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with prepare_sft(sft(folder)) as prepared:
+    with prepare_supervised(sft(folder)) as prepared:
         data = prepared.loaders.train.state_dict()
     assert not folder.exists()
     info = keep(folder / "checkpoints", {"data": data}, step=2)
-    assert check_sft(sft(folder, RESUME)).total_steps == 4
+    assert check_supervised(sft(folder, RESUME)).total_steps == 4
     with pytest.raises(LaunchError):
         asyncio.run(run_sft(sft(folder, NOWHERE, RESUME)))
     with pytest.raises(DataError, match="seed has changed"):
         asyncio.run(run_sft(sft(folder, NOWHERE, RESUME, "run.seed=5")))
+    with pytest.raises(CheckpointError, match="holds full weights, and this run trains an adapter"):
+        asyncio.run(run_sft(sft(folder, NOWHERE, RESUME, "adapter.rank=2")))
     with pytest.raises(CheckpointError, match="already holds 1 checkpoint"):
         asyncio.run(run_sft(sft(folder, NOWHERE)))
     with pytest.raises(ForgeError, match="warm-up is longer"):
@@ -479,5 +481,5 @@ def test_fine_tuning_refuses_before_it_starts_anything(tmp_path: Path) -> None:
 def test_a_checkpoint_of_reinforcement_learning_is_not_resumed_by_fine_tuning(run: Path, tmp_path: Path) -> None:
     foreign = run / "checkpoints" / checkpoint_name(6)
     with pytest.raises(CheckpointError, match="does not hold the state of such a run") as caught:
-        check_sft(sft(tmp_path / "new", f"checkpointing.resume={foreign}"))
+        check_supervised(sft(tmp_path / "new", f"checkpointing.resume={foreign}"))
     assert caught.value.value == "a checkpoint of reinforcement learning"

@@ -32,6 +32,13 @@ def test_parts_and_totals_cover_every_completion_that_was_scored() -> None:
     assert values["rollout/num_groups"] == 1
 
 
+def test_groups_that_taught_nothing_are_counted_by_reason() -> None:
+    taken = TakenBatch(0, (make_group(0),), reasons={"equal_signal_reward": 3, "refused": 1})
+    values = _of_rollouts(taken)
+    found = {name: value for name, value in values.items() if name.startswith("rollout/no_signal/")}
+    assert found == {"rollout/no_signal/equal_signal_reward": 3, "rollout/no_signal/refused": 1}
+
+
 def test_no_more_time_is_moved_than_there_is() -> None:
     clock = StepClock()
     with clock.part("waiting"):

@@ -190,3 +190,39 @@ asyncio.run(body())
 def test_a_rank_takes_copies_of_a_signal_for_one_and_a_later_one_ends_it() -> None:
     ended = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, timeout=600, check=False)
     assert (ended.stdout, ended.returncode) == ("asked by SIGINT\n", -signal.SIGTERM), ended.stderr
+
+
+SUPERVISED = """
+import asyncio, os, signal
+from forge.loops import stopping
+
+async def body():
+    stop = stopping.Stop()
+    now = [0.0]
+    listener = stopping._Listener(stop, save_hint="", grace_s=None, is_rank=False, clock=lambda: now[0])
+    listener.open()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # from the scheduler, beside the one that the supervisor passed on
+    print(stop.signal.name, listener.second)
+    now[0] = 60.0
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(listener.second.name)
+    asyncio.current_task().uncancel()
+    listener.close()
+
+asyncio.run(body())
+"""
+
+
+def test_a_supervised_run_takes_copies_of_sigterm_for_one() -> None:
+    for env, seen in (({"FORGE_SUPERVISOR": "1"}, "None"), ({}, str(signal.SIGTERM))):
+        ended = subprocess.run(
+            [sys.executable, "-c", SUPERVISED],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert ended.stdout.splitlines()[0].lower() == f"sigterm {seen}".lower(), ended.stderr
+        assert ended.stdout.splitlines()[1] == "SIGTERM"

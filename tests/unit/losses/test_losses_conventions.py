@@ -33,6 +33,10 @@ def tis(**keys: Any) -> dict[str, Any]:
     return {"correction": {"kind": "truncate", "level": "token", **keys}}
 
 
+def seq_mask_tis(**keys: Any) -> dict[str, Any]:
+    return tis(high=math.inf, sequence_mask={"ratio": "geometric_mean", **keys})
+
+
 def computed(loss: PolicyLoss, **changes: list[float]) -> list[float]:
     """The loss of the batch, and its derivative with respect to the logprob of each token."""
     values = {name: doubles(changes.get(name, each)) for name, each in TOKENS.items()}
@@ -77,6 +81,15 @@ VERL = [
         [0.03706147445, -0.09823741461, -0.09823741461, -0.09823741461, 0.1658868591, 0.1658868591],
     ),
     ({"preset": "cispo"}, [-0.01181357691, -0.192, -0.1309969205, -0.1768273469, 0.1474704101, 0.264]),
+    # compute_policy_loss_sapo with tau_pos 1 and tau_neg 1.05, its defaults, and with 2 and 3
+    (
+        {"preset": "sapo"},
+        [0.1095147461, -0.1249000861, -0.07218149666, -0.09796626552, 0.1192827833, 0.2209254662],
+    ),
+    (
+        {"preset": "sapo", "loss": {"tau_positive": 2.0, "tau_negative": 3.0}},
+        [-0.07289288146, -0.105073629, -0.07043617589, -0.0971587808, 0.0971365947, 0.2009352174],
+    ),
 ]
 
 OPENRLHF = [
@@ -93,6 +106,11 @@ OPENRLHF = [
     ),
     # is_correction_level="token", is_correction_mode="clip", is_correction_threshold=[0.95, 1.1]
     ({"loss": tis(low=0.95, high=1.1)}, [-0.04560941563, 0, -0.1440966125, -0.1679859795, 0, 0.2552731765]),
+    # is_correction_level="seq", is_correction_mode="mask": sequence-masked TIS without a bound of the tokens' weights.
+    # The geometric means are e^0.0333 and 1, so that these leave out the first, none, and the second completion.
+    ({"loss": seq_mask_tis(low=0.99, high=1.02)}, [0.4376476836, 0, 0, 0, 0, 0.243137602]),
+    ({"loss": seq_mask_tis(low=0.99, high=1.2)}, [-0.0729084476, 0, -0.1768273469, -0.16, 0, 0.243137602]),
+    ({"loss": seq_mask_tis(low=1.01, high=1.2)}, [-0.5105561312, 0, -0.1768273469, -0.16, 0, 0]),
 ]
 
 NEMO = [
@@ -128,6 +146,15 @@ TRL = [
     (
         {"loss": tis(level="sequence", low=1.1, high=1.2)},
         [-0.06321177699, 0, -0.1447739869, -0.1954244413, 0, 0.2955794675],
+    ),
+    # loss_type "sapo" with sapo_temperature_pos 1 and sapo_temperature_neg 1.05, its defaults, and with 2 and 3
+    (
+        {"preset": "sapo", "loss": {"correction": {"kind": "none"}}},
+        [0.1095147476, -0.1249000866, -0.0721814969, -0.09796626584, 0.1192827839, 0.2209254673],
+    ),
+    (
+        {"preset": "sapo", "loss": {"correction": {"kind": "none"}, "tau_positive": 2.0, "tau_negative": 3.0}},
+        [-0.07289288132, -0.1050736294, -0.07043617612, -0.09715878113, 0.09713659519, 0.2009352184],
     ),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from forge.config.algorithm import AlgorithmConfig
 from forge.errors import ConfigError
 from forge.losses import Correction, KLPenalty, PolicyLoss, TokenView, clipped_value_loss, effective_samples, make_loss
+from forge.losses.correction import SequenceMask
 from forge.losses.surrogates import sequence_log_ratio
 from forge.types import Batch, Sample
 from policy_views import TOTAL, doubles, hand_view
@@ -84,7 +86,100 @@ def test_reinforce_does_not_look_at_the_ratio() -> None:
     assert "clip_low" not in metrics
 
 
+def test_sapo_fades_with_the_distance_of_the_ratio_from_1() -> None:
+    """-(4 / tau) s A with s = 1 / (1 + e^-(tau (r - 1))), and the gradient -4 s (1 - s) r A; tau by the sign of A."""
+    loss = PolicyLoss(kind="sapo", tau_positive=2.0, tau_negative=3.0)
+    total, gradient, metrics = tried(loss)
+    value, slopes = 0.0, [0.0]
+    for ratio, advantage, weight, tau in [(1.5, 1, 1, 2), (0.5, 1, 1, 2), (1.1, -2, 1, 3), (0.5, -1, 2, 3)]:
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        value -= weight * 4 / tau * gate * advantage
+        slopes.append(-weight * 4 * gate * (1 - gate) * ratio * advantage)
+    assert total == near(value)
+    assert gradient == near([*slopes[:3], 0.0, *slopes[3:]])
+    assert "clip_low" not in metrics
+
+
+def test_sapo_at_the_ratio_1_has_the_gradient_of_the_ratio() -> None:
+    loss = PolicyLoss(kind="sapo", proximal="trainer", tau_positive=0.3, tau_negative=7.0)
+    assert tried(loss)[1] == near([0, -1, -1, 0, 2, 2])
+
+
+def test_sapo_of_a_ratio_beyond_all_bounds_is_finite_and_has_no_gradient() -> None:
+    view = hand_view()
+    view = hand_view(fields={**view.fields, "old_logprobs": doubles([-1, -math.inf, -0.5, -1, -math.inf, -0.7])})
+    total, gradient, _ = tried(PolicyLoss(kind="sapo"), view)
+    assert math.isfinite(total)
+    assert (gradient[1], gradient[4]) == (0, 0)
+
+
 # ---- Between sampler and trainer -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mask", "kept"),
+    [
+        # The geometric means are sqrt(0.75) = 0.866 and sqrt(0.55) = 0.742, the products 0.75 and 0.55.
+        (SequenceMask(low=0.8), [1, 0]),
+        (SequenceMask(high=0.8), [0, 1]),
+        (SequenceMask(low=0.7, high=0.9), [1, 1]),
+        (SequenceMask(ratio="product", low=0.6, high=0.8), [1, 0]),
+        (SequenceMask(ratio="product", low=0.8), [0, 0]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "weights"), [("truncate", [1.2, 0.8, 1.1, 0.8]), ("none", [1, 1, 1, 1]), ("mask", [0, 0, 1.1, 0])]
+)
+def test_a_sequence_mask_leaves_out_whole_sequences_whatever_weighs_their_tokens(
+    mask: SequenceMask, kept: list[int], kind: Any, weights: list[float]
+) -> None:
+    correction = Correction(kind=kind, low=0.8, high=1.2, sequence_mask=mask)
+    loss = PolicyLoss(proximal="trainer", correction=correction)
+    assert loss.needs_whole_sequences
+    _, gradient, metrics = tried(loss)
+    first, second = ([kept[0] * each for each in weights[:2]], [kept[1] * each for each in weights[2:]])
+    assert gradient == near([0, -first[0], -first[1], 0, 2 * second[0], 2 * second[1]])
+    assert metrics["sequence_masked"] == 2 * (1 - kept[0]) + 3 * (1 - kept[1])
+    unmasked = tried(PolicyLoss(proximal="trainer", correction=replace(correction, sequence_mask=None)))[2]
+    assert metrics == near({**unmasked, "sequence_masked": metrics["sequence_masked"]})
+
+
+def test_a_sequence_mask_works_with_the_samplers_ratio_in_the_loss() -> None:
+    """It only leaves out: the first sequence has the loss of `clip`, -1.2 - 0.5."""
+    total, gradient, _ = tried(PolicyLoss(correction=Correction(sequence_mask=SequenceMask(low=0.8))))
+    assert total == near(-1.7)
+    assert gradient == near([0, 0, -0.5, 0, 0, 0])
+
+
+def test_a_sequence_mask_measures_all_samples_of_a_sequence_together() -> None:
+    """1.5 x 0.5 x 1.1 x 0.5 = 0.4125, whose fourth root is 0.8014."""
+    for low, is_kept in ((0.80, True), (0.81, False)):
+        loss = PolicyLoss(correction=Correction(sequence_mask=SequenceMask(low=low)))
+        assert tried(loss, hand_view(sequences=(0, 0)))[0] == near(TOTAL if is_kept else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "path"),
+    [
+        ({"low": -1.0}, "low"),
+        ({"low": 2.0, "high": 1.0}, "low"),
+        ({"high": 0.0}, "low"),
+        ({"ratio": "mean"}, "ratio"),
+    ],
+)
+def test_a_sequence_mask_out_of_range_is_refused(keys: dict[str, Any], path: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        SequenceMask(**keys)
+    assert refused.value.path == f"correction.sequence_mask.{path}"
+    assert refused.value.repair
+
+
+@pytest.mark.parametrize("name", ["tau_positive", "tau_negative"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_a_temperature_of_sapo_out_of_range_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ConfigError) as refused:
+        PolicyLoss(kind="sapo", **{name: value})  # type: ignore[arg-type]
+    assert refused.value.path == name
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from forge.config import GRPOConfig, PolicyConfig, SFTConfig, load
+from forge.config import GRPOConfig, ModelConfig, PolicyConfig, SFTConfig, load
 from forge.errors import ConfigError, LayoutError, ModelError
 from forge.memory import Card, MemoryPlan, plan_memory, resolve_run
 from forge.memory.constants import GIB
+from forge.models.architecture import complete
+from forge.models.sizes import Sizes
 
 CARD = Card(80 * GIB)
 BASE = (
@@ -45,6 +47,19 @@ def test_weights_states_and_gradients_are_what_adamw_needs() -> None:
     assert parts["/optimizer states"] == 8 * count
     assert parts["/published weights"] == 2 * 2 * count  # two versions, in what generators compute in
     assert parts["/gathered weights"] == pytest.approx(2 * count, rel=0.001)  # computed with in bfloat16
+
+
+def test_float16_takes_the_memory_of_bfloat16() -> None:
+    assert sizes(planned("placement=apart", "distributed.precision=float16")) == sizes(planned("placement=apart"))
+
+
+def test_muon_has_one_state_for_hidden_matrices() -> None:
+    parts = sizes(planned("placement=apart", "training.optimizer=muon"))
+    model = Sizes.of(complete(ModelConfig(preset="qwen3_1_7b")))
+    hidden = model.num_layers * model.layer_matrices
+    assert parts["/optimizer states"] == 4 * hidden + 8 * (model.total - hidden)
+    own = sizes(planned("placement=apart", "training.optimizer=torch.optim:Adagrad"))
+    assert own["/optimizer states"] == 8 * model.total, "two are assumed of one that is not known"
 
 
 def test_weights_are_published_wide_for_generators_that_compute_so() -> None:
@@ -203,3 +218,72 @@ def test_a_configuration_of_another_kind_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         resolve_run(load(ForgeConfig, overrides=["model.preset=tiny"]))
     assert refused.value.path == "--kind"
+
+
+def test_an_adapter_alone_has_gradients_states_and_versions() -> None:
+    adapter = ("adapter.rank=16", "model.path=nowhere")
+    parts = sizes(planned("placement=apart", *adapter))
+    count, trained = planned().num_parameters, 17_432_576  # 28 layers: 16 x (in + out) of seven layers each
+    assert parts["/weights"] == 2 * count + 4 * trained  # frozen in bfloat16, and the adapter in float32
+    assert parts["/gradients"] == 4 * trained
+    assert parts["/optimizer states"] == 8 * trained
+    assert parts["/published weights"] == 2 * 2 * trained
+    assert "/gathered weights" not in parts
+
+
+def test_a_generator_in_one_process_shares_the_weights_below_an_adapter() -> None:
+    parts = sizes(planned("placement=shared", "adapter.rank=16"), phase="generating")
+    assert "generator/weights" not in parts
+
+
+@pytest.mark.parametrize(
+    ("targets", "given", "num_weights"),
+    [
+        ("[o_proj]", "{}", 16 * 4096),
+        ("[q_proj]", "{}", 16 * (4096 + 3072 + 3072)),  # keys and values are one layer with queries
+        ("[o_proj]", "{max_lora_rank: 64}", 64 * 4096),
+        ("all", "{enable_lora: true}", 2 * 16 * (4096 + 4096 + 3072 + 3072 + 3 * 8192)),
+    ],
+)
+def test_vllm_has_slots_for_adapters(targets: str, given: str, num_weights: int) -> None:
+    """Of the smallest rank that it supports, which is 16 for one of 9."""
+    words = ("placement=apart", "generator.engine=vllm", "model.path=nowhere")
+    adapted = planned(*words, "adapter.rank=9", f"adapter.targets={targets}", f"generator.engine_args={given}")
+    parts = {part.name: part.num_bytes for part in adapted.gpus[1].peak.parts}
+    assert parts["adapter slots"] == 2 * 28 * num_weights
+    assert adapted.gpus[1].peak.num_bytes - planned(*words).gpus[1].peak.num_bytes == parts["adapter slots"]
+
+
+def test_an_adapter_is_its_own_reference() -> None:
+    held = ("algorithm.kl.coefficient=0.01", "model.path=nowhere")
+    assert [device.name for device in planned(*held, "adapter.rank=16").gpus] == ["trainer", "generator"]
+    assert [device.name for device in planned(*held).gpus] == ["trainer", "generator", "reference"]
+
+
+def test_a_critic_is_on_the_trainers_gpu_or_on_its_own() -> None:
+    """Beside the trainer each of both rests while the other computes, and the generator's moment has both at rest."""
+    without = planned("placement=turns", "rollout.group_size=1", "algorithm.preset=reinforce")
+    beside = planned("placement=turns", "rollout.group_size=1", "algorithm.preset=ppo")
+    (alone,), (both,) = without.gpus, beside.gpus
+    assert (both.name, beside.num_gpus) == ("trainer + critic + generator", 1)
+    for moment in both.moments:
+        owners = {part.owner for part in moment.parts if part.name in ("weights", "optimizer states")}
+        assert {"trainer", "critic"} <= owners
+    of_critic = [moment for moment in both.moments if moment.name.startswith("critic: ")]
+    assert of_critic
+    resting = sum(p.num_bytes for p in of_critic[0].parts if p.owner == "critic" and p.name.startswith("optimizer"))
+    assert both.peak.num_bytes > alone.peak.num_bytes + resting
+    apart = planned("placement=turns", "rollout.group_size=1", "algorithm.preset=ppo", "critic.placement=apart")
+    assert [device.name for device in apart.gpus] == ["trainer + generator", "critic"]
+    (critic,) = (device for device in apart.gpus if device.name == "critic")
+    assert not any(part.name == "published weights" for moment in critic.moments for part in moment.parts)
+    host = {part.owner for part in beside.host.peak.parts}
+    assert "critic" in host
+
+
+def test_a_critic_has_keys_of_its_own() -> None:
+    base = ("placement=apart", "rollout.group_size=1", "algorithm.preset=ppo", "critic.placement=apart")
+    plain, narrow = planned(*base), planned(*base, "critic.training.optimizer_dtype=bfloat16")
+    sizes = [{each.name: each.peak.num_bytes for each in plan.gpus} for plan in (plain, narrow)]
+    assert sizes[0]["trainer"] == sizes[1]["trainer"]
+    assert sizes[0]["critic"] > sizes[1]["critic"]

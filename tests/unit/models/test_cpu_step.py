@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge.config import ModelConfig
+from forge.config import AdapterConfig, ModelConfig
 from forge.kernels import cpu_attention, cpu_step
 from forge.kernels.cpu_step import normed
 from forge.kernels.paged import PAGE_TOKENS, PagedLayout
+from forge.models.adapter_names import AdapterSpec
 from forge.models.cpu_step import CpuSteps, cut
 from forge.models.inference import PagedRow, build_for_inference, paged_layers
 from forge.models.language_model import LanguageModel
@@ -50,11 +51,18 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-def built(facts: ModelConfig = QWEN3, *, dtype: torch.dtype = torch.float32, num_sequences: int = 24) -> LanguageModel:
-    model = build_for_inference(facts, max_seq_len=64, dtype=dtype, device=torch.device("cpu"))
+def built(
+    facts: ModelConfig = QWEN3,
+    *,
+    dtype: torch.dtype = torch.float32,
+    num_sequences: int = 24,
+    adapter: AdapterConfig | None = None,
+) -> LanguageModel:
+    spec = None if adapter is None else AdapterSpec.of(adapter, facts)
+    model = build_for_inference(facts, max_seq_len=64, dtype=dtype, device=torch.device("cpu"), adapter=spec)
     draw_weights([model], num_layers=2, seed=0)
     for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):  # zero in a new model
+        if name.endswith((".bias", ".lora_a", ".lora_b")):  # zero in a new model
             parameter.normal_(generator=torch.Generator().manual_seed(len(parameter)))
     for layer in paged_layers(model):
         layer.k_cache, layer.v_cache = cpu_attention.new_cache(num_sequences * PAGES, num_kv_heads=2, width=16)
@@ -104,9 +112,13 @@ PREFILL = [(0, 5), (0, 1), (0, 33), (0, 17), (0, 30), (0, 2)]
 MIXED = [(5, 6), (1, 20), (33, 34), (17, 18), (30, 50), (2, 3)]
 
 
+ADAPTERS = {"none": None, "all": AdapterConfig(rank=3, alpha=5), "some": AdapterConfig(targets=("k_proj", "down_proj"))}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("facts", [QWEN3, LLAMA, QWEN2], ids=["qwen3", "llama", "qwen2"])
-def test_a_step_has_the_bits_of_the_model(facts: ModelConfig) -> None:
-    model, own = built(facts), built(facts)
+def test_a_step_has_the_bits_of_the_model(facts: ModelConfig, adapter: str) -> None:
+    model, own = (built(facts, adapter=ADAPTERS[adapter]) for _ in range(2))
     steps = CpuSteps(own)
     for pieces, index in ((PREFILL, [4, 5, 38, 87]), (MIXED, None), ([(end, end + 1) for _, end in MIXED], None)):
         tokens, row = row_of(pieces, index)

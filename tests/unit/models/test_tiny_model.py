@@ -78,7 +78,7 @@ def test_norms_are_one_and_the_rest_is_spread(family: str, folders: dict[str, Pa
 
 
 def test_the_facts_are_those_of_the_preset(folders: dict[str, Path]) -> None:
-    facts = read_hf_config(folders["qwen3"]).model_dump(exclude_none=True)
+    facts = read_hf_config(folders["qwen3"]).model_dump(exclude_defaults=True)
     assert facts == read_preset("tiny").data["model"]
     assert read_hf_config(folders["llama"]).rope_scaling is not None
     assert read_hf_config(folders["qwen3_moe"]).num_experts == 4

@@ -14,7 +14,8 @@ import pytest
 from forge.errors import DataError, OptionError
 from forge.observe import JsonlSink
 from forge.observe.report import read_run
-from forge.observe.report.charts import choose_charts, facts, headline
+from forge.observe.report.charts import choose_charts
+from forge.observe.report.headline import facts, headline
 from forge.observe.report.samples import read_samples
 from run_folders import make_grpo_run, make_sft_run, write_metrics, write_other_rollouts, write_rollouts
 

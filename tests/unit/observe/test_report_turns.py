@@ -158,3 +158,23 @@ def test_a_record_has_the_whole_context_after_a_prefix_break_alone(tmp_path: Pat
     broken = replace(make_turns()[2], index=0, previous=None, prefix_break="compaction")
     (line, _) = read_lines(make_agent_run(tmp_path, num_steps=1, turns=(broken,)) / "rollouts" / "step_000001.jsonl")
     assert line["turns"][0]["context"] == "<think> all of it again"
+
+
+def test_turns_of_several_agents_say_whose_they_are() -> None:
+    """A turn of another model has no tokens: its text is kept as it is."""
+    first = {"index": 0, "start": 0, "end": 2, "text": "ab", "agent": "solver", "order": 0, "messages": []}
+    other = {"index": 1, "start": 2, "end": 2, "text": "No.", "agent": "critic", "order": 1, "messages": []}
+    agents = {
+        "solver": {"policy": "live", "learns": True, "reward": 1.0, "advantage": 0.5, "parts": {}},
+        "critic": {"policy": "endpoint x", "learns": False, "reward": None, "advantage": None, "parts": {}},
+    }
+    line = {"token_ids": [1, 2], "turns": [first, other], "agents": agents}
+    found = TurnTable([line]).describe(line, limit=10, with_text=False)
+    assert [(turn["agent"], turn["order"], turn["text"]) for turn in found["turns"]] == [
+        ("solver", 0, None),
+        ("critic", 1, "No."),
+    ]
+    assert found["agents"]["critic"] == {"policy": "endpoint x", "learns": False, "reward": None, "advantage": None}
+    alone = {"token_ids": [1, 2], "turns": [{**first, "agent": None, "order": None}]}
+    described = TurnTable([alone]).describe(alone, limit=10, with_text=False)
+    assert (described["agents"], described["turns"][0]["agent"]) == ({}, "")

@@ -42,10 +42,11 @@ def groups(**changes: Any) -> list[Group]:
     return made
 
 
-def found(convention: Any, preset: Any, estimator: str | None = None) -> list[list[float]]:
+def found(convention: Any, preset: Any, estimator: str | None = None, **advantage: Any) -> list[list[float]]:
     """The advantages of the tokens of each completion; with an estimator, 0.1 of the divergence is in the reward."""
     kl = {} if estimator is None else {"coefficient": 0.1, "estimator": estimator, "place": "reward"}
-    config = AlgorithmConfig.model_validate({"convention": convention, "preset": preset, "kl": kl})
+    keys = {"convention": convention, "preset": preset, "kl": kl, "advantage": advantage}
+    config = AlgorithmConfig.model_validate(keys)
     batch = make_batch(assign_advantages(punished(groups(), config), config, mask_truncated=False))
     return [sample.fields["advantages"][2:].tolist() for sample in batch.samples()]
 
@@ -252,6 +253,102 @@ NEMO = [
         ],
     ),
 ]
+
+DISCOUNTED = [
+    # gamma 0.9: verl's compute_reinforce_plus_plus_outcome_advantage, and OpenRLHF's `reinforce`; OpenRLHF sets gamma
+    # to 1 for every estimator with a group baseline, and verl's others have none
+    (
+        "verl",
+        None,
+        [
+            0.835454234632,
+            1.064171743314,
+            1.318302308517,
+            -1.223003343508,
+            -0.079415800097,
+            0.047649482504,
+            -0.994285834826,
+            -0.968872778306,
+        ],
+    ),
+    (
+        "verl",
+        "k1",
+        [
+            0.71648371868,
+            0.839622373976,
+            0.926780405855,
+            -0.1124115127,
+            0.302147844057,
+            0.37924917995,
+            -1.430956097533,
+            -1.620915910602,
+        ],
+    ),
+    (
+        "verl",
+        "k3",
+        [
+            0.755798084233,
+            0.878040339394,
+            1.014261747309,
+            -0.339226624527,
+            0.278814001105,
+            0.348058024807,
+            -1.413881822171,
+            -1.521863746956,
+        ],
+    ),
+    (
+        "openrlhf",
+        None,
+        [
+            0.893138198925,
+            1.137647513109,
+            1.409324528868,
+            -1.307445628729,
+            -0.08489905781,
+            0.05093945007,
+            -1.062936314545,
+            -1.035768612969,
+        ],
+    ),
+    (
+        "openrlhf",
+        "k1",
+        [
+            0.798720561399,
+            0.95986850482,
+            1.073929656267,
+            -0.286030310015,
+            0.256491353602,
+            0.357391607267,
+            -1.485134802206,
+            -1.675236729855,
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("convention", "estimator", "wanted"), DISCOUNTED)
+def test_discounted_returns_are_those_of_the_library(convention: Any, estimator: Any, wanted: list[float]) -> None:
+    computed = flat(found(convention, "reinforce_pp", estimator, gamma=0.9))
+    assert computed == pytest.approx(wanted, abs=1e-6 if convention == "openrlhf" else 2e-7)
+
+
+def test_discounts_by_hand() -> None:
+    """With R - group mean = 0.5 and -0.5, 0.2 and -0.2: 0.5^n of it, n tokens before the last."""
+    plain = {"gamma": 0.5, "scale": "none"}
+    assert found(None, "grpo", **plain) == [
+        [0.125, 0.25, 0.5],
+        [-0.5],
+        pytest.approx([0.1, 0.2]),
+        pytest.approx([-0.1, -0.2]),
+    ]
+    assert charged(2.0, [0.5, 0.25, 1.0], "return_to_go", gamma=0.5) == [0.5 - 0.875, 1.0 - 0.75, 2.0 - 1.0]
+    assert charged(2.0, [0.5, 0.25, 1.0], "token", gamma=0.5) == [0.0, 0.75, 1.0]
+    assert charged(2.0, [], "token", gamma=0.5) == []
+
 
 EVERY = [
     pytest.param(name, *case, id=f"{name}-{case[0]}-{case[1]}")

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from episodes import make_completion
-from forge.config import AlgorithmConfig, EpisodeConfig
+from forge.config import AlgorithmConfig, EpisodeConfig, LeagueConfig
 from forge.envs.limits import Fault
 from forge.errors import ActorFailure, GroupFailed, RewardError, RolloutError
 from forge.rollout.episode_source import EpisodeSource
+from forge.rollout.league import Change, League
 from forge.rollout.references import References
-from forge.types import Episode, Score, Task
+from forge.types import AgentResult, Episode, Score, Task
 
 GROUP_SIZE = 3
 
@@ -187,3 +188,38 @@ def test_a_reference_model_that_dies_is_no_fault_of_an_episode() -> None:
     with pytest.raises(ActorFailure):  # the group is requeued
         asyncio.run(made.roll_out(0))
     assert made.take_metrics()["episode/num_faults"] == 0.0
+
+
+# ---- A league -------------------------------------------------------------------------------------------------------
+
+
+class Players(Worker):
+    """Members win by their number against an opponent that always has 1."""
+
+    async def __call__(self, task: Task, group: int, member: int, **options: Any) -> Episode:
+        made = await super().__call__(task, group, member, **options)
+        results = {
+            name: AgentResult(Score(float(member) if seat.learns else 1.0), learns=seat.learns, policy=seat.label)
+            for name, seat in options["seats"].items()
+        }
+        return replace(made, agents=results)
+
+
+def test_a_fault_and_a_second_rollout_have_the_same_opponent() -> None:
+    league = League(LeagueConfig(self_play=0.0), ("row", "column"), seed=0, max_versions=4)
+    for version in (0, 5, 9):
+        league.apply(Change(version))
+    worker = Players({1: [Fault("its generator died", kind="generator")]})
+    made = source(worker, max_retries=1)
+    made.league = league
+    asyncio.run(made.roll_out(3))
+    league.config = LeagueConfig(rule="latest", self_play=0.0)
+    asyncio.run(made.roll_out(3))  # it was requeued: its weights were too old
+    seats = [options["seats"] for _, _, options in worker.asked]
+    assert len(seats) == 7
+    assert all(each == seats[0] for each in seats)
+    assert [name for name, seat in seats[0].items() if seat.learns] == ["column"]
+    league.commit([3], [])
+    standing = league.standings[seats[0]["row"].label]
+    assert (standing.num_wins, standing.num_draws, standing.num_losses) == (1, 1, 1)
+    assert made.take_metrics()["league/num_games"] == 3.0

@@ -76,3 +76,22 @@ def test_without_a_folder_nothing_is_kept() -> None:
     file.write(turn(1))
     assert file.read(oldest_version=0) == []
     file.clear()
+
+
+def test_journals_of_opponents_from_later_weights_are_pruned(tmp_path: Path) -> None:
+    """A version of the policy that answered for an opponent may be other weights after a resume, too. It has no part in
+    staleness."""
+    kept = written(tmp_path, {**turn(), "policy": "version 5"})
+    prune_journals(tmp_path, newest_version=5)
+    assert list(tmp_path.iterdir()) == [kept]
+    assert len(JournalFile.of(str(tmp_path), KEY).read(oldest_version=8)) == 1
+    prune_journals(tmp_path, newest_version=4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_journals_of_groups_that_may_get_another_task_are_pruned(tmp_path: Path) -> None:
+    kept = written(tmp_path, turn(4))
+    prune_journals(tmp_path, newest_version=5, groups={KEY.group})
+    assert list(tmp_path.iterdir()) == [kept]
+    prune_journals(tmp_path, newest_version=5, groups={KEY.group + 1})
+    assert list(tmp_path.iterdir()) == []

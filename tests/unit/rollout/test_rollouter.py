@@ -12,6 +12,7 @@ import torch
 
 from episodes import make_completion, make_group, with_turn
 from forge.config import AlgorithmConfig, KLConfig, Sampling
+from forge.rollout.references import References
 from forge.rollout.rollouter import Rollouter, group_seed
 from forge.rollout.samples import logprobs_by_episode, make_batch, with_field
 from forge.types import Batch, Completion, Score, Task, Turn, VersionSpan
@@ -74,13 +75,14 @@ class Constant:
 
 
 def rollouter(policy: Scripted, **changes: Any) -> Rollouter:
-    fields: dict[str, Any] = {
-        "score": ByLength().score,
-        "ref_logprobs": None,
-        "sampling": Sampling(n=2, max_tokens=10, temperature=0.7),
-        "algorithm": AlgorithmConfig(),
-        "seed": 3,
-    }
+    sampling = Sampling(n=2, max_tokens=10, temperature=0.7)
+    references = References(
+        changes.pop("ref_logprobs", None),
+        algorithm=changes.pop("algorithm", AlgorithmConfig()),
+        temperature=sampling.temperature,
+        teacher=changes.pop("teacher", None),
+    )
+    fields = {"score": ByLength().score, "references": references, "sampling": sampling, "seed": 3}
     return Rollouter(Numbered(), policy=policy, **{**fields, **changes})
 
 

@@ -102,10 +102,9 @@ def test_tokens_that_were_not_delivered_add_nothing_to_the_divergence() -> None:
         return [sample.token_ids.float().neg() - 1.0 for sample in batch.samples()]
 
     references = References(ask, algorithm=algorithm, temperature=1.0)
-    ((first, second, third),) = asyncio.run(references.logprobs([made], number=0))  # type: ignore[misc]
-    assert (first, second, third) == (-11.0, -12.0, -12.0)
-    charged = references.charged(replace(made, ref_logprobs=(first, second, third)))
-    assert charged.score.parts["kl"] == -2.0
+    (compared,) = asyncio.run(references.compared([made], number=0))
+    assert compared.ref_logprobs == (-11.0, -12.0, -12.0)
+    assert references.charged(compared).score.parts["kl"] == -2.0
 
 
 def test_a_group_of_which_nothing_was_delivered_does_not_count() -> None:

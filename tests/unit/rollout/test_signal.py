@@ -13,13 +13,14 @@ from forge.config import AlgorithmConfig, GRPOConfig, OverlongConfig, RewardConf
 from forge.config.algorithm import AdvantageConfig, KLConfig, Preset
 from forge.rollout.buffer import ReplayBuffer, TakenBatch
 from forge.rollout.signal import NoSignalGroup, SignalTest
-from forge.types import Group
+from forge.types import Group, Score
 
 PRESETS = get_args(Preset)
 GRPO = AlgorithmConfig()
 BY_ITSELF = ("reinforce",)  # a reward is compared with nothing
 BY_BATCH = ("reinforce_pp",)  # with the batch
-BY_GROUP = tuple(preset for preset in PRESETS if preset not in (*BY_ITSELF, *BY_BATCH))
+BY_CRITIC = ("ppo",)  # with what a critic expects
+BY_GROUP = tuple(preset for preset in PRESETS if preset not in (*BY_ITSELF, *BY_BATCH, *BY_CRITIC))
 
 
 def taken_of(preset: str, rule: str, rewards: list[tuple[float, ...]]) -> tuple[list[int], int]:
@@ -47,7 +48,7 @@ def test_groups_of_several(preset: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["drop", "replace", "keep"])
-@pytest.mark.parametrize("preset", [*BY_ITSELF, *BY_BATCH])
+@pytest.mark.parametrize("preset", [*BY_ITSELF, *BY_BATCH, *BY_CRITIC])
 def test_groups_of_one(preset: str, rule: str) -> None:
     learned, num_no_signal = taken_of(preset, rule, [(0.0,), (1.0,), (0.5,)])
     lacking = {0} if preset in BY_ITSELF else set()
@@ -169,6 +170,43 @@ def test_only_dynamic_sampling_leaves_out_what_length_terms_alone_tell_apart(rul
     assert taken is not None
     assert [group.number for group in taken.groups] == ([0, 1] if is_learned_from else [1])
     assert taken.num_no_signal == (not is_learned_from)
+
+
+def named(number: int, right: tuple[float, ...], form: tuple[float, ...]) -> Group:
+    """A group of two rewards: for the answer, and a smaller one for its form."""
+    group = make_group(number, right)
+    scores = [Score(one + 0.1 * two, {"right": one, "form": two}) for one, two in zip(right, form, strict=True)]
+    pairs = zip(group.episodes, scores, strict=True)
+    return replace(group, episodes=tuple(replace(episode, score=score) for episode, score in pairs))
+
+
+@pytest.mark.parametrize("rule", ["drop", "replace"])
+@pytest.mark.parametrize("preset", ["grpo", *BY_ITSELF, *BY_BATCH, *BY_CRITIC])
+def test_one_reward_can_decide_whether_a_group_has_signal(preset: str, rule: str) -> None:
+    """DAPO's filter on accuracy, where a bonus for the form tells completions apart: for every algorithm."""
+
+    async def body() -> TakenBatch | None:
+        config = RolloutConfig(batch_groups=4, group_size=2, no_signal=rule, signal_reward="right")
+        buffer = ReplayBuffer(config, algorithm=AlgorithmConfig(preset=preset), num_groups=4)
+        for _ in range(4):
+            await buffer.admit()
+        buffer.put(named(0, (1.0, 1.0), (0.0, 1.0)))
+        buffer.put(named(1, (0.0, 1.0), (1.0, 1.0)))
+        buffer.put(named(2, (0.0, 0.0), (0.0, 1.0)))
+        buffer.put(named(3, (1.0, 1.0), (1.0, 1.0)))
+        return await buffer.take()
+
+    taken = asyncio.run(asyncio.wait_for(body(), 600))
+    assert taken is not None
+    assert [group.number for group in taken.groups] == [1]
+    assert (taken.num_no_signal, dict(taken.reasons)) == (3, {"equal_signal_reward": 2, "all_equal": 1})
+
+
+def test_the_reward_that_decides_is_only_asked_where_it_is_named() -> None:
+    right, form = SignalTest(GRPO, reward="right"), SignalTest(GRPO, reward="form")
+    group = named(0, (1.0, 1.0), (0.0, 1.0))
+    assert (right.differs(group), form.differs(group), SignalTest(GRPO).differs(group)) == (False, True, True)
+    assert not SignalTest(GRPO, reward="unknown").differs(group)
 
 
 def test_what_is_masked_or_empty_has_no_signal() -> None:

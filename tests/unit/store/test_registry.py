@@ -84,9 +84,9 @@ def part_of(assignment: Assignment, begun: Begin, holders: Sequence[Holder], *, 
 class Driver:
     """A registry, driven as processes would drive it."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: type[Registry] = Registry) -> None:
         self.told = Told()
-        self.registry = Registry(self.told)
+        self.registry = make(self.told)
 
     def begin(self, session: int, begun: Begin) -> int:
         number = self.registry.begin(session, begun)

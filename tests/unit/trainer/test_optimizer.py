@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge.config import TrainingConfig
-from forge.trainer.optimizer import HalfStateAdamW, Optimizer, gradient_norm
+from forge.trainer.optimizer import BuiltInOptimizer, HalfStateAdamW, gradient_norm
 from forge.trainer.schedules import rate_factor
 
 
@@ -98,7 +98,7 @@ def test_half_states_move_weights_of_any_dtype() -> None:
 def test_matrices_decay_and_vectors_do_not(states: str) -> None:
     model = Model()
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    optimizer = Optimizer(dict(model.named_parameters()), config(optimizer_dtype=states))
+    optimizer = BuiltInOptimizer(dict(model.named_parameters()), config(optimizer_dtype=states))
     for parameter in (model.matrix, model.cube, model.vector):
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(learning_rate=0.5)
@@ -115,7 +115,7 @@ def test_a_step_uses_the_rate_it_is_given(schedule: str, states: str) -> None:
     """With the same gradient at every step AdamW moves each weight by the rate, so the rates can be read off."""
     settings = config(schedule=schedule, warmup_steps=2, weight_decay=0.0, optimizer_dtype=states, min_lr_ratio=0.1)
     model = Model()
-    optimizer = Optimizer(dict(model.named_parameters()), settings)
+    optimizer = BuiltInOptimizer(dict(model.named_parameters()), settings)
     for step in range(8):
         before = model.vector.detach().clone()
         rate = settings.learning_rate * rate_factor(step, config=settings, total_steps=8)
@@ -129,7 +129,9 @@ def test_a_step_uses_the_rate_it_is_given(schedule: str, states: str) -> None:
 def test_states_go_by_name_into_another_optimizer(states: str) -> None:
     """What is loaded into the states is what the next step uses, in the dtype that they have."""
     model, other = Model(), Model()
-    one, another = (Optimizer(dict(each.named_parameters()), config(optimizer_dtype=states)) for each in (model, other))
+    one, another = (
+        BuiltInOptimizer(dict(each.named_parameters()), config(optimizer_dtype=states)) for each in (model, other)
+    )
     for step in range(3):
         give(model, step)
         one.step(learning_rate=1e-2)
@@ -140,7 +142,7 @@ def test_states_go_by_name_into_another_optimizer(states: str) -> None:
         for name, state in saved[kind].items():
             assert state.dtype == fresh[kind][name].dtype == getattr(torch, states)
             fresh[kind][name].copy_(state)
-    another.set_num_steps(saved["num_steps"])
+    another.finish_loading({"num_steps": saved["num_steps"]})
     other.load_state_dict(model.state_dict())
     for each, optimizer in ((model, one), (other, another)):
         give(each, 7)

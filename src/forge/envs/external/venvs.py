@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
+import importlib.metadata
 import json
 import os
 import platform
@@ -107,12 +107,25 @@ def _locked(path: Path, limit_s: float) -> Iterator[int]:
         os.close(handle)
 
 
+def _has_pip() -> bool:
+    """Return whether this environment has pip, without looking for the module.
+
+    A search for the module makes setuptools leave distutils to Python, and setuptools, which vLLM needs, can then no
+    longer be imported in this process.
+    """
+    try:
+        importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _make(folder: Path, requirements: Sequence[str], *, lock: int, limit_s: float) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     python = str(folder / "bin" / "python")
     try:
-        has_pip = importlib.util.find_spec("pip") is not None  # a pip of its own would take seconds
+        has_pip = _has_pip()  # a pip of its own would take seconds
         made = [sys.executable, "-m", "venv", *(["--without-pip"] if has_pip else []), str(folder)]
         _run(made, requirements, lock=lock, limit_s=limit_s)
         pip = [sys.executable, "-m", "pip", "--python", python] if has_pip else [python, "-m", "pip"]

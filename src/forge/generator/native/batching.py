@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,41 +13,25 @@ from forge.errors import NonFiniteError
 from forge.generator.engine import EngineStats
 from forge.generator.native.counts import Counts
 from forge.generator.native.decode_graphs import LastSampled
+from forge.generator.native.launched import LaunchedStep
 from forge.generator.native.pages import PagePool
 from forge.generator.native.randomness import completion_seed, fresh_seed
 from forge.generator.native.runner import ModelRunner
 from forge.generator.native.sampler import Sampled, Sampler, SampleRow
 from forge.generator.native.schedule import Piece, Scheduler
 from forge.generator.native.sequences import PendingRequest, ScoreJob, SequenceState
+from forge.generator.native.version_order import VersionOrder
 from forge.generator.text import TextTracker
 from forge.models.locate import ResolvedModel
+from forge.runtime.device_memory import OutOfDeviceMemory
 from forge.types import FinishReason
 
 if TYPE_CHECKING:
+    from forge.generator.native.pinned import PinnedWeights
     from forge.models.tokenizer import ChatTokenizer
 
 Message = tuple[Callable[[Any], None], Any]
 _CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Launched:
-    """A step that was launched on the device, and whose tokens are still to be processed.
-
-    Attributes:
-        sequences: the sequences that get a token; sampled: those tokens.
-        version: the version of the weights.
-        pieces: what is computed of each, where it was launched ahead and is still to be noted as computed.
-    """
-
-    sequences: Sequence[SequenceState]
-    sampled: Sampled
-    version: int
-    pieces: Sequence[Piece] = ()
-
-    @property
-    def is_of_use(self) -> bool:
-        return any(sequence.slot >= 0 for sequence in self.sequences)
 
 
 class Batching:
@@ -96,8 +79,9 @@ class Batching:
             chunk_tokens=config.prefill_chunk_tokens or _CHUNK_TOKENS[self.runner.device.type],
             max_pages=self.runner.max_pages,
         )
+        self.order = VersionOrder(self.scheduler)
         self.counts = Counts()
-        self._ahead: _Launched | None = None
+        self._ahead: LaunchedStep | None = None
         self._newest: Sampled | None = None  # of the step that was launched ahead last, even if discarded
         self._tokenizer = tokenizer
         self._model_stops = () if tokenizer is None else tokenizer.stop_token_ids
@@ -124,6 +108,7 @@ class Batching:
             leader = each[start]
             leader.siblings = each[start + 1 : start + limit]
             self.scheduler.waiting.append(leader)
+        self.order.is_mixed = self.order.is_mixed or pending.weights is not None
         self.counts.num_prompt_tokens += len(request.prompt_ids)
 
     def _completion(self, pending: PendingRequest, index: int, seed: int) -> SequenceState:
@@ -137,6 +122,7 @@ class Batching:
             max_len=len(prompt) + (room if sampling.max_tokens is None else min(room, sampling.max_tokens)),
             pending=pending,
             index=index,
+            weights=pending.weights,
             row=SampleRow(
                 sampling=sampling,
                 seed=completion_seed(seed, index),
@@ -192,7 +178,8 @@ class Batching:
     def fail_all(self, error: BaseException) -> None:
         """Fail everything with an error; a step that was launched ahead is discarded, and so is the cache."""
         self._ahead = None
-        self._drop_prefixes()
+        self.scheduler.pool.forget()
+        self._mark_impure(self.scheduler.running)
         for sequence in list(self.scheduler.sequences()):
             self.scheduler.end(sequence)
             if sequence.pending is not None:
@@ -201,28 +188,32 @@ class Batching:
                 sequence.score.deliver(error)
 
     def weights_updated(self, mode: UpdateMode) -> int:
-        """Apply an update mode to completions in progress after the weights changed. Return how many were aborted."""
+        """Apply an update mode to completions in progress after the live weights changed. Return how many were aborted.
+
+        Those of pinned versions and of adapters on a fixed base, and prefixes that these computed, are not concerned.
+        """
         scheduler = self.scheduler
-        self._drop_prefixes()
+        live = [sequence for sequence in scheduler.running if sequence.is_live]
+        scheduler.pool.forget_live()
+        self._mark_impure(live)
         num_aborted = 0
-        begun = [sequence for sequence in scheduler.sequences() if sequence.slot >= 0 or sequence.num_sampled > 0]
+        begun = [each for each in scheduler.sequences() if each.is_live and each.has_begun]
         if mode == "abort":
             with_siblings = [each for one in begun if one.score is None for each in (one, *one.siblings)]
             num_aborted = self._abort(list(dict.fromkeys(with_siblings)))
         if mode in ("recompute", "abort"):
-            scheduler.preempt_all()
+            scheduler.restart([each for each in live if each.slot >= 0])
             return num_aborted
         # One answer is of one version, and spans do not say who read a prompt: one that is half read is read again.
-        scheduler.restart([each for each in scheduler.running if each.score is not None or each.is_being_read])
+        scheduler.restart([each for each in live if each.score is not None or each.is_being_read])
         for sequence in begun:
             sequence.is_pure = sequence.slot < 0
         return num_aborted
 
-    def _drop_prefixes(self) -> None:
-        """Forget computed prefixes; what is computed so far of running sequences never becomes one."""
-        self.scheduler.pool.forget()
+    def _mark_impure(self, sequences: Iterable[SequenceState]) -> None:
+        """Let what is computed so far of running sequences never become a prefix."""
         self.scheduler.take_copies()
-        for sequence in self.scheduler.running:
+        for sequence in sequences:
             sequence.is_pure = False
 
     def release(self) -> None:
@@ -232,7 +223,8 @@ class Batching:
         self.runner.release()
 
     def release_cache(self) -> None:
-        """Release the cache alone, while nothing is in progress."""
+        """Release the cache alone. Completions in progress are recomputed later."""
+        self.scheduler.preempt_all()
         self._forget_prefixes()
         self.runner.release_cache()
 
@@ -243,15 +235,18 @@ class Batching:
     # ---- Steps --------------------------------------------------------------------------------------------------
 
     def step(self, version: int, *, admit: bool = True) -> None:
-        """Compute the next pieces, sample from them and process the tokens. The step after may be launched by then."""
+        """Compute the next pieces, sample from them and process the tokens. The step after may be launched by then.
+
+        `version` is that of the live weights. A step is of those, or of a pinned version: see `VersionOrder`.
+        """
         launched, self._ahead = self._ahead, None
         launched = launched or self._launch(version, admit=admit)
         if launched is None:
             return
         looks_ahead = self.runner.has_recorded_steps if self.looks_ahead is None else self.looks_ahead
         try:
-            if looks_ahead:
-                self._ahead = self._launch_ahead(launched, version, admit=admit)
+            if looks_ahead and self.order.continues:
+                self._ahead = self._launch_ahead(launched, admit=admit)
         finally:
             self._process(launched)
         if self._ahead is not None and not self._ahead.is_of_use:
@@ -274,11 +269,17 @@ class Batching:
         elif newest is not None:
             newest.wait()
 
-    def _launch(self, version: int, *, admit: bool) -> _Launched | None:
+    def _launch(self, version: int, *, admit: bool) -> LaunchedStep | None:
         """Launch the next step. Return None if it was not a pure decode step: its tokens are processed already."""
-        pieces = self.scheduler.plan(admit=admit)
-        if not pieces:
+        for weights in self.order.candidates():
+            if pieces := self.scheduler.plan(admit=admit, weights=weights):
+                break
+        else:
             return None
+        self.order.computes(weights)
+        if not self._use(weights):
+            return None
+        version = version if weights is None else weights.version
         self.counts.num_steps += 1
         self.runner.copy_pages(self.scheduler.take_copies())
         decodes: list[Piece] = []
@@ -297,11 +298,25 @@ class Batching:
             self._process(self._sample(decodes, self.runner.decode_logits(decodes, self.scheduler.table), version))
         return None
 
-    def _launch_ahead(self, launched: _Launched, version: int, *, admit: bool) -> _Launched | None:
+    def _use(self, weights: PinnedWeights | None) -> bool:
+        """Let the runner compute with these weights. Where there is no memory for them, fail their requests."""
+        try:
+            self.runner.use(weights)
+        except OutOfDeviceMemory as error:
+            for sequence in [each for each in self.scheduler.sequences() if each.weights is weights]:
+                self._fail(sequence, error)
+            return False
+        return True
+
+    def _launch_ahead(self, launched: LaunchedStep, *, admit: bool) -> LaunchedStep | None:
         """Launch the step after one whose tokens are not known yet, if possible."""
-        pieces = [] if self.sampler.is_shaping else self.scheduler.plan_ahead(launched.sequences, admit=admit)
+        weights = self.order.current
+        if self.sampler.is_shaping:
+            return None
+        pieces = self.scheduler.plan_ahead(launched.sequences, admit=admit, weights=weights)
         if not pieces:
             return None
+        self.order.computes(weights)
         # One of these may turn out to have ended. What is then written to its page does no harm: the next owner of the
         # page writes to it in a later launch on the same stream, and only full pages are shared.
         place_of = {sequence: place for place, sequence in enumerate(launched.sequences)}
@@ -309,7 +324,7 @@ class Batching:
         last = LastSampled(launched.sampled.token_ids, [place_of[sequence] for sequence in sequences])
         logits = self.runner.decode_logits(pieces, self.scheduler.table, last=last)
         self._newest = self.sampler.sample(logits, _rows(sequences), num_ahead=1)
-        return _Launched(sequences, self._newest, version, pieces)
+        return LaunchedStep(sequences, self._newest, launched.version, pieces)
 
     def _compute(self, pieces: list[Piece], version: int) -> None:
         """Compute all pieces in one row: logits where a token is sampled, logprobs where tokens are scored."""
@@ -346,15 +361,17 @@ class Batching:
             best = self.runner.likeliest(hidden)
             job.best_ids += best
             job.best_logprobs += self.runner.logprobs(hidden, best, temperature=job.temperature)
+        if job.num_top:
+            job.add_top(*self.runner.top(hidden, job.num_top))
         self.scheduler.computed(piece)
         self.counts.num_score_tokens += len(targets)
         if sequence.num_computed == len(sequence.ids):
-            found, best_ids, best_logprobs = job.logprobs, job.best_ids, job.best_logprobs
+            found, best, top = job.logprobs, (job.best_ids, job.best_logprobs), (job.top_ids, job.top_logprobs)
             self.scheduler.end(sequence)  # which restarts the job
-            job.best_ids, job.best_logprobs = best_ids, best_logprobs
+            (job.best_ids, job.best_logprobs), (job.top_ids, job.top_logprobs) = best, top
             job.deliver(found)
 
-    def _sample(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> _Launched:
+    def _sample(self, pieces: Sequence[Piece], logits: Tensor, version: int) -> LaunchedStep:
         """Sample the next token of every piece, and the first one of siblings that start here."""
         sequences: list[SequenceState] = []
         index: list[int] = []
@@ -370,9 +387,9 @@ class Batching:
         self.runner.copy_pages(copies)
         if len(index) > len(pieces):
             logits = logits[torch.tensor(index, device=logits.device)]
-        return _Launched(sequences, self.sampler.sample(logits, _rows(sequences)), version)
+        return LaunchedStep(sequences, self.sampler.sample(logits, _rows(sequences)), version)
 
-    def _process(self, launched: _Launched) -> None:
+    def _process(self, launched: LaunchedStep) -> None:
         """Wait for the tokens of a step, and process those of completions that have not ended since its launch."""
         sequences, sampled = launched.sequences, launched.sampled
         if launched.pieces:

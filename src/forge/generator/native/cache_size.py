@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from pydantic import Field
 
 from forge.config import GenerationConfig, GeneratorConfig, ModelConfig
+from forge.config.adapter import BaseDtype
+from forge.models.adapter_names import adapter_map, num_adapter_parameters
+from forge.models.peft_files import read_spec
+from forge.models.quantized_names import QuantizedSizes
 
 
 class ColocatedGeneratorConfig(GeneratorConfig):
@@ -21,6 +26,14 @@ class ColocatedGeneratorConfig(GeneratorConfig):
         default=0, ge=0, description="Memory that others on the GPU will take after the generator's start, and keep."
     )
     num_colocated: int = Field(default=1, ge=1, description="Generators on the GPU, this one included.")
+
+
+def adapter_bytes(config: GenerationConfig, model: ModelConfig, *, item: int) -> int:
+    """Return the memory that the cache leaves to adapters: `max_adapter_gb`, or what those of `adapters` take."""
+    if config.max_adapter_gb is not None:
+        return int(config.max_adapter_gb * (1 << 30))
+    specs = (read_spec(Path(path)) for path in config.adapters.values())
+    return item * sum(num_adapter_parameters(adapter_map(model, spec)) for spec in specs)
 
 
 CPU_SHARE: Final = 0.25
@@ -105,25 +118,31 @@ class StepWork:
         prefill: the tensors of one layer that are alive at once, for the longest row of a prefill.
         sampler: logits, scaled logits and probabilities of all sequences.
         graphs: recorded decode steps with their logits; 0 where none are recorded.
+        weight: the largest weight of those that are kept in few bits, dequantised.
     """
 
     prefill: int
     sampler: int
     graphs: int
+    weight: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return self.prefill + self.sampler + self.graphs
+        return self.prefill + self.sampler + self.graphs + self.weight
 
 
-def step_work(model: ModelConfig, config: GenerationConfig, *, item: int, on_gpu: bool) -> StepWork:
-    """Return the memory of steps of a model with complete facts, which computes with numbers of `item` bytes."""
+def step_work(
+    model: ModelConfig, config: GenerationConfig, *, item: int, on_gpu: bool, base_dtype: BaseDtype | None = None
+) -> StepWork:
+    """Return the memory of steps of a model with complete facts, which computes with numbers of `item` bytes, and keeps
+    its linear weights as `base_dtype` says."""
     batch, vocab = config.max_batch, model.vocab_size or 0
     chunk = config.prefill_chunk_tokens or (PREFILL_GPU if on_gpu else PREFILL_CPU)
     return StepWork(
         prefill=item * _widest(model) * max(chunk, batch),
         sampler=batch * vocab * 16,
         graphs=_graph_bytes(batch, vocab, item=item) if records_steps(model, config, on_gpu=on_gpu) else 0,
+        weight=0 if base_dtype is None else QuantizedSizes.of(model, base_dtype).dequantized_bytes(item),
     )
 
 

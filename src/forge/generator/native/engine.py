@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forge.config import GeneratorConfig, UpdateMode
 from forge.config.generator import LEAST_TEMPERATURE
-from forge.errors import ModelError, OptionError
+from forge.errors import EngineDead, ModelError, OptionError, PromptError
 from forge.generator.engine import (
     EngineCapabilities,
     EngineStats,
     OpenCompletions,
     PromptScores,
     Request,
+    TopScores,
     UpdateReport,
     context_limit,
 )
+from forge.generator.native.adapters import AttachedAdapters, LoadedAdapter, SelectableAdapters
+from forge.generator.native.pinned import FetchedVersions, PinnedWeights
 from forge.generator.native.sequences import Deliver, PendingRequest, ScoreJob
 from forge.generator.native.thread import EngineThread, Send, WeightUpdate
 from forge.runtime.control import post
@@ -51,7 +54,15 @@ class NativeEngine:
         on_death: called on the engine's thread when an error ends the engine.
     """
 
-    capabilities: ClassVar = EngineCapabilities(shared_weights=True, prompt_logprobs=True)
+    capabilities: ClassVar = EngineCapabilities(
+        shared_weights=True,
+        prompt_logprobs=True,
+        top_logprobs=True,
+        pinned_versions=True,
+        scores_tempered=True,
+        live_adapter=True,
+        adapters=True,
+    )
 
     @staticmethod
     def config_errors(config: GenerationConfig) -> Sequence[ConfigError]:
@@ -73,8 +84,12 @@ class NativeEngine:
         self.thread = EngineThread(self._make, on_death=on_death)
         self._completions = OpenCompletions(config)
         self._weights: Any = None
+        self._fetched: FetchedVersions | None = None
+        self._adapters = SelectableAdapters(
+            config, model.architecture, self._ask_adapters, lambda: self.thread.serving().runner.adapters.item_bytes
+        )
         self._updating = asyncio.Lock()
-        self._is_cache_released = False
+        self._is_cache_released = self._stays_paused = False
 
     # ---- Lifetime -------------------------------------------------------------------------------------------------
 
@@ -108,8 +123,8 @@ class NativeEngine:
     async def generate(self, request: Request) -> list[Completion]:
         """See `GenerationEngine.generate`."""
         outcome: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
-        pending = PendingRequest(request, deliver=partial(_resolve, outcome))
-        with self._completions.opened(request.sampling.n):
+        async with self._opened(request) as (weights, adapter):
+            pending = PendingRequest(request, deliver=partial(_resolve, outcome), weights=weights, adapter=adapter)
             self._submit(lambda batching: batching.enter(pending), pending.deliver)
             try:
                 return await outcome
@@ -120,8 +135,9 @@ class NativeEngine:
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
         """See `GenerationEngine.stream`."""
         arrivals: asyncio.Queue[Delta | list[Completion] | BaseException] = asyncio.Queue()
-        pending = PendingRequest(request, deliver=arrivals.put_nowait, deliver_delta=arrivals.put_nowait)
-        with self._completions.opened(request.sampling.n):
+        deliver = arrivals.put_nowait
+        async with self._opened(request) as (weights, adapter):
+            pending = PendingRequest(request, deliver, deliver_delta=deliver, weights=weights, adapter=adapter)
             self._submit(lambda batching: batching.enter(pending), pending.deliver)
             try:
                 while True:
@@ -133,6 +149,64 @@ class NativeEngine:
                     yield arrival
             finally:
                 self._cancel(pending)
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, request: Request) -> AsyncIterator[tuple[PinnedWeights | None, LoadedAdapter | None]]:
+        """Count the completions of a request while it is open, and keep the pinned version or the adapter that it asks
+        for."""
+        name = request.sampling.adapter
+        with self._completions.opened(request.sampling.n):
+            if request.version is None:
+                async with self._adapters.opened(name) as adapter:
+                    yield None, adapter
+                return
+            if name is not None:
+                raise PromptError(
+                    "A pinned version has no adapters: they belong to the live weights.",
+                    path="sampling.adapter",
+                    value=name,
+                    rule="null in a request with a version",
+                    repair="leave out the version, or the adapter",
+                )
+            async with self._pinned_versions().opened(request.version) as weights:
+                yield weights, None
+
+    def _pinned_versions(self) -> FetchedVersions:
+        if self._fetched is None:
+            runner = self.thread.serving().runner
+
+            async def drop(weights: PinnedWeights) -> None:
+                dropped = self.thread.ask(lambda batching: batching.runner.drop(weights))
+                with contextlib.suppress(EngineDead):
+                    await asyncio.shield(asyncio.wrap_future(dropped))  # also if the request is cancelled meanwhile
+
+            self._fetched = FetchedVersions(
+                self.config.weights,
+                verify=self.config.update.verify,
+                most=runner.pinned.most,
+                check=runner.check_weights,
+                drop=drop,
+            )
+        return self._fetched
+
+    def _ask_adapters(self, change: Callable[[AttachedAdapters], None]) -> Future[None]:
+        return self.thread.ask(lambda batching: change(batching.runner.adapters))
+
+    async def load_adapter(self, name: str, path: str) -> str:
+        """Load a LoRA adapter for requests with `sampling.adapter = name`; under a name that is known, replace it.
+
+        Return the digest of what was loaded.
+        """
+        return await self._adapters.load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Requests that use it finish."""
+        await self._adapters.unload(name)
+
+    async def unload_version(self, version: int) -> None:
+        """Free the memory of a pinned version that is not asked for any more."""
+        if self._fetched is not None:
+            await self._fetched.unload(version)
 
     def _submit(self, enter: Callable[[Batching], None], deliver: Deliver) -> None:
         """Call `enter` on the engine's thread. If it raises, deliver the error on the event loop."""
@@ -173,6 +247,16 @@ class NativeEngine:
         logprobs = await self._scored(job, outcome)
         first = job.token_ids[:1]
         return PromptScores(tuple(logprobs), (*first, *job.best_ids), (*((0.0,) * len(first)), *job.best_logprobs))
+
+    async def score_top(self, sequences: Sequence[Sequence[int]], k: int) -> list[TopScores]:
+        """Return the k likeliest tokens at each place of each sequence."""
+        return list(await asyncio.gather(*(self._score_top(token_ids, k) for token_ids in sequences)))
+
+    async def _score_top(self, token_ids: Sequence[int], k: int) -> TopScores:
+        outcome: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+        job = ScoreJob(tuple(token_ids), 1.0, deliver=partial(_resolve, outcome), num_top=k)
+        await self._scored(job, outcome)
+        return TopScores.of(job.top_ids, job.top_logprobs, k=k)
 
     async def _score(self, token_ids: Sequence[int], temperature: float, urgent: bool) -> list[float]:
         outcome: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
@@ -228,7 +312,7 @@ class NativeEngine:
         try:
 
             def compare(batching: Batching) -> dict[str, tuple[int, int]]:
-                own = batching.runner.parameters
+                own = batching.runner.updated
                 both = {
                     name: (digest_tensor(fetched.tensors[name].to(own[name])), digest_tensor(own[name].detach()))
                     for name in own
@@ -299,29 +383,43 @@ class NativeEngine:
         """Whether it computes on a GPU."""
         return self.thread.serving().runner.on_gpu
 
-    def release_cache(self) -> bool:
+    def release_cache(self, *, preempt: bool = False) -> bool:
         """Free the cache's memory inside a `paused` block, for work that runs there. Return whether it was freed.
 
-        It is not freed while completions are in progress: they need its contents. Shared prefixes are forgotten. Until
-        `restore_cache` the engine is asleep, but keeps its weights.
+        It is not freed while completions are in progress, which need its contents, unless `preempt` says that they are
+        recomputed later. Shared prefixes are forgotten. Until `restore_cache` the engine is asleep, but keeps its
+        weights.
         """
         batching = self.thread.serving()
         if self._is_cache_released:
             return True
-        if self.thread.is_asleep or not batching.scheduler.is_idle:
+        is_asleep = self.thread.is_asleep and not self._stays_paused
+        if is_asleep or not (preempt or batching.scheduler.is_idle):
             return False
         self.thread.is_asleep = self._is_cache_released = True
         batching.release_cache()
         return True
 
+    def stay_paused(self) -> None:
+        """Generate nothing when the `paused` block ends either, until `resume` in a later one. Requests wait."""
+        self.thread.is_asleep = self._stays_paused = True
+
+    def resume(self) -> None:
+        """End what `stay_paused` began, in a `paused` block; the cache is restored where it was released."""
+        self._stays_paused = False
+        self.restore_cache()
+        self.thread.is_asleep = False
+
     def restore_cache(self) -> None:
         """Allocate again what `release_cache` freed. On `OutOfDeviceMemory` the engine stays asleep.
 
-        Call it again when others have freed their memory; `wake` tries, too.
+        Call it again when others have freed their memory; `wake` tries, too. After `stay_paused` it stays asleep until
+        `resume`.
         """
         if self._is_cache_released:
             self.thread.serving().runner.allocate_cache()
-            self.thread.is_asleep = self._is_cache_released = False
+            self._is_cache_released = False
+            self.thread.is_asleep = self._stays_paused
 
     def stats(self) -> EngineStats:
         """See `GenerationEngine.stats`."""

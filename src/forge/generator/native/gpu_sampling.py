@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forge.models.gpu_attention import device_of, power_of_two
 
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK: Final = 2048
 _MOST_BLOCKS: Final = 512
 _UNITS: Final = 2.0**42
@@ -25,7 +26,7 @@ def _has_triton() -> bool:
 def takes(logits_SV: Tensor) -> bool:
     """Return whether the kernel can sample from these logits."""
     fits = 0 < logits_SV.shape[1] <= _BLOCK * _MOST_BLOCKS and logits_SV.stride(1) == 1
-    return bool(logits_SV.is_cuda) and fits and logits_SV.dtype in (torch.float32, torch.bfloat16) and _has_triton()
+    return bool(logits_SV.is_cuda) and fits and logits_SV.dtype in DTYPES and _has_triton()
 
 
 def sample(logits_SV: Tensor, uniforms_S: Tensor, *, scale_S1: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge.runtime.device_memory import DeviceMemory, Purpose, open_driver
 
@@ -42,7 +42,7 @@ class EngineMemory:
     keeps_addresses: bool = False
     """Whether recorded steps stay valid while weights and cache are released."""
 
-    def __init__(self, device: torch.device, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, device: torch.device, parameters: Mapping[str, Tensor]) -> None:
         self.device, self.parameters = device, parameters
         self._on_host: dict[str, Tensor] = {}
 
@@ -83,7 +83,7 @@ class FixedAddressMemory(EngineMemory):
 
     keeps_addresses = True
 
-    def __init__(self, device: torch.device, parameters: Mapping[str, nn.Parameter], *, make: MakeMemory) -> None:
+    def __init__(self, device: torch.device, parameters: Mapping[str, Tensor], *, make: MakeMemory) -> None:
         super().__init__(device, parameters)
         self._make = make
         self._cache: DeviceMemory | None = None
@@ -147,7 +147,7 @@ class FixedAddressMemory(EngineMemory):
             self._point_to(self._on_device)
 
 
-def choose_memory(device: torch.device, parameters: Mapping[str, nn.Parameter]) -> EngineMemory:
+def choose_memory(device: torch.device, parameters: Mapping[str, Tensor]) -> EngineMemory:
     """Return fixed addresses where the driver supports them. On a GPU the parameters are uninitialised afterwards."""
     if device.type != "cuda":
         return EngineMemory(device, {})

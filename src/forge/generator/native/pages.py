@@ -23,7 +23,17 @@ PAGE: Final = PAGE_TOKENS
 """Tokens in a page."""
 
 ROOT: Final = 0
-"""The mark of the empty prefix."""
+"""The mark of the empty prefix of the live weights. Those of pinned versions are larger, and less than
+`FIXED_ROOTS`."""
+
+FIXED_ROOTS: Final = 1 << 30
+"""The first of the marks of the empty prefix of adapters that no update concerns."""
+
+ADAPTER_ROOTS: Final = 1 << 31
+"""The first of the marks of the empty prefix of adapters on the live weights; all are less than `_SERIAL`."""
+
+_SERIAL: Final = 1 << 32
+"""A mark is a serial number times this, plus the mark of the empty prefix that its text begins with."""
 
 LEAST_PARTIAL: Final = 4
 """The fewest tokens of a page for which it is continued or copied: fewer are computed sooner."""
@@ -78,7 +88,8 @@ class PagePool:
         self._key_of: dict[int, tuple[int, Tokens]] = {}
         self._behind: dict[tuple[int, int], dict[int, Tokens]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._next_mark = ROOT + 1
+        self._next_mark = _SERIAL
+        self._has_pinned = False
 
     @property
     def num_free(self) -> int:
@@ -122,10 +133,13 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def find(self, token_ids: Sequence[int], *, most: int) -> Prefix:
-        """Return the longest computed prefix of a text, of at most `most` tokens, and hold its full pages."""
+    def find(self, token_ids: Sequence[int], *, most: int, root: int = ROOT) -> Prefix:
+        """Return the longest computed prefix of a text, of at most `most` tokens, and hold its full pages.
+
+        `root` says which weights computed it.
+        """
         pages: list[int] = []
-        mark = ROOT
+        mark = root
         for start in range(0, most - PAGE + 1, PAGE):
             found = self._known.get((mark, tuple(token_ids[start : start + PAGE])))
             if found is None:
@@ -174,7 +188,7 @@ class PagePool:
         that is not full may be sealed again with more tokens; its end has no mark of its own.
         """
         if not self.is_sharing:
-            return ROOT
+            return after
         key = (after, tuple(token_ids))
         if page in self._key_of:
             self._unregister(page)
@@ -185,22 +199,35 @@ class PagePool:
         known = self._known.get(key)
         if known is not None:
             return known[1]
-        mark = self._next_mark
-        self._next_mark += 1
+        mark = self._next_mark + after % _SERIAL
+        self._next_mark += _SERIAL
         self._known[key] = (page, mark)
         self._register(page, key)
         return mark
 
+    def forget_live(self) -> None:
+        """Forget the prefixes that the live weights computed, with any adapter, because they changed."""
+        if not self._has_pinned:
+            self.forget()
+            return
+        for page in [page for page, (after, _) in self._key_of.items() if _is_live(after)]:
+            self._unregister(page)
+            if page in self._idle:
+                del self._idle[page]
+                self._free.append(page)
+
     def forget(self) -> None:
-        """Forget every computed prefix, because the weights changed. Held pages stay with their holders."""
+        """Forget every computed prefix. Held pages stay with their holders."""
         self._free.extend(reversed(self._idle))
         self._idle.clear()
         self._known.clear()
         self._key_of.clear()
         self._behind.clear()
+        self._has_pinned = False
 
     def _register(self, page: int, key: tuple[int, Tokens]) -> None:
         after, tokens = key
+        self._has_pinned = self._has_pinned or not _is_live(after)
         self._key_of[page] = key
         self._behind.setdefault((after, tokens[0]), {})[page] = tokens
 
@@ -218,6 +245,12 @@ class PagePool:
         page, _ = self._idle.popitem(last=False)
         self._unregister(page)
         return page
+
+
+def _is_live(mark: int) -> bool:
+    """Return whether a text was computed by the live weights, or by an adapter on them."""
+    root = mark % _SERIAL
+    return root == ROOT or root >= ADAPTER_ROOTS
 
 
 def _num_common(tokens: Tokens, others: Sequence[int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,21 +12,31 @@ from torch import Tensor
 
 from forge.config import GeneratorConfig
 from forge.errors import ConfigError, WeightMismatch
+from forge.generator.native.adapters import AttachedAdapters, segments_of
 from forge.generator.native.cache_size import (
     CacheNeed,
     ColocatedGeneratorConfig,
+    StepWork,
+    adapter_bytes,
     pages_in_turns,
     pages_on_cpu,
     pages_on_gpu,
+    records_steps,
     step_work,
 )
 from forge.generator.native.decode_graphs import DecodeGraphs, LastSampled, StepRows, places_of, tokens_of
+from forge.generator.native.loading import load_first_adapter, load_weights
 from forge.generator.native.memory import Caches, choose_memory
 from forge.generator.native.pages import PAGE
+from forge.generator.native.pinned import PinnedWeights
+from forge.generator.native.pinned_models import ModelCopy, PinnedModels, max_pinned, no_room
 from forge.generator.native.schedule import Piece
 from forge.generator.native.transfer import put
 from forge.kernels.paged import PagedLayout
+from forge.losses.candidates import chunked_top
 from forge.losses.head import chunked_logprobs
+from forge.models.adapter_names import is_adapter
+from forge.models.adapter_segments import LIVE
 from forge.models.cpu_step import CpuSteps
 from forge.models.gpu_attention import Extents, decode_shares
 from forge.models.inference import (
@@ -36,9 +47,11 @@ from forge.models.inference import (
     paged_layers,
     parameters_once,
 )
+from forge.models.language_model import LanguageModel
 from forge.models.layers import rows_linear
 from forge.models.locate import ResolvedModel
-from forge.models.weights import draw_weights, load_hf
+from forge.models.peft_files import resolve_adapter
+from forge.models.quantized import quantized_tensors
 from forge.runtime.machine import memory
 
 _log = logging.getLogger("forge.generator")
@@ -72,22 +85,30 @@ class ModelRunner:
         self._check_cache_dtype()
         self._has_wide_head = model.architecture.head_precision == "float32" and self.dtype != torch.float32
         self.is_shared = shared is not None
-        self.model = build_for_inference(
-            model.architecture, max_seq_len=max_seq_len, dtype=self.dtype, device=self.device, shared=shared
-        )
+        self.adapter = None if config.adapter is None else resolve_adapter(config.adapter, model.architecture)
+        self.model = self.build(shared=shared)
         self.parameters = parameters_once(self.model)
-        self._memory = choose_memory(self.device, {} if self.is_shared else self.parameters)
-        if shared is None and model.folder is not None:
-            load_hf([self.model], model.folder, model.architecture)
-        elif shared is None:
-            draw_weights([self.model], num_layers=model.architecture.num_layers or 1, seed=0)
+        self.quantized = quantized_tensors([self.model])
+        self._memory = choose_memory(self.device, {} if self.is_shared else self.parameters | self.quantized)
+        load_weights(self.model, model, shared=shared)
+        if config.adapter is not None and self.adapter is not None:
+            load_first_adapter(self.model, model, config=config.adapter, spec=self.adapter, shared=shared)
         self._cpu_steps = None if self.on_gpu else CpuSteps(self.model)
+        self._live = ModelCopy(self.model, self._cpu_steps)
+        self.adapters = AttachedAdapters(self.model, self.facts, dtype=self.dtype, device=self.device)
+        self._in_use: PinnedWeights | None = None
+        self.pinned = PinnedModels(self, most=max_pinned(config, on_gpu=self.on_gpu))
         self.max_pages = -(-max_seq_len // PAGE)
         self.num_pages = self._choose_num_pages()
         self._caches: Caches = []
         self._graphs: DecodeGraphs | None = None
         self._saved_graphs: DecodeGraphs | None = None
         self.allocate_cache()
+
+    def build(self, *, shared: Mapping[str, Tensor] | None = None) -> LanguageModel:
+        """Return a model for this device: with weights of its own, which are empty, or with shared ones."""
+        places: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "shared": shared}
+        return build_for_inference(self.facts, max_seq_len=self.max_seq_len, adapter=self.adapter, **places)
 
     # ---- Memory -------------------------------------------------------------------------------------------------
 
@@ -111,7 +132,7 @@ class ModelRunner:
                 "keys and values cannot be cached in 8 bits here",
                 path="generator.kv_cache_dtype",
                 value=self.config.kv_cache_dtype,
-                rule="a GPU of compute capability 8.9 or newer, and generator.precision bfloat16; "
+                rule="a GPU of compute capability 8.9 or newer, and generator.precision bfloat16 or float16; "
                 f"this is {found} in {str(self.dtype).removeprefix('torch.')}",
                 repair="set generator.kv_cache_dtype=auto",
             )
@@ -140,12 +161,21 @@ class ModelRunner:
     def _pages_on_gpu(self, need: CacheNeed) -> int:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
+        free = max(0, free - self._pinned_bytes() - adapter_bytes(self.config, self.facts, item=self.dtype.itemsize))
         config, share = self.config, self.config.gpu_memory_share
         if not isinstance(config, ColocatedGeneratorConfig) or share is not None:
             return pages_on_gpu(need, free_bytes=free, total_bytes=total, share=share)
         each = max(0, free - config.expected_bytes) // config.num_colocated
-        work = step_work(self.facts, config, item=self.dtype.itemsize, on_gpu=True)
-        return pages_in_turns(need, free_bytes=each, work=work)
+        return pages_in_turns(need, free_bytes=each, work=self._step_work())
+
+    def _pinned_bytes(self) -> int:
+        """Return the memory that the cache leaves to pinned versions."""
+        weights = sum(each.numel() for each in self.updated.values()) * int(self.dtype.itemsize)
+        return int((self.config.pinned_versions or 0) * (weights + self._step_work().graphs))
+
+    def _step_work(self) -> StepWork:
+        kept = None if self.adapter is None else self.adapter.base_dtype
+        return step_work(self.facts, self.config, item=self.dtype.itemsize, on_gpu=self.on_gpu, base_dtype=kept)
 
     def _checked_gb(self, asked: float) -> float:
         free = (torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else memory()["available"]) / _GIB
@@ -167,14 +197,21 @@ class ModelRunner:
         for layer, caches in zip(layers, self._caches, strict=True):
             layer.k_cache, layer.v_cache = caches
         self._graphs, self._saved_graphs = self._saved_graphs, None
-        if self._graphs is None and self.on_gpu and self.config.cuda_graphs and self.facts.num_experts is None:
+        if self._graphs is None and self._records_steps:
             self._graphs = DecodeGraphs(self, max_batch=self.config.max_batch)
+        self.pinned.set_caches(self._caches, keeps_graphs=self._memory.keeps_addresses)
+
+    @property
+    def _records_steps(self) -> bool:
+        return records_steps(self.facts, self.config, on_gpu=self.on_gpu)
 
     def release_cache(self) -> None:
         """Release the cache; `allocate_cache` brings it back, empty. Nothing can be computed in between.
 
         Recorded steps are kept where the cache is restored at the same addresses.
         """
+        self.use(None)
+        self.pinned.set_caches(None, keeps_graphs=self._memory.keeps_addresses)
         if self._graphs is not None and self._memory.keeps_addresses:
             self._saved_graphs = self._graphs
         self._graphs = None
@@ -186,15 +223,22 @@ class ModelRunner:
         self._memory.release_cache()
 
     def release(self) -> None:
-        """Release cache and weights; the weights move to host memory, where `update_weights` reaches them too."""
+        """Release cache and weights; the weights move to host memory, where `update_weights` reaches them too.
+
+        Pinned versions are loaded again when they are used.
+        """
         self.release_cache()
+        self.pinned.clear()
         if self.on_gpu:
+            self.adapters.release()
             self._memory.release_weights()
 
     def restore(self) -> None:
         """Undo `release`; the cache is empty. If there is too little memory, nothing changes."""
         try:
             self._memory.restore_weights()
+            if self.on_gpu:
+                self.adapters.restore()
             self.allocate_cache()
         except BaseException:
             self.release()
@@ -202,9 +246,41 @@ class ModelRunner:
 
     # ---- Weights ------------------------------------------------------------------------------------------------
 
+    @property
+    def updated(self) -> dict[str, Tensor]:
+        """The live parameters that a version of the weights holds: all of them, or the adapter's."""
+        return {name: each for name, each in self.parameters.items() if self.adapter is None or is_adapter(name)}
+
+    def use(self, weights: PinnedWeights | None) -> None:
+        """Compute the next steps with the weights of a pinned version; None for the live weights.
+
+        Raise `OutOfDeviceMemory` if there is no room for them; then the live weights are in use.
+        """
+        if weights is self._in_use:
+            return
+        if self._in_use is None:
+            self._live.graphs = self._graphs
+        try:
+            chosen = self._live if weights is None else self.pinned.find(weights, self._caches)
+            self._in_use = weights
+            self.model, self._cpu_steps, self._graphs = chosen.model, chosen.cpu_steps, chosen.graphs
+            if self._graphs is None and self._records_steps:
+                chosen.graphs = self._graphs = DecodeGraphs(self, max_batch=self.config.max_batch)
+        except torch.OutOfMemoryError as error:
+            assert weights is not None
+            self.drop(weights)
+            self.use(None)
+            raise no_room(weights, self.config) from error
+
+    def drop(self, weights: PinnedWeights) -> None:
+        """Forget a pinned version."""
+        if self._in_use is weights:
+            self.use(None)
+        self.pinned.drop(weights)
+
     def check_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise `WeightMismatch` unless these are the weights of this model."""
-        own = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
+        """Raise `WeightMismatch` unless these are the weights of this model, or of its adapter."""
+        own = {name: tuple(parameter.shape) for name, parameter in self.updated.items()}
         given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         wrong = sorted(name for name in own.keys() | given.keys() if own.get(name) != given.get(name))
         if wrong:
@@ -215,13 +291,14 @@ class ModelRunner:
                 path=name,
                 value=given.get(name, "not published"),
                 rule=f"{own.get(name, 'no such tensor')}, as in this model",
-                repair="give trainer and generator the same model",
+                repair="give trainer and generator the same model and the same adapter",
             )
 
     @torch.no_grad()
     def update_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite the weights in place with tensors that were checked."""
-        torch._foreach_copy_(list(self.parameters.values()), [tensors[name] for name in self.parameters])
+        own = self.updated
+        torch._foreach_copy_(list(own.values()), [tensors[name] for name in own])
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
@@ -251,9 +328,11 @@ class ModelRunner:
     def decode_logits(self, pieces: Sequence[Piece], table: np.ndarray, *, last: LastSampled | None = None) -> Tensor:
         """Compute pieces of one token each. Return their logits, in a buffer that the next step overwrites.
 
-        With `last` the tokens are those sampled last, which need not have reached the host.
+        With `last` the tokens are those sampled last, which need not have reached the host. Steps with other adapters
+        than the live one are not replayed.
         """
-        if self._graphs is not None and len(pieces) <= self._graphs.max_batch:
+        is_live = all(piece.sequence.adapter_number == LIVE for piece in pieces)
+        if self._graphs is not None and is_live and len(pieces) <= self._graphs.max_batch:
             return self._graphs.run(pieces, table, last=last)
         rows = self._decode_rows(pieces, table, last)
         found = None if self._cpu_steps is None else self._cpu_steps.logits(rows.token_ids[0], rows.row)
@@ -270,6 +349,7 @@ class ModelRunner:
             index=put(np.arange(len(pieces)), self.device),
             layout=PagedLayout(*(put(array, self.device) for array in arrays)),
             is_decode=True,
+            segments=segments_of(pieces),
         )
         token_ids = put(tokens_of(pieces, last), self.device)
         if last is not None:
@@ -303,6 +383,12 @@ class ModelRunner:
         found, _ = chunked_logprobs(hidden_RD, weight, wanted, temperature=temperature, fp32_logits=is_wide)
         values: list[float] = found.tolist()
         return values
+
+    @torch.inference_mode()
+    def top(self, hidden_RD: Tensor, k: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Return the k likeliest tokens after each hidden state, and their logprobs."""
+        logprobs, ids = chunked_top(hidden_RD, self.model.lm_head.weight, k, fp32_logits=self._has_wide_head)
+        return ids.tolist(), logprobs.tolist()
 
     @torch.inference_mode()
     def likeliest(self, hidden_RD: Tensor) -> list[int]:
@@ -345,6 +431,7 @@ class ModelRunner:
             layout=layout,
             is_decode=len(token_ids) == len(pieces),
             extents=Extents.of(sizes.tolist(), contexts.tolist(), device=self.device) if self.on_gpu else None,
+            segments=segments_of(pieces),
         )
         return StepRows(put(np.array(token_ids, dtype=np.int64), self.device).unsqueeze(0), row)
 

@@ -101,7 +101,7 @@ class Sampled:
                 path="logits",
                 value=broken,
                 rule="logits that are numbers, with at least one token that is allowed",
-                repair="check the weights that were loaded; in bfloat16, try generator.precision=float32",
+                repair="check the weights that were loaded; in half precision, try generator.precision=float32",
             )
         return [int(token) for token in tokens], logprobs, full
 
@@ -210,7 +210,7 @@ class Sampler:
 
     def _check(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
         wanted = (len(rows), self.vocab_size)
-        dtypes = (torch.float32, torch.bfloat16) if logits.is_cuda else (torch.float32,)
+        dtypes = gpu_sampling.DTYPES if logits.is_cuda else (torch.float32,)
         if tuple(logits.shape) != wanted or logits.dtype not in dtypes:
             raise ModelError(
                 "the logits do not match the rows to sample tokens for",

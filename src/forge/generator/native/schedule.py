@@ -6,11 +6,15 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forge.generator.native.pages import PAGE, ROOT, OutOfPages, PagePool, Prefix
+from forge.generator.native.pages import PAGE, OutOfPages, PagePool, Prefix
 from forge.generator.native.sequences import SequenceState
+
+if TYPE_CHECKING:
+    from forge.generator.native.pinned import PinnedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,11 @@ class Piece:
         return self.end == len(self.sequence.ids) and self.sequence.score is None
 
 
+def by_adapter(pieces: list[Piece]) -> list[Piece]:
+    """Return pieces with those of each adapter next to each other: a step computes adapters by segments of its rows."""
+    return sorted(pieces, key=lambda piece: piece.sequence.adapter_number)
+
+
 class Scheduler:
     """The waiting and the running sequences.
 
@@ -39,6 +48,10 @@ class Scheduler:
 
     A sequence waits, and others overtake it, while another one computes at least half of what it needs: members of a
     group that start together read their prompt once.
+
+    A step computes sequences of one version of the weights. Those of all versions share slots and pages, and start in
+    the order in which they came, whichever version computes; they share no prefixes. Adapters on the live weights
+    compute in the same steps as these, and share no prefixes either.
 
     Attributes:
         copies: pages that must be copied, from the first to the second of each pair, before the planned step is
@@ -65,8 +78,9 @@ class Scheduler:
 
     @property
     def has_started(self) -> bool:
-        """Whether any sequence is running, or was and waits for memory."""
-        return bool(self.running) or any(sequence.began is not None for sequence in self.waiting)
+        """Whether any sequence of the live weights is running, or was and waits for memory."""
+        waiting = (sequence for sequence in self.waiting if sequence.began is not None)
+        return any(sequence.is_live for each in (self.running, waiting) for sequence in each)
 
     @property
     def num_reserved(self) -> int:
@@ -79,13 +93,17 @@ class Scheduler:
             yield sequence
             yield from sequence.siblings
 
-    def plan(self, *, admit: bool = True) -> list[Piece]:
-        """Return the pieces of the next step, with pages for all their tokens. Empty only if there is nothing to do,
-        or, with `admit=False`, if no sequence that has started is left."""
+    def plan(self, *, admit: bool = True, weights: PinnedWeights | None = None) -> list[Piece]:
+        """Return the pieces of the next step, with pages for all their tokens. Empty only if there is nothing to do
+        with these weights: no sequence of theirs can run, or, with `admit=False`, none of the live weights that has
+        started is left."""
         budget, before = self.chunk_tokens, self.num_preempted
         pieces: list[Piece] = []
-        self._start_urgent()
+        if weights is None:
+            self._start_urgent()
         for sequence in list(self.running):
+            if sequence.weights is not weights:
+                continue
             start = sequence.num_computed
             left = len(sequence.ids) - start
             num = 1 if left == 1 else min(left, budget)
@@ -107,24 +125,30 @@ class Scheduler:
             if not self._admit(candidate):
                 break
             self.waiting.remove(candidate)
+            if candidate.weights is not weights:
+                self._grow(candidate, len(candidate.ids))  # it is computed when its version has its round
+                continue
             num = min(len(candidate.ids) - candidate.num_computed, budget)
             self._grow(candidate, candidate.num_computed + num)
             budget -= num
             pieces.append(Piece(candidate, candidate.num_computed, candidate.num_computed + num))
-        return [piece for piece in pieces if piece.sequence.slot >= 0]
+        return by_adapter([piece for piece in pieces if piece.sequence.slot >= 0])
 
-    def plan_ahead(self, decoding: Sequence[SequenceState], *, admit: bool = True) -> list[Piece]:
+    def plan_ahead(
+        self, decoding: Sequence[SequenceState], *, admit: bool = True, weights: PinnedWeights | None = None
+    ) -> list[Piece]:
         """Return the step after one in which `decoding` sample a token each that is not known yet.
 
-        Empty unless the step is certain to be every sequence's next token and nothing else: all that run are decoding,
-        none that waits could start, and there are pages without preemption. Sequences that reach their full length with
-        the unknown token are left out; whether another ends with it cannot be known.
+        Empty unless the step is certain to be the next token of every sequence of these weights and nothing else: all
+        that run are decoding, none that waits could start, and there are pages without preemption. Sequences that reach
+        their full length with the unknown token are left out; whether another ends with it cannot be known.
         """
-        if self.urgent or sum(sequence.slot >= 0 for sequence in decoding) != len(self.running):
+        own = [sequence for sequence in self.running if sequence.weights is weights]
+        if self.urgent or sum(sequence.slot >= 0 for sequence in decoding) != len(own):
             return []
         pieces = [
             Piece(sequence, len(sequence.ids), len(sequence.ids) + 1)
-            for sequence in self.running
+            for sequence in own
             if len(sequence.ids) + 1 < sequence.max_len
         ]
         growing = [piece for piece in pieces if piece.end > len(piece.sequence.pages) * PAGE]
@@ -132,7 +156,7 @@ class Scheduler:
             return []
         for piece in growing:
             self._grow(piece.sequence, piece.end)
-        return pieces
+        return by_adapter(pieces)
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return which pages must be copied to which before the planned step."""
@@ -155,17 +179,17 @@ class Scheduler:
             self.running.insert(0, self.running.pop())
 
     def _next(self, admit: bool, *, but: Sequence[SequenceState] = ()) -> SequenceState | None:
-        """Return the sequence to start next: the first that waits, or with `admit=False` the first that had started."""
-        return next(
-            (each for each in self.waiting if (admit or each.began is not None) and not (but and each in but)), None
-        )
+        """Return the sequence to start next: the first that waits, or with `admit=False` the first that had started or
+        is of a pinned version."""
+        return next((each for each in self.waiting if (admit or _may_start(each)) and not (but and each in but)), None)
 
     def _should_wait(self, sequence: SequenceState) -> bool:
         """Return whether a running sequence is about to compute at least half of what this one would have to."""
         readers = [each for each in self.running if each.is_being_read and each.is_pure and each.score is None]
+        readers = [each for each in readers if each.weights is sequence.weights and each.root == sequence.root]
         if not readers or sequence.score is not None or not self.pool.is_sharing:
             return False
-        prefix = self.pool.find(sequence.ids, most=len(sequence.ids) - 1)
+        prefix = self.pool.find(sequence.ids, most=len(sequence.ids) - 1, root=sequence.root)
         self.pool.release(prefix.pages)
         found = len(prefix.pages) * PAGE
         end = found + -(-(len(sequence.ids) - prefix.num_tokens) // (2 * PAGE)) * PAGE
@@ -217,9 +241,9 @@ class Scheduler:
         """Return the computed prefix of a sequence, with its pages held; None if the sequence cannot start."""
         if not self._has_slots(sequence):
             return None
-        prefix = Prefix([], ROOT)
+        prefix = Prefix([], sequence.root)
         if sequence.score is None and sequence.is_pure:
-            prefix = self.pool.find(sequence.ids, most=len(sequence.ids) - 1)
+            prefix = self.pool.find(sequence.ids, most=len(sequence.ids) - 1, root=sequence.root)
         spare = 1 if self.running else 0
         if -(-len(sequence.ids) // PAGE) - len(prefix.pages) + spare > self.pool.num_free:
             self.pool.release(prefix.pages)
@@ -319,6 +343,11 @@ class Scheduler:
         self.pool.release(sequence.pages)
         self._slots.append(sequence.slot)
         sequence.slot, sequence.pages = -1, []
-        sequence.num_computed, sequence.mark, sequence.num_sealed = 0, ROOT, 0
+        sequence.num_computed, sequence.mark, sequence.num_sealed = 0, sequence.root, 0
         if sequence.score is not None:
             sequence.score.restart()
+
+
+def _may_start(sequence: SequenceState) -> bool:
+    """Return whether a sequence may start while the live weights wait to be updated."""
+    return sequence.began is not None or not sequence.is_live

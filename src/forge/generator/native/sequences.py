@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forge.generator.engine import Request
-from forge.types import Completion, Delta, FinishReason, Timings, VersionSpan
+from forge.generator.native.pages import ROOT
+from forge.models.adapter_segments import LIVE
+from forge.types import INITIAL_VERSION, Completion, Delta, FinishReason, Timings, VersionSpan
 
 if TYPE_CHECKING:
+    from forge.generator.native.adapters import LoadedAdapter
+    from forge.generator.native.pinned import PinnedWeights
     from forge.generator.native.sampler import SampleRow
     from forge.generator.text import TextTracker
 
@@ -26,6 +30,8 @@ class PendingRequest:
         request: the request.
         deliver: gets the list of completions, or the exception, once.
         deliver_delta: gets every delta, for requests that stream.
+        weights: the pinned version that samples it; None for the live weights.
+        adapter: the adapter that samples it on the live weights; None for what these are by themselves.
         arrived: when it came.
         completions: those that have ended, by index.
     """
@@ -33,6 +39,8 @@ class PendingRequest:
     request: Request
     deliver: Deliver
     deliver_delta: Deliver | None = None
+    weights: PinnedWeights | None = None
+    adapter: LoadedAdapter | None = None
     arrived: float = field(default_factory=time.perf_counter)
     completions: dict[int, Completion] = field(default_factory=dict)
     is_over: bool = False
@@ -51,7 +59,8 @@ class PendingRequest:
 
 @dataclass(slots=True, eq=False)
 class ScoreJob:
-    """Tokens to be scored; with `is_urgent` before everything else, with `wants_best` also the likeliest tokens."""
+    """Tokens to be scored; with `is_urgent` before everything else, with `wants_best` also the likeliest token of
+    each place, with `num_top` so many of the likeliest."""
 
     token_ids: tuple[int, ...]
     temperature: float
@@ -61,10 +70,19 @@ class ScoreJob:
     logprobs: list[float] = field(default_factory=lambda: [0.0])
     best_ids: list[int] = field(default_factory=list)
     best_logprobs: list[float] = field(default_factory=list)
+    num_top: int = 0
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
+
+    def add_top(self, ids: list[list[int]], logprobs: list[list[float]]) -> None:
+        """Note the likeliest tokens of the next places."""
+        self.top_ids += ids
+        self.top_logprobs += logprobs
 
     def restart(self) -> None:
         """Forget what was computed."""
         self.logprobs, self.best_ids, self.best_logprobs = [0.0], [], []
+        self.top_ids, self.top_logprobs = [], []
 
 
 @dataclass(slots=True, eq=False)
@@ -78,10 +96,11 @@ class SequenceState:
         pending, index, row, tracker: its request, its index among the request's completions, the sampler's row, and its
             text where that is needed token by token. None (0) for a sequence to be scored.
         score: the score that is asked for instead.
+        weights: the pinned version that computes it; None for the live weights.
         siblings: completions of the same prompt, which start when the prompt has been read.
         pages, num_computed: its pages, and how many of `ids` have keys and values in them.
         mark, num_sealed: how far its pages are known as a prefix that others may share.
-        is_pure: whether all of its keys and values are of the current weights.
+        is_pure: whether all of its keys and values are of the current weights, or of its pinned version.
         slot: its row in the table of pages, while it is running.
         version_starts: the versions that sampled its tokens, and the first token of each.
     """
@@ -94,6 +113,7 @@ class SequenceState:
     row: SampleRow | None = None
     tracker: TextTracker | None = None
     score: ScoreJob | None = None
+    weights: PinnedWeights | None = None
     siblings: list[SequenceState] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
     pages: list[int] = field(default_factory=list)
@@ -112,8 +132,34 @@ class SequenceState:
     first_token: float | None = None
 
     @property
+    def root(self) -> int:
+        """The mark of the empty prefix of its weights, or of its adapter."""
+        whose = self.weights or self._adapter
+        return ROOT if whose is None else whose.root
+
+    @property
+    def _adapter(self) -> LoadedAdapter | None:
+        return None if self.pending is None else self.pending.adapter
+
+    @property
+    def is_live(self) -> bool:
+        """Whether updates of the live weights change what it is computed with."""
+        return self.weights is None and not (self._adapter is not None and self._adapter.is_fixed)
+
+    @property
+    def adapter_number(self) -> int:
+        """The number of the segments that compute it."""
+        adapter = self._adapter
+        return LIVE if adapter is None else adapter.number
+
+    @property
     def is_urgent(self) -> bool:
         return self.score is not None and self.score.is_urgent
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it runs, or has sampled tokens."""
+        return self.slot >= 0 or self.num_sampled > 0
 
     @property
     def is_wanted(self) -> bool:
@@ -138,6 +184,8 @@ class SequenceState:
         self.logprobs.append(logprob)
         self.full_logprobs.append(full_logprob)
         num_sampled = len(self.row.token_ids)
+        if self._adapter is not None and self._adapter.is_fixed:
+            version = INITIAL_VERSION
         if not self.version_starts or self.version_starts[-1][0] != version:
             self.version_starts.append((version, num_sampled - 1))
         if token in self.stop_ids and num_sampled > self.row.sampling.min_tokens:
@@ -204,4 +252,5 @@ class SequenceState:
             ),
             index=self.index,
             num_shared=self.num_shared,
+            adapter=None if self.pending.adapter is None else self.pending.adapter.use,
         )

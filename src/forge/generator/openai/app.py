@@ -112,6 +112,14 @@ async def serve_openai(
         if publisher is not None:
             updates = WeightUpdates(replicas, publisher, mode=config.update_mode, metrics=metrics)
         names = tuple(dict.fromkeys((name, *config.model_aliases)))
+        if taken := sorted(set(names) & set(await replicas.read_adapters())):
+            raise ConfigError(
+                "an adapter has the name of the model, so that no request could select it",
+                path="serve.model_name" if taken[0] == name else "serve.model_aliases",
+                value=taken[0],
+                rule="a name that no adapter has",
+                repair="rename the adapter in generator.adapters, or set another name here",
+            )
         serving = Serving(policy, replicas, requests, names, updates)
         app = make_app(serving, key=key, admin_key=admin_key, max_bytes=int(config.max_body_mb * 2**20))
         # A client that goes away cancels its handler, which cancels the request in the engine.

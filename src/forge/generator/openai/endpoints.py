@@ -7,6 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from forge.envs.chat_api.errors import parameter_error
 from forge.envs.chat_api.requests import RequestOptions, read_flag, read_messages, read_template
 from forge.envs.chat_api.responses import AssistantMessage, chat_logprobs, send_events, usage_of
 from forge.envs.tool_calls import CallReader, opens_reasoning
-from forge.generator.openai.echo import EchoOptions, echoed_logprobs, read_echo
+from forge.generator.openai.echo import MOST_TOP, TOKENS_BY_NUMBER, EchoOptions, echoed_logprobs, read_echo, with_top
 from forge.generator.openai.policy import CompletionJob, Policy
 from forge.types import Completion, Delta
 
@@ -45,7 +46,8 @@ class _ChatReply:
     def __init__(self, policy: Policy, job: CompletionJob, *, reads_calls: bool, one_call: bool) -> None:
         self._policy, self._job, self._options = policy, job, job.options
         self._reads_calls, self._one_call = reads_calls, one_call
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": policy.name}
+        name = policy.model_name(job.options)
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
         self._messages: dict[int, AssistantMessage] = {}
         self._ended: list[Completion] = []
 
@@ -103,7 +105,7 @@ class _ChatReply:
             reason = message.reason(delta.completion.finish_reason)
             last: dict[str, Any] = {"index": delta.index, "delta": {}, "logprobs": None, "finish_reason": reason}
             if self._options.return_token_ids:
-                last["weight_versions"] = weight_versions(delta.completion)
+                last |= weights_of(delta.completion)
             chunk = self._chunk(last)
             if self._options.return_token_ids:
                 chunk["prompt_token_ids"] = list(delta.completion.prompt_ids)
@@ -135,7 +137,7 @@ class _ChatReply:
 # ---- /v1/completions -------------------------------------------------------------------------------------------------
 
 
-_TEXT_PARAMETERS: Final = frozenset(("prompt", "echo"))
+_TEXT_PARAMETERS: Final = frozenset(("prompt", "echo", TOKENS_BY_NUMBER))
 
 
 async def complete_text(policy: Policy, request: web.Request, body: Mapping[str, Any]) -> web.StreamResponse:
@@ -144,6 +146,9 @@ async def complete_text(policy: Policy, request: web.Request, body: Mapping[str,
     if echo is not None and echo.is_prompt_only:
         body = {**body, "max_tokens": 1}  # its token is left out
     options = policy.read_options(request, body, own=_TEXT_PARAMETERS, logprobs=_wants_logprobs(body, echo))
+    if echo is not None and options.logprobs and policy.adapter(options) is not None:
+        rule = "with logprobs must be left out for an adapter: the logprobs of prompts are those of the model itself"
+        raise parameter_error("echo", rule, code="unsupported_value")
     prompts = _read_prompts(body.get("prompt"), policy)
     await policy.check_number(len(prompts), options.n)
     jobs = [policy.prepare_text(prompt, options=options) for prompt in prompts]
@@ -157,10 +162,13 @@ async def complete_text(policy: Policy, request: web.Request, body: Mapping[str,
 
 def _wants_logprobs(body: Mapping[str, Any], echo: EchoOptions | None) -> bool:
     wanted = body.get("logprobs")
-    allowed = (0, 1) if echo is not None and echo.knows_best else (0,)
+    allowed: Sequence[int] = (0, 1) if echo is not None and echo.knows_best else (0,)
+    if echo is not None and echo.num_top:
+        allowed = range(MOST_TOP + 1)
     if wanted is not None and (wanted not in allowed or isinstance(wanted, bool)):
         rule = "may be 0, for the logprobs of the tokens themselves; 1, for the likeliest token of each place, only "
-        rule += "with echo, and temperature 0 or max_tokens 0"
+        rule += "with echo, and temperature 0 or max_tokens 0; up to "
+        rule += f"{MOST_TOP} with echo, max_tokens 0 and {TOKENS_BY_NUMBER}"
         raise parameter_error("logprobs", rule, code="unsupported_value")
     return wanted is not None
 
@@ -191,7 +199,7 @@ class _TextReply:
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": policy.name,
+            "model": policy.model_name(options),
         }
         self._num_characters: dict[int, int] = {}
         self._ended: list[Completion] = []
@@ -276,6 +284,12 @@ class _EchoReply(_TextReply):
         for choice, completion in zip(response["choices"], self._ended, strict=True):
             scores = tasks[choice["index"] // self._options.n].result()
             choice["logprobs"] = echoed_logprobs(self._policy, completion, scores, echo=self._echo)
+        if self._echo.num_top:
+            prompts = [list(completion.prompt_ids) for completion in firsts]
+            tops = await self._policy.service.score_top.route(prompts, self._echo.num_top)
+            for choice in response["choices"]:
+                top = tops[choice["index"] // self._options.n]
+                choice["logprobs"] = with_top(choice["logprobs"], top)
         return response
 
     def _choice(self, number: int, tokens: Completion | Delta, *, text: str, reason: str | None) -> dict[str, Any]:
@@ -330,9 +344,11 @@ def text_logprobs(
 
 def exact_tokens(completion: Completion) -> dict[str, Any]:
     """Return what `return_token_ids` adds to a choice: the tokens, and the weight version of each span."""
-    return {"token_ids": list(completion.token_ids), "weight_versions": weight_versions(completion)}
+    return {"token_ids": list(completion.token_ids), **weights_of(completion)}
 
 
-def weight_versions(completion: Completion) -> list[dict[str, int]]:
-    """Return the weight version of each span of tokens."""
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in completion.versions]
+def weights_of(completion: Completion) -> dict[str, Any]:
+    """Return the weight version of each span of tokens, and the adapter if one sampled them."""
+    spans = [{"version": span.version, "start": span.start, "end": span.end} for span in completion.versions]
+    adapter = {} if completion.adapter is None else {"adapter": asdict(completion.adapter)}
+    return {"weight_versions": spans, **adapter}

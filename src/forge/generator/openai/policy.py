@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from forge.config.generator import BASE_ADAPTER
 from forge.envs.chat_api.errors import parameter_error
 from forge.envs.chat_api.requests import CONVERSATION_HEADER, RequestOptions, check_tools, read_options
 from forge.envs.tool_calls import ToolFormat, detect_format
@@ -71,6 +72,17 @@ class Policy:
         can_structure = bool(self.card["capabilities"]["structured_output"])
         header = request.headers.get(CONVERSATION_HEADER)
         return read_options(body, own=own, has_structured_output=can_structure, logprobs=logprobs, header=header)
+
+    def adapter(self, options: RequestOptions) -> str | None:
+        """Return the adapter that a request selects, or the configuration for it; None for none."""
+        defaults = self.card.get("sampling") or {}
+        name: str | None = {**defaults, **options.sampling}.get("adapter")
+        return name
+
+    def model_name(self, options: RequestOptions) -> str:
+        """Return the model that a response names: the adapter, if there is one."""
+        name = self.adapter(options)
+        return self.name if name is None or name == BASE_ADAPTER else name
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -36,6 +36,7 @@ class ServedPolicy:
         self._service, self._metrics = service, metrics
         self._is_replicated = isinstance(service, Service)
         self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._adapter_names: set[str] = set()
         self.num_replicas = 1
         self.generate = _Generate(self)
         self.generate_stream = _GenerateStream(self)
@@ -78,6 +79,18 @@ class ServedPolicy:
         except (CallTimeout, ServiceStopped):
             return {}
         return {outcome.replica: outcome.value for outcome in outcomes if outcome.ok}
+
+    async def read_adapters(self, limit_s: float = STATS_LIMIT_S) -> dict[str, str]:
+        """Return the digests of the adapters that all replicas serve which answer in time, by name."""
+        found = [stats.more.get("adapters", {}) for stats in (await self.read_stats(limit_s)).values()]
+        names = set.intersection(*map(set, found)) if found else set[str]()
+        self._adapter_names |= names
+        return {name: found[0][name] for name in sorted(names)}
+
+    async def has_adapter(self, name: str) -> bool:
+        """Return whether requests can select an adapter. One that was unloaded may still be known: then the replica
+        says so."""
+        return name in self._adapter_names or name in await self.read_adapters()
 
     async def update_weights(self, version: int, mode: UpdateMode) -> list[UpdateReport]:
         """Update one replica after another; new requests go to the others meanwhile."""

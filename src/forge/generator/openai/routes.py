@@ -12,7 +12,7 @@ from typing import Any, Final
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from forge.envs.chat_api.errors import RequestError, json_errors
+from forge.envs.chat_api.errors import RequestError, json_errors, parameter_error
 from forge.envs.chat_api.requests import CONVERSATION_HEADER, bearer_key, read_body, wrong_key
 from forge.generator.openai.endpoints import complete_chat, complete_text
 from forge.generator.openai.policy import Policy
@@ -140,8 +140,7 @@ async def _completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _read_request(request: web.Request) -> Mapping[str, Any]:
-    body = await read_body(request)
-    _check_model(request.app[_SERVING], body["model"])
+    body = await _select(request.app[_SERVING], await read_body(request))
     record, metadata = current_request(), body.get("metadata")
     if record is not None:
         record.model = body["model"]
@@ -151,24 +150,39 @@ async def _read_request(request: web.Request) -> Mapping[str, Any]:
     return body
 
 
-def _check_model(serving: Serving, name: str) -> None:
-    if name not in serving.names:
-        known = ", ".join(f"'{each}'" for each in serving.names)
-        text = f"The model '{name}' does not exist; this server has {known}."
-        raise RequestError(text, status=404, param="model", code="model_not_found")
+async def _select(serving: Serving, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a request that asks for the adapter which its model names, if that is one."""
+    name = body["model"]
+    if name in serving.names:
+        return body
+    if not await serving.replicas.has_adapter(name):
+        raise await _no_model(serving, name)
+    if body.get("adapter") not in (None, name):
+        raise parameter_error("adapter", f"must be left out: the model '{name}' is an adapter itself")
+    return {**body, "adapter": name}
+
+
+async def _no_model(serving: Serving, name: str) -> RequestError:
+    names = (*serving.names, *await serving.replicas.read_adapters(_PROBE_LIMIT_S))
+    text = f"The model '{name}' does not exist; this server has {', '.join(repr(each) for each in names)}."
+    return RequestError(text, status=404, param="model", code="model_not_found")
 
 
 async def _models(request: web.Request) -> web.StreamResponse:
     serving = request.app[_SERVING]
     version = await _version(serving)
     data = [_describe(serving, name, version) for name in serving.names]
+    adapters = await serving.replicas.read_adapters(_PROBE_LIMIT_S)
+    data += [_describe(serving, name, version, digest=digest) for name, digest in adapters.items()]
     return web.json_response({"object": "list", "data": data})
 
 
 async def _model(request: web.Request) -> web.StreamResponse:
     serving, name = request.app[_SERVING], request.match_info["name"]
-    _check_model(serving, name)
-    return web.json_response(_describe(serving, name, await _version(serving)))
+    adapters = {} if name in serving.names else await serving.replicas.read_adapters(_PROBE_LIMIT_S)
+    if name not in serving.names and name not in adapters:
+        raise await _no_model(serving, name)
+    return web.json_response(_describe(serving, name, await _version(serving), digest=adapters.get(name)))
 
 
 async def _version(serving: Serving) -> int | None:
@@ -177,8 +191,10 @@ async def _version(serving: Serving) -> int | None:
     return min((engine.version for engine in stats.values()), default=None)
 
 
-def _describe(serving: Serving, name: str, version: int | None) -> dict[str, Any]:
+def _describe(serving: Serving, name: str, version: int | None, *, digest: str | None = None) -> dict[str, Any]:
+    """Describe a model as clients see it; with `digest`, an adapter on the model."""
     card = serving.policy.card
+    adapter = {} if digest is None else {"parent": serving.names[0], "adapter_digest": digest}
     return {
         "id": name,
         "object": "model",
@@ -188,6 +204,7 @@ def _describe(serving: Serving, name: str, version: int | None) -> dict[str, Any
         "max_model_len": card["max_seq_len"],
         "engine": card["engine"],
         "weight_version": version,
+        **adapter,
     }
 
 

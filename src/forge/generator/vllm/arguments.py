@@ -14,6 +14,8 @@ from forge.config import GeneratorConfig, ModelConfig
 from forge.errors import ConfigError, did_you_mean
 from forge.generator.engine import context_limit
 from forge.generator.vllm.environment import Build
+from forge.generator.vllm.lora_arguments import check_given, check_spec, lora_arguments
+from forge.models.peft_files import resolve_adapter
 from forge.runtime.machine import memory
 
 PATH: Final = "generator.engine_args"
@@ -97,6 +99,11 @@ def make_plan(
         arguments["enforce_eager"] = not config.cuda_graphs
         arguments["enable_sleep_mode"] = True
         arguments["gpu_memory_utilization"] = config.gpu_memory_share or 0.8
+    if config.adapter is not None:
+        spec = resolve_adapter(config.adapter, facts)
+        check_spec(spec, facts)
+        check_given(given, spec)
+        given |= lora_arguments(given, spec)
     if config.kv_cache_dtype != "auto":
         arguments["kv_cache_dtype"] = config.kv_cache_dtype
     if config.model.head_precision == "float32" and precision != "float32":

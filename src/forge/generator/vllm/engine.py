@@ -15,14 +15,18 @@ import logging
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from forge import _amx
 from forge.config import GeneratorConfig, Sampling, UpdateMode
-from forge.errors import ConfigError, EngineDead, ModelError, OptionError, PromptError
-from forge.generator.engine import EngineCapabilities, EngineStats, OpenCompletions, Request, UpdateReport
+from forge.errors import ConfigError, EngineDead, ModelError, OptionError
+from forge.generator.engine import EngineCapabilities, EngineStats, OpenCompletions, Request, TopScores, UpdateReport
+from forge.generator.vllm.adapters import Adapters
 from forge.generator.vllm.arguments import Plan, check_owned, make_plan, to_plain
 from forge.generator.vllm.environment import Build, installed_build
+from forge.generator.vllm.lora_arguments import check_live_adapter
+from forge.generator.vllm.named_adapters import with_named_adapters
 from forge.generator.vllm.process import (
     Counts,
     Watch,
@@ -33,9 +37,21 @@ from forge.generator.vllm.process import (
     end,
     unlink_shared_memory,
 )
-from forge.generator.vllm.translation import Reader, SpanFinder, dead, refusals, sampling_params, score_one, translated
-from forge.generator.vllm.weights import Adapters, Updates
+from forge.generator.vllm.translation import (
+    Reader,
+    SpanFinder,
+    check_speculation,
+    dead,
+    prompt_room,
+    refusals,
+    sampling_params,
+    score_one,
+    top_one,
+    translated,
+)
+from forge.generator.vllm.weights import Updates, WeightSource
 from forge.models.architecture import ARCHITECTURE_KEYS
+from forge.models.peft_files import resolve_adapter
 from forge.types import INITIAL_VERSION, Completion, Delta
 
 if TYPE_CHECKING:
@@ -54,14 +70,21 @@ class VllmEngine:
     """
 
     capabilities: ClassVar = EngineCapabilities(
-        tensor_parallel=True, adapters=True, structured_output=True, engine_args=True, reserves_gpu_share=True
+        tensor_parallel=True,
+        adapters=True,
+        live_adapter=True,
+        structured_output=True,
+        engine_args=True,
+        top_logprobs=True,
+        reserves_gpu_share=True,
     )
 
     @staticmethod
     def config_errors(config: GenerationConfig) -> Sequence[ConfigError]:
-        """See `GenerationEngine.config_errors`: vLLM is not installed, or an argument is not the user's to set."""
+        """See `GenerationEngine.config_errors`: vLLM is not installed, an argument is not the user's to set, or the
+        adapter that is trained is one that vLLM cannot update."""
         found = []
-        for check in (installed_build, lambda: check_owned(config.engine_args)):
+        for check in (installed_build, lambda: check_owned(config.engine_args), lambda: check_live_adapter(config)):
             try:
                 check()
             except ConfigError as error:
@@ -82,10 +105,9 @@ class VllmEngine:
 
         `on_death` is called once, on the event loop, when `died` is set.
         """
-        self.config, self.model, self._tokenizer = config, model, tokenizer
+        self.config, self.model, self._tokenizer = with_named_adapters(config), model, tokenizer
         self._on_death = on_death
-        self.tensor_parallel = tensor_parallel
-        self.devices = tuple(devices)
+        self.tensor_parallel, self.devices = tensor_parallel, tuple(devices)
         self.died = asyncio.Event()
         self.counts = Counts()
         self.workers: list[dict[str, Any]] = []
@@ -120,7 +142,7 @@ class VllmEngine:
         building = asyncio.ensure_future(asyncio.to_thread(self._build, given))
         try:
             await asyncio.shield(building)
-            await self._open(facts, has_adapters=bool(given.get("enable_lora")))
+            await self._open(facts, has_named=bool(given.get("enable_lora")))
         except BaseException:
             await asyncio.wait([building])  # what it starts must be ended, also when the caller was cancelled
             llm, self._llm = self._llm, None
@@ -128,23 +150,20 @@ class VllmEngine:
                 await self._end(llm)
             raise
 
-    async def _open(self, facts: dict[str, Any], *, has_adapters: bool) -> None:
+    async def _open(self, facts: dict[str, Any], *, has_named: bool) -> None:
         """Set up watches, weight updates and adapters of an engine that runs, and generate a first token."""
         llm = self._llm
         self.workers = await llm.collective_rpc("forge_facts")
         self._watches = [Watch(pid, self._on_end) for pid in self._pids]
         unlink_shared_memory(name for worker in self.workers for name in worker["shm_names"])
-        self._updates = Updates(
-            llm,
-            self.config.weights,
-            facts,
-            verify=self.config.update.verify,
-            counts=self.counts,
-            died=self.died,
-            fail=self._fail,
-        )
+        chosen, adapter = self.config, self.config.adapter
+        source = WeightSource(chosen.weights, facts, verify=chosen.update.verify)
+        if adapter is not None:
+            spec = resolve_adapter(adapter, self.model.architecture)
+            source = replace(source, adapter=spec, adapter_path=adapter.path)
+        self._updates = Updates(llm, source, counts=self.counts, died=self.died, fail=self._fail)
         await self._updates.open()
-        self._adapters = Adapters(llm, is_enabled=has_adapters)
+        self._adapters = Adapters(llm, is_enabled=has_named, is_live=adapter is not None)
         await self._warm_up()
 
     def _prepare(self, installed: Build) -> dict[str, Any]:
@@ -253,13 +272,17 @@ class VllmEngine:
                 async for output in outputs:
                     for part in output.outputs:
                         starts = spans.starts(output.request_id, part.index) or [(str(self.version), 0)]
+                        starts = starts if reader.version is None else [(str(reader.version), 0)]
                         for delta in reader.repeated(reader.deltas(output, part, grown[part.index], starts)):
                             yield delta
 
     def _reader(self, request: Request) -> Reader:
         shaped = request.sampling.is_truncated or bool(self.config.engine_args.get("logits_processors"))
         assert self._tokenizer is not None, "a model in a folder has one"
-        return Reader(request, self._tokenizer, has_full=not shaped)
+        self._alive()  # else there are no adapters, either
+        assert self._adapters is not None
+        version = self._adapters.fixed_version(request.sampling.adapter)
+        return Reader(request, self._tokenizer, has_full=not shaped, version=version)
 
     async def _outputs(self, request: Request, *, is_stream: bool) -> AsyncGenerator[Any, None]:
         from vllm.inputs.engine import tokens_input
@@ -268,16 +291,9 @@ class VllmEngine:
         assert self._updates is not None
         assert self._adapters is not None
         adapter = self._adapters.find(sampling.adapter)
-        room = self.max_seq_len - len(request.prompt_ids)
-        if room < 1 or not request.prompt_ids:
-            raise PromptError(
-                "The prompt leaves no room for a completion." if request.prompt_ids else "The prompt is empty.",
-                path=f"request {request.id}",
-                value=f"{len(request.prompt_ids)} tokens",
-                rule=f"from 1 to {self.max_seq_len - 1} tokens: the longest sequence has {self.max_seq_len}",
-                repair="shorten the prompt, or raise generator.max_seq_len",
-            )
-        self._check_speculation(sampling)
+        room = prompt_room(request, max_seq_len=self.max_seq_len)
+        if self._speculates_on_cpu:
+            check_speculation(sampling)
         with refusals(request):
             params = sampling_params(sampling, room=room, is_stream=is_stream)
         prompt = tokens_input(list(request.prompt_ids), cache_salt=self._adapters.salt(self._updates.epoch))
@@ -288,18 +304,10 @@ class VllmEngine:
                 async for output in stream:
                     yield output
 
-    def _check_speculation(self, sampling: Sampling) -> None:
-        """Refuse speculation with a temperature on the CPU: vLLM 0.32.0 divides the logits of speculated tokens by
-        uninitialised memory instead of the temperature."""
-        speculates = any(self.config.engine_args.get(name) for name in ("speculative_config", "spec_method"))
-        if speculates and self._device == "cpu" and not sampling.is_greedy:
-            raise PromptError(
-                "vLLM on the CPU speculates correctly only with greedy sampling.",
-                path="sampling.temperature",
-                value=sampling.temperature,
-                rule="is 0 with speculative decoding on the CPU: vLLM 0.32.0 samples from a wrong distribution there",
-                repair="set temperature to 0, or remove generator.engine_args.speculative_config",
-            )
+    @property
+    def _speculates_on_cpu(self) -> bool:
+        given = self.config.engine_args
+        return self._device == "cpu" and any(given.get(name) for name in ("speculative_config", "spec_method"))
 
     @contextlib.contextmanager
     def _admitted(self, request: Request) -> Iterator[None]:
@@ -319,8 +327,12 @@ class VllmEngine:
 
     # ---- Scores ------------------------------------------------------------------------------------------------------
 
-    async def differing(self, version: int) -> None:
-        """See `GenerationEngine.differing`. vLLM's weights are packed: they cannot be compared."""
+    async def differing(self, version: int) -> Mapping[str, tuple[int, int]] | None:
+        """See `GenerationEngine.differing`. Of a model's weights vLLM cannot tell: it packs them."""
+        self._alive()
+        assert self._updates is not None
+        async with translated():
+            return await self._updates.differing(version)
 
     async def score(
         self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0, urgent: bool = False
@@ -340,9 +352,7 @@ class VllmEngine:
                 name = f"score#{next(self._numbers)}"
                 request = Request(name, tuple(sequence), Sampling())
                 async with translated(request):
-                    return await score_one(
-                        self._alive(), request, max_seq_len=self.max_seq_len, is_singly=self._scores_singly
-                    )
+                    return await score_one(self._alive(), request, is_singly=self._scores_singly, **self._scoring)
 
         tasks = [asyncio.ensure_future(one(sequence)) for sequence in sequences]
         try:
@@ -350,6 +360,18 @@ class VllmEngine:
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def score_top(self, sequences: Sequence[Sequence[int]], k: int) -> list[TopScores]:
+        """Return the k likeliest tokens at each place of each sequence; k is at most vLLM's `max_logprobs`."""
+        requests = [Request(f"top#{next(self._numbers)}", tuple(sequence), Sampling()) for sequence in sequences]
+        asked = (top_one(self._alive(), each, k, **self._scoring) for each in requests)
+        async with translated():
+            return list(await asyncio.gather(*asked))
+
+    @property
+    def _scoring(self) -> dict[str, Any]:
+        assert self._adapters is not None
+        return {"max_seq_len": self.max_seq_len, "adapter": self._adapters.find(None)}
 
     @property
     def _scores_singly(self) -> bool:

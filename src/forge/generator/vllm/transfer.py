@@ -7,7 +7,8 @@ rendezvous server.
 
 An update has two halves. `forge_fetch` gets a version from the store and checks all of it during generation, without
 touching the model. Only then does vLLM's own sequence of `start_weight_update`, `update_weights` and
-`finish_weight_update` load it, while nothing is generated.
+`finish_weight_update` load it, while nothing is generated. A version of an adapter is installed by
+`forge_install_adapter` instead: vLLM drops all adapters when it finishes a weight update.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,10 @@ from forge.config import ModelConfig, Verify
 from forge.errors import ForgeError, RemoteError, WeightMismatch
 from forge.generator.vllm.arguments import BACKEND
 from forge.generator.vllm.environment import OWNER
-from forge.models.weight_names import hf_views, plain_name, slots_by_name, weight_map
-from forge.store import Weights
+from forge.generator.vllm.live_adapter import LiveAdapter
+from forge.models.adapter_names import AdapterSpec
+from forge.models.weight_names import hf_views, plain_name, weight_map
+from forge.store import Fetched, Weights
 
 _log = logging.getLogger("forge.generator.vllm")
 
@@ -85,11 +88,12 @@ class FetchResult:
 
 @dataclass
 class _Ready:
-    """A version that was fetched and checked, and waits to be loaded."""
+    """A version that was fetched and checked, and waits to be loaded: all weights, or an adapter in vLLM's form."""
 
     version: int
-    tensors: dict[str, Tensor]
-    release: Callable[[], None] = field(repr=False)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    adapter: Any = None
+    release: Callable[[], None] = field(default=lambda: None, repr=False)
 
 
 class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: ignore[misc]
@@ -102,6 +106,7 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
     _weights: Weights | None = None
     _facts: ModelConfig | None = None
     _ready: _Ready | None = None
+    _adapter: LiveAdapter | None = None
 
     def init_transfer_engine(self, init_info: StoreInit) -> None:
         self._weights = Weights(init_info.weights, verify=init_info.verify)
@@ -114,13 +119,46 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
         self.release()
         fetched = self._weights.fetch_blocking(version=version)
         try:
-            check_whole(fetched.tensors, self._facts, version=version)
-            tensors = dict(hf_views(fetched.tensors, self._facts))
+            self._ready = self._prepare(fetched)
         except BaseException:
             fetched.release()
             raise
-        self._ready = _Ready(fetched.version, tensors, fetched.release)
         return FetchResult(fetched.version, fetched.digest, fetched.seconds, fetched.num_bytes)
+
+    def _prepare(self, fetched: Fetched) -> _Ready:
+        assert self._facts is not None
+        if self._adapter is not None:
+            check_whole(fetched.tensors, self._adapter.shapes, version=fetched.version)
+            plain = {plain_name(name): tensor for name, tensor in fetched.tensors.items()}
+            ready = _Ready(fetched.version, adapter=self._adapter.prepare(plain))
+            fetched.release()  # it was copied
+            return ready
+        shapes = {slot.name: slot.shape for slot in weight_map(self._facts)}
+        check_whole(fetched.tensors, shapes, version=fetched.version)
+        tensors = dict(hf_views(fetched.tensors, self._facts))
+        return _Ready(fetched.version, tensors, release=fetched.release)
+
+    def open_adapter(self, manager: Any, spec: AdapterSpec, path: str | None) -> None:
+        """Compute with the adapter that is trained from now on, as it is before any update."""
+        assert self._facts is not None, "init_transfer_engine comes first"
+        self._adapter = LiveAdapter(manager, self._facts, spec)
+        self._adapter.install(self._adapter.first(path))
+
+    def install_adapter(self, version: int) -> None:
+        """Compute with the adapter of the version that was fetched."""
+        assert self._adapter is not None
+        assert self._ready is not None
+        assert self._ready.version == version, "what was fetched is another version"
+        self._adapter.install(self._ready.adapter)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self.release()
+
+    def differing(self) -> dict[str, tuple[int, int]] | None:
+        """Return the digests of the adapter's tensors that are not as fetched; see `LiveAdapter.differing`."""
+        assert self._adapter is not None
+        assert self._ready is not None
+        return self._adapter.differing(self._ready.adapter)
 
     def release(self) -> None:
         """Release a version that was fetched."""
@@ -155,24 +193,23 @@ class StoreTransfer(WeightTransferEngine[StoreInit, StoreUpdate]):  # type: igno
         self.release()
 
 
-def check_whole(tensors: dict[str, Tensor], facts: ModelConfig, *, version: int) -> None:
-    """Raise `WeightMismatch` unless these are the parameters of the model, all of them, each in its shape."""
-    slots = slots_by_name(facts)
-    shapes = {plain_name(name): tuple(tensor.shape) for name, tensor in tensors.items()}
-    missing = [slot.name for slot in weight_map(facts) if slot.name not in shapes]
-    unknown = [name for name in shapes if name not in slots]
-    wrong = [name for name in shapes if name in slots and shapes[name] != slots[name].shape]
+def check_whole(tensors: dict[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, version: int) -> None:
+    """Raise `WeightMismatch` unless these are the tensors that a version must have, all of them, each in its shape."""
+    given = {plain_name(name): tuple(tensor.shape) for name, tensor in tensors.items()}
+    missing = [name for name in shapes if name not in given]
+    unknown = [name for name in given if name not in shapes]
+    wrong = [name for name in given if name in shapes and given[name] != shapes[name]]
     for what, names in (("lacks", missing), ("has, beyond the model's,", unknown), ("has in another shape", wrong)):
         if names:
             first = names[0]
-            rule = f"{first} is a parameter of the model that generates" if first in slots else "no other parameters"
+            rule = f"{first} is a parameter of the model that generates" if first in shapes else "no other parameters"
             raise WeightMismatch(
                 f"version {version} {what} {', '.join(names[:8])}",
                 tensors=names,
                 path=first,
-                value=shapes.get(first),
-                rule=f"{rule}, of shape {slots[first].shape}" if first in slots else rule,
-                repair="publish the whole model, of the same architecture",
+                value=given.get(first),
+                rule=f"{rule}, of shape {shapes[first]}" if first in shapes else rule,
+                repair="publish the whole model or the whole adapter, of the same architecture",
             )
 
 
@@ -206,6 +243,7 @@ class ForgeWorker:
     """What `collective_rpc` can call besides vLLM's own. vLLM makes it a base class of its worker."""
 
     weight_transfer_engine: StoreTransfer
+    model_runner: Any
     _forge_fetching: threading.Thread | None = None
     _forge_result: FetchResult | None = None
 
@@ -234,6 +272,23 @@ class ForgeWorker:
         if self._forge_fetching is not None:
             self._forge_fetching.join()
         self.weight_transfer_engine.release()
+
+    def forge_open_adapter(self, shape: Mapping[str, Any], path: str | None) -> bytes:
+        """Start with the adapter in a PEFT folder, or with one that changes nothing. Return the error, pickled."""
+        try:
+            spec = AdapterSpec(**{**shape, "targets": tuple(shape["targets"])})
+            self.weight_transfer_engine.open_adapter(self.model_runner.lora_manager, spec, path)
+        except Exception as error:  # noqa: BLE001 - it is raised where the engine is started
+            return pickle.dumps(error if isinstance(error, ForgeError) else _as_remote(error))
+        return b""
+
+    def forge_install_adapter(self, version: int) -> None:
+        """Compute with the adapter that was fetched. Nothing is generated meanwhile."""
+        self.weight_transfer_engine.install_adapter(version)
+
+    def forge_differing(self) -> dict[str, tuple[int, int]] | None:
+        """Compare the adapter in use with the one that was fetched."""
+        return self.weight_transfer_engine.differing()
 
     def forge_facts(self) -> dict[str, Any]:
         """Return the worker's process ids, shared memory and environment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from forge.config import Sampling
 from forge.errors import EngineDead, PromptError
-from forge.generator.engine import Request
+from forge.generator.engine import Request, TopScores
 from forge.generator.native.randomness import completion_seed
 from forge.generator.text import TextTracker
 from forge.types import INITIAL_VERSION, Completion, Delta, FinishReason, Timings, VersionSpan, joined_spans
@@ -111,11 +112,13 @@ class Reader:
     inside a character, and leaves out a last character that is not whole.
 
     `has_full` says whether logprobs are those of the model's whole distribution, because nothing else shapes it.
+    `version` is that of all tokens; None where it is the engine's.
     """
 
     request: Request
     tokenizer: ChatTokenizer
     has_full: bool
+    version: int | None = None
 
     def begin(self) -> Growing:
         return Growing(TextTracker(self.tokenizer, self.request.sampling))
@@ -144,11 +147,16 @@ class Reader:
             text=self._text(part) if grown is None else grown.tracker.text,
             finish_reason=reason,
             stop_reason=stop_reason,
-            versions=version_spans(part.weight_versions),
+            versions=self._spans(part.weight_versions, len(token_ids)),
             timings=timings(output.metrics),
             index=part.index,
             num_shared=max(output.num_cached_tokens or 0, 0),
         )
+
+    def _spans(self, found: Sequence[Any] | None, num_tokens: int) -> tuple[VersionSpan, ...]:
+        if self.version is None:
+            return version_spans(found)
+        return (VersionSpan(self.version, 0, num_tokens),) if num_tokens else ()
 
     def _text(self, part: Any) -> str:
         shown = _shown(part)
@@ -256,6 +264,33 @@ def dead(what: str) -> EngineDead:
     )
 
 
+def prompt_room(request: Request, *, max_seq_len: int) -> int:
+    """Return how many tokens the context has left after a prompt. Raise `PromptError` if there is none."""
+    room = max_seq_len - len(request.prompt_ids)
+    if room < 1 or not request.prompt_ids:
+        raise PromptError(
+            "The prompt leaves no room for a completion." if request.prompt_ids else "The prompt is empty.",
+            path=f"request {request.id}",
+            value=f"{len(request.prompt_ids)} tokens",
+            rule=f"from 1 to {max_seq_len - 1} tokens: the longest sequence has {max_seq_len}",
+            repair="shorten the prompt, or raise generator.max_seq_len",
+        )
+    return room
+
+
+def check_speculation(sampling: Sampling) -> None:
+    """Refuse speculation with a temperature on the CPU: vLLM 0.32.0 divides the logits of speculated tokens by
+    uninitialised memory instead of the temperature."""
+    if not sampling.is_greedy:
+        raise PromptError(
+            "vLLM on the CPU speculates correctly only with greedy sampling.",
+            path="sampling.temperature",
+            value=sampling.temperature,
+            rule="is 0 with speculative decoding on the CPU: vLLM 0.32.0 samples from a wrong distribution there",
+            repair="set temperature to 0, or remove generator.engine_args.speculative_config",
+        )
+
+
 @contextlib.contextmanager
 def refusals(request: Request) -> Iterator[None]:
     """Raise vLLM's error about a request that it cannot serve as `PromptError`."""
@@ -291,8 +326,10 @@ async def translated(request: Request | None = None) -> AsyncIterator[None]:
 # ---- Scores ----------------------------------------------------------------------------------------------------------
 
 
-async def score_one(llm: Any, request: Request, *, max_seq_len: int, is_singly: bool = False) -> list[float]:
-    """Return the logprobs of a request's prompt; the first token's is 0.
+async def score_one(
+    llm: Any, request: Request, *, max_seq_len: int, adapter: Any = None, is_singly: bool = False
+) -> list[float]:
+    """Return the logprobs of a request's prompt; the first token's is 0. `adapter` is vLLM's record of one.
 
     All but the last token are the prompt, and only the logprob of the last is asked for. So a sequence may be as
     long as the context, which must have room for one token after a prompt.
@@ -311,13 +348,53 @@ async def score_one(llm: Any, request: Request, *, max_seq_len: int, is_singly: 
         )
     if len(ids) == 1:
         return [0.0]
+    ask = functools.partial(_ask, llm, adapter=adapter)
     if is_singly:
-        return [0.0, *[(await _ask(llm, ids[:end], ids[end], f"{request.id}.{end}"))[1] for end in range(1, len(ids))]]
-    table, last = await _ask(llm, ids[:-1], ids[-1], request.id, with_prompt=True)
+        return [0.0, *[(await ask(ids[:end], ids[end], f"{request.id}.{end}"))[1] for end in range(1, len(ids))]]
+    table, last = await ask(ids[:-1], ids[-1], request.id, with_prompt=True)
     return [0.0, *(table[place][ids[place]].logprob for place in range(1, len(ids) - 1)), last]
 
 
-async def _ask(llm: Any, ids: list[int], token: int, name: str, *, with_prompt: bool = False) -> tuple[Any, float]:
+async def top_one(llm: Any, request: Request, k: int, *, max_seq_len: int, adapter: Any = None) -> TopScores:
+    """Return the k likeliest tokens at each place of a request's prompt, after which the context has room for one."""
+    ids = list(request.prompt_ids)
+    if not 1 <= len(ids) < max_seq_len:
+        raise PromptError(
+            "The likeliest tokens of a sequence of this length cannot be found.",
+            path="score_top(token_ids)",
+            value=f"{len(ids)} tokens",
+            rule=f"from 1 to {max_seq_len - 1} tokens: one less than the context",
+            repair="cut it, or raise generator.max_seq_len",
+        )
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        max_tokens=1,
+        temperature=0.0,
+        ignore_eos=True,
+        prompt_logprobs=k,
+        detokenize=False,
+        skip_reading_prefix_cache=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    with refusals(request):
+        stream = llm.generate(tokens_input(ids), params, request.id, lora_request=adapter)
+        async with contextlib.aclosing(stream) as outputs:
+            (found,) = [output async for output in outputs]
+    places = [
+        sorted(((token, each.logprob) for token, each in table.items()), key=lambda pair: (-pair[1], pair[0]))[:k]
+        for table in found.prompt_logprobs[1:]
+    ]
+    return TopScores.of(
+        [[token for token, _ in place] for place in places], [[value for _, value in place] for place in places], k=k
+    )
+
+
+async def _ask(
+    llm: Any, ids: list[int], token: int, name: str, *, adapter: Any = None, with_prompt: bool = False
+) -> tuple[Any, float]:
     """Return vLLM's logprobs of every token of a prompt, and the logprob of a token after it."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
@@ -333,7 +410,7 @@ async def _ask(llm: Any, ids: list[int], token: int, name: str, *, with_prompt: 
         skip_reading_prefix_cache=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    async with contextlib.aclosing(llm.generate(tokens_input(ids), params, name)) as outputs:
+    async with contextlib.aclosing(llm.generate(tokens_input(ids), params, name, lora_request=adapter)) as outputs:
         (found,) = [output async for output in outputs]
     part = found.outputs[0]
     if part.finish_reason == "abort":

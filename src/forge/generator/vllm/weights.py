@@ -1,10 +1,9 @@
-"""The weights of a running engine: updates, whole or not at all, and LoRA adapters by name."""
+"""The weights of a running engine: updates, whole or not at all."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import pickle
@@ -12,13 +11,14 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from forge.config import UpdateMode, Verify
-from forge.errors import ConfigError, EngineDead, ForgeError, ModelError, OptionError, PromptError, StoreKeyError
+from forge.errors import EngineDead, ForgeError, StoreKeyError
 from forge.generator.engine import UpdateReport
 from forge.generator.vllm.process import Counts
+from forge.models.adapter_names import AdapterSpec
 from forge.types import INITIAL_VERSION
 
 _log = logging.getLogger("forge.generator.vllm")
@@ -30,6 +30,25 @@ PAUSES: Final[dict[UpdateMode, tuple[str, bool]]] = {
     "abort": ("abort", True),
 }
 """How vLLM pauses for each mode: its own mode, and whether it drops all keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where the weights of an engine come from.
+
+    Attributes:
+        weights: their name in the store.
+        facts: the model's architecture.
+        verify: how thoroughly what was fetched is checked.
+        adapter: the shape of the LoRA adapter that is trained; None where versions hold all weights.
+        adapter_path: the PEFT folder that it starts from; None for an adapter that changes nothing.
+    """
+
+    weights: str
+    facts: dict[str, Any]
+    verify: Verify = "cheap"
+    adapter: AdapterSpec | None = None
+    adapter_path: str | None = None
 
 
 class Updates:
@@ -46,10 +65,8 @@ class Updates:
     def __init__(
         self,
         llm: Any,
-        weights: str,
-        facts: dict[str, Any],
+        source: WeightSource,
         *,
-        verify: Verify = "cheap",
         counts: Counts,
         died: asyncio.Event,
         fail: Callable[[BaseException], None],
@@ -62,21 +79,25 @@ class Updates:
         self.are_weights_away = False
         self._died, self._fail = died, fail
         self._llm = llm
-        self._name, self._verify = weights, verify
-        self._facts = facts
+        self._source = source
         self._counts = counts
         self._digest = ""
         self._address = f"forge-vllm-{os.getpid()}-{secrets.token_hex(8)}"
         self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
     async def open(self) -> None:
-        """Initialise the transfer of weights in the workers."""
+        """Initialise the transfer of weights in the workers, and the adapter that is trained."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         self._notices.bind("\0" + self._address)
         self._notices.setblocking(False)
-        info = {"weights": self._name, "facts": self._facts, "verify": self._verify}
+        source = self._source
+        info = {"weights": source.weights, "facts": source.facts, "verify": source.verify}
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        if source.adapter is not None:
+            arguments = (asdict(source.adapter), source.adapter_path)
+            for error in filter(None, await self._llm.collective_rpc("forge_open_adapter", args=arguments)):
+                raise pickle.loads(error)
 
     def close(self) -> None:
         self._llm = None
@@ -113,11 +134,11 @@ class Updates:
         """Return the number of a version that can be fetched. All workers get this number, not "latest"."""
         from forge.store import Weights
 
-        numbers = [info.number for info in await Weights(self._name).versions()]
+        numbers = [info.number for info in await Weights(self._source.weights).versions()]
         if not numbers or (version != "latest" and version not in numbers):
             raise StoreKeyError(
                 "There is no such version of the weights." if numbers else "No weights were published yet.",
-                path=f"Weights({self._name!r})",
+                path=f"Weights({self._source.weights!r})",
                 value=version,
                 rule=f"versions that can be fetched: {numbers}",
                 repair="publish it first, or request one of those versions",
@@ -165,16 +186,12 @@ class Updates:
 
     async def _apply(self, number: int, mode: UpdateMode) -> float:
         """Load what was fetched, in place. Return the seconds for which nothing was generated."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         llm, began = self._llm, time.perf_counter()
         await self._pause(mode)
         if mode == "drain":
             began = time.perf_counter()  # until here tokens were made
         try:
-            await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": number}))
-            await llm.finish_weight_update(weight_version=str(number))
+            await self._load(number)
         except BaseException as error:
             _log.exception("loading version %d failed halfway: this engine no longer has complete weights", number)
             broken = _broken()
@@ -185,6 +202,30 @@ class Updates:
         if not self.is_paused:
             await llm.resume_generation()
         return time.perf_counter() - began
+
+    async def _load(self, number: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        llm = self._llm
+        if self._source.adapter is not None:
+            await llm.collective_rpc("forge_install_adapter", args=(number,))
+            await llm.update_weight_version(str(number))
+            return
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": number}))
+        await llm.finish_weight_update(weight_version=str(number))
+
+    async def differing(self, version: int) -> dict[str, tuple[int, int]] | None:
+        """Compare the adapter in use with a published one; None where versions hold all weights, which vLLM packs."""
+        if self._source.adapter is None:
+            return None
+        async with self.lock:
+            await self._fetch(version)
+            try:
+                found, *_ = await self._llm.collective_rpc("forge_differing")
+            finally:
+                await asyncio.shield(self._llm.collective_rpc("forge_release"))
+        return None if found is None else {name: (published, used) for name, (published, used) in found.items()}
 
     async def _pause(self, mode: UpdateMode) -> None:
         """Pause generation. A sleeping engine cannot drain: then `drain` is `recompute`."""
@@ -209,101 +250,4 @@ def _broken() -> EngineDead:
         value="vllm",
         rule="an update that was begun is completed",
         repair="nothing: the replica is replaced automatically",
-    )
-
-
-# ---- Adapters --------------------------------------------------------------------------------------------------------
-
-
-class Adapters:
-    """The loaded adapters. vLLM identifies them by number, requests by name."""
-
-    def __init__(self, llm: Any, *, is_enabled: bool) -> None:
-        self._llm = llm
-        self._is_enabled = is_enabled
-        self._requests: dict[str, Any] = {}
-        self._numbers = itertools.count(1)
-        self._num_loads = 0
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._requests)
-
-    def salt(self, epoch: int) -> str:
-        """Return what requests must have in common to share a cached prefix: the weights, and the adapters as they are
-        now. vLLM distinguishes adapters by name, not by what was loaded under it."""
-        return f"{epoch}.{self._num_loads}"
-
-    def find(self, name: str | None) -> Any:
-        """Return vLLM's record of an adapter; None for the model itself."""
-        if name is None:
-            return None
-        if name not in self._requests:
-            raise PromptError(
-                "There is no such adapter.",
-                path="sampling.adapter",
-                value=name,
-                rule=f"one of those that are loaded: {', '.join(self.names) or 'none'}",
-                repair="load it with load_adapter(name, path)",
-            )
-        return self._requests[name]
-
-    async def load(self, name: str, path: str) -> None:
-        """Load an adapter, or replace what is loaded under that name, without a pause."""
-        from vllm.lora.request import LoRARequest
-
-        self._check(name, path)
-        known = self._requests.get(name)
-        number = next(self._numbers) if known is None else known.lora_int_id
-        try:
-            is_loaded = await self._llm.add_lora(LoRARequest(name, number, path, load_inplace=known is not None))
-        except Exception as error:
-            if self._llm.errored:
-                raise EngineDead("vLLM's engine has ended.", path="load_adapter") from error
-            raise _refused(path, str(error)) from error
-        if not is_loaded:
-            raise _refused(path, "vLLM has no room for it")
-        self._num_loads += 1
-        self._requests[name] = LoRARequest(name, number, path)
-
-    def _check(self, name: str, path: str) -> None:
-        if not self._is_enabled:
-            raise ConfigError(
-                "The engine was started without adapters.",
-                path="generator.engine_args.enable_lora",
-                value=False,
-                rule="vLLM makes room for adapters when it starts",
-                repair="generator.engine_args.enable_lora=true, and max_lora_rank and max_loras as needed",
-            )
-        if not name:
-            raise OptionError("An adapter needs a name.", path="load_adapter(name)", value=name, rule="is not empty")
-        if not (Path(path) / "adapter_config.json").is_file():
-            raise ModelError(
-                "This is not a LoRA adapter.",
-                path="load_adapter(path)",
-                value=path,
-                rule="a folder with adapter_config.json and adapter_model.safetensors, as PEFT writes them",
-                repair="check the path; it is read on the generator's host",
-            )
-
-    async def unload(self, name: str) -> None:
-        """Unload an adapter."""
-        if name not in self._requests:
-            raise OptionError(
-                "There is no such adapter.",
-                path="unload_adapter(name)",
-                value=name,
-                rule=f"one of those that are loaded: {', '.join(self.names) or 'none'}",
-                repair="stats().more['adapters'] lists them",
-            )
-        await self._llm.remove_lora(self._requests.pop(name).lora_int_id)
-
-
-def _refused(path: str, why: str) -> ModelError:
-    return ModelError(
-        "vLLM cannot load this adapter.",
-        path="load_adapter(path)",
-        value=path,
-        rule=why,
-        repair="raise generator.engine_args.max_lora_rank or max_loras, or use another adapter",
     )

@@ -10,12 +10,13 @@ from typing import Any, Final
 
 from forge.config import EvalConfig, load
 from forge.config.loading import FILE_NAME
+from forge.config.training import export_dtype
 from forge.config.yaml_text import read_yaml
 from forge.data.mixing import derive
 from forge.errors import CheckpointError, ConfigError
 from forge.trainer.checkpoint_folder import CheckpointInfo, list_checkpoints
 
-_DROPPED: Final = ("weights", "update", "canary")
+_DROPPED: Final = ("weights", "update", "canary", "autoscale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,14 @@ class EvaluatedRun:
         return self.folder / "checkpoints" if named is None else Path(named)
 
     @property
+    def precision(self) -> Any:
+        """Its `distributed.precision`."""
+        return _section(self.config, "distributed").get("precision", "float32")
+
+    @property
     def dtype(self) -> str:
         """What its weights are exported in."""
-        precision = str(_section(self.config, "distributed").get("precision", ""))
-        return "bfloat16" if precision.startswith("bfloat16") else "float32"
+        return export_dtype(str(self.precision))
 
     def find(self, step: int | None) -> CheckpointInfo | None:
         """Return the checkpoint of a step, or the newest; None for a run that left a model and no checkpoint."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 from forge.config import EpisodeLimits, EvalConfig, save
 from forge.envs.limits import Fault
 from forge.errors import ActorFailure, CallTimeout, ConfigError, EngineDead, EvalError, PromptError
+from forge.loops.agents import check_evaluated_agents
 from forge.loops.evals.record import (
     EvalRecord,
     check_record,
@@ -126,7 +127,7 @@ async def plan_eval(config: EvalConfig, *, overwrite: bool = False) -> EvalPlan:
 def _check_scoring(config: EvalConfig) -> None:
     section = config.eval
     if config.episode.kind is not None:
-        program_of(config)
+        check_evaluated_agents(config, program_of(config))
         return
     limits = config.episode.limits.model_dump(exclude={"turn_timeout_s"})
     default = EpisodeLimits().model_dump()

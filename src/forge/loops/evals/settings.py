@@ -42,6 +42,8 @@ def eval_settings(config: EvalConfig, tasks: EvalTasks, target: Mapping[str, Any
         settings["episode"] = {key: plain["episode"][key] for key in _EPISODE_KEYS}
         settings["episode"]["limits"] = plain["episode"]["evaluation_limits"] or plain["episode"]["limits"]
         settings["episode"]["source"] = source_digest(config.episode.kind)
+        if config.episode.agents:
+            settings["episode"]["agents"] = plain["episode"]["agents"]
     else:
         settings["rewards"] = {key: plain["rewards"][key] for key in _REWARD_KEYS}
         own = [each.kind for each in config.rewards.functions if ":" in each.kind]

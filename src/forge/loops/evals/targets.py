@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from forge.config import EvalConfig, EvalEndpointConfig, ModelConfig, PolicyConfig, Sampling, TrainerConfig
+from forge.config import AdapterConfig, EndpointConfig, EvalConfig, ModelConfig, PolicyConfig, Sampling, TrainerConfig
 from forge.config.generator import PolicyWorkersConfig
 from forge.config.training import DistributedConfig
 from forge.data.mixing import derive
@@ -22,11 +22,12 @@ from forge.envs.limits import Fault
 from forge.envs.state import EpisodeKey
 from forge.envs.tool_calls import detect_format
 from forge.errors import ConfigError, RewardError
+from forge.loops.agents import agent_options
 from forge.loops.evals.run_defaults import EvaluatedRun, open_run
 from forge.loops.evals.settings import folder_digest
 from forge.models.locate import ResolvedModel, resolve
-from forge.rollout.endpoint_policy import NO_LIMIT, EndpointPrompts, first_model, make_client
-from forge.rollout.endpoint_worker import EndpointAddress, EndpointWorker
+from forge.rollout.endpoint_policy import NO_LIMIT, EndpointAddress, EndpointPrompts, first_model, make_client
+from forge.rollout.endpoint_worker import EndpointWorker
 from forge.rollout.episode_worker import EpisodeOptions, EpisodeWorker
 from forge.types import Completion, Episode, Score, Task
 
@@ -112,7 +113,7 @@ def derived_digest(info: CheckpointInfo) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-async def _find_endpoint(config: EvalConfig, section: EvalEndpointConfig) -> EvalTarget:
+async def _find_endpoint(config: EvalConfig, section: EndpointConfig) -> EvalTarget:
     timeout_s = _limits(config).turn_timeout_s
     api_key = os.environ.get(section.api_key_env) or None
     name = section.model
@@ -201,7 +202,7 @@ async def _start_episodes(
     from forge.generator.engine import context_limit
 
     named = config.episode.tool_format
-    options = _episode_options(
+    options = await _episode_options(
         config,
         program_of(config),
         max_seq_len=context_limit(config.generator, model.architecture),
@@ -219,7 +220,7 @@ async def _start_episodes(
 async def _start_endpoint(config: EvalConfig, address: EndpointAddress) -> AsyncIterator[Started]:
     at_once = config.eval.max_concurrent or ENDPOINT_CONCURRENCY
     if config.episode.kind is not None:
-        options = _episode_options(config, program_of(config), max_seq_len=2 * NO_LIMIT, tool_format="hermes")
+        options = await _episode_options(config, program_of(config), max_seq_len=2 * NO_LIMIT, tool_format="hermes")
         limits = character_limits(options.limits)
         workers = await EndpointWorker.options(
             num_replicas=config.episode.num_replicas,
@@ -266,7 +267,7 @@ def program_of(config: EvalConfig) -> EpisodeProgram:
     return load_program(config.episode.kind, config.episode.args)
 
 
-def _episode_options(config: EvalConfig, program: EpisodeProgram, **fields: Any) -> EpisodeOptions:
+async def _episode_options(config: EvalConfig, program: EpisodeProgram, **fields: Any) -> EpisodeOptions:
     sampling, limits = config.generator.sampling.model_dump(exclude={"n", "seed"}), _limits(config)
     return EpisodeOptions(
         program=program,
@@ -275,6 +276,7 @@ def _episode_options(config: EvalConfig, program: EpisodeProgram, **fields: Any)
         sampling=sampling,
         evaluation_sampling=sampling,
         run_seed=eval_seed(config),
+        agents=await agent_options(config, program),
         **fields,
     )
 
@@ -380,9 +382,12 @@ async def _export(config: EvalConfig, target: EvalTarget, place: Path, *, dtype:
 
     assert target.model is not None
     assert target.checkpoint is not None
+    adapter = AdapterConfig.of_checkpoint(target.checkpoint.extra)
+    own: Any = "float32" if target.run is None else target.run.precision
     trainer = TrainerConfig(
         model=target.model.architecture,
-        distributed=DistributedConfig(with_gpus=False),
+        adapter=adapter,
+        distributed=DistributedConfig(with_gpus=False, precision="float32" if adapter is None else own),
         checkpoint_dir=work,
         frozen=True,
     )

@@ -1,15 +1,13 @@
-"""Which curves a report draws, from the metrics that are there, and the few numbers at its head."""
+"""Which curves a report draws, from the metrics that are there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
-from forge.observe.report.reading import Metrics, Run
-
-Column = Sequence[float | None]
+from forge.observe.report.reading import Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,11 @@ class Chart:
 _LEARNING: Final = "Learning"
 _POLICY: Final = "Policy"
 _OPTIMIZER: Final = "Optimizer"
+_CRITIC: Final = "Critic"
 _ROLLOUTS: Final = "Rollouts"
 _EPISODES: Final = "Episodes"
+_LEAGUE: Final = "League"
+_CURRICULUM: Final = "Curriculum"
 _SPEED: Final = "Speed"
 
 CHARTS: Final = (
@@ -73,6 +74,59 @@ CHARTS: Final = (
         "Of the tokens that count, before each step.",
         log=True,
         of="fine-tuning",
+    ),
+    Chart(
+        _LEARNING,
+        "Accuracy on pairs",
+        (
+            ("train/accuracy", "training"),
+            ("validation/accuracy", "validation"),
+            ("validation/ranking_accuracy", "validation, by logprob alone"),
+        ),
+        "The part of pairs whose chosen answer has the larger reward; for KTO, of answers on the right side.",
+        unit="%",
+    ),
+    Chart(
+        _LEARNING,
+        "Reward margin",
+        (("train/reward_margin", "training"), ("validation/reward_margin", "validation")),
+        "The reward of chosen answers minus that of rejected ones.",
+    ),
+    Chart(
+        _LEARNING,
+        "Rewards of answers",
+        (
+            ("train/reward_chosen", "chosen"),
+            ("train/reward_rejected", "rejected"),
+            ("validation/reward_chosen", "chosen, validation"),
+            ("validation/reward_rejected", "rejected, validation"),
+        ),
+        "What the policy's loss takes for the reward of chosen and of rejected answers.",
+    ),
+    Chart(
+        _LEARNING,
+        "Logprobs of answers",
+        (("train/logprob_chosen", "chosen"), ("train/logprob_rejected", "rejected")),
+        "Of whole answers, or of a token on average where the loss compares these.",
+    ),
+    Chart(
+        _LEARNING,
+        "Calibration",
+        (("validation/ece", "expected calibration error"), ("validation/brier", "Brier score")),
+        "How far the confidence of a reward model is from how often it is right, on held-out pairs.",
+    ),
+    Chart(
+        _LEARNING,
+        "Reliability",
+        (("validation/calibration/*_accuracy", ""), ("validation/calibration/*_confidence", "")),
+        "Of held-out pairs in bins of confidence, named by where they begin: how often the reward model is right, and "
+        "its mean confidence. In a calibrated model both are alike.",
+    ),
+    Chart(
+        _LEARNING,
+        "Pairs by confidence",
+        (("validation/calibration/*_share", ""),),
+        "The part of held-out pairs in each bin of confidence.",
     ),
     Chart(
         _POLICY,
@@ -119,6 +173,25 @@ CHARTS: Final = (
         log=True,
     ),
     Chart(_OPTIMIZER, "Learning rate", (("train/learning_rate", "rate"),), "The rate that each step used.", log=True),
+    Chart(
+        _CRITIC,
+        "Values and returns",
+        (("critic/value_mean", "value"), ("critic/return_mean", "return")),
+        "Means over the states that the critic learns from: what it expected, and what it learns.",
+    ),
+    Chart(
+        _CRITIC,
+        "Explained variance",
+        (("critic/explained_variance", "explained"),),
+        "The part of the returns' variance that the values predicted before the update: 1 is perfect, 0 no better than "
+        "the mean, below 0 worse.",
+    ),
+    Chart(
+        _CRITIC,
+        "Critic's loss",
+        (("critic/loss", "loss"), ("critic/clip_fraction", "clipped")),
+        "Half the squared error before the update, and the part of values that moved farther than critic.value_clip.",
+    ),
     Chart(
         _ROLLOUTS,
         "Completion length",
@@ -204,6 +277,43 @@ CHARTS: Final = (
         "Of an episode on average.",
     ),
     Chart(
+        _CURRICULUM,
+        "Pass rate of chosen prompts",
+        (("curriculum/pass_rate", "pass rate"), ("curriculum/explored", "explored groups")),
+        "Completions that are solved, in groups that the curriculum chose; and the share of groups that explored.",
+        unit="%",
+    ),
+    Chart(
+        _CURRICULUM,
+        "Prompts",
+        (
+            ("curriculum/num_unseen", "not asked yet"),
+            ("curriculum/num_solved", "always solved"),
+            ("curriculum/num_unsolved", "never solved"),
+            ("curriculum/num_active", "that the rule may choose"),
+        ),
+        "By what is known of them after the step.",
+    ),
+    Chart(
+        _LEAGUE,
+        "Elo",
+        (("league/elo/*", ""),),
+        "Ratings of the live policy and of the members of the league, from the games between them.",
+    ),
+    Chart(
+        _LEAGUE,
+        "Win rate",
+        (("league/win_rate/*", ""),),
+        "Of the live policy; a draw counts half. All: the games of the step. By member: recent games count more.",
+        unit="%",
+    ),
+    Chart(
+        _LEAGUE,
+        "Members",
+        (("league/num_members", "members"), ("league/num_games", "games against them")),
+        "Versions and checkpoints that opponents are drawn from, and games against them that the step counted.",
+    ),
+    Chart(
         _SPEED,
         "Tokens per second",
         (("rollout/tokens_per_s", "generating"), ("train/tokens_per_s", "training")),
@@ -241,6 +351,16 @@ CHARTS: Final = (
         "Seconds.",
         unit="s",
         log=True,
+    ),
+    Chart(
+        _SPEED,
+        "Recovery",
+        (
+            ("recovery/restarts", "restarts"),
+            ("recovery/steps_retrained", "steps trained again"),
+            ("recovery/seconds", "seconds"),
+        ),
+        "What the death of a trainer, a critic or a shared policy has cost before a step.",
     ),
     Chart(_SPEED, "Memory", (("train/memory_gib", "peak"),), "Peak of a device.", unit="GiB"),
     Chart(_SPEED, "Model FLOPs utilization", (("train/mfu", "MFU"),), "Part of the devices' peak.", unit="%"),
@@ -292,79 +412,3 @@ def _plan(chart: Chart, series: list[dict[str, Any]], present: Sequence[str]) ->
         "log": chart.log,
         "series": series,
     }
-
-
-# ---- The numbers at the head --------------------------------------------------------------------------------------
-
-_CHANGES: Final = (
-    ("evaluation/reward", "Held-out reward"),
-    ("rollout/reward_mean", "Reward"),
-    ("validation/loss", "Validation loss"),
-    ("train/loss", "Training loss"),
-)
-_LATEST: Final = (
-    ("train/kl", "KL divergence", "nats"),
-    ("train/entropy", "Entropy", "nats"),
-    ("rollout/tokens_per_s", "Generation", "tokens/s"),
-    ("train/tokens_per_s", "Training", "tokens/s"),
-    ("rollout/samples_per_s", "Samples", "per second"),
-)
-_MAX_TILES: Final = 6
-_AVERAGED: Final = 5
-"""A metric that jumps from step to step is shown as the mean of so many first and last ones."""
-
-
-def headline(metrics: Metrics) -> list[dict[str, str]]:
-    """Return what the run came to, in a few words: where it began and where it is, and its latest state."""
-    tiles = []
-    is_rl = "rollout/reward_mean" in metrics.columns
-    for key, label in _CHANGES:
-        if key == "train/loss" and is_rl:
-            continue
-        values = _known(metrics.columns, key)
-        if values:
-            count = 1 if key.startswith(("evaluation/", "validation/")) else min(_AVERAGED, max(1, len(values) // 4))
-            first, last = sum(values[:count]) / count, sum(values[-count:]) / count
-            detail = f"from {_figure(first)}" if len(values) > 1 else "one value so far"
-            tiles.append({"label": label, "value": _figure(last), "detail": detail, "key": key})
-    for key, label, unit in _LATEST:
-        values = _known(metrics.columns, key)
-        if values:
-            count = min(_AVERAGED, len(values))
-            tiles.append({"label": label, "value": _figure(sum(values[-count:]) / count), "detail": unit, "key": key})
-    return tiles[:_MAX_TILES]
-
-
-def _known(columns: Mapping[str, Column], key: str) -> list[float]:
-    return [value for value in columns.get(key, ()) if value is not None]
-
-
-def _figure(value: float) -> str:
-    if abs(value) >= 10_000:
-        return f"{value:,.0f}"
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-_FACTS: Final = (
-    ("model.path", "model"),
-    ("model.preset", "model preset"),
-    ("algorithm.preset", "algorithm"),
-    ("rollout.batch_groups", "groups per step"),
-    ("rollout.group_size", "group size"),
-    ("rollout.staleness", "staleness bound"),
-    ("placement", "placement"),
-    ("generator.engine", "engine"),
-    ("training.batch_size", "batch size"),
-    ("run.seed", "seed"),
-)
-
-
-def facts(run: Run) -> list[tuple[str, str]]:
-    """Return what was run, from its configuration: label and value."""
-    is_rl = run.setting("rollout.group_size") is not None
-    found = []
-    for path, label in _FACTS:
-        value = run.setting(path)
-        if isinstance(value, str | int | float) and not (is_rl and path == "training.batch_size"):
-            found.append((label, str(value)))
-    return found

@@ -23,7 +23,8 @@ from typing import Any, Final
 
 from forge._version import __version__
 from forge.errors import DataError
-from forge.observe.report.charts import choose_charts, facts, headline
+from forge.observe.report.charts import choose_charts
+from forge.observe.report.headline import facts, headline
 from forge.observe.report.reading import Run, read_run
 
 DEFAULT_SAMPLES: Final = 400
@@ -123,6 +124,7 @@ def describe(run: Run, *, made_at: float) -> dict[str, Any]:
             "numSteps": samples.num_steps,
         },
         "ledger": run.ledger,
+        "league": run.league,
         "config": run.config_text,
         "notes": run.notes,
     }

@@ -15,6 +15,7 @@ from forge.config.loading import FILE_NAME
 from forge.config.yaml_text import read_yaml
 from forge.errors import DataError, OptionError
 from forge.observe.jsonl import MetricsLine, read_jsonl
+from forge.observe.league_table import LEAGUE_TABLE, read_league
 from forge.observe.report.samples import SampleSet, json_lines, read_evaluation, read_samples
 
 _MAX_POINTS: Final = 1500
@@ -57,6 +58,7 @@ class Run:
         metrics, samples: the curves and the episodes.
         config_text: config.yaml as it stands, empty where there is none; `config` the same as plain data.
         ledger: how many groups came to each outcome.
+        league: the table of a self-play league, as `read_league` returns it; empty without one.
         notes: what a reader should know about what is not here.
     """
 
@@ -66,6 +68,7 @@ class Run:
     config_text: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     ledger: Mapping[str, int] = field(default_factory=dict)
+    league: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def setting(self, path: str) -> Any:
@@ -109,7 +112,8 @@ def read_run(folder: str | os.PathLike[str], *, max_samples: int) -> Run:
                 repair="wait for the end of its first step",
             )
         notes.append("The run has not finished a step, so there are no curves.")
-    return Run(place, metrics, samples, text, config, ledger, (*notes, *samples.notes))
+    league = _read_league(place, notes)
+    return Run(place, metrics, samples, text, config, ledger, league, (*notes, *samples.notes))
 
 
 def _read_evaluation(place: Path, *, max_samples: int) -> Run:
@@ -131,7 +135,7 @@ def _read_evaluation(place: Path, *, max_samples: int) -> Run:
     metrics = Metrics((step,) if values else (), columns, {}, 1, len(values) and 1, step, ended, ended)
     text, config = _read_config(place / FILE_NAME, notes)
     samples = read_evaluation(place / EVAL_SAMPLES, max_samples=max_samples)
-    return Run(place, metrics, samples, text, config, {}, (*notes, *samples.notes))
+    return Run(place, metrics, samples, text, config, notes=(*notes, *samples.notes))
 
 
 def _read_results(path: Path, notes: list[str]) -> Mapping[str, Any]:
@@ -224,6 +228,15 @@ def _read_config(path: Path, notes: list[str]) -> tuple[str, Mapping[str, Any]]:
         notes.append(f"{path.name} could not be read in full, so the run is described without it.")
     data = document.data
     return text[:_MAX_CONFIG], data if isinstance(data, Mapping) and not document.problems else {}
+
+
+def _read_league(place: Path, notes: list[str]) -> Mapping[str, Any]:
+    try:
+        return read_league(place)
+    except DataError as error:
+        if (place / LEAGUE_TABLE).exists():
+            notes.append(f"{LEAGUE_TABLE} could not be read: {error.rule}.")
+        return {}
 
 
 def _read_ledger(path: Path, notes: list[str]) -> Mapping[str, int]:

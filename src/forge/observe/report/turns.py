@@ -18,6 +18,7 @@ _FEWEST_CHARACTERS: Final = 200
 _MAX_NAME: Final = 200
 _MAX_ARGUMENTS: Final = 4_000
 _MAX_CALLS: Final = 64
+_MAX_AGENTS: Final = 64
 
 Fields = dict[str, Any]
 
@@ -56,6 +57,7 @@ class TurnTable:
         stats = episode.get("stats")
         return {
             "ending": cut(str(episode.get("ending") or ""), 40),
+            "agents": _agents(episode),
             "stats": {
                 cut(str(name), _MAX_NAME): number(value)
                 for name, value in (stats.items() if isinstance(stats, dict) else ())
@@ -70,8 +72,12 @@ class TurnTable:
     def _turn(self, turn: Fields, *, characters: int) -> Fields:
         context, calls = turn.get("context"), turn.get("calls")
         text = turn.get("text")
+        if turn["start"] == turn["end"]:  # another model's turn: its tokens are not known
+            characters = self._max_text
         return {
             "index": turn["index"],
+            "agent": cut(str(turn.get("agent") or ""), _MAX_NAME),
+            "order": whole(turn.get("order")),
             "parent": whole(turn.get("parent")),
             "previous": whole(turn.get("previous")),
             "path": [place for place in _list(turn.get("path")) if type(place) is int][:32],
@@ -104,6 +110,21 @@ class TurnTable:
         if place == len(self.messages):
             self.messages.append(fields)
         return place
+
+
+def _agents(episode: Fields) -> dict[str, Fields]:
+    """Return what answered for each agent, and what it earned; nothing for an episode with one agent."""
+    found = episode.get("agents")
+    return {
+        cut(str(name), _MAX_NAME): {
+            "policy": cut(str(agent.get("policy") or ""), _MAX_NAME),
+            "learns": agent.get("learns") is not False,
+            "reward": number(agent.get("reward")),
+            "advantage": number(agent.get("advantage")),
+        }
+        for name, agent in (list(found.items())[:_MAX_AGENTS] if isinstance(found, dict) else ())
+        if isinstance(agent, dict)
+    }
 
 
 def turns_of(episode: Fields) -> list[Fields]:
@@ -155,8 +176,8 @@ def whole(value: object) -> int | None:
 
 def _texts(turn: Fields) -> list[str]:
     found = [content_text(each.get("content")) for each in _list(turn.get("messages")) if isinstance(each, dict)]
-    context = turn.get("context")
-    return [*found, context] if isinstance(context, str) else found
+    more = [turn.get("context"), turn.get("text") if turn["start"] == turn["end"] else None]
+    return [*found, *(text for text in more if isinstance(text, str))]
 
 
 def _call(call: Fields) -> Fields:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forge.generator.native.pages import PAGE, OutOfPages, PagePool
+from forge.generator.native.pages import ADAPTER_ROOTS, FIXED_ROOTS, PAGE, ROOT, OutOfPages, PagePool
 
 
 def text(seed: int, num_pages: int) -> list[int]:
@@ -14,9 +14,9 @@ def text(seed: int, num_pages: int) -> list[int]:
     return [draw.randrange(1000) for _ in range(num_pages * PAGE)]
 
 
-def fill(pool: PagePool, ids: list[int]) -> list[int]:
+def fill(pool: PagePool, ids: list[int], *, root: int = ROOT) -> list[int]:
     """Compute a text from its beginning, as a sequence does, and return its pages."""
-    prefix = pool.find(ids, most=len(ids))
+    prefix = pool.find(ids, most=len(ids), root=root)
     shared, mark = len(prefix.pages), prefix.mark
     pages = prefix.pages + pool.take(len(ids) // PAGE - shared)
     for number in range(shared, len(pages)):
@@ -33,6 +33,22 @@ def test_pages_are_taken_once_and_come_back() -> None:
     pool.release(first)
     assert pool.num_free == 2
     assert sorted(pool.take(2)) == sorted(first)
+
+
+def test_an_update_forgets_what_adapters_computed_on_the_weights_that_changed() -> None:
+    pool, ids = PagePool(16), text(1, 2)
+    pinned, fixed = 1, FIXED_ROOTS + 3
+    roots = (ROOT, pinned, fixed, ADAPTER_ROOTS, ADAPTER_ROOTS + 5)
+    for root in roots:
+        pool.release(fill(pool, ids, root=root))
+    assert pool.num_retained == 2 * len(roots), "every adapter has prefixes of its own"
+    pool.forget_live()
+    known = []
+    for root in roots:
+        prefix = pool.find(ids, most=len(ids), root=root)
+        pool.release(prefix.pages)
+        known += [root] if prefix.pages else []
+    assert known == [pinned, fixed]
 
 
 def test_too_many_pages_take_none() -> None:

@@ -104,6 +104,24 @@ function ledgerTable() {
   );
 }
 
+function leagueTable() {
+  const { members, step } = data.league;
+  if (!members) return null;
+  const cell = (text) => make('td', { text });
+  return make(
+    'section', { 'data-test': 'league' }, make('h2', { text: 'League' }),
+    make('p', { class: 'help', text: `After step ${step}: games of the live policy against each member. A draw counts half; in the win rate recent games count more.` }),
+    make('div', { class: 'card ledger' }, make(
+      'table', {},
+      make('thead', {}, make('tr', {}, ...['opponent', 'Elo', 'games', 'wins', 'draws', 'losses', 'win rate'].map((text) => make('th', { scope: 'col', text })))),
+      make('tbody', {}, ...members.map((row) => make(
+        'tr', {}, make('th', { scope: 'row', text: row.member }), cell(row.rating.toFixed(0)), ...[row.games, row.wins, row.draws, row.losses].map((count) => cell(count.toLocaleString('en-US'))),
+        cell(row.win_rate === null ? '–' : `${(100 * row.win_rate).toFixed(1)}%`),
+      ))),
+    )),
+  );
+}
+
 function build() {
   const board = new Board();
   const samples = data.samples.items.length ? new Samples() : null;
@@ -116,6 +134,7 @@ function build() {
     make(
       'main', {},
       ...chartSections(board),
+      leagueTable() || '',
       make('section', { id: 'samples' }, make('h2', { text: 'Samples' }), make('p', { class: 'help', text: told }), samples ? samples.node : null),
       ledgerTable() || '',
       data.config ? make('details', { class: 'config' }, make('summary', { text: 'Configuration' }), make('pre', { text: data.config })) : '',

@@ -80,7 +80,7 @@ class TokenView {
   // The tokens of one turn, or of the whole sample.
   text(item, mode, turn) {
     const body = make('div', { class: 'tokens', 'data-test': 'tokens' });
-    if (!item.pieces.length) {
+    if (!item.pieces.length || (turn && turn.start === turn.end)) {
       body.append((turn ? turn.text : item.text) || '');
       return body;
     }

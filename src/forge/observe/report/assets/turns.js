@@ -35,9 +35,20 @@ function versionsOf(item, turn) {
   return [...new Set(item.versions.filter(([, start, end]) => start < turn.end && end > turn.start).map(([version]) => version))];
 }
 
+// What answered for the agent of a turn, and what it earned.
+function agentOf(item, turn) {
+  return item.agents[turn.agent] || { policy: 'live', learns: true, reward: null, advantage: null };
+}
+
+// Turns as they were said: by agent in the record, because agents may speak at the same time.
+function inOrder(item) {
+  return [...item.turns].sort((one, other) => (one.order ?? one.index) - (other.order ?? other.index));
+}
+
 // Why a turn's sampled tokens are not in the loss; null where they are.
 function leftOut(item, turn) {
   if (!turn.delivered) return 'never delivered';
+  if (turn.agent && !agentOf(item, turn).learns) return `${turn.agent} does not learn`;
   if (!turn.trained) return 'left out of training by the program';
   if (item.outcome === 'evaluation') return 'held out';
   if (item.outcome !== 'trained') return 'its group was not trained on';
@@ -48,6 +59,7 @@ function leftOut(item, turn) {
 
 function maskOf(item, turn) {
   const why = leftOut(item, turn);
+  if (turn.agent && agentOf(item, turn).policy !== 'live') return `not in the loss: ${why}`;
   return `${turn.end - turn.start} tokens sampled, ${why === null ? 'in the loss' : `not in the loss: ${why}`}`;
 }
 
@@ -65,7 +77,7 @@ class Conversation {
     this.text = text;
     this.children = new Map();
     item.turns.forEach(({ parent }) => this.children.set(parent, (this.children.get(parent) || 0) + 1));
-    this.node = make('div', { class: 'turns', 'data-test': 'turns' }, ...item.turns.map((turn) => this.turn(turn)));
+    this.node = make('div', { class: 'turns', 'data-test': 'turns' }, ...inOrder(item).map((turn) => this.turn(turn)));
     const left = item.numTurns - item.turns.length;
     if (left > 0) this.node.append(make('p', { class: 'help', text: `${left} more turns are not in this page.` }));
   }
@@ -79,7 +91,7 @@ class Conversation {
       ...turnMessages(turn).map((message) => this.message(message)),
       make(
         'div', { class: `said${isCounted ? ' counted' : ''}` },
-        make('div', { class: 'who' }, make('b', { text: 'assistant' }), make('small', { text: maskOf(this.item, turn) })),
+        make('div', { class: 'who' }, make('b', { text: turn.agent || 'assistant' }), make('small', { text: maskOf(this.item, turn) })),
         this.text(this.item, turn),
         ...turn.calls.map((call) => this.call(call)),
       ),
@@ -92,7 +104,7 @@ class Conversation {
     const told = [
       ['reward', turn.reward === null ? null : figure(turn.reward), 'main'],
       ['advantage', turn.advantage === null ? null : signed(turn.advantage, 3), turn.advantage > 0 ? 'up' : turn.advantage < 0 ? 'down' : ''],
-      ['weights', versions || null],
+      ['weights', versions || (turn.agent ? agentOf(this.item, turn).policy : null)],
       ['read', turn.read === null ? null : `${turn.read} tokens`],
       ['cached', turn.cached ? `${turn.cached} tokens` : null],
       ['time', turn.seconds === null ? null : `${figure(turn.seconds)} s`],
@@ -100,7 +112,7 @@ class Conversation {
     ].filter(([, value]) => value !== null);
     const branch = turn.path.length ? ` · branch ${turn.path.join('.')}` : '';
     return make(
-      'header', {}, make('h5', { text: `Turn ${turn.index + 1}${branch}` }),
+      'header', {}, make('h5', { text: `Turn ${turn.index + 1}${turn.agent ? ` · ${turn.agent}` : ''}${branch}` }),
       make('dl', { class: 'marks' }, ...told.map(([name, value, kind]) => make('div', { class: kind || '' }, make('dt', { text: name }), make('dd', { text: value })))),
     );
   }
@@ -139,7 +151,8 @@ class Conversation {
 // How an episode ended and what it used.
 function episodeFacts(item) {
   const known = STATS.filter(([key]) => item.stats[key] !== undefined && (item.stats[key] || key === 'num_turns'));
-  return [['ending', ENDINGS[item.ending] || item.ending, item.ending === 'finished' ? '' : 'down'], ...known.map(([key, label]) => [label, figure(item.stats[key])])];
+  const agents = Object.entries(item.agents).map(([name, { reward }]) => [name, reward === null ? 'no reward' : figure(reward)]);
+  return [['ending', ENDINGS[item.ending] || item.ending, item.ending === 'finished' ? '' : 'down'], ...agents, ...known.map(([key, label]) => [label, figure(item.stats[key])])];
 }
 
 function statsTable(item) {

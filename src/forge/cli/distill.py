@@ -1,0 +1,59 @@
+"""`forge distill CONFIG [overrides]`: store a teacher's logprobs of the data of a run."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+from forge.cli.config import AnyOrderParser
+
+if TYPE_CHECKING:
+    from forge.data.teacher_logprobs import StoreFacts
+
+_REPORT_S = 10.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register `distill`."""
+    parser = subparsers.add_parser(
+        "distill",
+        help="store a teacher's top-k logprobs for the data of a run",
+        description="Ask a teacher for its likeliest tokens at every token of the data that counts in the loss, and "
+        "store their logprobs. A run with the same configuration (apps/distill/main.py) then learns from them without "
+        "the teacher. A command that was stopped continues, and data that was added is added to the store.",
+        epilog="example: forge distill apps/distill/tiny_offline.yaml teacher.path=models/teacher",
+    )
+    parser.__class__ = AnyOrderParser  # overrides may stand between options
+    parser.add_argument(
+        "words", metavar="CONFIG|OVERRIDE", nargs="+", help="YAML files, and a.b=c or ~a.b for any key; overrides win"
+    )
+    parser.set_defaults(handler=_distill)
+
+
+def _distill(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from forge.config import DistillConfig, add_module_folders, load, split_words
+    from forge.loops.stored_teacher import store_folder
+    from forge.loops.storing import store_logprobs
+
+    files, overrides = split_words(arguments.words)
+    files = [os.path.expanduser(file) for file in files]
+    add_module_folders(files)
+    config = load(DistillConfig, files=files, overrides=overrides)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    reported = time.monotonic()
+
+    def report(facts: StoreFacts, total: int) -> None:
+        nonlocal reported
+        if time.monotonic() - reported > _REPORT_S:
+            reported = time.monotonic()
+            print(f"{facts.num_samples:,} of {total:,} samples are on disk", flush=True)
+
+    facts = asyncio.run(store_logprobs(config, report=report))
+    print(f"{facts.num_samples:,} samples, {facts.num_tokens:,} tokens, top {facts.k} of {facts.teacher}")
+    print(f"stored in {store_folder(config)}")
+    return 0

@@ -1,0 +1,90 @@
+"""Start a run of reinforcement learning again inside its program, from the newest checkpoint, when a worker is lost.
+
+A trainer in processes of its own is restored in place (`forge.trainer.recovering`), and services replace their
+replicas. This is for the rest: a policy that trains and generates in one process (`placement: shared`), and a service
+whose replicas died too often. The run does what `--resume` does: groups since the checkpoint are rolled out again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from forge.loops.planning import GRPOPlan, episode_options, plan_run
+from forge.loops.resuming import saved_step
+from forge.loops.run_paths import checkpoint_dir, crash_dir
+from forge.loops.stopping import Stop
+from forge.loops.workers import Workers, start_workers
+from forge.observe.clock import monotonic_s
+from forge.trainer.deaths import Deaths
+
+if TYPE_CHECKING:
+    from forge.loops.grpo import GRPOLoop
+
+_log = logging.getLogger("forge.grpo")
+
+
+class Restarts:
+    """Decides whether a run that lost a worker starts again, and counts what that costs."""
+
+    def __init__(self, plan: GRPOPlan, *, clock: Callable[[], float] = monotonic_s) -> None:
+        self._rules, self._clock = plan.config.recovery, clock
+        self._deaths = Deaths("worker", self._rules, crash_dir(plan.config), clock=clock)
+        self._lost_at = 0.0
+        self._lost_step: int | None = None
+        self.loop: GRPOLoop | None = None
+        """The loop that runs, or ran last."""
+
+    def begin(self, loop: GRPOLoop, plan: GRPOPlan) -> GRPOLoop:
+        """Note that a loop starts, and add to its metrics what it cost to start the run again."""
+        self.loop = loop
+        if self._lost_step is not None:
+            cost = {"seconds": self._clock() - self._lost_at, "steps_retrained": self._lost_step - plan.resume_step}
+            loop.learner.note_restart({f"recovery/{name}": value for name, value in {"restarts": 1, **cost}.items()})
+            self._lost_step = None
+        return loop
+
+    async def after(self, failure: Exception, plan: GRPOPlan, *, stop: Stop) -> GRPOPlan:
+        """Return the plan of the run that continues after the loss of a worker, when it is time for it.
+
+        Raise the failure if the run was asked to stop, or has not started; `RecoveryError` after too many.
+        """
+        is_local = plan.config.launcher.kind == "local"  # hosts cannot be attached to a second time
+        loop = self.loop
+        if loop is None or stop.signal is not None or not self._rules.max_restarts or not is_local:
+            raise failure
+        step = loop.step
+        self._deaths.note(failure, what="a step", step=step, batch=loop.learner.batch)
+        stop.retract()
+        self._lost_at, self._lost_step = self._clock(), step
+        await self._deaths.wait_to_restart(failure)
+        saved = saved_step(checkpoint_dir(plan.config)) or 0
+        _log.warning("all workers are started again, and the run continues after step %d of %d", saved, step)
+        return resumed(plan)
+
+
+async def start_planned(plan: GRPOPlan) -> Workers:
+    """Start the workers of a plan."""
+    return await start_workers(
+        plan.config,
+        plan.trainer,
+        loss=plan.loss,
+        run=plan.run,
+        episodes=episode_options(plan),
+        tokenizer=plan.tokenizer,
+    )
+
+
+def resumed(plan: GRPOPlan) -> GRPOPlan:
+    """Return the plan of the same run from its newest checkpoint, or from its start if there is none."""
+    checkpointing = plan.config.checkpointing.model_copy(update={"resume": "auto"})
+    again = plan_run(plan.config.model_copy(update={"checkpointing": checkpointing}), program=plan.program)
+    return replace(
+        again,
+        loss=plan.loss,
+        advantage=plan.advantage,
+        own_loss=plan.own_loss,
+        own_advantage=plan.own_advantage,
+    )
