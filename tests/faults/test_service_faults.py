@@ -325,8 +325,8 @@ def test_a_rank_can_be_lost_while_it_boots(drive, sent):
         while not found:
             await asyncio.sleep(0)
             found = [pid for pid in _children() if f"boot{sent}" in _group_of(pid)]
+        pidfd = os.pidfd_open(found[0])  # before the signal: the parent reaps a dead process at once
         os.kill(found[0], sent)
-        pidfd = os.pidfd_open(found[0])
         with pytest.raises(LaunchError):
             await start
         await ended(pidfd)
