@@ -10,11 +10,21 @@ import json
 import os
 import signal
 import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import forge
 from actors import Worker
-from forge.config import LauncherConfig
-from forge.errors import PlacementError
+from forge.cli import main as cli
+from forge.config import GRPOConfig, LauncherConfig
+from forge.errors import LaunchError, PlacementError
+from forge.loops.run_control import listening
+from forge.loops.run_hosts import RunHosts
+from forge.loops.run_paths import run_dir
+from forge.loops.runtime_changes import with_changes
+from forge.service.hosts import add_host, list_hosts, remove_host
 
 
 async def spread(service) -> dict[str, object]:
@@ -45,7 +55,7 @@ async def lose_a_host(service, worker: int) -> dict[str, object]:
     callers = [asyncio.create_task(caller()) for _ in range(16)]
     os.kill(worker, signal.SIGKILL)
     metrics = await service.wait_until(
-        lambda metrics: metrics.num_healthy == len(metrics.replicas) and metrics.restarts >= 1, timeout_s=600
+        lambda metrics: metrics.num_healthy == len(metrics.replicas) and metrics.restarts >= 2, timeout_s=600
     )
     stop.set()
     served = sum(await asyncio.gather(*callers))
@@ -58,8 +68,62 @@ async def lose_a_host(service, worker: int) -> dict[str, object]:
     }
 
 
+async def join_and_leave(service, addresses: list[str], folder: Path) -> dict[str, object]:
+    """One host at first. Another joins, gets replicas and takes over: by `forge hosts`, as for a run in `folder`."""
+    config = GRPOConfig.model_validate(
+        {"run": {"output_dir": folder, "name": "run"}, "launcher": {"kind": "hosts", "hosts": addresses[:1]}}
+    )
+    run_dir(config).mkdir()
+    hosts = RunHosts(cast(Any, SimpleNamespace(config=config, asked=None)), step=lambda: 3)
+
+    async def ask(*words: str) -> int:
+        async with listening(run_dir(config), hosts.answer):
+            return await asyncio.to_thread(cli, ["hosts", str(run_dir(config)), *words])
+
+    async def places() -> list[str]:
+        return sorted(replica.host for replica in (await service.get_metrics()).replicas)
+
+    def states() -> dict[str, str]:
+        return {host.name: host.state for host in list_hosts()}
+
+    said: dict[str, object] = {"first": await places()}
+    said["exits"] = [await ask("--add", addresses[1]), await ask("--add", addresses[1]), await ask()]
+    await service.resize(4)
+    said["joined"] = await places()
+    stays = await Worker.options(mesh_name="stays").as_actor()
+    place = next(host.name for host in list_hosts() if "stays" in host.groups)
+    said["refusals"] = [await refusal(address) for address in ("127.0.0.1:1", addresses[1])]
+    said["refusals"] += [await refusal(place, add=False)]
+    await stays.stop()
+    held = [asyncio.ensure_future(service.hold.route("gate")) for _ in range(4)]
+    while sum(map(len, await service.read_log.fanout())) < 4:
+        pass
+    said["exits"] += [await ask("--remove", addresses[0], "--drain-timeout", "0.5")]
+    said["left"], said["states"] = await places(), states()
+    said["refusals"] += [await refusal(addresses[1], add=False), await refusal(addresses[0], add=False)]
+    await service.open.fanout("gate")
+    said["calls"] = sorted(type(each).__name__ for each in await asyncio.gather(*held, return_exceptions=True))
+    said["refusals"] += [await refusal(addresses[0])]
+    said["resumed"] = with_changes(config, run_dir(config)).launcher.hosts
+    return said
+
+
+async def refusal(address: str, *, add: bool = True) -> str:
+    try:
+        await (add_host(address) if add else remove_host(address))
+    except (LaunchError, PlacementError) as error:
+        return error.message
+    return ""
+
+
 async def main(scenario: str, addresses: list[str], worker: int) -> None:
-    async with forge.run(LauncherConfig(kind="hosts", hosts=tuple(addresses))):
+    hosts = addresses[:1] if scenario == "join" else addresses
+    async with forge.run(LauncherConfig(kind="hosts", hosts=tuple(hosts))):
+        if scenario == "join":
+            service = await Worker.options(num_replicas=2).as_service()
+            with tempfile.TemporaryDirectory() as folder:
+                print(json.dumps(await join_and_leave(service, addresses, Path(folder))), flush=True)
+            return
         service = await Worker.options(num_replicas=4).as_service()
         if scenario == "spread":
             print(json.dumps(await spread(service)), flush=True)

@@ -25,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
         episode,
         eval,
         history,
+        hosts,
         job,
         league,
         plan,
@@ -45,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     evaluating, serving = (report, replay, history, eval, league), (distill, chat, serve)
     authoring = (config, algorithms, rewards, episode, env, template)
-    for module in (run, job, scale, chaos, plan, *evaluating, *serving, *authoring, download, doctor, worker):
+    for module in (run, job, scale, hosts, chaos, plan, *evaluating, *serving, *authoring, download, doctor, worker):
         module.add_parser(subparsers)
     return parser
 

@@ -72,7 +72,7 @@ def read_changes(folder: Path) -> Iterator[RuntimeChange]:
     for line in text.split("\n")[:-1]:
         fields = json.loads(line)
         fields.pop("time")
-        yield RuntimeChange(**fields)
+        yield RuntimeChange(**{name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()})
 
 
 def begin_changes(folder: Path, *, is_resumed: bool) -> None:

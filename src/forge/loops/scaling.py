@@ -19,6 +19,7 @@ from forge.config.generator import AutoscaleConfig
 from forge.errors import ForgeError, OptionError, ResizeError, did_you_mean
 from forge.loops.planning import GRPOPlan, in_flight_limit
 from forge.loops.run_control import listening
+from forge.loops.run_hosts import RunHosts
 from forge.loops.run_paths import run_dir
 from forge.loops.runtime_changes import RuntimeChange, begin_changes, record_change, value_at
 from forge.loops.workers import Workers
@@ -90,6 +91,7 @@ class RunScaling:
         self._rule = self._config.generator.autoscale
         self._loads: deque[ScalingLoad] = deque(maxlen=None if self._rule is None else self._rule.patience)
         self._generating_s = 0.0
+        self._hosts = RunHosts(plan, step=step)
         self._turn = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -115,6 +117,8 @@ class RunScaling:
                     await asyncio.wait({self._task})
 
     async def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if request.get("command") == "hosts":
+            return await self._hosts.answer(request)
         if request.get("command") not in ("scale", "show"):
             raise OptionError("there is no such command", path="command", value=request.get("command"))
         wanted = request.get("workers", {})

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
@@ -371,11 +371,21 @@ class Host:
         self.gpus = GpuPool(name, facts.gpus)
         self.threads = ThreadLedger(name, facts.num_cpus)
         self.is_lost = False
+        self.is_leaving = False
         self.num_groups = 0
         self.watch: ProcessWatch = LocalWatch()
 
     def __repr__(self) -> str:
-        return f"Host({self.name!r}{', lost' if self.is_lost else ''})"
+        return f"Host({self.name!r}, {self.state})"
+
+    @property
+    def state(self) -> Literal["ready", "leaving", "lost"]:
+        return "lost" if self.is_lost else "leaving" if self.is_leaving else "ready"
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether processes may be started on it."""
+        return self.state == "ready"
 
     @property
     def is_local(self) -> bool:
@@ -424,6 +434,16 @@ async def attach_host(worker: str, timings: HostTimings) -> Host:
     host.watch = watch = AgentWatch(host, agent, procs, timings)
     await watch.connect()
     return host
+
+
+async def let_go(host: Host, timings: HostTimings) -> None:
+    """Shut a host's worker down; `forge worker` starts a fresh one for the next run."""
+    try:
+        await host.watch.close()  # before the worker ends: a heartbeat to one that is gone would come back as a fault
+        if not host.is_lost:
+            await asyncio.wait_for(host.mesh.shutdown(), timings.timeout_s)
+    except Exception as error:  # noqa: BLE001 - it ends by itself when the controller falls silent
+        _log.warning("host %s did not confirm its release: %s", host.name, type(error).__name__)
 
 
 def joint_mesh(hosts: Sequence[Host]) -> Any:

@@ -12,16 +12,17 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from forge.errors import LaunchError, PlacementError
+from forge.errors import LaunchError
 from forge.runtime import rendezvous
 from forge.runtime.backend import install_fault_hook, stop_client, this_host
 from forge.runtime.control import control
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.handle import ActorHandle
 from forge.runtime.hosts import Host, local_host
+from forge.runtime.membership import Membership
 from forge.runtime.replies import stop_replies
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self._hosts: tuple[Host, ...] | None = None
-        self._release: Callable[[], Awaitable[None]] | None = None
+        self._membership: Membership | None = None
         self._outside = Block()
         self._blocks: list[Block] = [self._outside]
         self._guard = asyncio.Lock()
@@ -54,10 +54,10 @@ class Runtime:
     async def open(self, launcher: LauncherConfig | None = None) -> None:
         """Get the hosts; later calls without a launcher keep them. Called on the control loop."""
         async with self._guard:
-            if self._hosts is not None:
+            if self._membership is not None:
                 if launcher is not None:
                     raise LaunchError(
-                        "the runtime is already open on " + ", ".join(host.name for host in self._hosts),
+                        "the runtime is already open on " + ", ".join(host.name for host in self.hosts),
                         path="forge.run(launcher=)",
                         value=launcher.kind,
                         rule="hosts are chosen before the first spawn",
@@ -78,7 +78,7 @@ class Runtime:
             install_fault_hook()
             this_host()  # starts Monarch in this process
             _close_at_exit()
-            self._hosts = (local_host(),)
+            self._membership = Membership((local_host(),))
             return
         from forge.runtime.launchers import launch
 
@@ -86,34 +86,22 @@ class Runtime:
         install_fault_hook()
         allocation = await launch(launcher)
         _close_at_exit()
-        self._hosts, self._release = allocation.hosts, allocation.release
+        self._membership = Membership(allocation.hosts, release=allocation.release)
+
+    @property
+    def is_open(self) -> bool:
+        return self._membership is not None
+
+    @property
+    def membership(self) -> Membership:
+        """The hosts, which may change."""
+        if self._membership is None:
+            raise LaunchError("the runtime is not open", repair="spawn something, or enter `async with forge.run():`")
+        return self._membership
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        if self._hosts is None:
-            raise LaunchError("the runtime is not open", repair="spawn something, or enter `async with forge.run():`")
-        return self._hosts
-
-    def pick_hosts(self, count: int, *, spec: GroupSpec) -> tuple[Host, ...]:
-        """Return the `count` hosts that have the GPUs and carry the fewest groups, first ones first."""
-        label = spec.label
-        usable = [host for host in self.hosts if not host.is_lost]
-        if count > len(usable):
-            lost = [host.name for host in self.hosts if host.is_lost]
-            raise PlacementError(
-                f"{label} asked for {count} host(s), and {len(usable)} of {len(self.hosts)} can be used",
-                path="options(hosts=)",
-                value=count,
-                rule=f"at most {len(usable)}: {[host.name for host in usable]}" + (f"; lost: {lost}" if lost else ""),
-                repair="ask for fewer hosts, or give the launcher more",
-            )
-        need = spec.num_procs if spec.with_gpus else 0
-
-        def rank(index: int) -> tuple[bool, int, int]:
-            return (len(usable[index].gpus.free) < need, usable[index].num_groups, index)
-
-        order = sorted(range(len(usable)), key=rank)
-        return tuple(usable[index] for index in sorted(order[:count]))
+        return self.membership.hosts
 
     async def start_group(self, spec: GroupSpec, hosts: Sequence[Host]) -> RankGroup:
         """Start a group of ranks that ends with the current block. Called on the control loop."""
@@ -131,7 +119,7 @@ class Runtime:
 
         async def start() -> RankGroup:
             await self.open()
-            started.append(await self.start_group(spec, self.pick_hosts(num_hosts or 1, spec=spec)))
+            started.append(await self.start_group(spec, self.membership.pick(num_hosts or 1, spec=spec)))
             return started[0]
 
         try:
@@ -180,16 +168,10 @@ class Runtime:
         async with self._guard:
             for block in reversed(self._blocks):
                 await self._stop_all(block)
-            hosts, self._hosts = self._hosts or (), None
-            for host in hosts:
-                try:
-                    await host.watch.close()
-                except Exception as error:  # noqa: BLE001 - a lost host cannot be closed
-                    _log.warning("host %s did not close: %s", host.name, type(error).__name__)
-            release, self._release = self._release, None
+            membership, self._membership = self._membership, None
             try:
-                if release is not None:
-                    await release()
+                if membership is not None:
+                    await membership.close()
             finally:
                 await rendezvous.close_server()
 

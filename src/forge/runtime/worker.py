@@ -25,7 +25,7 @@ _QUICK_S = 2.0
 _MAX_QUICK_DEATHS = 5
 
 
-def check_address(address: str) -> str:
+def check_address(address: str, *, path: str = "forge worker --address") -> str:
     """Return an address such as `tcp://127.0.0.1:22222`; anything else raises with the rule."""
     try:
         parts = urlsplit(address)
@@ -36,10 +36,10 @@ def check_address(address: str) -> str:
     if not fits or address != f"{parts.scheme}://{parts.netloc}" or "@" in address or len(address.split()) != 1:
         raise LaunchError(
             "this is not a worker's address",
-            path="forge worker --address",
+            path=path,
             value=address,
             rule="tcp://HOST:PORT or tls://HOST:PORT",
-            repair="forge worker --address tcp://127.0.0.1:22222",
+            repair="write it like tcp://127.0.0.1:22222",
         )
     if parts.scheme == "tls":
         check_tls("a tls:// worker")

@@ -79,6 +79,23 @@ class Resizer:
                 leaving = indices_to_remove(present, len(present) - num_replicas)
                 await self._run(self._end_all(leaving, sessions=sessions, drain_timeout_s=drain_timeout_s))
 
+    async def move(self, indices: Collection[int], *, drain_timeout_s: float | None) -> None:
+        """Replace replicas by new ones in other places: start those, then let the old ones leave.
+
+        Raise `ResizeError` if a new one could not be started; the old ones then stay.
+        """
+        async with self._turn:
+            present = [each.index for each in self._supervisor.replicas]
+            leaving = [index for index in indices if index in present]
+            added = indices_to_add(present, len(leaving))
+            try:
+                await self._run(self._grow(added, len(present)))
+            except ResizeError as error:
+                await self._run(self._end_all(added, sessions="move", drain_timeout_s=drain_timeout_s))
+                error.num_replicas = len(present)
+                raise
+            await self._run(self._end_all(leaving, sessions="move", drain_timeout_s=drain_timeout_s))
+
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run one part, which the end of the service cancels."""
         name = self._supervisor.table.name

@@ -21,6 +21,7 @@ from forge.errors import ServiceStopped
 from forge.observe.clock import monotonic_s
 from forge.runtime.backend import Channel
 from forge.runtime.group import GroupSpec, RankGroup
+from forge.runtime.hosts import Host
 from forge.runtime.lifetime import runtime
 from forge.runtime.replies import read_answers, reply_channel
 from forge.service.options import ServiceOptions
@@ -112,6 +113,7 @@ class Supervisor:
             self.watch(replica)
         self._tasks = [asyncio.create_task(self._tick())]
         self._tasks[0].add_done_callback(self._report_failure)
+        runtime().membership.on_join(self._revive)
 
     def watch(self, replica: Replica) -> None:
         """Restart a replica whenever it is lost, from now on."""
@@ -122,6 +124,16 @@ class Supervisor:
         """Start a replica that was added to the running service. It gets calls as soon as it is set up."""
         await self._start(replica)
         self.watch(replica)
+
+    def _revive(self, host: Host) -> None:
+        """Start the replicas again that were dropped: now that a host has joined, there may be room for them."""
+        dropped = any(each.health == "given_up" for each in self.replicas)
+        if dropped and self.options.max_restarts > 0 and not self.is_stopping:
+            _log.info("service %s: dropped replicas are started again, as host %s joined", self.table.name, host.name)
+            reviving = self.resizer.resize(len(self.replicas), sessions="move", drain_timeout_s=None)
+            task = asyncio.create_task(reviving)
+            self._tasks.append(task)
+            task.add_done_callback(self._report_failure)
 
     @property
     def is_stopping(self) -> bool:
@@ -148,7 +160,7 @@ class Supervisor:
                 **self.spec.env,
             },
         )
-        hosts = runtime().pick_hosts(self.options.hosts or 1, spec=spec)
+        hosts = runtime().membership.pick(self.options.hosts or 1, spec=spec)
         group = RankGroup(spec, hosts)
         await group.start()
         replica.group = group
@@ -286,6 +298,8 @@ class Supervisor:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
+        if runtime().is_open:
+            runtime().membership.forget_listener(self._revive)
         await self.resizer.stop()
         tasks = [*self._tasks, *(task for replica in self.replicas for task in replica.tasks)]
         tasks += [replica.supervision for replica in self.replicas if replica.supervision is not None]

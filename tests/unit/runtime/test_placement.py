@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from forge.errors import PlacementError
 from forge.runtime.group import GroupSpec, RankGroup
 from forge.runtime.hosts import Host, HostFacts
-from forge.runtime.lifetime import Runtime
+from forge.runtime.membership import Membership
 from forge.runtime.placement import GpuLease, GpuPool, ThreadLedger, count_cpus, rank_environment, visible_gpus
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
@@ -301,18 +301,12 @@ def test_every_rank_gets_its_numbers_the_meeting_point_and_its_threads() -> None
     assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "3"
 
 
-def open_on(*hosts: Host) -> Runtime:
-    runtime = Runtime()
-    runtime._hosts = hosts
-    return runtime
-
-
 def test_groups_go_to_the_host_that_carries_the_fewest() -> None:
     one, two = make_host("one"), make_host("two")
-    runtime = open_on(one, two)
+    members = Membership((one, two))
     chosen = []
     for _ in range(4):
-        hosts = runtime.pick_hosts(1, spec=spec(with_gpus=False))
+        hosts = members.pick(1, spec=spec(with_gpus=False))
         RankGroup(spec(with_gpus=False), hosts)._place()
         chosen.append(hosts[0].name)
     assert chosen == ["one", "two", "one", "two"]
@@ -321,19 +315,19 @@ def test_groups_go_to_the_host_that_carries_the_fewest() -> None:
 def test_a_host_with_enough_gpus_is_preferred_to_an_idle_one_without() -> None:
     bare, busy = make_host("bare", num_gpus=1), make_host("busy")
     busy.num_groups = 9
-    runtime = open_on(bare, busy)
-    assert runtime.pick_hosts(1, spec=spec(procs=2)) == (busy,)
-    assert runtime.pick_hosts(1, spec=spec(procs=2, with_gpus=False)) == (bare,)
+    members = Membership((bare, busy))
+    assert members.pick(1, spec=spec(procs=2)) == (busy,)
+    assert members.pick(1, spec=spec(procs=2, with_gpus=False)) == (bare,)
 
 
 def test_more_hosts_than_can_be_used_are_refused() -> None:
     hosts = [make_host(name) for name in ("one", "two", "three")]
     hosts[1].is_lost = True
     with pytest.raises(PlacementError) as caught:
-        open_on(*hosts).pick_hosts(3, spec=spec("policy"))
+        Membership(hosts).pick(3, spec=spec("policy"))
     error = caught.value
     assert error.message == "policy asked for 3 host(s), and 2 of 3 can be used"
     assert (error.path, error.value) == ("options(hosts=)", 3)
     assert error.rule == "at most 2: ['one', 'three']; lost: ['two']"
     assert error.repair
-    assert open_on(*hosts).pick_hosts(2, spec=spec("policy")) == (hosts[0], hosts[2])
+    assert Membership(hosts).pick(2, spec=spec("policy")) == (hosts[0], hosts[2])

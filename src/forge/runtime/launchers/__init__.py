@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from forge.errors import LaunchError
 from forge.runtime.backend import monarch_actor
-from forge.runtime.hosts import Host, HostTimings, attach_host
+from forge.runtime.hosts import Host, HostTimings, attach_host, let_go
 from forge.runtime.sockets import check_tls
 
 if TYPE_CHECKING:
@@ -89,22 +89,13 @@ async def attach_all(
     hosts = tuple(host for host in attached if isinstance(host, Host))
 
     async def release() -> None:
-        await asyncio.gather(*(_let_go(host, timings) for host in hosts))
+        await asyncio.gather(*(let_go(host, timings) for host in hosts if not host.is_leaving))
 
     for failure in attached:
         if isinstance(failure, BaseException):
             await release()
             raise failure
     return Allocation(hosts, release)
-
-
-async def _let_go(host: Host, timings: HostTimings) -> None:
-    try:
-        await host.watch.close()  # before the worker ends: a heartbeat to one that is gone would come back as a fault
-        if not host.is_lost:
-            await asyncio.wait_for(host.mesh.shutdown(), timings.timeout_s)
-    except Exception as error:  # noqa: BLE001 - it ends by itself when the controller falls silent
-        _log.warning("host %s did not confirm its release: %s", host.name, type(error).__name__)
 
 
 def make_launcher(config: LauncherConfig) -> Launcher:
