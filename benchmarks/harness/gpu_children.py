@@ -197,11 +197,11 @@ def last_lines(log: Path, most: int = 1500) -> str:
 def end_session(process: subprocess.Popen[bytes], *, grace_s: float = GRACE_S) -> None:
     """End a side and all that it has started: first asked to, then not."""
     left = family(process.pid)
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, max(grace_s, GRACE_S))):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        until = time.monotonic() + grace_s
+        until = time.monotonic() + limit_s
         while (left := [pid for pid in left if lives(pid)]) and time.monotonic() < until:
             time.sleep(LOOK_S / 4)
     process.wait()

@@ -112,6 +112,7 @@ async def _ended(pidfd: int) -> None:
     os.close(pidfd)
 
 
+@pytest.mark.alone  # what does not stop within five seconds is killed
 def test_stopping_gives_everything_back_and_runs_cleanup(drive, tmp_path):
     async def body():
         cleaner = await Cleaner.as_actor(str(tmp_path / "mark"))
@@ -186,8 +187,8 @@ def test_the_calling_thread_may_block_without_harm(drive):
     """Supervision has its own thread: a controller that blocks its loop neither loses nor suspects anybody."""
 
     async def body():
-        service = await Worker.options(heartbeat_s=0.05, heartbeat_timeout_s=2.0).as_service()
-        time.sleep(3.0)  # longer than the heartbeat's limit: that is the test
+        service = await Worker.options(heartbeat_s=0.05, heartbeat_timeout_s=6.0).as_service()
+        time.sleep(8.0)  # longer than the heartbeat's limit: that is the test
         assert (await service.get_metrics()).restarts == 0
         assert await service.add.route(1) == 2
 

@@ -71,6 +71,7 @@ class Terminal:
 
     def __init__(self, command: list[str]) -> None:
         self._screen, self.keyboard = os.openpty()
+        self.modes = termios.tcgetattr(self.keyboard)  # before the program can change them
         self.seen = ""
         self.program = subprocess.Popen(
             command,
@@ -153,15 +154,14 @@ def test_a_session_on_a_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["\x03", "\x04"], ids=["Ctrl-C", "Ctrl-D"])
 def test_keys_at_the_prompt_end_the_session_and_leave_the_terminal_as_it_was(key: str) -> None:
     with terminal([sys.executable, "-c", FAKE]) as person:
-        before = termios.tcgetattr(person.keyboard)
         person.wait_for("> ")
         person.type("hi\n")
         assert re.search(r"Fine\.\r\n[\d.]+ tokens/s, 5 tokens, stop, initial weights", person.wait_for("\n> "))
-        assert termios.tcgetattr(person.keyboard) != before  # readline has it
+        assert termios.tcgetattr(person.keyboard) != person.modes  # readline has it
         person.type(key)
         person.wait_for("ended in order")
         assert person.end() == 0
-        assert termios.tcgetattr(person.keyboard) == before
+        assert termios.tcgetattr(person.keyboard) == person.modes
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,11 @@ def test_an_update_that_fails_is_tried_again(drive: Drive) -> None:
         logger.addHandler(warnings)
         try:
             async with generator(update=UpdateConfig(max_attempts=2, retry_wait_s=1.0)) as policy:
+                engine: Any = policy._engine
                 update = asyncio.ensure_future(policy.update_weights(4))
                 assert "attempt 1 of 2" in await warnings.queue.get()
-                await publish(4, SECOND)
+                async with engine._updating:  # the second attempt waits for it, however long publishing takes
+                    await publish(4, SECOND)
                 report = await update
                 assert (report.version, report.num_attempts, report.canary) == (4, 2, None)
                 with pytest.raises(StoreError):
@@ -133,12 +135,12 @@ def test_other_logprobs_than_the_trainers_stop_everything_until_an_update_passes
     async def body() -> None:
         await publish(1, FIRST, canary=FIRST)
         async with generator() as policy:
+            await publish(2, SECOND, canary=FIRST)  # before, so that nothing finishes while it is published
             stream = policy.generate_stream(token_ids=prompt(20), sampling=GREEDY)
             assert (await anext(stream)).version == 1, "it began with the newest weights"
             waiting = asyncio.ensure_future(policy.generate(token_ids=prompt(21), sampling=GREEDY))
             scoring = policy.score(prompt(20))
             assert len((await scoring)[0]) == 20
-            await publish(2, SECOND, canary=FIRST)
             with pytest.raises(SyncError) as raised:
                 await policy.update_weights()
             assert raised.value.path == "generator.canary.bound"
@@ -189,11 +191,11 @@ def test_what_a_trainer_publishes_is_proven_bit_for_bit(drive: Drive) -> None:
 def test_an_update_holds_back_only_what_new_weights_made(drive: Drive) -> None:
     async def body() -> None:
         async with generator() as made:
+            await publish(1, SECOND)  # before, so that nothing finishes while it is published
             long = asyncio.ensure_future(made.generate(token_ids=prompt(20), sampling={**GREEDY, "max_tokens": 1500}))
             short = asyncio.ensure_future(made.generate(token_ids=prompt(9), sampling={**GREEDY, "max_tokens": 200}))
             while made._engine.stats().num_running < 2:  # noqa: ASYNC110 - what a thread does
                 await asyncio.sleep(0)
-            await publish(1, SECOND)
             update = asyncio.ensure_future(made.update_weights(1, mode="drain"))
             (completion,) = await short
             assert completion.version == -1
@@ -374,6 +376,7 @@ async def update_under_load(policy: Any) -> None:
     kinds = {-1: FIRST, 1: SECOND, 2: FIRST}
     asked = [prompt(10 + place) for place in range(32)]
     for version, mode in ((1, "recompute"), (2, "keep")):
+        await publish(version, kinds[version], canary=kinds[version])  # before, so that nothing finishes meanwhile
         calls = [
             asyncio.ensure_future(policy.generate.route(token_ids=ids, sampling={**GREEDY, "max_tokens": 120}))
             for ids in asked
@@ -381,7 +384,6 @@ async def update_under_load(policy: Any) -> None:
         watched = policy.generate_stream.stream(token_ids=prompt(9), sampling=GREEDY)
         for _ in range(5):
             await anext(watched)
-        await publish(version, kinds[version], canary=kinds[version])
         reports = await policy.update_weights.fanout(mode=mode)
         assert [(report.version, report.mode) for report in reports] == [(version, mode)] * 2
         assert all(report.canary < 1e-4 for report in reports)

@@ -81,9 +81,9 @@ def test_a_proof_that_cannot_be_made_is_a_failed_one(drive: Drive) -> None:
 def test_tokens_of_a_version_that_failed_are_not_handed_out_after_the_next_one(drive: Drive) -> None:
     async def body() -> None:
         async with generator() as policy:
+            await publish(1, SECOND, canary=FIRST)  # before, so that the stream does not end while it is published
             stream = policy.generate_stream(token_ids=prompt(20), sampling=GREEDY)
             await anext(stream)  # from now on its reader looks elsewhere
-            await publish(1, SECOND, canary=FIRST)
             with pytest.raises(SyncError):
                 await policy.update_weights()
             before = policy._engine.stats().num_tokens

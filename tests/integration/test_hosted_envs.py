@@ -139,7 +139,7 @@ def test_an_exception_of_the_environment_is_a_fault(drive: Drive) -> None:
 
 
 def test_a_stuck_process_is_killed_when_its_episode_has_ended(drive: Drive) -> None:
-    options = GymnasiumOptions(id="", **{**gymnasium_envs.COMMON, "step_timeout_s": 5.0})
+    options = GymnasiumOptions(id="", **gymnasium_envs.COMMON)
 
     async def scenario() -> None:
         stuck = HostedProcess(KIND, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -11,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from forge.runtime.hosts import free_port
@@ -76,15 +76,36 @@ def test_the_service_goes_on_when_a_host_is_lost(workers):
     assert said["served"] > 0
 
 
+def test_hosts_join_and_leave(workers):
+    done = workers.run("join")
+    said = answer(done)
+    one, two = workers.addresses
+    assert said["exits"] == [0, 1, 0, 0]
+    assert f"  {two}  ready: nothing runs there\n" in done.stdout
+    assert "forge hosts: this run has used this address before" in done.stderr
+    assert said["resumed"] == [two], "what a resume continues with"
+    assert said["first"] == [one, one]
+    assert said["joined"] == sorted([one, one, two, two]), "new replicas go to the host that has fewer"
+    assert said["left"] == [two] * 4, "all have moved"
+    assert said["states"] == {two: "ready"}
+    assert said["calls"] == ["ActorFailure", "ActorFailure", "int", "int"], "two outlasted the drain"
+    bad, twice, fixed, only, unknown, again = said["refusals"]
+    assert bad == "this is not a worker's address"
+    assert twice == again == "this run has used this address before"
+    assert "is needed by stays" in fixed
+    assert "is the only one that the run can use" in only
+    assert unknown == "the run has no such host"
+
+
 def test_hosts_end_their_ranks_when_the_controller_is_killed(workers):
     done = workers.run("die")
     assert done.returncode == -signal.SIGKILL
     left = set()
     for pid in json.loads(done.stdout.splitlines()[-1]):
-        if psutil.pid_exists(pid):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
             left.add(os.pidfd_open(pid))
     while left:
-        gone, _, _ = select.select(list(left), [], [], 30)
+        gone, _, _ = select.select(list(left), [], [], 600)
         assert gone, "ranks outlive their controller"
         for pidfd in gone:
             os.close(pidfd)
@@ -121,7 +142,7 @@ async def main():
     config = LauncherConfig(kind="hosts", hosts=("tcp://127.0.0.1:{free_port("127.0.0.1")}", "{workers.addresses[0]}"))
     install_fault_hook()
     try:
-        await HostsLauncher(config, HostTimings(attach_s=3)).launch()
+        await HostsLauncher(config, HostTimings(attach_s=20)).launch()
     except LaunchError as error:
         print(error)
 asyncio.run(main())

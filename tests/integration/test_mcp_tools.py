@@ -126,7 +126,7 @@ def test_a_server_that_breaks_the_rules_is_a_fault(drive: Drive, kind: str, faul
             await talk_to(kind)
         assert caught.value.kind == f"mcp_{fault}"
         assert words in str(caught.value)
-        return (await resources_after(before)).since(before)
+        return (await resources_after(before, grace_s=60.0)).since(before)
 
     assert drive(scenario()) == []
 

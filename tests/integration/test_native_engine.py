@@ -234,7 +234,7 @@ def test_a_model_without_a_folder_has_no_text() -> None:
 def test_weights_of_a_trainer_in_this_process_are_shared(tmp_path: Path) -> None:
     async def body(trained: Engine) -> None:
         shared = trained.own_parameters()
-        async with serving(shared=shared) as engine:
+        async with serving(shared=shared, max_seq_len=2048) as engine:
             assert engine.thread.batching is not None
             own = engine.thread.batching.runner.parameters
             assert {name: tensor.data_ptr() for name, tensor in own.items()} == {
@@ -342,17 +342,26 @@ def test_pages_with_keys_of_two_versions_are_shared_with_nobody() -> None:
 
 
 def test_what_proves_weights_waits_for_no_request() -> None:
+    async def generated(engine: NativeEngine, ids: tuple[int, ...]) -> Completion:
+        """As `score`, with a gather: after their answers have come, both need as many turns of the event loop."""
+        ((completion,),) = await asyncio.gather(engine.generate(request(ids, max_tokens=90)))
+        return completion
+
     async def body() -> None:
         each = page_bytes(models.model(FIRST).architecture, item_bytes=4)
         async with serving(max_seq_len=128, max_batch=2, kv_cache_gb=9 * each / 2**30) as engine:
-            asked = [
-                asyncio.ensure_future(engine.generate(request(prompt(30 + place), max_tokens=90))) for place in range(6)
-            ]
-            await asyncio.sleep(0)  # all are asked for
             line = prompt(33)
-            first = (await engine.score([line], urgent=True))[0]
-            assert not any(task.done() for task in asked), "it overtook those that are under way"
-            found = [completion for (completion,) in await asyncio.gather(*asked)]
+            ended: list[asyncio.Future[Any]] = []
+            async with engine.paused(engine.version):  # until all are asked for
+                asked = [asyncio.ensure_future(generated(engine, prompt(30 + place))) for place in range(6)]
+                scoring = asyncio.ensure_future(engine.score([line], urgent=True))
+                for task in (*asked, scoring):
+                    task.add_done_callback(ended.append)
+                while len(engine.thread._commands) < 7:  # noqa: ASYNC110 - the engine has no event for it
+                    await asyncio.sleep(0)
+            (first,) = await scoring
+            found = await asyncio.gather(*asked)
+            assert ended[0] is scoring, "it overtook those that came before it"
             assert [completion.token_ids for completion in found] == [
                 models.greedy(completion.prompt_ids, 90) for completion in found
             ]
@@ -449,7 +458,7 @@ def test_completions_that_lost_their_memory_are_drained_too() -> None:
 
 def test_scores_that_nobody_waits_for_are_not_computed() -> None:
     async def body() -> None:
-        async with serving(max_batch=1) as engine:
+        async with serving(max_batch=1, max_seq_len=2048) as engine:
             stream = engine.stream(request(prompt(20)))
             await until(stream, num_tokens=1)
             scoring = asyncio.ensure_future(engine.score([prompt(200, seed) for seed in range(20)]))
@@ -457,7 +466,7 @@ def test_scores_that_nobody_waits_for_are_not_computed() -> None:
             scoring.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await scoring
-            await last_of(stream)
+            await stream.aclose()
             await engine.score([prompt(9)])
             assert engine.stats().more["num_score_tokens"] == 8
 
@@ -481,7 +490,7 @@ def test_a_sleeping_engine_says_what_an_update_aborted() -> None:
 
 def test_weights_that_are_no_numbers_fail_the_request_and_not_the_engine() -> None:
     async def body() -> None:
-        async with serving() as engine:
+        async with serving(max_seq_len=2048) as engine:
             stream = engine.stream(request(prompt(30)))
             await until(stream, num_tokens=2)
             waiting = asyncio.ensure_future(engine.generate(request(prompt(31), n=3)))
@@ -505,10 +514,10 @@ def test_weights_that_are_no_numbers_fail_the_request_and_not_the_engine() -> No
 
 def test_an_update_that_nobody_waits_for_is_whole_or_not_at_all(drive: Callable[..., Any]) -> None:
     async def body() -> None:
-        async with serving() as engine:
+        async with serving(max_seq_len=2048) as engine:
             published = Weights("policy", rank=0, world_size=1)
             await published.publish(models.weights(SECOND), version=1)
-            stream = engine.stream(request(prompt(20), max_tokens=200))
+            stream = engine.stream(request(prompt(20)))
             await until(stream, num_tokens=2)
             update = asyncio.ensure_future(engine.update_weights(1, "drain"))
             while not engine.thread.updates:
@@ -516,7 +525,7 @@ def test_an_update_that_nobody_waits_for_is_whole_or_not_at_all(drive: Callable[
             update.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await update
-            await last_of(stream)
+            await stream.aclose()
             (completion,) = await engine.generate(request(prompt(20), max_tokens=8))
             kind = {-1: FIRST, 1: SECOND}[completion.version]
             assert completion.token_ids == models.greedy(prompt(20), 8, kind)

@@ -86,7 +86,7 @@ def test_interleaved_requests_of_three_versions_have_the_bits_of_each_version_al
         asked(place % 3, length=length, seed=place, n=1 + place % 2)
         for place, length in enumerate((5, 5, 5, 17, 33, 40, 64, 64, 64, 3, 90, 31))
     ]
-    live = [asked(None, length=20, seed=100 + place, max_tokens=120) for place in range(3)]
+    live = [asked(None, length=20, seed=100 + place, max_tokens=480) for place in range(3)]
 
     async def scenario() -> None:
         pins = PinnedVersions("policy")
@@ -95,12 +95,13 @@ def test_interleaved_requests_of_three_versions_have_the_bits_of_each_version_al
             await pins.add(version)
         async with serving(**changes) as engine:
             await engine.update_weights(2, "keep")
+            await publish(3)
             lives = [asyncio.create_task(engine.generate(each)) for each in live]
             answers = [asyncio.create_task(engine.generate(each)) for each in requests]
             modes = ("keep", "recompute", "keep", "drain")
             for version, mode in zip(range(3, 7), modes, strict=True):
-                await publish(version)
                 await engine.update_weights(version, mode)  # type: ignore[arg-type]
+                await publish(version + 1)
             found = [await answer for answer in answers]
             for each, completions in zip(requests, found, strict=True):
                 for completion in completions:
@@ -246,15 +247,15 @@ def test_sleep_releases_pinned_versions_and_requests_continue_after_wake() -> No
     async def scenario() -> None:
         await publish(1)
         await PinnedVersions("policy").add(1)
-        async with serving() as engine:
-            whole = asked(1, length=30, max_tokens=300)
+        async with serving(max_seq_len=2048) as engine:
+            whole = asked(1, length=30, max_tokens=1000)
             answering = asyncio.create_task(engine.generate(whole))
             await engine.generate(asked(1, length=5, max_tokens=2))
             await engine.sleep()
             assert engine.thread.serving().runner.pinned.versions == ()
             assert not answering.done()
             await engine.wake()
-            assert [bits(await answering)] == await by_its_version_alone([whole])
+            assert [bits(await answering)] == await by_its_version_alone([whole], max_seq_len=2048)
 
     alone(scenario)
 

@@ -277,7 +277,7 @@ class Owner(ForgeActor):
 
     @endpoint
     async def setup(self) -> None:
-        self.service = await Worker.options(num_replicas=2, heartbeat_s=0.2, heartbeat_timeout_s=2).as_service()
+        self.service = await Worker.options(num_replicas=2, heartbeat_s=0.2, heartbeat_timeout_s=15).as_service()
 
     @endpoint
     async def call(self) -> list[int]:
@@ -340,7 +340,7 @@ class DiesSoon(ForgeActor):
         self.end = asyncio.create_task(self._end())
 
     async def _end(self) -> None:
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(2.0)  # its start must be known to others before
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,7 +1,7 @@
 """A controller program that the tests run as a process of its own, to end it in every way there is.
 
-It prints one JSON line with the pids of everything it started, then does what its argument says. The last line that it
-prints are the threads which Python leaves running when it ends.
+It prints one JSON line with the pids of everything it started, then waits for a line and does what its argument says.
+The last line that it prints are the threads which Python leaves running when it ends.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ async def main(how: str) -> None:
         actor = await Worker.options(procs=2).as_actor()
         pids = [pid for replica in (await service.get_metrics()).replicas for pid in replica.pids] + list(actor.pids)
         print(json.dumps(pids), flush=True)
+        sys.stdin.readline()  # until then, all of them are there
         if how == "exception":
             raise ValueError("the user's own mistake")
         if how in ("return", "forget"):

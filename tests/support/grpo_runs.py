@@ -27,6 +27,7 @@ from forge.loops.workers import PolicyHandle, Workers, start_workers
 from forge.observe import read_jsonl
 from forge.rollout.ledger import LedgerLine, read_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
+from killing_sinks import HOLDING, holding
 from leftovers import is_running
 from local_services import services_here
 
@@ -136,8 +137,14 @@ def app_command(folder: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-u", app, "--config", str(folder.parent / f"{folder.name}.yaml"), *overrides]
 
 
-def run_app(folder: Path, *overrides: str, until: str | None = None, send: int = signal.SIGKILL) -> tuple[int, str]:
-    """Run the application, and send it a signal when a line comes by. Returns its exit code and its output."""
+def run_app(folder: Path, *overrides: str, until: int | None = None, send: int = signal.SIGKILL) -> tuple[int, str]:
+    """Run the application, and send it a signal when it has written the metrics of a step, where it waits for that:
+    steps are shorter than this process may take to notice one. Returns its exit code and its output."""
+    pipe = folder.parent / f"{folder.name}-{until}.pipe"
+    if until is not None:
+        pipe.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(pipe)
+        overrides = (*overrides, holding(pipe, at_step=until))
     program = subprocess.Popen(
         app_command(folder, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -146,9 +153,11 @@ def run_app(folder: Path, *overrides: str, until: str | None = None, send: int =
     assert program.stdout is not None
     for line in program.stdout:
         told.append(line)
-        if until is not None and line.startswith(until):
+        if until is not None and line.startswith(HOLDING):
             children = psutil.Process(program.pid).children(recursive=True)
             os.kill(program.pid, send)
+            if send != signal.SIGKILL:
+                pipe.write_text("")
             until = None
     code = program.wait(LIMIT_S)
     _, alive = psutil.wait_procs([child for child in children if is_running(child)], timeout=600)

@@ -7,6 +7,7 @@ mapped and closed between two looks seems unused. So the checks wait, and report
 from __future__ import annotations
 
 import os
+import select
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -50,6 +51,18 @@ def is_running(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
+
+
+def has_ended(pid: int, *, limit_s: float = 10 * LIMIT_S) -> bool:
+    """Wait until a process has ended, whether or not its parent has noticed. It may be gone already."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([watched], [], [], limit_s)[0])
+    finally:
+        os.close(watched)
 
 
 def shared_memory_files(folder: Path = SHARED_MEMORY) -> set[str]:

@@ -59,4 +59,4 @@ class Family(ForgeActor):
 
     @endpoint
     async def take(self) -> dict[str, float]:
-        return (await collect()).metrics
+        return (await collect(timeout_s=300.0)).metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
+import psutil
 import pytest
 
 from forge.errors import LaunchError
@@ -24,6 +25,19 @@ def boundary(kind: str) -> LaunchedSandbox:
     if not finding.works:
         pytest.skip(f"{kind} does not work here: {finding.detail}")
     return _make(isolation, None)
+
+
+def launcher_server() -> psutil.Process:
+    """Return the process of ours that forks launchers, while a sandbox is open."""
+    (found,) = (each for each in psutil.Process().children() if _is_launcher_server(each))
+    return found
+
+
+def _is_launcher_server(process: psutil.Process) -> bool:
+    try:
+        return "launcher_server" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # of another test, and it has ended
+        return False
 
 
 def _in_user_namespaces() -> LaunchedSandbox:

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import forge
@@ -74,12 +75,17 @@ async def reshard(place: Place) -> dict[str, object]:
     }
 
 
+def kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # the others of a group are ended with the first
+            os.kill(pid, signal.SIGKILL)
+
+
 async def lose_publisher(place: Place, workers: list[int]) -> dict[str, object]:
     """The publishing host is killed after it was read once, and again before anybody is told."""
     first = await fetched(place.readers, "s1")
     pids = [pid for _, pid in await answers(place.trainer, host_and_pid)]
-    for pid in (*pids, workers[0]):
-        os.kill(pid, signal.SIGKILL)
+    kill((*pids, workers[0]))
     said = [await failure(place.readers) for _ in range(3)]
     late = await on_the_host_that_is_left()
     await late.publish.call("policy", 1, SHAPES, "s1")
@@ -97,8 +103,7 @@ async def lose_publisher_with_volumes(place: Place, workers: list[int]) -> dict[
     volumes = await ts.setup(volumes=2, copies=2)
     await place.trainer.publish.call("policy", 1, SHAPES, "s0")
     pids = [pid for _, pid in await answers(place.trainer, host_and_pid)]
-    for pid in (*pids, workers[0]):
-        os.kill(pid, signal.SIGKILL)
+    kill((*pids, workers[0]))
     found = await fetched(place.readers, "s1", verify="full")
     late = await on_the_host_that_is_left()
     await late.publish.call("policy", 2, SHAPES, "s0")

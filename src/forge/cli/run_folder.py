@@ -128,8 +128,7 @@ def only_supervisor(folder: Path) -> Iterator[None]:
 
 def remove_dead_sockets(since: float) -> int:
     """Remove folders of sockets that processes made after `since` and that no process listens on: a controller that is
-    killed leaves those of its workers. Returns how many there were."""
-    listening = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
+    killed leaves those of its workers. Returns how many there were. An empty folder stays: it may be in the making."""
     num_removed = 0
     for folder in Path(tempfile.gettempdir()).glob(".tmp??????"):
         with contextlib.suppress(OSError):  # it has gone, or was used meanwhile
@@ -137,7 +136,11 @@ def remove_dead_sockets(since: float) -> int:
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mtime < since:
                 continue
             files = list(folder.iterdir())
-            if all(stat.S_ISSOCK(file.lstat().st_mode) and str(file) not in listening for file in files):
+            if not files or not all(stat.S_ISSOCK(file.lstat().st_mode) for file in files):
+                continue
+            # Read after the files were found: it names those that another run has just made.
+            listening = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
+            if all(str(file) not in listening for file in files):
                 for file in files:
                     file.unlink()
                 folder.rmdir()

@@ -217,10 +217,13 @@ async def run_episode(program: EpisodeProgram, state: EpisodeState) -> EpisodeRu
     loop = asyncio.get_running_loop()
     began, limit_s = loop.time(), state.limits.timeout_s
     returned: Returned = None
+    closing: asyncio.TimerHandle | None = None
     try:
-        # What a program does when its time is up, such as closing an environment, has a limit of its own.
-        close_s = None if limit_s is None else limit_s + CLOSE_LIMIT_S
-        async with asyncio.timeout(close_s), asyncio.timeout(limit_s) as timer:
+        async with asyncio.timeout(None) as close_timer, asyncio.timeout(limit_s) as timer:
+            if limit_s is not None:
+                # What a program does when its time is up, such as closing an environment, has a limit of its own. That
+                # one begins only then: a loop that was held up until both are over would cancel the program only once.
+                closing = loop.call_later(limit_s, lambda: close_timer.reschedule(loop.time() + CLOSE_LIMIT_S))
             participants = [Agent(state, name=name) for name in program.agents or (DEFAULT_AGENT,)]
             returned = await program(state.task, *participants)
     except Exception as error:
@@ -236,6 +239,8 @@ async def run_episode(program: EpisodeProgram, state: EpisodeState) -> EpisodeRu
         else:
             raise reason from error
     finally:
+        if closing is not None:
+            closing.cancel()
         state.close()
     if state.over is not None:  # whatever the program did after it
         state.outcome = state.over.outcome

@@ -70,9 +70,12 @@ def read_changes(folder: Path) -> Iterator[RuntimeChange]:
     except FileNotFoundError:
         return
     for line in text.split("\n")[:-1]:
-        fields = json.loads(line)
+        fields: dict[str, Any] = json.loads(line)
         fields.pop("time")
-        yield RuntimeChange(**{name: tuple(each) if isinstance(each, list) else each for name, each in fields.items()})
+        for name in ("configured", "before", "after"):  # as they stand in a configuration
+            if isinstance(fields[name], list):
+                fields[name] = tuple(fields[name])
+        yield RuntimeChange(**fields)
 
 
 def begin_changes(folder: Path, *, is_resumed: bool) -> None:

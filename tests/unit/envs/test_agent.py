@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 
 import pytest
 
@@ -277,6 +278,7 @@ def test_time_is_a_fault_unless_the_task_says_otherwise(codec):
     with pytest.raises(Fault) as fault:
         run(episode(slow), policy, limits=limits)
     assert fault.value.kind == "time"
+    limits = EpisodeLimits(timeout_s=1.0)  # far longer than the turn takes
     done = run(episode(time_is_task=True, limit_reward=-2.0)(slow), policy, limits=limits)
     assert (done.outcome, done.score.reward, len(done.turns)) == ("time_limit", -2.0, 1)
     policy.delay = lambda text: 60.0
@@ -518,13 +520,16 @@ def test_a_replay_with_other_sampling_starts_over(codec):
         run(ask_twice, policy, journal=Journal(entries), sampling={"temperature": 0.5})
 
 
-def test_a_program_that_does_not_end_when_its_time_is_up_is_ended(codec, monkeypatch):
+@pytest.mark.parametrize("held_up_s", [0.0, 0.1])
+def test_a_program_that_does_not_end_when_its_time_is_up_is_ended(codec, monkeypatch, held_up_s):
+    """Also where the event loop does not get its turn until both of its limits are over."""
     monkeypatch.setattr("forge.envs.episode.CLOSE_LIMIT_S", 0.02)
     was_cancelled = []
 
     async def cannot_close(task, agent):
         try:
             await agent.generate(task.messages)
+            time.sleep(held_up_s)  # it holds up the event loop
             await asyncio.Event().wait()
         finally:
             try:

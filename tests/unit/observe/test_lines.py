@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import os
@@ -170,6 +171,7 @@ class Terminal:
 
     def __init__(self, mode: str, *, columns: int = 120) -> None:
         self.master, slave = os.openpty()
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode  # a read may end within a character
         self.resize(columns)
         gate, self.gate = os.pipe()
         environment = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"}
@@ -192,7 +194,7 @@ class Terminal:
         os.write(self.gate, b".")
         text = ""
         while until not in text:
-            text += os.read(self.master, 1 << 16).decode()
+            text += self._decode(os.read(self.master, 1 << 16))
         return text
 
     def rest(self) -> str:
@@ -203,7 +205,7 @@ class Terminal:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-        return b"".join(parts).decode()
+        return self._decode(b"".join(parts), final=True)
 
     def end(self) -> int:
         os.close(self.gate)

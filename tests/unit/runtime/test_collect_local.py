@@ -33,7 +33,7 @@ def test_a_program_without_actors_hears_itself_and_starts_nothing() -> None:
     assert found.metrics == {"alone/mean": 1.5}
     assert [one.name for one in found.spans] == ["work"]
     assert (found.num_processes, found.num_dropped_spans, dict(found.unheard)) == (1, 0, {})
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before
     assert asyncio.run(collect()).metrics == {}
 
 

@@ -26,6 +26,6 @@ print("forked:", os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]), flush=True
 
 
 def test_a_rank_survives_what_its_children_do_not() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=600, check=False)
     expected = f"alive\nstarted: {-signal.SIGTERM}\nforked: {-signal.SIGHUP}\n"
     assert (ended.stdout, ended.returncode) == (expected, 0), ended.stderr

@@ -146,7 +146,8 @@ def test_garbage_is_turned_away(listener, admit):
 def test_silence_and_slowness_run_out_of_time_however_they_are_spread(listener, admit):
     admitted = admit(listener, timeout_s=0.2)
     with bare(listener) as sock:
-        sock.sendall(b"f")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the time may be up before it is sent
+            sock.sendall(b"f")
         with pytest.raises(ConnectionFailure, match="not admitted"):
             admitted.result(60)
     with pytest.raises(ConnectionFailure, match="cannot connect to"):  # nobody accepts

@@ -35,6 +35,7 @@ def pool() -> SegmentPool:
 
 
 def num_files() -> int:
+    gc.collect()  # what other tests left behind is closed now, and not while a test counts
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -98,7 +99,6 @@ def test_a_stamp_tells_fillings_apart(pool: SegmentPool) -> None:
 
 
 def test_a_dropped_segment_lives_as_long_as_somebody_looks_at_it(pool: SegmentPool) -> None:
-    gc.collect()  # what other tests left behind is closed now, and not while this one counts
     before = num_files()
     segment = pool.create("k", SIZE)
     fd, name = segment.fd, segment.name

@@ -111,7 +111,10 @@ class Server:
 
     def output(self) -> str:
         """Return the end of what it wrote."""
-        parts = [path.read_bytes() for path in (Path(f"{self.log}.1"), self.log) if path.exists()]
+        parts = []
+        for path in (Path(f"{self.log}.1"), self.log):
+            with contextlib.suppress(FileNotFoundError):  # the guard renames one to the other
+                parts.append(path.read_bytes())
         return b"".join(parts)[-_SHOWN:].decode("utf-8", "replace").strip()
 
 

@@ -194,7 +194,8 @@ def test_the_base_below_a_live_adapter(folders: dict[str, Path], alone: Alone) -
         for number, completions in enumerate(found):
             assert plain(completions) == alone[("wide", None, "thin")[number % 3]][number]
         assert [found[number][0].adapter for number in (0, 1)] == [None, AdapterUse("base", "")]
-        streams = [engine.stream(request(prompt(5), adapter=name, max_tokens=60)) for name in (None, "thin")]
+        long = {"max_tokens": 240}  # neither ends before the update
+        streams = [engine.stream(request(prompt(5), adapter=name, **long)) for name in (None, "thin")]
         for stream in streams:
             await until(stream, num_tokens=2)
         async with engine.paused(7, "abort"):  # an update of the live adapter
@@ -203,7 +204,7 @@ def test_the_base_below_a_live_adapter(folders: dict[str, Path], alone: Alone) -
         assert (live.finish_reason, fixed.finish_reason) == ("abort", "length")
         assert (live.version, fixed.version) == (-1, -1)
         assert (await engine.generate(asked(5, None)))[0].version == 7
-        (again,) = await engine.generate(request(prompt(5), adapter="thin", max_tokens=60))
+        (again,) = await engine.generate(request(prompt(5), adapter="thin", **long))
         assert (again.version, again.logprobs, again.num_shared > 0) == (-1, fixed.logprobs, True)
 
     on_engine(body, adapter=AdapterConfig(path=str(folders["wide"])))
