@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -38,6 +40,21 @@ def leaves_nothing() -> Iterator[None]:
     yield
     assert lasting_children(children) == []
     assert lasting_orphans(before) == set()
+
+
+@pytest.fixture
+def held_port() -> Iterator[Callable[[], int]]:
+    """Choose ports of 127.0.0.1 for servers that start later. While the test runs, the kernel gives them to nobody
+    else; a server can listen there if it sets SO_REUSEADDR, as workers do."""
+    with contextlib.ExitStack() as held:
+
+        def hold() -> int:
+            bound = held.enter_context(socket.socket())
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(("127.0.0.1", 0))
+            return int(bound.getsockname()[1])
+
+        yield hold
 
 
 @pytest.fixture

@@ -33,6 +33,8 @@ from leftovers import lasting_children, running_children
 
 END = "<|im_end|>"
 LIMIT_S = 600
+GRACE_S = 60.0
+"""How long what an episode used may take to go."""
 CONTEXT = 8192
 
 
@@ -296,8 +298,8 @@ def test_a_cancelled_episode_closes_its_environment(bench: Bench) -> None:
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        assert await pending_since(tasks) == []
-        return (await resources_after(before)).since(before)
+        assert await pending_since(tasks, grace_s=GRACE_S) == []
+        return (await resources_after(before, grace_s=GRACE_S)).since(before)
 
     assert bench.run(cancel()) == []
 
@@ -311,7 +313,7 @@ def test_episodes_leave_nothing_behind(bench: Bench) -> None:
         tasks = asyncio.all_tasks()
         episodes = await asyncio.gather(*(bench.play(script) for _ in range(8)))
         assert [episode.score.reward for episode in episodes] == [pytest.approx(script.reward)] * 8
-        assert await pending_since(tasks) == []
-        return (await resources_after(before)).since(before)
+        assert await pending_since(tasks, grace_s=GRACE_S) == []
+        return (await resources_after(before, grace_s=GRACE_S)).since(before)
 
     assert bench.run(many()) == []

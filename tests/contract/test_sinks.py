@@ -242,7 +242,7 @@ def test_weights_and_biases_without_a_login_is_a_configuration_to_correct(tmp_pa
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
     *_, error = ended.stderr.partition("forge.errors.ConfigError: ")

@@ -19,8 +19,10 @@ SCRIPT = (
 
 
 def test_a_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
-    training = {**SMALL["training"], "max_steps": 8}
-    (tmp_path / "run.yaml").write_text(json.dumps({**SMALL, "training": training}))
+    # Enough steps for the last fault to come before the end. At step 5, the checkpoints of steps 2 and 4 are complete.
+    training = {**SMALL["training"], "max_steps": 20}
+    checkpointing = {**SMALL["checkpointing"], "asynchronous": False}
+    (tmp_path / "run.yaml").write_text(json.dumps({**SMALL, "training": training, "checkpointing": checkpointing}))
     (tmp_path / "script.jsonl").write_text("".join(json.dumps(fault) + "\n" for fault in SCRIPT))
     words = [str(tmp_path / "run.yaml"), "--program", str(ROOT / "apps/grpo/main.py"), "--limit", str(LIMIT_S)]
     words += ["--script", str(tmp_path / "script.jsonl"), "--output", str(tmp_path / "runs"), "--json", "verdict.json"]
@@ -45,7 +47,7 @@ def test_a_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> No
         "corrupt_checkpoint controller": 1,
     }
     assert verdict["equal_weights"] is True
-    assert verdict["history"]["counts"]["steps"] >= 8
+    assert verdict["history"]["counts"]["steps"] >= 20
     assert verdict["goodput"] > 0
     events = [json.loads(line) for line in (tmp_path / "runs/disturbed/supervisor.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["damaged", "crash", "end"]

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,25 @@ def ranks() -> Iterator[Ranks]:
     yield from ranks_of(__name__)
 
 
+def die_together(rank: int, folder: str, victims: list[int]) -> None:
+    """Die when all victims have come here: one that still waits for another rank would be told of its death instead."""
+    Path(f"{folder}-here-{rank}").touch()
+    while not all(Path(f"{folder}-here-{each}").exists() for each in victims):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Bomb:
     """Kills its process when it is written, in the middle of the rank's file."""
+
+    def __init__(self, *victim: Any) -> None:
+        self._victim = victim
 
     def __deepcopy__(self, memo: Any) -> Bomb:
         return self
 
     def __reduce__(self) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die_together(*self._victim)
         raise AssertionError("unreachable")
 
 
@@ -47,7 +59,7 @@ def save_and_die(rank: int, folder: str, moment: str, victims: list[int]) -> Non
 
     def on_stage(stage: str) -> None:
         if saved == [1, 2] and stage == moment and rank in victims:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die_together(rank, folder, victims)
 
     checkpoints = Checkpoints(Path(folder), keep=2, on_stage=on_stage)
     for step in (1, 2):
@@ -56,7 +68,7 @@ def save_and_die(rank: int, folder: str, moment: str, victims: list[int]) -> Non
         saved.append(step)
     state = state_of(3, rank=rank)
     if moment == "serializing" and rank in victims:
-        state["a"] = {f"rank{rank}": Bomb()}
+        state["a"] = {f"rank{rank}": Bomb(rank, folder, victims)}
     checkpoints.save(3, state, extra={"step": 3})
     with pytest.raises(CheckpointError, match="step 3 could not be written") as caught:
         checkpoints.close()  # only a survivor gets here

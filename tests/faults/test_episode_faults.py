@@ -59,7 +59,9 @@ def test_a_worker_that_is_killed_in_an_episode_needs_no_resume(whole: GRPOConfig
     assert code == 0, told
     assert (tmp_path / "marker").exists()
     same(chosen, whole)
-    assert list(replayed(chosen)) == [GROUP]  # what its journal had was not sampled again
+    found = set(replayed(chosen))
+    assert GROUP in found  # what its journal had was not sampled again
+    assert found <= {GROUP - 1, GROUP}  # the other group of the step may have been under way in the same worker
     assert sum(metrics(chosen, "episode/faults/worker")) >= 1
 
 

@@ -16,6 +16,7 @@ import psutil
 
 from answering_endpoint import answering, digits_of
 from leftovers import is_running
+from signals import hear_ctrl_c
 
 LIMIT_S = 600
 NUM_TASKS, NUM_SAMPLES, NUM_BEFORE = 4, 3, 5
@@ -37,7 +38,9 @@ def test_ctrl_c_leaves_figures_of_what_is_done(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "forge.cli", "eval", *words, "prompts.shuffle=false", "--max-concurrent", "1"]
         support = str(Path(__file__).parents[1] / "support")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])}
-        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        with subprocess.Popen(
+            command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=hear_ctrl_c
+        ) as process:
             assert reached.wait(LIMIT_S)
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=LIMIT_S)

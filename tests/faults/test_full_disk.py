@@ -15,7 +15,7 @@ import pytest
 
 from grpo_runs import app_command
 
-LIMIT_S = 240
+LIMIT_S = 600
 MOUNT = "mount -t tmpfs -o size={size} none {folder}"
 
 
@@ -24,7 +24,7 @@ def cannot_mount() -> str | None:
     """Why no file system can be mounted here; None if it can."""
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except FileNotFoundError:
         return "there is no `unshare` here"
     return tried.stderr.strip() or "unshare failed" if tried.returncode else None

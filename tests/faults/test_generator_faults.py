@@ -70,8 +70,8 @@ async def kill_amid_requests(policy: Any) -> None:
     ]
     for stream in streams:
         await anext(stream)
-    victim = (await policy.get_metrics()).replicas[0].pids[0]
-    os.kill(victim, signal.SIGKILL)
+    busiest = max((await policy.get_metrics()).replicas, key=lambda replica: replica.in_flight)
+    os.kill(busiest.pids[0], signal.SIGKILL)
     found = [completion for (completion,) in await asyncio.gather(*calls)]
     assert [completion.prompt_ids for completion in found] == asked
     for completion in found:

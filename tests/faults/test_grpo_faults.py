@@ -61,7 +61,7 @@ def same(chosen: GRPOConfig, whole: GRPOConfig) -> None:
 def test_a_controller_that_is_killed_is_taken_up(whole: GRPOConfig, tmp_path: Path) -> None:
     """By the program that a user starts again, whose generators load the weights of the checkpoint."""
     folder = tmp_path / "whole"
-    code, _ = run_app(folder, AT_ONCE, until="Step 3")
+    code, _ = run_app(folder, AT_ONCE, until=3)
     assert code == KILLED
     code, told = run_app(folder, "checkpointing.resume=must")
     assert (code, "resuming after step 2" in told) == (0, True), told
@@ -70,7 +70,7 @@ def test_a_controller_that_is_killed_is_taken_up(whole: GRPOConfig, tmp_path: Pa
 
 def test_ctrl_c_saves_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path) -> None:
     folder = tmp_path / "whole"
-    code, told = run_app(folder, "placement=shared", until="Step 3", send=signal.SIGINT)
+    code, told = run_app(folder, "placement=shared", until=3, send=signal.SIGINT)
     assert code == INTERRUPTED, told
     saved = [checkpoint.step for checkpoint in list_checkpoints(folder / "checkpoints")][-1]
     assert saved >= 3
@@ -109,8 +109,15 @@ def test_a_policy_in_one_process_that_is_killed_is_started_again(whole: GRPOConf
 def pid_of(label: str) -> int:
     """The process of a service that no part of the run gives away."""
     children = psutil.Process().children(recursive=True)
-    (found,) = [each.pid for each in children if each.environ().get("FORGE_LABEL") == label]
+    (found,) = [each.pid for each in children if label_of(each) == label]
     return int(found)
+
+
+def label_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get("FORGE_LABEL")
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended meanwhile
+        return None
 
 
 def test_generators_rewards_and_volumes_that_are_killed_need_no_resume(
@@ -138,8 +145,8 @@ def test_generators_rewards_and_volumes_that_are_killed_need_no_resume(
 def test_an_asynchronous_run_that_is_killed_twice_loses_no_group(tmp_path: Path) -> None:
     folder = tmp_path / "late"
     overrides = ("rollout.staleness=2", "training.max_steps=9", "rollout.no_signal=replace", AT_ONCE)
-    assert run_app(folder, *overrides, until="Step 3")[0] == KILLED
-    assert run_app(folder, *overrides, "checkpointing.resume=auto", until="Step 6")[0] == KILLED
+    assert run_app(folder, *overrides, until=3)[0] == KILLED
+    assert run_app(folder, *overrides, "checkpointing.resume=auto", until=6)[0] == KILLED
     chosen = resume(folder, *overrides)
     buffer = kept_buffer(chosen)
     check_ledger(ledger(chosen), pending=buffer["pending"], next_number=buffer["next_number"])

@@ -40,6 +40,7 @@ class Controllers:
         """A controller, and pidfds of its workers."""
         controller = subprocess.Popen(
             [sys.executable, str(CONTROLLER), how],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -48,10 +49,14 @@ class Controllers:
             preexec_fn=hear_ctrl_c,
         )
         self.started.append(controller)
+        assert controller.stdin is not None
         assert controller.stdout is not None
         pids = json.loads(controller.stdout.readline())
         assert len(pids) == 4
-        return controller, [os.pidfd_open(pid) for pid in pids]
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        controller.stdin.write("go on\n")
+        controller.stdin.flush()
+        return controller, pidfds
 
     def left(self) -> set[str]:
         """What a run could leave in the file system."""
@@ -68,11 +73,11 @@ def controllers() -> Iterator[Controllers]:
             controller.wait()
 
 
-def still_running(pidfds: list[int]) -> int:
+def still_running(pidfds: list[int], *, grace_s: float = GRACE_S) -> int:
     """How many of the processes have not ended within the grace time."""
     left = set(pidfds)
     while left:
-        gone, _, _ = select.select(list(left), [], [], GRACE_S)
+        gone, _, _ = select.select(list(left), [], [], grace_s)
         if not gone:
             break
         left -= set(gone)
@@ -167,13 +172,13 @@ def test_shutdown_can_be_repeated_and_the_runtime_used_again():
     async def once() -> list[int]:
         await forge.shutdown()
         worker = await Worker.options(procs=2).as_actor()
-        pids = list(worker.pids)
+        pidfds = [os.pidfd_open(pid) for pid in worker.pids]
         await forge.shutdown()
         await forge.shutdown()
-        return pids
+        return pidfds
 
-    pids = [pid for _ in range(2) for pid in asyncio.run(once())]
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    pidfds = [pidfd for _ in range(2) for pidfd in asyncio.run(once())]
+    assert still_running(pidfds, grace_s=0) == 0  # though their parent may still have to reap them
 
 
 def test_a_cancelled_block_still_cleans_up():
@@ -183,17 +188,17 @@ def test_a_cancelled_block_still_cleans_up():
         async def inside() -> None:
             async with forge.run():
                 worker = await Worker.as_actor()
-                started.set_result(list(worker.pids))
+                started.set_result([os.pidfd_open(pid) for pid in worker.pids])
                 await worker.hold.call_one("never")
 
         task = asyncio.create_task(inside())
-        pids = await started
+        pidfds = await started
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return pids
+        return pidfds
 
-    assert not any(psutil.pid_exists(pid) for pid in asyncio.run(body()))
+    assert still_running(asyncio.run(body()), grace_s=0) == 0
 
 
 def test_kills_leak_nothing(drive):

@@ -137,10 +137,10 @@ def test_a_hung_replica_is_found_by_its_heartbeat(drive, fault):
 @pytest.mark.alone
 def test_a_busy_replica_is_not_taken_for_hung(drive, tmp_path):
     async def body():
-        service = await Worker.options(heartbeat_s=0.05, heartbeat_timeout_s=2.0).as_service()
+        service = await Worker.options(heartbeat_s=0.05, heartbeat_timeout_s=6.0).as_service()
         gate = tmp_path / "go"
         busy = asyncio.ensure_future(service.block_thread.route(str(gate)))
-        done, _ = await asyncio.wait({busy}, timeout=6.0)  # three times the limit, in a plain `def` endpoint
+        done, _ = await asyncio.wait({busy}, timeout=15.0)  # more than twice the limit, in a plain `def` endpoint
         assert not done
         gate.touch()
         assert await busy == await service.pid.route()
@@ -320,7 +320,7 @@ def test_a_rank_can_be_lost_while_it_boots(drive, sent):
     async def body():
         from forge.runtime.hosts import find_ranks
 
-        start = asyncio.ensure_future(Worker.options(mesh_name=f"boot{sent}", spawn_timeout_s=4).as_actor())
+        start = asyncio.ensure_future(Worker.options(mesh_name=f"boot{sent}", spawn_timeout_s=15).as_actor())
         found: list[int] = []
         while not found:
             await asyncio.sleep(0)
@@ -454,11 +454,11 @@ def test_an_actor_that_fails_in_a_living_process_is_replaced(drive):
 @pytest.mark.alone
 def test_a_handle_elsewhere_recovers_from_a_stall_of_its_own_process(drive):
     async def body():
-        service = await Worker.options(heartbeat_s=0.1, heartbeat_timeout_s=2.0).as_service()
+        service = await Worker.options(heartbeat_s=0.1, heartbeat_timeout_s=5.0).as_service()
         caller = await Caller.as_actor(service)
         pids = await caller.call.call_one(2)
         os.kill(caller.pids[0], signal.SIGSTOP)
-        done, _ = await asyncio.wait({asyncio.ensure_future(service.hold.route("never"))}, timeout=5.0)
+        done, _ = await asyncio.wait({asyncio.ensure_future(service.hold.route("never"))}, timeout=12.0)
         assert not done
         os.kill(caller.pids[0], signal.SIGCONT)
         while True:

@@ -27,6 +27,7 @@ from torch.distributed import TCPStore
 from checkpoint_ranks import Ranks, ranks_of
 from forge.observe import read_jsonl
 from forge.trainer.checkpoint_folder import best_checkpoint, list_checkpoints
+from killing_sinks import HOLDING, holding
 from signals import hear_ctrl_c
 
 if Path(sys.argv[0]).name == "checkpoint_ranks.py":  # the process that ranks are forked from
@@ -360,17 +361,30 @@ def test_another_layout_goes_on_to_the_same_result(
     torch.testing.assert_close(run.tensors(), expected.tensors(), rtol=0, atol=2e-4)
 
 
+def held_command(run: Run, folder: Path, *, at_step: int) -> tuple[list[str], Path]:
+    """A program that waits when a step is written, and the pipe that lets it go on: steps are short."""
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    words = run.words(holding(pipe, at_step=at_step))
+    return [sys.executable, "-m", "forge.cli", "run", str(APP), *words], pipe
+
+
+def with_support() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def test_a_controller_that_is_killed_takes_its_ranks_along_and_goes_on(
     ranks: Ranks, settings: Path, whole: Run, tmp_path: Path
 ) -> None:
     run = Run(ranks, tmp_path / "runs", settings)
-    command = [sys.executable, "-m", "forge.cli", "run", str(APP), *run.words()]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command, _ = held_command(run, tmp_path, at_step=6)
+    environment = {**with_support(), "OMP_NUM_THREADS": "1"}
     errors = (tmp_path / "errors.txt").open("w")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as controller:
         assert controller.stdout is not None
         for line in controller.stdout:
-            if "| Step 6 |" in line:
+            if line.startswith(HOLDING):
                 break
         started = psutil.Process(controller.pid).children(recursive=True)
         controller.kill()
@@ -386,16 +400,23 @@ def test_a_controller_that_is_killed_takes_its_ranks_along_and_goes_on(
 
 def test_ctrl_c_says_where_the_run_stopped_and_how_it_goes_on(ranks: Ranks, settings: Path, tmp_path: Path) -> None:
     run = Run(ranks, tmp_path / "runs", settings)
-    command = [sys.executable, "-m", "forge.cli", "run", str(APP), *run.words()]
+    command, pipe = held_command(run, tmp_path, at_step=6)
     with (tmp_path / "errors.txt").open("w") as errors:
         controller = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, preexec_fn=hear_ctrl_c, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=with_support(),
+            preexec_fn=hear_ctrl_c,
+            start_new_session=True,
         )
         with controller:
             assert controller.stdout is not None
             for line in controller.stdout:
-                if "| Step 6 |" in line:
+                if line.startswith(HOLDING):
                     os.killpg(controller.pid, signal.SIGINT)
+                    pipe.write_text("")
                     break
             controller.stdout.read()
     said = (tmp_path / "errors.txt").read_text()

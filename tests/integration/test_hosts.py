@@ -142,7 +142,7 @@ async def main():
     config = LauncherConfig(kind="hosts", hosts=("tcp://127.0.0.1:{free_port("127.0.0.1")}", "{workers.addresses[0]}"))
     install_fault_hook()
     try:
-        await HostsLauncher(config, HostTimings(attach_s=20)).launch()
+        await HostsLauncher(config, HostTimings(attach_s=10)).launch()
     except LaunchError as error:
         print(error)
 asyncio.run(main())

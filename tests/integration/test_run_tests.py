@@ -160,11 +160,11 @@ def test_a_hang_is_one_failed_test(suite: Suite) -> None:
                 pass
             """,
         )
-    outcome = suite.run("-n", "5", "-o", "test_limit_s=20")
+    outcome = suite.run("-n", "5", "-o", "test_limit_s=12")
     assert set(re.findall(r"crashed while running '\S*?(\w+\.py)::test_hangs'", outcome.text)) == {
         f"test_{name}.py" for name in "abcde"
     }, outcome.text
-    assert "Timeout (0:00:20)!" in outcome.text
+    assert "Timeout (0:00:12)!" in outcome.text
     assert "in test_hangs" in outcome.text
     # d has passed and e has failed before its tear-down hung, which is one more failure of each
     assert (outcome.status, outcome.counts) == (1, {"failed": 6, "passed": 6})

@@ -34,9 +34,11 @@ def sandbox(request: pytest.FixtureRequest) -> Sandbox:
 
 @pytest.fixture
 def processes_before() -> Iterator[None]:
-    """Fail if a process of a sandbox's user is left, wherever in the tree it is."""
+    """Fail if a process of a sandbox's user is left, wherever in the tree it is. Those of tests that run beside this
+    one end within their limits; what is left behind here would stay."""
     yield
-    assert [process for process in psutil.process_iter() if is_program(process)] == []
+    _, left = psutil.wait_procs([process for process in psutil.process_iter() if is_program(process)], timeout=300)
+    assert left == []
 
 
 def is_program(process: psutil.Process) -> bool:
@@ -318,7 +320,9 @@ def test_auto_takes_a_boundary_or_refuses() -> None:
 def test_another_interpreter_brings_its_packages() -> None:
     if not any(finding.works for finding in survey()[:2]):
         pytest.skip("there is no boundary here")
-    outcome = open_sandbox(python=sys.executable).run("import numpy; print(numpy.arange(3).sum())")
+    outcome = open_sandbox(python=sys.executable).run(
+        "import numpy; print(numpy.arange(3).sum())", limits=Limits(wall_s=200, cpu_s=100)
+    )
     assert outcome.stdout == "3\n", outcome.stderr
     with pytest.raises(OptionError) as caught:
         open_sandbox("namespaces", python="/no/such/python")

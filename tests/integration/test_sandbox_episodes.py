@@ -21,6 +21,7 @@ from forge.models.tiny import make_tiny
 from forge.models.tokenizer import ChatTokenizer
 from forge.runtime.sandbox import SandboxLimits, survey
 from forge.types import Task
+from sandboxes import launcher_server
 from scripted_policy import END, ScriptedPolicy, state_of
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -133,7 +134,7 @@ def test_a_fork_has_the_files_alone() -> None:
 def test_a_sandbox_that_dies_is_a_fault() -> None:
     async def body(box: SandboxTools) -> None:
         await box.bash("true")
-        (server,) = (each for each in psutil.Process().children() if "launcher_server" in " ".join(each.cmdline()))
+        server = launcher_server()
         for launcher in server.children():
             launcher.kill()
         with pytest.raises(Fault) as caught:
@@ -145,7 +146,7 @@ def test_a_sandbox_that_dies_is_a_fault() -> None:
 
 def test_starting_again_after_the_server_was_killed() -> None:
     async def body(box: SandboxTools) -> None:
-        (server,) = (each for each in psutil.Process().children() if "launcher_server" in " ".join(each.cmdline()))
+        server = launcher_server()
         server.kill()
         server.wait(60)
         assert (await box.bash("echo alive")).output == "alive\n", "what it forked continues"
@@ -194,7 +195,7 @@ def test_a_start_that_is_cancelled_leaves_nothing() -> None:
 
     async def main() -> None:
         async with forge.sandbox(limits=LIMITS) as box:
-            (server,) = (each for each in psutil.Process().children() if "launcher_server" in " ".join(each.cmdline()))
+            server = launcher_server()
             before = server.children()
             for num_steps in range(12):
                 starting = asyncio.create_task(program())

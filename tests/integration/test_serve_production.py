@@ -184,13 +184,14 @@ def test_two_replicas_in_production(tmp_path: Path) -> None:
     others = [tmp_path / "second", tmp_path / "third"]
     for seed, folder in enumerate(others, start=1):
         make_tiny(folder, seed=seed, num_layers=2)
-    words = ("--num-replicas", "2", "--access-log", str(access), "generator.max_seq_len=1024")
+    words = ("--num-replicas", "2", "--access-log", str(access), "generator.max_seq_len=1024", "serve.drain_s=600")
     with served(run, log, *words) as (running, url):
         assert ask(f"{url}/v1/models")[1]["data"][0]["id"] == "sums", "the run's name"
         assert ask(f"{url}/ready")[1] == {"status": "ready", "replicas": {"able": 2, "total": 2}}
         kill_one_of_two(url, running.pid)
 
         clients = Clients(url)
+        clients.wait_for(1)  # of the first weights
         while metrics(url)["forge_replicas"]["healthy",] < 2:
             clients.wait_for(1)
         assert metrics(url)["forge_replica_restarts_total"]["0",] == 1
@@ -202,7 +203,7 @@ def test_two_replicas_in_production(tmp_path: Path) -> None:
         status, refused, _ = ask(f"{url}/admin/update", body, Authorization="Bearer admin")
         assert (status, refused["error"]["code"]) == (400, "weight_mismatch")
         assert set(metrics(url)["forge_weight_version"].values()) == {0.0}, "as before"
-        clients.wait_for(1)
+        clients.wait_for(3)  # two may have been under way
         save_checkpoint(run / "checkpoints", others[1], step=12)
         running.send_signal(signal.SIGHUP)
         assert running.stdout is not None

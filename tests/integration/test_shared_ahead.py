@@ -6,6 +6,7 @@ Completions in progress wait while the trainer works, and continue with weights 
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,22 @@ async def interrupted(policy: SharedPolicy) -> Completion:
     native = policy._native
     asked = asyncio.ensure_future(policy.generate(token_ids=PROMPT, sampling=sampling))
     counts = native.thread.serving().counts
-    while counts.num_steps < 5:  # each question is answered between two steps
-        await asyncio.wrap_future(native.thread.ask(lambda _: None))
-    await policy.train_step(batch())
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def hold(_: Any) -> None:  # on the engine's thread, between two steps
+        if counts.num_steps < 5:
+            native.thread.ask(hold)
+            return
+        has_begun.set()
+        may_go_on.wait()
+
+    native.thread.ask(hold)
+    await asyncio.to_thread(has_begun.wait)
+    training = asyncio.ensure_future(policy.train_step(batch()))
+    while not native.thread.updates:  # noqa: ASYNC110 - it asks for a pause, which comes before the next step
+        await asyncio.sleep(0)
+    may_go_on.set()
+    await training
     num_steps = counts.num_steps
     for _ in range(200):  # tokens of weights without a version would come now
         await asyncio.sleep(0)

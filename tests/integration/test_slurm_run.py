@@ -8,12 +8,11 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from forge.runtime.hosts import free_port
+from leftovers import has_ended
 from signals import hear_ctrl_c
 from stand_in_programs import Programs
 
@@ -52,8 +51,8 @@ def end_job(programs: Programs) -> None:
             os.killpg(int(file.read_text()), signal.SIGKILL)
 
 
-def test_a_real_worker_is_started_by_the_job_and_used(tmp_path: Path) -> None:
-    port = free_port("127.0.0.1")
+def test_a_real_worker_is_started_by_the_job_and_used(tmp_path: Path, held_port: Callable[[], int]) -> None:
+    port = held_port()
     programs = Programs(
         tmp_path / "bin",
         {
@@ -77,8 +76,7 @@ def test_a_real_worker_is_started_by_the_job_and_used(tmp_path: Path) -> None:
         srun = programs.calls("srun")[0]
         assert srun[-3:-1] == ["bash", "-c"]
         assert programs.calls("scancel") == [["scancel", "7"]]
-        for pid in (job, worker):
-            assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        assert all(has_ended(pid) for pid in (job, worker)), "scancel killed them just now"
     finally:
         program.kill()
         program.wait()
@@ -103,7 +101,7 @@ def test_ctrl_c_in_the_queue_gives_the_job_back(tmp_path: Path) -> None:
         assert program.stderr is not None
         assert any("is PENDING (Priority)" in line for line in program.stderr)
         program.send_signal(signal.SIGINT)
-        assert select.select([reader], [], [], 60)[0], "the job was not cancelled"
+        assert select.select([reader], [], [], 600)[0], "the job was not cancelled"
         assert programs.calls("scancel") == [["scancel", "41"]]
     finally:
         os.close(reader)

@@ -7,13 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from forge.runtime.hosts import free_port
 
 pytestmark = pytest.mark.alone
 
@@ -24,8 +22,8 @@ HOSTS = ("first", "second")
 class Workers:
     """Two `forge worker` processes that say that they are different hosts."""
 
-    def __init__(self) -> None:
-        self.addresses = [f"tcp://127.0.0.1:{free_port('127.0.0.1')}" for _ in HOSTS]
+    def __init__(self, held_port: Callable[[], int]) -> None:
+        self.addresses = [f"tcp://127.0.0.1:{held_port()}" for _ in HOSTS]
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "forge.cli", "worker", "--address", address],
@@ -53,8 +51,8 @@ class Workers:
 
 
 @pytest.fixture
-def workers(leaves_nothing: None) -> Iterator[Workers]:
-    started = Workers()
+def workers(leaves_nothing: None, held_port: Callable[[], int]) -> Iterator[Workers]:
+    started = Workers(held_port)
     try:
         yield started
     finally:

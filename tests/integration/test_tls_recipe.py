@@ -8,12 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from forge.runtime.hosts import free_port
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
 
@@ -89,8 +87,8 @@ def worker(folder: Path, address: str) -> Iterator[int]:
         process.communicate(timeout=600)
 
 
-def test_a_run_over_mutual_tls_and_a_refusal(folder: Path) -> None:
-    addresses = [f"tls://localhost:{free_port('127.0.0.1')}" for _ in range(2)]
+def test_a_run_over_mutual_tls_and_a_refusal(folder: Path, held_port: Callable[[], int]) -> None:
+    addresses = [f"tls://localhost:{held_port()}" for _ in range(2)]
     with worker(folder, addresses[0]) as first, worker(folder, addresses[1]) as second:
         output = folder / "output.txt"
         with output.open("w") as file:

@@ -12,6 +12,7 @@ import own_tools
 from forge.envs.tools import Tool, as_tools, run_call, tool
 from forge.errors import OptionError
 from forge.types import ToolCall
+from leftovers import has_ended
 
 
 def run(made: Tool, timeout_s: float = 120.0, **arguments: object) -> tuple[str, str | None]:
@@ -48,9 +49,7 @@ def test_what_it_started_goes_with_it(tmp_path: Path) -> None:
             await running
 
     asyncio.run(body())
-    pid = int(marker.read_text())
-    if psutil.pid_exists(pid):
-        psutil.Process(pid).wait(60)
+    assert has_ended(int(marker.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Reads(ForgeActor):
 
     @endpoint
     async def setup(self) -> None:
-        self.reader = RdmaReader()
+        self.reader = RdmaReader(stall_s=8)
 
     @endpoint
     async def read(self, source: Descriptor, spans: list[tuple[int, int]], how: str = "thread") -> list[bytes]:

@@ -8,12 +8,12 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import pytest
 
 from forge.errors import EngineDead, PromptError
 from forge.store import Weights
 from generator_bench import make_engine
+from leftovers import has_ended
 from vllm_kit import PROMPT, config, greedy, request, token_logprobs, weights
 
 pytestmark = pytest.mark.alone  # engines that are killed leave semaphores, which other tests would take for theirs
@@ -23,7 +23,7 @@ REPEATING = [(3 * place) % 37 + 8 for place in range(64)]
 
 
 def alive(pids: Sequence[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in pids if not has_ended(pid, limit_s=0)]
 
 
 async def kill(engine: Any, pid: int) -> None:

@@ -128,7 +128,7 @@ async def run_trial(
         finally:
             kill_all(tag)
             await asyncio.to_thread(wait_gone, tag, limit_s=_GONE_S)
-        trial.leaked_segments = _unused_segments(set(os.listdir(_SHARED_MEMORY)) - segments)
+        trial.leaked_segments = await _lasting_segments(segments)
         trial.leaked_files = sorted(path.name for path in own_files.iterdir() if not path.name.startswith(_CACHES))
     return trial
 
@@ -194,14 +194,25 @@ def last_step(folder: Path) -> int:
     return last
 
 
-def _unused_segments(names: set[str]) -> list[str]:
-    """Return those files in shared memory that no living process has mapped or open: they belong to other programs."""
+async def _lasting_segments(before: set[str]) -> list[str]:
+    """Return the files in shared memory that have come since and that nobody uses, however often one looks: those that
+    other programs are just making or removing do not stay so."""
+    until = time.monotonic() + _GONE_S
+    left = _unused_segments(set(os.listdir(_SHARED_MEMORY)) - before)
+    while left and time.monotonic() < until:
+        await asyncio.sleep(_POLL_S)
+        left &= _unused_segments(left & set(os.listdir(_SHARED_MEMORY)))
+    return sorted(left)
+
+
+def _unused_segments(names: set[str]) -> set[str]:
+    """Return those files in shared memory that no living process has mapped: others belong to other programs."""
     used: set[str] = set()
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with contextlib.suppress(OSError):
                 used |= {name for name in names if name in Path(f"/proc/{entry}/maps").read_text()}
-    return sorted(names - used)
+    return names - used
 
 
 @contextlib.contextmanager

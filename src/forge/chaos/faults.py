@@ -187,7 +187,7 @@ async def _fill_disk(fault: Fault, around: Surroundings) -> str:
 
 async def _corrupt(fault: Fault, around: Surroundings) -> str:
     """Change one byte in each of three places of the newest checkpoint's largest file, and kill who would read it."""
-    records = sorted(around.checkpoints.glob("step-*/checkpoint.json"), key=lambda path: path.stat().st_mtime_ns)
+    records = _complete_checkpoints(around)
     if len(records) < 2:
         raise NotInjected("there is no older checkpoint to fall back to")
     folder = records[-1].parent
@@ -203,6 +203,14 @@ async def _corrupt(fault: Fault, around: Surroundings) -> str:
     process = await _target(fault, around)
     _signal(process, signal.SIGKILL)
     return f"changed 3 bytes of {folder.name}/{file.name} and killed {process.label}, process {process.pid}"
+
+
+def _complete_checkpoints(around: Surroundings) -> list[Path]:
+    """Return the records of complete checkpoints, the newest last."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # the run has deleted one meanwhile
+            found = around.checkpoints.glob("step-????????/checkpoint.json")
+            return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 async def _jump(fault: Fault, around: Surroundings) -> str:
