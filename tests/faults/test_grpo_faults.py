@@ -10,11 +10,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from dying_parts import DyingLoss
 from forge.config import GRPOConfig
 from forge.loops.grpo import run_grpo
 from forge.loops.planning import plan_run
+from forge.loops.run_paths import run_dir
 from forge.loops.workers import Workers
 from forge.rollout.ledger import check_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
@@ -25,6 +28,7 @@ from grpo_runs import (
     ledger,
     metrics,
     run_app,
+    train,
     train_here,
     train_watched,
     weights_digest,
@@ -76,6 +80,20 @@ def test_ctrl_c_saves_and_a_resume_takes_it_up(whole: GRPOConfig, tmp_path: Path
     assert saved >= 3
     assert f"--resume continues after step {saved}" in told
     same(resume(folder), whole)
+
+
+def test_a_run_resumes_with_another_number_of_trainer_ranks(whole: GRPOConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "whole"
+    train_here(config(folder, "training.max_steps=4"))
+    chosen = config(folder, "checkpointing.resume=must", "distributed.shard=2")
+    assert train(chosen).step == NUM_STEPS
+    numbers = [[(line.group, line.step, line.outcome) for line in ledger(run)] for run in (chosen, whole)]
+    assert numbers[0] == numbers[1], "the same groups, each once"
+    rewards, expected = (metrics(run, "rollout/reward_mean") for run in (chosen, whole))
+    assert rewards[:5] == expected[:5], "step 5 begins with the weights of the checkpoint, bit for bit"
+    found, wanted = (load_file(run_dir(run) / "checkpoints/hf/model.safetensors") for run in (chosen, whole))
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-4, msg=name)  # two ranks round otherwise
 
 
 def test_a_trainer_that_is_killed_when_it_has_published_is_restored(whole: GRPOConfig, tmp_path: Path) -> None:
