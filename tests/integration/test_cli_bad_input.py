@@ -47,6 +47,7 @@ CASES = [
     ("run broken.py --config nowhere.yaml", "SCRIPT"),
     ("job slurm nowhere.py --config grpo.yaml", "there is no such script"),
     ("scale nowhere generators=2", "there is no such run"),
+    ("hosts nowhere --add tcp://127.0.0.1:1", "there is no such run"),
     ("chaos nowhere.yaml", "there is no such configuration file"),
     ("history nowhere", "no history that could be checked"),
     ("replay nowhere --step 1", "this is not the folder of a run"),
