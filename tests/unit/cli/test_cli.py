@@ -204,7 +204,12 @@ def test_a_worker_refuses_a_bad_address(address: str, capsys: pytest.CaptureFixt
     assert main(["worker", "--address", address]) == 2
     text = capsys.readouterr().err
     assert text.startswith("forge worker: this is not a worker's address\n")
-    for part in ("path:   forge worker --address", f"value:  {address!r}", "rule:   tcp://HOST:PORT", "repair: write it like tcp://"):
+    for part in (
+        "path:   forge worker --address",
+        f"value:  {address!r}",
+        "rule:   tcp://HOST:PORT",
+        "repair: write it like tcp://",
+    ):
         assert part in text
 
 
