@@ -195,8 +195,8 @@ def last_step(folder: Path) -> int:
 
 
 async def _lasting_segments(before: set[str]) -> list[str]:
-    """Return the files in shared memory that have come since and that nobody uses, however often one looks: those that
-    other programs are just making or removing do not stay so."""
+    """Return the new files in shared memory that no process maps until the time is up. Files that other programs are
+    creating or removing at that moment do not stay unused for so long."""
     until = time.monotonic() + _GONE_S
     left = _unused_segments(set(os.listdir(_SHARED_MEMORY)) - before)
     while left and time.monotonic() < until:
