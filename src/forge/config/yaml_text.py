@@ -94,12 +94,15 @@ def read_yaml(text: str, *, source: str) -> Document:
     document = Document()
     try:
         node = _Reader(text).get_single_node()
+        if node is not None:
+            document.data = _Builder(document, source).build(node, (), frozenset())
     except yaml.YAMLError as error:
         document.readable = False
         document.problems.append(_syntax_problem(error, source))
-        return document
-    if node is not None:
-        document.data = _Builder(document, source).build(node, (), frozenset())
+    except RecursionError:
+        rule = "must not be nested hundreds of levels deep"
+        unreadable = Problem(path=source, rule=rule, repair="check its brackets", origin=source)
+        return Document(readable=False, problems=[unreadable])
     return document
 
 

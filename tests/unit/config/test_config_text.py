@@ -227,3 +227,12 @@ def test_integers_are_taken_for_numbers() -> None:
     assert (
         repr(load(ForgeConfig, overrides=["launcher.slurm.start_timeout_s=2"]).launcher.slurm.start_timeout_s) == "2.0"
     )
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "{a: " * 3000, "[" * 3000 + "]" * 3000])
+def test_text_that_is_nested_too_deep_is_a_problem(text: str) -> None:
+    document = read_yaml(text, source="deep.yaml")
+    (problem,) = document.problems
+    assert (document.readable, document.data, problem.path) == (False, None, "deep.yaml")
+    assert problem.rule == "must not be nested hundreds of levels deep"
+    assert problem.repair == "check its brackets"

@@ -15,7 +15,7 @@ from forge.errors import ConfigError
 from forge.losses import Correction, KLPenalty, PolicyLoss, TokenView, clipped_value_loss, effective_samples, make_loss
 from forge.losses.correction import SequenceMask
 from forge.losses.surrogates import sequence_log_ratio
-from forge.types import Batch, Sample
+from peer_losses import TRL_LOSSES, like_trl
 from policy_views import TOTAL, doubles, hand_view
 
 
@@ -357,93 +357,10 @@ def test_a_constant_average_without_a_length_is_refused() -> None:
 
 
 # ---- A peer's numbers ------------------------------------------------------------------------------------------------
-# What TRL 1.16.0 computed in float64 for these logprobs: its loss, and the derivative with respect to each logprob. Two
-# completions of three and two tokens; `old` are the trainer's before the first step, `sampler` those of vLLM.
-
-TRL = {
-    "logprobs": [-0.7, -1.2, -0.4, -2.0, -0.3, -0.9],
-    "old": [-1.1, -1.0, -0.5, -1.6, -0.5, -0.8],
-    "sampler": [-1.0, -1.3, -0.4, -1.7, -0.4, -1.0],
-    "reference": [-0.9, -1.0, -0.6, -1.5, -0.5, -1.0],
-}
-NO_CORRECTION = {"correction": {"kind": "none"}}
-KL = {"coefficient": 0.1}
+# `peer_losses` has what TRL 1.16.0 computed.
 
 
-@pytest.mark.parametrize(
-    ("keys", "wanted"),
-    [
-        # `loss_type="dapo"`, the default, with vLLM: sequence_mask, 3.0
-        ({}, [-0.1076826377, 0, -0.1447739869, -0.1954244413, 0, 0.2687086068, 0]),
-        ({"kl": KL}, [-0.1039079292, 0.005967298791, -0.1480489099, -0.1910037576, -0.00670320046, 0.2735942178, 0]),
-        # the same without vLLM
-        ({"loss": NO_CORRECTION}, [-0.05511566059, 0, -0.1309969205, -0.1768273469, 0, 0.2687086068, 0]),
-        (
-            {"loss": NO_CORRECTION, "kl": KL},
-            [-0.05134095214, 0.005967298791, -0.1342718435, -0.1724066632, -0.00670320046, 0.2735942178, 0],
-        ),
-        # `use_bias_correction_kl=False`
-        (
-            {"loss": NO_CORRECTION, "kl": {**KL, "weighted": False}},
-            [-0.05058933483, 0.003625384938, -0.1354249757, -0.173201962, -0.01297442541, 0.2723339917, 0],
-        ),
-        # `delta=1.21`
-        ({"loss": {**NO_CORRECTION, "dual_clip": 1.21}}, [-0.05762426738, 0, -0.1309969205, -0.1768273469, 0, 0, 0]),
-        # `epsilon_high=0.28`
-        (
-            {"preset": "dapo", "loss": NO_CORRECTION},
-            [-0.06791566059, 0, -0.1309969205, -0.1768273469, 0, 0.2687086068, 0],
-        ),
-        # `loss_type="grpo"`
-        (
-            {"loss": {**NO_CORRECTION, "average": "sequence_mean"}},
-            [0.1393655357, 0, -0.1091641004, -0.1473561224, 0, 0.3358857585, 0],
-        ),
-        # `loss_type="dr_grpo"`, `max_completion_length=4`
-        (
-            {"preset": "dr_grpo", "loss": NO_CORRECTION},
-            [-0.03444728787, 0, -0.08187307531, -0.1105170918, 0, 0.1679428792, 0],
-        ),
-        # `importance_sampling_level="sequence"`, `loss_type="grpo"`, epsilons of 3e-4 and 4e-4, and of 0.2
-        ({"preset": "gspo", "loss": NO_CORRECTION}, [0.149675, 0, 0, 0, 0, 0, 0]),
-        (
-            {"preset": "gspo", "loss": {**NO_CORRECTION, "clip_low": 0.2, "clip_high": 0.2}},
-            [0.05559221269, -0.1473561224, -0.1473561224, -0.1473561224, 0.24883029, 0.24883029, 0],
-        ),
-        # `loss_type="cispo"`, `epsilon_high` of 5.0 and of 1.2: there it is the bound itself, here what is above 1
-        (
-            {"preset": "cispo", "loss": NO_CORRECTION},
-            [0.01945820719, -0.2386919516, -0.1309969205, -0.1768273469, 0.1474704101, 0.2687086068, 0],
-        ),
-        (
-            {"preset": "cispo", "loss": {**NO_CORRECTION, "clip_high": 0.2}},
-            [-0.01181357691, -0.192, -0.1309969205, -0.1768273469, 0.1474704101, 0.264, 0],
-        ),
-        # `vllm_importance_sampling_mode`: sequence_mask at 1.05, token_mask at [0.92, 1.2], token_truncate at 1.1
-        ({"loss": {"correction": {"high": 1.05}}}, [0.4447086068, 0, 0, 0, 0, 0.2687086068, 0]),
-        ({"loss": {"correction": {"level": "token", "low": 0.92, "high": 1.2}}}, [0.1945100816, 0, 0, 0, 0, 0, 0]),
-        (
-            {"loss": {"correction": {"kind": "truncate", "level": "token", "high": 1.1}}},
-            [-0.04108779483, 0, -0.1440966125, -0.16, 0, 0.243137602, 0],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("keys", "wanted"), [(keys, wanted) for _, keys, wanted in TRL_LOSSES])
 def test_the_convention_of_trl_computes_what_trl_does(keys: dict[str, Any], wanted: list[float]) -> None:
     config = AlgorithmConfig.model_validate({"convention": "trl", **keys})
-    loss = make_loss(config, max_tokens=4, iterations=2)
-    weights = doubles([1, 1, 1, 1, 1, 0])
-    view = TokenView(
-        doubles(TRL["logprobs"]).requires_grad_(),
-        weights,
-        (3, 3),
-        fields={
-            "advantages": doubles([0.8] * 3 + [-1.1] * 3),
-            "old_logprobs": doubles(TRL["sampler"]),
-            "proximal_logprobs": doubles(TRL["old"]),
-            "ref_logprobs": doubles(TRL["reference"]),
-        },
-    )
-    ids = torch.arange(3)
-    divisor = loss.normalizer(Batch.of([Sample(ids, weights[:3].float()), Sample(ids, weights[3:].float())]))
-    total, gradient, _ = tried(loss, view)
-    assert [total / divisor, *(value / divisor for value in gradient)] == pytest.approx(wanted, abs=2e-10)
+    assert like_trl(make_loss(config, max_tokens=4, iterations=2)) == pytest.approx(wanted, abs=2e-10)
