@@ -37,7 +37,7 @@ USUAL = ("native-shared", "trl-vllm", "vllm-turns", "native-beside", "native-bes
 LEAST_S = {"cuda": 90.0, "cpu": 20.0}
 """What a side needs at least, to start and take its steps: with less time left it is not begun."""
 SIDE_S = 300.0
-TRAINER_SHARE = 0.88
+TRAINER_SHARE = 0.8
 """The part of the GPU that TRL's training step may take when its settings are chosen: vLLM keeps some while asleep."""
 
 
@@ -95,22 +95,21 @@ class Bench:
     def _for_trl(self) -> Plan:
         """The plan with the settings that make TRL's training step fastest, found once."""
         if not self.chosen.probe:
-            return self.plan
+            return replace(self.plan, liger=self.chosen.liger != "no")
         if not self.probes:
-            for liger in (False, True) if self.chosen.liger else (False,):
-                self._probe(replace(self.plan, liger=liger))
+            self._probe(self.plan)
         best = best_probe(self.probes, most_gib=self.most_gib)
         if best is None:
             return self.plan
-        wanted = {name: best[name] for name in ("rows", "gradient_checkpointing", "liger")}
+        wanted = {name: best[name] for name in ("rows", "gradient_checkpointing", "liger", "attention")}
         tell(f"TRL's fastest training step: {wanted}")
         return replace(self.plan, **wanted)
 
     def _probe(self, plan: Plan) -> None:
-        name = f"trl-probe{'-liger' if plan.liger else ''}"
+        name = "trl-probe"
         path = plan.write(self.folder / f"{name}.plan.json")
         program = ROOT / "benchmarks" / "harness" / "gpu_trl.py"
-        words = [str(program), "probe", "-", str(path), str(self.folder)]
+        words = [str(program), "probe", self.chosen.liger, str(path), str(self.folder)]
         outcome = self._child(name, [str(self.chosen.trl_python), *words])
         self.probes += [dict(event) for event in outcome.all("tried")]
         if outcome.status != "ok":
@@ -159,13 +158,14 @@ def probe_table(found: Mapping[str, Any]) -> str:
             str(probe["rows"]),
             "yes" if probe["gradient_checkpointing"] else "no",
             "yes" if probe["liger"] else "no",
+            probe["attention"],
             text(probe.get("seconds_a_sample"), ".4f"),
             text(probe.get("allocated_gib"), ".1f") if probe["fits"] else "does not fit",
             "taken" if probe == found["probe_taken"] else "",
         )
         for probe in found["probes"]
     ]
-    head = ("rows", "gradient checkpointing", "Liger's layers", "seconds a sample", "torch's peak, GiB", "")
+    head = ("rows", "gradient checkpointing", "Liger's layers", "attention", "s a sample", "torch's peak, GiB", "")
     return table(head, rows)
 
 
@@ -192,7 +192,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vllm-memory", type=float, help="the part of the GPU that vLLM may take; default: 0.5")
     parser.add_argument("--rows", type=int, help="TRL's, at once; default: by probing")
     parser.add_argument("--no-probe", dest="probe", action="store_false", help="take TRL's settings as they are given")
-    parser.add_argument("--liger", action="store_true", help="let TRL also try Liger's layers")
+    parser.add_argument("--liger", choices=("no", "yes", "both"), default="no", help="Liger's layers for TRL: try them")
+    parser.add_argument("--attention", help="TRL's, by transformers' name; default: sdpa, or by probing")
+    parser.add_argument(
+        "--warm-tokens", type=int, help="TRL's: most tokens of a completion in steps before; default: all"
+    )
+    parser.add_argument("--only-start", action="store_true", help="end each side when it has started")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of our sides")
     parser.add_argument("--trl", action="append", default=[], metavar="KEY=JSON", help="a setting of GRPOConfig")
     parser.add_argument("--trl-python", type=Path, default=Path(sys.executable), help="interpreter that has TRL")
@@ -208,7 +213,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 def plan_of(chosen: argparse.Namespace) -> Plan:
     plan = QUICK if chosen.quick else Plan()
     return resized(
-        replace(plan, device=chosen.device, settings=tuple(chosen.set), trl=tuple(chosen.trl)),
+        replace(
+            plan,
+            device=chosen.device,
+            settings=tuple(chosen.set),
+            trl=tuple(chosen.trl),
+            only_start=chosen.only_start,
+        ),
         shape=chosen.shape,
         num_prompts=chosen.prompts,
         group_size=chosen.group_size,
@@ -223,6 +234,8 @@ def plan_of(chosen: argparse.Namespace) -> Plan:
         checkpointing=chosen.checkpointing,
         vllm_memory=chosen.vllm_memory,
         rows=chosen.rows,
+        attention=chosen.attention,
+        warm_tokens=chosen.warm_tokens,
     )
 
 

@@ -324,7 +324,8 @@ async def run_child(settings: list[Setting], *, on_gpu: bool, end: float) -> Asy
             for _ in settings:
                 limit_s = min(SETTING_S, max(1.0, end - time.monotonic()))
                 answer = await asyncio.wait_for(_next_answer(child.stdout), limit_s)
-                if answer is None:
+                if answer is None:  # its output has ended, and it will in a moment: it says how
+                    await asyncio.wait_for(child.wait(), limit_s)
                     break
                 yield answer
             else:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.gpu_plan import Plan, do_and_end, facts_of, length_of, model_folder, prompts_file, say
+from harness.gpu_plan import Plan, do_and_end, facts_of, leave, length_of, model_folder, prompts_file, say
 
 SIDES: Mapping[str, tuple[str, ...]] = {
     "native-shared": ("placement=shared",),
@@ -137,6 +137,7 @@ class Watched:
     def __init__(self, trainer: Any, policy: Any, plan: Plan, *, times: Times) -> None:
         self._trainer, self._policy, self._plan, self._times = trainer, policy, plan, times
         self._num_steps = 0
+        self._telling: asyncio.Task[None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
@@ -149,21 +150,29 @@ class Watched:
         result = await self._trainer.train_step(batch, **{**named, "keep_logprobs": True})
         ended = time.perf_counter()
         self._num_steps += 1
+        if self._telling is not None:
+            await self._telling
+        telling = self._tell(self._num_steps, batch, result, began=began, ended=ended)
+        self._telling = asyncio.create_task(telling)  # while the next step generates: it is no part of a step
+        if self._num_steps == self._plan.total_steps:
+            await self._telling
+            await self._tell_ends()
+        return result
+
+    async def _tell(self, step: int, batch: Any, result: Any, *, began: float, ended: float) -> None:
+        apart = await asyncio.to_thread(mismatch, batch, result.logprobs)
         say(
             "step",
-            step=self._num_steps,
+            step=step,
             ended=ended,
             samples=len(batch.lengths),
             tokens=int((batch.loss_weights != 0).sum()),
             train_s=ended - began,
             engine_s=result.seconds,
             loss=result.loss,
-            **mismatch(batch, result.logprobs),
+            **apart,
         )
         self._times.tell()
-        if self._num_steps == self._plan.total_steps:
-            await self._tell_ends()
-        return result
 
     async def _tell_ends(self) -> None:
         state = await self._trainer.state()
@@ -176,21 +185,26 @@ class Watched:
 
 
 class VariedLengths:
-    """A policy whose completions have the lengths of the plan. Everything else is the policy's own."""
+    """A policy whose completions have the lengths of the plan. Everything else is the policy's own.
+
+    Groups are begun in the order of their numbers.
+    """
 
     def __init__(self, policy: Any, plan: Plan) -> None:
         self._policy, self._plan = policy, plan
+        self._num_groups = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
 
     async def generate(self, prompt: Any, *, sampling: Any) -> list[Any]:
         """Ask for each completion of a group by itself, since each has its own length."""
+        group, self._num_groups = self._num_groups, self._num_groups + 1
         asked = [
             self._policy.generate(
                 prompt,
                 sampling=sampling.model_copy(
-                    update={"n": 1, "max_tokens": length_of(self._plan, prompt.id, member), "seed": None}
+                    update={"n": 1, "max_tokens": length_of(self._plan, group, member), "seed": None}
                 ),
             )
             for member in range(sampling.n)
@@ -213,16 +227,24 @@ async def train(plan: Plan, folder: Path, side: str) -> None:
     async with forge.run():
         workers = await start_workers(run.config, run.trainer, loss=run.loss, run=run.run)
         say("started", seconds=time.perf_counter() - began)
+        if plan.only_start:
+            leave()
         times = Times(folder / "runs" / side / "metrics.jsonl")
         watched: Any = Watched(workers.trainer, workers.policy, plan, times=times)
         policy: Any = VariedLengths(workers.policy, plan) if plan.tail else workers.policy
         workers = Workers(watched, policy, workers.rewards, workers.reference)
-        loop = GRPOLoop(run, workers, single_turn(run, workers))
+
+        class Measured(GRPOLoop):
+            async def _finish(self) -> Any:
+                """Leave: workers end with this process, and ending them in order is not measured."""
+                times.tell()
+                leave()
+
+        loop = Measured(run, workers, single_turn(run, workers))
         try:
             await loop.run()
         finally:
             loop.close()
-    times.tell()
 
 
 def main() -> None:

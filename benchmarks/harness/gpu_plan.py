@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,14 +24,29 @@ ROOT = Path(__file__).resolve().parents[2]
 EVENTS = "FORGE_BENCHMARK_EVENTS"
 """The variable that names the file into which a side writes what it has measured, line by line."""
 
-SHAPES = ("qwen3_0_6b", "qwen3_1_7b", "tiny")
+QUICK_VOCABULARY = 1024
+"""Of the shapes `tiny`: more than their tokenizer has, as with the real shapes."""
+CHANGED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "tiny": ("tiny", {"vocab_size": QUICK_VOCABULARY}),
+    "tiny_moe": (
+        "tiny",
+        {
+            "family": "qwen3_moe",
+            "vocab_size": QUICK_VOCABULARY,
+            "num_experts": 8,
+            "num_experts_per_token": 2,
+            "expert_intermediate_size": 64,
+        },
+    ),
+    "qwen3_moe_2_6b": ("qwen3_30b_a3b", {"num_layers": 6, "num_experts": 64}),
+}
+"""Shapes that are presets with changes: a mixture of experts as wide as Qwen3-30B-A3B, which trains on one GPU."""
+SHAPES = ("qwen3_0_6b", "qwen3_1_7b", *CHANGED)
 SHARPNESS = 2.0
 """What the weight of the last norm is, and so what logits are multiplied by: tokens are not all equally likely."""
 STD = 0.02
 NUM_PROMPTS = 1024
 """In the file, which is gone through again where steps need more."""
-QUICK_VOCABULARY = 1024
-"""Of the shape `tiny`: more than its tokenizer has, as with the real shapes."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +65,12 @@ class Plan:
             them in bfloat16; `float32` is for a CPU.
         microbatch_tokens, checkpointing: ours: tokens that go through the model at once (by default two whole groups,
             whose prompts count once), and what is computed again.
-        rows, gradient_checkpointing, liger: TRL's: samples that go through the model at once, and so on.
+        rows, gradient_checkpointing, liger, attention: TRL's: samples that go through the model at once, and so on;
+            `attention` is transformers' name of a kernel.
+        warm_tokens: TRL's: the most tokens of a completion in steps that do not count; 0 for as many as in the others.
+            A pass over a full batch of made-up samples then takes their place in warming up the training step.
         vllm_memory: the part of the GPU that vLLM may take where it sleeps while the trainer works, ours and TRL's.
+        only_start: a side ends when it has started: how long that takes is all that is measured.
         settings: further settings of our sides, `KEY=VALUE`; `trl` further ones of TRL's, with JSON values.
     """
 
@@ -71,9 +90,12 @@ class Plan:
     rows: int = 8
     gradient_checkpointing: bool = True
     liger: bool = False
+    attention: str = "sdpa"
+    warm_tokens: int = 0
     vllm_memory: float = 0.5
     learning_rate: float = 1e-6
     seed: int = 0
+    only_start: bool = False
     settings: tuple[str, ...] = ()
     trl: tuple[str, ...] = ()
 
@@ -145,6 +167,11 @@ def do_and_end(work: Callable[[], None]) -> NoReturn:
     except Exception:  # noqa: BLE001 - whatever it is, the measuring program reads it in the log
         traceback.print_exc()
         code = 1
+    leave(code)
+
+
+def leave(code: int = 0) -> NoReturn:
+    """End this process at once."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -153,11 +180,11 @@ def do_and_end(work: Callable[[], None]) -> NoReturn:
 # ---- Lengths
 
 
-def length_of(plan: Plan, prompt: object, member: int) -> int:
-    """Return how many tokens the completion of a prompt has: the same on every side."""
+def length_of(plan: Plan, group: int, member: int) -> int:
+    """Return how many tokens a completion of a group has, by the group's number in the run: the same on every side."""
     if not plan.tail:
         return plan.max_tokens
-    drawn = random.Random(f"{plan.seed}:{prompt}:{member}").lognormvariate(math.log(plan.tail_median), plan.tail)
+    drawn = random.Random(f"{plan.seed}:{group}:{member}").lognormvariate(math.log(plan.tail_median), plan.tail)
     return max(1, min(plan.max_tokens, round(drawn)))
 
 
@@ -182,8 +209,8 @@ def facts_of(shape: str) -> Any:
     from forge.config import ModelConfig
     from forge.models.architecture import complete
 
-    changed = {"vocab_size": QUICK_VOCABULARY} if shape == "tiny" else {}
-    return complete(ModelConfig(preset=shape)).model_copy(update={"preset": None, **changed})
+    preset, changed = CHANGED.get(shape, (shape, {}))
+    return complete(ModelConfig(preset=preset)).model_copy(update={"preset": None, **changed})
 
 
 def prepare(folder: Path, plan: Plan) -> dict[str, Any]:

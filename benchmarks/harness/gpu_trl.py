@@ -2,7 +2,7 @@
 imports nothing of ours but the plan, which needs the standard library alone.
 
     python gpu_trl.py train SIDE PLAN.json FOLDER       a few steps of GRPO
-    python gpu_trl.py probe - PLAN.json FOLDER          which settings make its training step fastest
+    python gpu_trl.py probe LIGER PLAN.json FOLDER      which settings make its training step fastest: no, yes or both
     python gpu_trl.py context LENGTH PLAN.json FOLDER   one training step on one sample of that length
 
 What TRL does by default, and does here: weights, gradients and AdamW's states in float32, computed in bfloat16 by
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ SIDES: Mapping[str, Mapping[str, Any]] = {
     "trl-vllm-awake": {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": False},
     "trl-transformers": {"use_vllm": False},
 }
-PROBED_ROWS = (4, 8, 16, 32)
+PROBED_ROWS = (16, 32)
+PROBED_ATTENTION = ("sdpa", "flash_attention_4")
+"""Kernels by transformers' names: torch's, and the one that our trainer uses."""
 
 
 class Parts:
@@ -100,7 +103,7 @@ def config_of(plan: Plan, side: str, output: str) -> Any:
         "bf16": plan.precision != "float32",
         "gradient_checkpointing": plan.gradient_checkpointing,
         "use_liger_kernel": plan.liger,
-        "model_init_kwargs": {"dtype": dtype_of(plan), "attn_implementation": "sdpa"},
+        "model_init_kwargs": {"dtype": dtype_of(plan), "attn_implementation": plan.attention},
         "per_device_train_batch_size": plan.rows,
         "gradient_accumulation_steps": plan.num_samples // plan.rows,
         "num_generations": plan.group_size,
@@ -144,16 +147,37 @@ def given(plan: Plan) -> dict[str, Any]:
     return found
 
 
+def import_attention(name: str) -> None:
+    """Import a kernel of attention so that processes that are started later still find Python's own modules.
+
+    FlashAttention 4 appends a folder with a typing.py to the module path.
+    """
+    if name == "flash_attention_4":
+        before = list(sys.path)
+        import flash_attn.cute  # noqa: F401
+
+        sys.path[:] = [place for place in sys.path if place in before]
+
+
 def build(plan: Plan, side: str, *, folder: Path, output: str) -> tuple[Any, Parts]:
     """A trainer that counts where its time goes, and tells when steps end."""
     from datasets import Dataset
     from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOTrainer
 
+    import_attention(plan.attention)
     parts = Parts(plan.device)
 
     class MeteredTrainer(GRPOTrainer):  # type: ignore[misc]
+        is_warm = not plan.warm_tokens
+
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+            if not self.is_warm:
+                self.is_warm = True
+                for _ in range(2):
+                    full = made_up(plan, rows=plan.rows, length=plan.seq_len)
+                    self.accelerator.backward(super().compute_loss(model, full, *rest, **named))
+                    model.zero_grad()
             parts.count(inputs)
             return super().compute_loss(model, inputs, *rest, **named)
 
@@ -190,28 +214,35 @@ def build(plan: Plan, side: str, *, folder: Path, output: str) -> tuple[Any, Par
     trainer.remove_callback(PrinterCallback)
     if SIDES[side]["use_vllm"]:
         count_syncs(trainer.vllm_generation, parts)
-        if plan.tail:
+        if plan.tail or plan.warm_tokens:
             vary_lengths(trainer.vllm_generation.llm, plan)
     return trainer, parts
 
 
 def vary_lengths(llm: Any, plan: Plan) -> None:
-    """Let vLLM give completions the lengths of the plan. TRL asks for one completion of each prompt in the list."""
-    plain = llm.generate
+    """Let vLLM give completions the lengths of the plan. TRL asks once a step, for one completion of each prompt in the
+    list, which has the prompts of a group one after the other."""
+    plain, num_calls = llm.generate, 0
 
     def generate(prompts: list[Any], sampling_params: Any, **named: Any) -> Any:
-        seen: dict[str, int] = defaultdict(int)
+        nonlocal num_calls
         varied = []
-        for prompt in prompts:
-            key = str(prompt)
-            length = length_of(plan, key, seen[key])
-            seen[key] += 1
+        for length in lengths_of_step(plan, num_calls, num=len(prompts)):
             own = sampling_params.clone()
             own.max_tokens = own.min_tokens = length
             varied.append(own)
+        num_calls += 1
         return plain(prompts, sampling_params=varied, **named)
 
     llm.generate = generate
+
+
+def lengths_of_step(plan: Plan, step: int, *, num: int) -> list[int]:
+    """Return the lengths of the completions of a step, counted from 0."""
+    most = plan.warm_tokens if plan.warm_tokens and step < plan.num_warm else plan.max_tokens
+    first = step * plan.num_prompts
+    places = (divmod(place, plan.group_size) for place in range(num))
+    return [min(most, length_of(plan, first + group, member)) for group, member in places]
 
 
 def count_syncs(generation: Any, parts: Parts) -> None:
@@ -244,8 +275,9 @@ def train(plan: Plan, side: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as output:
         trainer, _ = build(plan, side, folder=folder, output=output)
         say("started", seconds=time.perf_counter() - began, **versions())
-        trainer.train()
-    say("trainer", log=trainer.state.log_history[-1:], **peaks(plan))
+        if not plan.only_start:
+            trainer.train()
+            say("trainer", log=trainer.state.log_history[-1:], **peaks(plan))
 
 
 def versions() -> dict[str, str]:
@@ -275,6 +307,7 @@ def made_up(plan: Plan, *, rows: int, length: int) -> dict[str, Any]:
         "completion_mask": mask[:, prompt:],
         "advantages": torch.linspace(-1.0, 1.0, rows + 1, device=device)[1:],
         "num_items_in_batch": mask[:, prompt:].sum(),
+        "importance_sampling_ratio": torch.ones_like(mask[:, prompt:], dtype=torch.float32),
     }
 
 
@@ -296,9 +329,7 @@ def opened(plan: Plan, folder: Path, output: str) -> tuple[Any, Parts]:
     """A trainer that takes steps without generating, with its optimizer's states in place."""
     trainer, parts = build(plan, "trl-transformers", folder=folder, output=output)
     if plan.liger:
-        from transformers.integrations.liger import apply_liger_kernel
-
-        apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
+        apply_liger(trainer)
     if plan.gradient_checkpointing:
         trainer.model.gradient_checkpointing_enable()
     trainer.model.train()
@@ -307,42 +338,74 @@ def opened(plan: Plan, folder: Path, output: str) -> tuple[Any, Parts]:
     return trainer, parts
 
 
-def probe(plan: Plan, folder: Path) -> None:
-    """Time a pass with more and more rows, without and with gradient checkpointing."""
+def apply_liger(trainer: Any) -> None:
+    """Let the model compute with Liger's layers, as `use_liger_kernel` does when training begins."""
+    from transformers.integrations.liger import apply_liger_kernel
+
+    kept_out = {"fused_linear_cross_entropy": False}  # TRL has an output layer of its own
+    apply_liger_kernel(trainer.model, {**(trainer.args.liger_kernel_config or {}), **kept_out})
+
+
+def probe(plan: Plan, liger: str, folder: Path) -> None:
+    """Time a pass with more and more rows: with each kernel of attention, without and with gradient checkpointing; with
+    torch's layers, with Liger's, or first with the one and then with the other.
+
+    What needs more memory than there is, and what this machine lacks, is told and left out. With checkpointing more
+    rows fit, but nothing is gained where they are as many as without: only the most rows are tried then.
+    """
+    with tempfile.TemporaryDirectory() as output:
+        trainer, parts = opened(replace(plan, liger=False), folder, output)
+        say("started", **versions())
+        for has_liger in {"no": (False,), "yes": (True,), "both": (False, True)}[liger]:
+            if has_liger:
+                apply_liger(trainer)
+            for attention in PROBED_ATTENTION:
+                _probe_rows(trainer, replace(plan, liger=has_liger), parts, attention)
+
+
+def _probe_rows(trainer: Any, plan: Plan, parts: Parts, attention: str) -> None:
+    asked_for = given(plan).get("gradient_checkpointing")
+    for is_checkpointed in (False, True) if asked_for is None else (bool(asked_for),):
+        switch = "gradient_checkpointing_enable" if is_checkpointed else "gradient_checkpointing_disable"
+        getattr(trainer.model, switch)()
+        rows = [each for each in PROBED_ROWS if plan.num_samples % each == 0]
+        for num in rows[-1:] if is_checkpointed else rows:
+            asked = {"rows": num, "gradient_checkpointing": is_checkpointed}
+            if not tried(trainer, plan, parts, {**asked, "liger": plan.liger, "attention": attention}):
+                break
+
+
+def tried(trainer: Any, plan: Plan, parts: Parts, asked: Mapping[str, Any]) -> bool:
+    """Time a pass with some settings, tell it, and return whether it could be done."""
     import torch
 
-    with tempfile.TemporaryDirectory() as output:
-        trainer, parts = opened(plan, folder, output)
-        say("started", **versions())
-        for is_checkpointed in (False, True):
-            switch = "gradient_checkpointing_enable" if is_checkpointed else "gradient_checkpointing_disable"
-            getattr(trainer.model, switch)()
-            for rows in (each for each in PROBED_ROWS if plan.num_samples % each == 0):
-                found = {"rows": rows, "gradient_checkpointing": is_checkpointed, "liger": plan.liger}
-                try:
-                    seconds = timed(trainer, plan, parts, rows=rows)
-                except torch.OutOfMemoryError:
-                    say("tried", **found, fits=False)
-                    break
-                finally:
-                    trainer.optimizer.zero_grad()
-                    if plan.device == "cuda":
-                        torch.cuda.empty_cache()
-                say("tried", **found, fits=True, seconds_a_sample=seconds / rows, **peaks(plan))
+    try:
+        import_attention(asked["attention"])
+        trainer.model.set_attn_implementation(asked["attention"])
+        seconds = timed(trainer, plan, parts, rows=asked["rows"])
+    except Exception as error:  # noqa: BLE001 - a kernel that is not there, or cannot be used, ends nothing
+        say("tried", **asked, fits=False, why=repr(error)[:300])
+        return False
+    finally:
+        trainer.optimizer.zero_grad()
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()
+    say("tried", **asked, fits=True, seconds_a_sample=seconds / asked["rows"], **peaks(plan))
+    return True
 
 
 def timed(trainer: Any, plan: Plan, parts: Parts, *, rows: int) -> float:
-    """Seconds of a pass: the better of two after one that is not counted."""
+    """Seconds of a pass, after one that is not counted."""
     import torch
 
     if plan.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     taken = []
-    for _ in range(3):
+    for _ in range(2):
         began = parts.now()
         one_pass(trainer, plan, rows=rows, length=plan.seq_len)
         taken.append(parts.now() - began)
-    return min(taken[1:])
+    return taken[-1]
 
 
 def context(plan: Plan, length: int, folder: Path) -> None:
@@ -372,7 +435,7 @@ def work(what: str, word: str, plan: Plan, folder: Path) -> None:
     if what == "train":
         train(plan, word, folder)
     elif what == "probe":
-        probe(plan, folder)
+        probe(plan, word, folder)
     else:
         context(plan, int(word), folder)
 

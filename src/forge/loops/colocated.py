@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from forge.config import GeneratorConfig, Sampling, TrainerConfig
 from forge.generator.actor import Generator, Messages
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("forge.grpo")
 
 T = TypeVar("T")
+
+KEEP_CACHE: Final = "FORGE_KEEP_CACHE"
+"""`1`: a GPU has room for the engine's cache beside a step of the trainer, so the cache stays where it is."""
 
 
 class _SharedGenerator(Generator):
@@ -98,13 +102,17 @@ class SharedPolicy(Trainer):
         return self._generator.engine
 
     @endpoint
-    async def train_step(self, batch: Batch, keep_logprobs: bool = False) -> StepResult:
+    async def train_step(
+        self, batch: Batch, keep_logprobs: bool = False, learning_rate: float | None = None
+    ) -> StepResult:
         """Take one optimizer step, between two steps of generation."""
-        step = partial(super().train_step, batch, keep_logprobs)
+        step = partial(super().train_step, batch, keep_logprobs, learning_rate)
         return await self._between_steps(step, until_published=self._runs_ahead)
 
     @endpoint(retry=True)
-    async def forward_logprobs(self, batch: Batch, temperature: float = 1.0, base: bool = False) -> list[Tensor] | None:
+    async def forward_logprobs(
+        self, batch: Batch, temperature: float | None = None, base: bool = False
+    ) -> list[Tensor] | None:
         """See `Trainer.forward_logprobs`; between two steps of generation."""
         return await self._between_steps(partial(super().forward_logprobs, batch, temperature, base))
 
@@ -124,9 +132,11 @@ class SharedPolicy(Trainer):
                 raise
 
     async def _with_cache_released(self, work: Callable[[], Awaitable[T]], *, until_published: bool) -> T:
-        """Do something while the engine's cache is free for it: on a GPU, unless completions in progress need it."""
+        """Do something while the engine's cache is free for it: on a GPU, unless completions in progress need it or
+        the cache is to stay."""
         release = partial(self._native.release_cache, preempt=self._runs_ahead)
-        is_released = self._native.is_on_gpu and await self._do(release)
+        may_release = self._native.is_on_gpu and os.environ.get(KEEP_CACHE) != "1"
+        is_released = may_release and await self._do(release)
         try:
             result = await work()
         except BaseException:

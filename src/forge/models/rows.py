@@ -90,7 +90,7 @@ class RowTask:
         weights: float [N], or None. With weights the head returns their sum of -logprob, and works out the gradient on
             the way; without, it returns logprobs (and entropies) that any loss may be made from.
         entropy: whether entropies are wanted too.
-        temperature: what logits are divided by.
+        temperature: what logits are divided by: one number, or float64 [N], one for each target.
         as_row: whether the head returns one tensor [1, L, 2] of logprobs and entropies, or [1, L, 1] of values, 0 where
             nothing was asked: stages of a pipeline must give the same shape each time.
         sharing: how attention finds whole documents, where the row holds what they have in common once.
@@ -102,7 +102,7 @@ class RowTask:
     targets: Tensor
     weights: Tensor | None = None
     entropy: bool = False
-    temperature: float = 1.0
+    temperature: float | Tensor = 1.0
     as_row: bool = False
     sharing: Sharing | None = None
     candidates: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
+PROGRAMS = ("grpo_gpu", "context_gpu", "sync_gpu", "gpu_table", "decode_gpu")
 NAMES = ("children", "context", "memory", "ours", "plan", "report", "sync", "trl")
 
 
@@ -27,14 +29,12 @@ def bench() -> Iterator[SimpleNamespace]:
     sys.path.insert(0, str(BENCHMARKS))
     try:
         parts = {name: importlib.import_module(f"harness.gpu_{name}") for name in NAMES}
-        programs = {
-            name: importlib.import_module(name) for name in ("grpo_gpu", "context_gpu", "sync_gpu", "gpu_table")
-        }
+        programs = {name: importlib.import_module(name) for name in PROGRAMS}
         yield SimpleNamespace(**parts, **programs)
     finally:
         sys.path.remove(str(BENCHMARKS))
         for name in set(sys.modules) - before:
-            if name.partition(".")[0] in ("harness", "grpo_gpu", "context_gpu", "sync_gpu", "gpu_table"):
+            if name.partition(".")[0] in ("harness", *PROGRAMS):
                 del sys.modules[name]
         os.environ.clear()
         os.environ.update(environment)
@@ -342,6 +342,74 @@ def test_a_plan_reads_what_it_wrote(bench: SimpleNamespace, tmp_path: Path) -> N
     assert bench.plan.Plan.read(plan.write(tmp_path / "plan.json")) == plan
     assert bench.trl.given(plan) == {"beta": 0.5, "optim": "adafactor"}
     assert bench.plan.resized(plan, num_prompts=None, group_size=2).num_samples == plan.num_prompts * 2
+
+
+class Completed:
+    """Takes requests as vLLM's `LLM.generate` and our generators do, and notes how long completions were to be."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def generate(self, prompts: list[Any], *, sampling_params: list[Any]) -> None:
+        self.lengths = [each.max_tokens for each in sampling_params]
+        assert [each.min_tokens for each in sampling_params] == self.lengths
+        assert len(prompts) == len(self.lengths)
+
+
+class Policy:
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    async def generate(self, prompt: Any, *, sampling: Any) -> list[Any]:
+        from forge.types import Completion
+
+        self.lengths.append(sampling.max_tokens)
+        fields: dict[str, Any] = {"logprobs": (0.0,), "full_logprobs": (0.0,), "text": "", "finish_reason": "length"}
+        return [Completion(prompt_ids=(1,), token_ids=(2,), **fields)]
+
+
+def test_both_sides_give_the_completions_of_a_step_the_same_lengths(bench: SimpleNamespace) -> None:
+    from forge.config import Sampling
+
+    plan = plan_of(bench, tail=1.0, tail_median=20, max_tokens=100, num_prompts=3, group_size=4)
+    llm, policy = Completed(), Policy()
+    bench.trl.vary_lengths(llm, plan)
+    varied = bench.ours.VariedLengths(policy, plan)
+    sampling_params = SimpleNamespace(clone=lambda: SimpleNamespace())
+    seen = []
+
+    async def step() -> None:
+        policy.lengths.clear()
+        await asyncio.gather(*(varied.generate(object(), sampling=Sampling(n=4, max_tokens=100)) for _ in range(3)))
+
+    for _ in range(2):
+        llm.generate([object()] * 12, sampling_params)
+        asyncio.run(step())
+        assert policy.lengths == llm.lengths
+        seen.append(tuple(llm.lengths))
+    assert seen[0] != seen[1]
+    assert len(set(seen[0])) > 6
+    assert all(1 <= length <= 100 for length in seen[0])
+
+
+def test_warm_steps_of_trl_can_be_short(bench: SimpleNamespace) -> None:
+    plan = plan_of(bench, max_tokens=50, warm_tokens=7, num_warm=2)
+    assert [set(bench.trl.lengths_of_step(plan, step, num=8)) for step in range(3)] == [{7}, {7}, {50}]
+    assert set(bench.trl.lengths_of_step(replace(plan, warm_tokens=0), 0, num=8)) == {50}
+
+
+def test_the_fastest_step_whose_logits_are_those_of_the_modules_is_chosen(bench: SimpleNamespace) -> None:
+    def step(ms: float, *, apart: float = 0.0, is_finite: bool = True) -> dict[str, Any]:
+        return {"ms": dict.fromkeys(bench.decode_gpu.OWN, ms), "apart": apart, "finite": is_finite}
+
+    steps = {"modules": step(9.0), "fused": step(7.0, apart=0.01), "lt=1": step(6.0, apart=0.2)}
+    steps |= {"split=256": step(5.0, is_finite=False), "joins=0": {"failed": "an error"}}
+    found = {"variants": [{"cache": "auto", "steps": steps}]}
+    assert bench.decode_gpu.best_options(found) == "fused"
+    assert bench.decode_gpu.best_options({"variants": [{"cache": "auto"}]}) == "modules"
+    shown = bench.decode_gpu.show(found)
+    assert "an error" in shown
+    assert "7.00" in shown
 
 
 def test_rewards_differ_within_a_group(bench: SimpleNamespace) -> None:

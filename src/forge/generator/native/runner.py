@@ -39,6 +39,7 @@ from forge.models.adapter_names import is_adapter
 from forge.models.adapter_segments import LIVE
 from forge.models.cpu_step import CpuSteps
 from forge.models.gpu_attention import Extents, decode_shares
+from forge.models.gpu_step import neighbours_first
 from forge.models.inference import (
     PagedRow,
     build_for_inference,
@@ -89,7 +90,8 @@ class ModelRunner:
         self.model = self.build(shared=shared)
         self.parameters = parameters_once(self.model)
         self.quantized = quantized_tensors([self.model])
-        self._memory = choose_memory(self.device, {} if self.is_shared else self.parameters | self.quantized)
+        own = {} if self.is_shared else self.parameters | self.quantized
+        self._memory = choose_memory(self.device, {name: own[name] for name in neighbours_first(own)})
         load_weights(self.model, model, shared=shared)
         if config.adapter is not None and self.adapter is not None:
             load_first_adapter(self.model, model, config=config.adapter, spec=self.adapter, shared=shared)
