@@ -12,6 +12,9 @@ Three rules together guarantee that, and waste nothing:
    there are never more of them than a batch holds.
 3. *The check*: a group that is too old all the same (a generator was behind) is requeued, and counted.
 
+`change` sets another staleness or batch size while a run runs. After that there may be more groups than rule 1 admits:
+no more begin until there are fewer. Batches hold the oldest; what a smaller bound makes too old is requeued by rule 3.
+
 Groups are named by their number, which is their place in the order of prompts. Every number below `next_number` is
 either committed (learned from, or dropped for a reason: the ledger says which) or pending. `state` is what a checkpoint
 keeps of it, so that after a kill every pending number is rolled out again and no committed one is.
@@ -23,8 +26,8 @@ import asyncio
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -34,71 +37,13 @@ from forge.errors import CheckpointError
 from forge.rollout.agent_credit import AgentCredit
 from forge.rollout.credit import AdvantageFunction
 from forge.rollout.signal import DropReason, NoSignalGroup, NoSignalTally, Reason, SignalTest
-from forge.types import Episode, Group
+from forge.rollout.taken_batch import Scored, TakenBatch
+from forge.types import Group
 
 _log = logging.getLogger("forge.rollout")
 
 REPORT_EVERY: Final = 50
 """After how many groups in a row without anything to learn from the log says so, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """What metrics keep of an episode: all that is known of those in dropped groups, which may be many."""
-
-    reward: float
-    parts: Mapping[str, float]
-    num_tokens: int
-    is_truncated: bool
-
-    @classmethod
-    def of(cls, episode: Episode) -> Scored:
-        score = episode.score
-        return cls(score.reward, score.parts, episode.num_tokens, episode.is_truncated)
-
-
-@dataclass(frozen=True, slots=True)
-class TakenBatch:
-    """What one step learns from.
-
-    Attributes:
-        index: the batch's number, which is the version of the weights that learn from it.
-        groups: in the order of their numbers.
-        drops: numbers that were dropped since the last batch, and why.
-        num_stale: groups that had to go back to the queue since the last batch.
-        num_no_signal: groups without signal since the last batch, dropped or (with `keep`) in this one. Groups without
-            a token are counted apart (`num_empty`).
-        dropped: the episodes of groups that were left out since the last batch for lack of signal.
-        reasons: how many groups taught nothing since the last batch, by reason.
-    """
-
-    index: int
-    groups: tuple[Group, ...]
-    drops: tuple[tuple[int, DropReason], ...] = ()
-    num_stale: int = 0
-    num_no_signal: int = 0
-    dropped: tuple[Scored, ...] = ()
-    reasons: Mapping[Reason, int] = field(default_factory=dict)
-
-    @property
-    def scored(self) -> tuple[Scored, ...]:
-        """Every episode that was scored for this batch, trained on or not: how well the policy does."""
-        return (*(Scored.of(episode) for group in self.groups for episode in group.episodes), *self.dropped)
-
-    @property
-    def num_empty(self) -> int:
-        """Groups without a token since the last batch."""
-        return sum(why == "empty" for _, why in self.drops)
-
-    @property
-    def rewards(self) -> tuple[float, ...]:
-        """The rewards of `scored`."""
-        return tuple(each.reward for each in self.scored)
-
-    @property
-    def staleness(self) -> tuple[int, ...]:
-        """By how many versions each group is older than the weights that learn from it."""
-        return tuple(self.index - group.version for group in self.groups)
 
 
 @dataclass(slots=True)
@@ -167,6 +112,7 @@ class ReplayBuffer:
         self._ready: dict[int, _Ready] = {}
         self._drops: dict[int, DropReason] = {}
         self._num_stale = 0
+        self._tested_at = 0
         self._reasons: Counter[Reason] = Counter()
         self._dropped: list[Scored] = []
         self._uncommitted: TakenBatch | None = None
@@ -231,6 +177,25 @@ class ReplayBuffer:
         """Return a group that is in flight to the queue, to be rolled out again."""
         del self._in_flight[number]
         heapq.heappush(self._queue, number)
+        self._notify()
+
+    @property
+    def batch_groups(self) -> int:
+        """How many groups a batch has."""
+        return self._config.batch_groups
+
+    @property
+    def staleness(self) -> int:
+        """By how many versions a group may be older than the weights that learn from it."""
+        return self._config.staleness
+
+    def change(self, *, staleness: int, batch_groups: int) -> None:
+        """Set the bound and the size of the batches that are taken from now on, between two of them.
+
+        Groups that are too old for the new bound are requeued, now or when they are finished.
+        """
+        self._config = self._config.model_copy(update={"staleness": staleness, "batch_groups": batch_groups})
+        self._requeue_stale()
         self._notify()
 
     def limit_in_flight(self, most: int | None) -> None:
@@ -317,12 +282,12 @@ class ReplayBuffer:
 
     def _choose(self) -> list[_Ready] | None:
         """The groups of the next batch, or None if they are not all there yet."""
-        oldest_next = self.num_taken + 1 - self._config.staleness
-        if any(started_at < oldest_next for started_at in self._in_flight.values()):
+        if len(self._ready) < self._config.batch_groups and (self._in_flight or self._has_more()):
+            return None
+        oldest = self.oldest_version
+        if any(started_at == oldest for started_at in self._in_flight.values()):
             return None  # it is due: the batch waits for it
         ready = sorted(self._ready.values(), key=lambda each: (each.started_at, each.group.number))
-        if len(ready) < self._config.batch_groups and (self._in_flight or self._has_more()):
-            return None
         return ready[: self._config.batch_groups] or None
 
     def _has_more(self) -> bool:
@@ -373,6 +338,12 @@ class ReplayBuffer:
         return self._uncommitted
 
     def _return_stale(self) -> None:
+        """Requeue the groups that the last batch made too old. Those that came since were tested by `put`."""
+        if self._tested_at != self.num_taken:
+            self._tested_at = self.num_taken
+            self._requeue_stale()
+
+    def _requeue_stale(self) -> None:
         for number in [number for number, each in self._ready.items() if self.is_stale(each.group)]:
             del self._ready[number]
             self._queue_stale(number)

@@ -15,7 +15,8 @@ from forge.runtime.replies import read_answers, reply_channel
 from forge.runtime.serialization import encode
 from forge.service.batching import Batcher, check_answers
 from forge.service.records import Outcome, Request
-from forge.service.routing_table import RoutingTable, Target
+from forge.service.routing_table import RoutingTable
+from forge.service.targets import Target
 
 if TYPE_CHECKING:
     from forge.service.handle import Service

@@ -24,9 +24,10 @@ from forge.service.calls import CallOptions, CallPath, ServiceEndpoint
 from forge.service.options import ServiceOptions
 from forge.service.records import ReplicaMetrics, ServiceMetrics
 from forge.service.resizing import Drained, SessionRule, check_resize
-from forge.service.routing_table import Entry, RoutingTable
+from forge.service.routing_table import RoutingTable
 from forge.service.streams import StreamEndpoint
 from forge.service.supervisor import RENEW_AFTER, Message, Notice, Supervisor, subscriptions
+from forge.service.targets import Entry
 
 _known: dict[str, Service] = {}
 _known_guard = threading.Lock()

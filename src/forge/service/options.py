@@ -23,7 +23,8 @@ class ServiceOptions(ActorOptions):
         max_queue: calls that may wait for a slot in this process before `Overloaded` is raised; None is no limit.
         call_timeout_s: how long a call may take, waiting included; None is no limit.
         max_retries: how often a call of an endpoint with `retry=True` is sent again after a loss.
-        heartbeat_s: how often each replica is asked for a heartbeat.
+        heartbeat_s: how often each replica is asked for a heartbeat; less often in a service of so many replicas that
+            it would ask for more than 1,000 a second.
         heartbeat_timeout_s: without one for so long, a replica is taken for dead. Longer than any `async` endpoint
             blocks its event loop; plain `def` endpoints do not block it.
         max_restarts: tries in a row, without having served, before a replica is given up.

@@ -12,76 +12,15 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from forge.errors import ActorFailure, Overloaded, ServiceStopped
-from forge.runtime.control import post
 from forge.runtime.group import PendingCalls
-from forge.runtime.replies import ReplyChannel
-from forge.service.records import Health, ReplicaState, Request
-from forge.service.routing import BUILT_IN, check_choice
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One replica, as its owner publishes it. While it drains, `keeps_sessions` lets calls of its sessions through."""
-
-    index: int
-    generation: int
-    health: Health
-    actor: Any
-    host: str
-    num_ranks: int
-    restarts: int = 0
-    pids: tuple[int, ...] = ()
-    failure: str | None = None
-    keeps_sessions: bool = False
-
-
-class Target:
-    """One generation of a replica, as a caller uses it. Has the fields that the built-in routers read."""
-
-    __slots__ = (
-        "calls",
-        "cancel",
-        "entry",
-        "in_flight",
-        "index",
-        "invoke",
-        "is_connected",
-        "last_used",
-        "num_errors",
-        "num_held",
-        "num_lost",
-        "num_ok",
-    )
-
-    def __init__(self, entry: Entry, calls: PendingCalls) -> None:
-        self.entry, self.index, self.calls = entry, entry.index, calls
-        self.invoke = entry.actor._forge_invoke.broadcast
-        self.is_connected = False
-        self.cancel = entry.actor._forge_cancel.broadcast
-        self.in_flight = self.num_held = self.last_used = 0
-        self.num_ok = self.num_errors = self.num_lost = 0
-
-    def connect(self, channel: ReplyChannel) -> None:
-        """Introduce this process before its first call, so that the replica knows where answers go."""
-        self.is_connected = True
-        self.entry.actor._forge_connect.broadcast(channel.caller, channel.port)
-
-    def state(self, num_sessions: int) -> ReplicaState:
-        entry = self.entry
-        return ReplicaState(entry.index, entry.generation, self.in_flight, self.last_used, entry.host, num_sessions)
-
-
-@dataclass(slots=True)
-class _Waiter:
-    """A call that waits for a slot: at any replica, or at the one that its session is pinned to."""
-
-    ready: asyncio.Future[None]
-    loop: asyncio.AbstractEventLoop
-    request: Request
+from forge.service.records import Request
+from forge.service.routing import BUILT_IN, check_choice, least_loaded
+from forge.service.slot_index import SlotIndex
+from forge.service.targets import Entry, Target
+from forge.service.waiting import Waiter, wake
 
 
 class RoutingTable:
@@ -94,8 +33,10 @@ class RoutingTable:
         self.num_rejected = 0
         self._router, self._limit, self._max_queue = router, limit, max_queue
         self._is_built_in = router in BUILT_IN.values()
-        self._live: list[Target] = []
-        self._waiting: deque[_Waiter] = deque()
+        self._live: dict[int, Target] = {}
+        self._order = SlotIndex(self._key, self._is_free, self._live.values)
+        self._session_order: SlotIndex | None = None
+        self._waiting: deque[Waiter] = deque()
         self._watching: list[tuple[asyncio.Future[None], asyncio.AbstractEventLoop]] = []
         self._pins: dict[str, int | None] = {}
         self._num_pinned: Counter[int] = Counter()
@@ -129,9 +70,14 @@ class RoutingTable:
                     fresh.last_used = target.last_used
                     fresh.num_ok, fresh.num_errors, fresh.num_lost = target.num_ok, target.num_errors, target.num_lost
                 self.targets[entry.index] = fresh
-            known = sorted(self.entries.items())
-            self._live = [self.targets[index] for index, each in known if each.health == "healthy"]
-            self._draining = {index for index, each in known if each.health == "draining"}
+            self._draining.discard(entry.index)
+            if entry.health == "healthy":
+                self._live[entry.index] = self.targets[entry.index]
+                self._note_slot(entry.index)
+            else:
+                self._live.pop(entry.index, None)
+                if entry.health == "draining":
+                    self._draining.add(entry.index)
             self._wake_all()
 
     def next_change(self) -> asyncio.Future[None]:
@@ -144,7 +90,7 @@ class RoutingTable:
 
     def live(self) -> list[Target]:
         """Return the replicas that are healthy now."""
-        return [target for target in self._live if target.calls.failure is None]
+        return [target for _, target in sorted(self._live.items()) if target.calls.failure is None]
 
     @property
     def num_waiting(self) -> int:
@@ -229,8 +175,10 @@ class RoutingTable:
             self._pins[session] = index
             if before is not None:
                 self._num_pinned[before] -= 1
+                self._note_slot(before)
             if index is not None:
                 self._num_pinned[index] += 1
+                self._note_slot(index)
 
     # ---- slots
 
@@ -244,6 +192,7 @@ class RoutingTable:
         finally:
             with self._guard:
                 self._held_back.discard(index)
+                self._note_slot(index)
                 self._wake_next()
 
     def try_acquire(self, request: Request) -> Target | None:
@@ -254,48 +203,110 @@ class RoutingTable:
     def _take_in_turn(self, request: Request) -> Target | None:
         """As `_take`, unless a call that has waited longer can have a slot: it has been woken and takes it next."""
         if self._waiting and (
-            not self._candidates(request.session)
-            or any(self._candidates(waiter.request.session) for waiter in self._waiting)
+            not self._has_slot_for(request.session)
+            or any(self._has_slot_for(waiter.request.session) for waiter in self._waiting)
         ):
             return None
         return self._take(request)
 
     def _take(self, request: Request) -> Target | None:
-        candidates = self._candidates(request.session)
-        if not candidates:
+        target = self._find(request.session) if self._is_built_in else self._ask_router(request)
+        if target is None:
             return None
-        if len(candidates) > 1 and self._is_built_in and request.session in self._pins:
-            # Its later calls will come here too. Between two of them nothing is in flight that would show it.
-            fewest = min(self._num_pinned[target.index] for target in candidates)
-            candidates = [target for target in candidates if self._num_pinned[target.index] == fewest]
-        if len(candidates) == 1:
-            target = candidates[0]
-        elif self._is_built_in:
-            target = self.targets[self._router(candidates)]
-        else:
-            states = tuple(target.state(self._num_pinned[target.index]) for target in candidates)
-            target = self.targets[check_choice(self._router(states, request), states, self._router)]
         self._used += 1
         target.last_used = self._used
         target.in_flight += 1
         if request.session in self._pins:  # not one that has been terminated meanwhile
             self._move(request.session, target.index)
+        self._note_slot(target.index)
         return target
 
+    def _ask_router(self, request: Request) -> Target | None:
+        """Let the user's router choose among all replicas with a free slot."""
+        candidates = self._candidates(request.session)
+        if len(candidates) < 2:
+            return candidates[0] if candidates else None
+        states = tuple(target.state(self._num_pinned[target.index]) for target in candidates)
+        return self.targets[check_choice(self._router(states, request), states, self._router)]
+
+    def _has_slot_for(self, session: str | None) -> bool:
+        return (self._find(session) if self._is_built_in else self._candidates(session)) not in (None, [])
+
     def _candidates(self, session: str | None) -> Sequence[Target]:
-        # A death reaches the pending calls a moment before it reaches the table.
-        live = [target for target in self._live if target.calls.failure is None]
+        """Return all replicas with a free slot for a call, by index."""
+        home = self._home(session)
+        if home is not None:
+            return [home] if self._has_slot(home) else []
+        live = self.live()
         if self._held_back:
             live = [target for target in live if target.index not in self._held_back] or live
-        if session is not None:
-            pinned = self._pins.get(session)
-            if pinned in self._draining and self.entries[pinned].keeps_sessions:
-                leaving = self.targets[pinned]
-                live = [leaving] if leaving.calls.failure is None else live
-            live = [target for target in live if target.index == pinned] or live
-        if self._limit is None:
-            return live
-        return [target for target in live if target.in_flight < self._limit]
+        return [target for target in live if self._has_slot(target)]
+
+    def _find(self, session: str | None) -> Target | None:
+        """Return what the built-in router would choose among `_candidates`, without looking at each of them."""
+        home = self._home(session)
+        if home is not None:
+            return home if self._has_slot(home) else None
+        if session in self._pins:
+            # Its later calls will come here too. Between two of them nothing is in flight that would show it.
+            if self._session_order is None:
+                self._session_order = SlotIndex(self._session_key, self._is_free, self._live.values)
+            found = self._session_order.first()
+        else:
+            found = self._order.first()
+        if found is None and self._held_back and not self._has_others():
+            key = self._session_key if session in self._pins else self._key
+            found = min(self._candidates(session), key=key, default=None)
+        return found
+
+    def _home(self, session: str | None) -> Target | None:
+        """Return the replica that a call must go to, or wait for: the one of its session, while it can be called."""
+        pinned = None if session is None else self._pins.get(session)
+        if pinned is None:
+            return None
+        if pinned in self._draining:
+            target = self.targets[pinned] if self.entries[pinned].keeps_sessions else None
+        else:
+            target = self._live.get(pinned)
+            if pinned in self._held_back and self._has_others():
+                return None
+        # A death reaches the pending calls a moment before it reaches the table.
+        return None if target is None or target.calls.failure is not None else target
+
+    def _has_others(self) -> bool:
+        """Return whether a replica is up that is not held back."""
+        held = self._held_back
+        return any(index not in held and target.calls.failure is None for index, target in self._live.items())
+
+    def _has_slot(self, target: Target) -> bool:
+        return self._limit is None or target.in_flight < self._limit
+
+    def _is_free(self, target: Target) -> bool:
+        """Return whether a call that is not bound to a replica may go to this one."""
+        return (
+            self._live.get(target.index) is target
+            and target.calls.failure is None
+            and target.index not in self._held_back
+            and self._has_slot(target)
+        )
+
+    def _key(self, target: Target) -> tuple[int, ...]:
+        """Return what the router compares: the replica with the smallest is chosen."""
+        if self._router is least_loaded:
+            return (target.in_flight, target.last_used, target.index)
+        return (target.last_used, target.index)
+
+    def _session_key(self, target: Target) -> tuple[int, ...]:
+        return (self._num_pinned[target.index], *self._key(target))
+
+    def _note_slot(self, index: int) -> None:
+        """Bring the order of free replicas up to date, after a change of one of them."""
+        target = self._live.get(index)
+        if target is None or not self._is_built_in:
+            return
+        self._order.note(target)
+        if self._session_order is not None:
+            self._session_order.note(target)
 
     async def acquire(self, request: Request) -> Target:
         """Wait for a slot. Raises `Overloaded` when the queue is full and `ServiceStopped` when none will ever come."""
@@ -308,7 +319,7 @@ class RoutingTable:
             if self._live and request.attempt == 0 and self._is_queue_full():
                 self.num_rejected += 1
                 raise self._overloaded()
-            waiter = _Waiter(loop.create_future(), loop, request)
+            waiter = Waiter(loop.create_future(), loop, request)
             self._waiting.append(waiter)
         try:
             while True:
@@ -325,7 +336,7 @@ class RoutingTable:
     def _is_queue_full(self) -> bool:
         return self._max_queue is not None and len(self._waiting) >= self._max_queue
 
-    def _leave(self, waiter: _Waiter) -> None:
+    def _leave(self, waiter: Waiter) -> None:
         with self._guard:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
@@ -334,6 +345,7 @@ class RoutingTable:
     def release(self, target: Target) -> None:
         with self._guard:
             target.in_flight -= 1
+            self._note_slot(target.index)
             if self._waiting:
                 self._wake_next()
             self._note_drained()
@@ -341,22 +353,24 @@ class RoutingTable:
     def _wake_next(self) -> None:
         """Wake the first waiter that could be served now. Others are woken in turn as it leaves the queue."""
         for waiter in self._waiting:
-            if self._candidates(waiter.request.session):
-                _wake(waiter.ready, waiter.loop)
+            if self._has_slot_for(waiter.request.session):
+                wake(waiter.ready, waiter.loop)
                 return
 
     def _wake_all(self) -> None:
         for waiter in self._waiting:
-            _wake(waiter.ready, waiter.loop)
+            wake(waiter.ready, waiter.loop)
         self._wake_watching()
 
     def _wake_watching(self) -> None:
         for change, loop in self._watching:
-            _wake(change, loop)
+            wake(change, loop)
         self._watching.clear()
 
     def _check_hope(self) -> None:
         """Raise if no replica is up and none will be."""
+        if self._live:
+            return
         states = [entry.health for entry in self.entries.values()]
         if states and all(state == "stopped" for state in states):
             raise ServiceStopped(f"service {self.name} was shut down", path=self.name)
@@ -378,14 +392,3 @@ class RoutingTable:
             rule="no more calls wait than max_queue",
             repair="send fewer calls at a time, or raise max_queue, max_concurrency or num_replicas",
         )
-
-
-def _wake(sleeper: asyncio.Future[None], loop: asyncio.AbstractEventLoop) -> None:
-    def settle() -> None:
-        if not sleeper.done():
-            sleeper.set_result(None)
-
-    if asyncio._get_running_loop() is loop:
-        settle()
-    else:
-        post(loop, settle)

@@ -14,7 +14,7 @@ from forge.runtime.serialization import encode
 from forge.runtime.streams import End, Expired, StreamReader
 from forge.service.calls import Call, ServiceEndpoint, count_error, is_remote
 from forge.service.records import Request
-from forge.service.routing_table import Target
+from forge.service.targets import Target
 
 
 class StreamEndpoint(ServiceEndpoint):

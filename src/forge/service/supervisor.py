@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from forge.errors import ServiceStopped
 from forge.observe.clock import monotonic_s
@@ -27,12 +27,21 @@ from forge.runtime.replies import read_answers, reply_channel
 from forge.service.options import ServiceOptions
 from forge.service.records import Health
 from forge.service.resizing import Drained, Resizer
-from forge.service.routing_table import Entry, RoutingTable
+from forge.service.routing_table import RoutingTable
+from forge.service.targets import Entry
 
 _log = logging.getLogger("forge.service")
 
 RENEW_AFTER = 20
 """A subscriber asks again after so many ticks."""
+
+MAX_HEARTBEATS_PER_S: Final = 1000
+"""How many heartbeats a service asks for at most. Each takes CPU time of the controller, whatever the replicas do."""
+
+
+def heartbeat_pause_s(heartbeat_s: float, num_replicas: int) -> float:
+    """Return how long a replica is left alone between two heartbeats: longer where many replicas share the rate."""
+    return max(heartbeat_s, num_replicas / MAX_HEARTBEATS_PER_S)
 
 
 class Notice(enum.Enum):
@@ -160,10 +169,7 @@ class Supervisor:
                 **self.spec.env,
             },
         )
-        hosts = runtime().membership.pick(self.options.hosts or 1, spec=spec)
-        group = RankGroup(spec, hosts)
-        await group.start()
-        replica.group = group
+        group = replica.group = await self.start_group(spec)
         died = replica.died = asyncio.get_running_loop().create_future()
         target = self.table.targets.get(replica.index)
         replica.num_ok_before = target.num_ok if target is not None else 0
@@ -183,6 +189,12 @@ class Supervisor:
         beat = asyncio.create_task(self._beat(replica, group))
         replica.tasks.add(beat)
         beat.add_done_callback(replica.tasks.discard)
+
+    async def start_group(self, spec: GroupSpec) -> RankGroup:
+        """Choose hosts for the processes of one replica, and start them."""
+        group = RankGroup(spec, runtime().membership.pick(self.options.hosts or 1, spec=spec))
+        await group.start()
+        return group
 
     def publish(self, replica: Replica) -> None:
         """Send the state of a replica to every process that holds a handle."""
@@ -217,7 +229,7 @@ class Supervisor:
         limit, channel = self.options.heartbeat_timeout_s, reply_channel()
         group.actor._forge_connect.broadcast(channel.caller, channel.port)
         while True:
-            await asyncio.sleep(self.options.heartbeat_s)
+            await asyncio.sleep(heartbeat_pause_s(self.options.heartbeat_s, len(self.replicas)))
             if not group.is_alive:
                 return
             call_id, reply = channel.open(len(group.pids))

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from episodes import make_group
 from forge.config import AlgorithmConfig, RolloutConfig
 from forge.errors import CheckpointError, RolloutError
-from forge.rollout.buffer import REPORT_EVERY, ReplayBuffer, TakenBatch
+from forge.rollout.buffer import REPORT_EVERY, ReplayBuffer
 from forge.rollout.signal import NoSignalGroup
+from forge.rollout.taken_batch import TakenBatch
 
 EQUAL = (1.0, 1.0)
 

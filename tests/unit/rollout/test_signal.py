@@ -11,8 +11,9 @@ import pytest
 from episodes import make_group, with_turn
 from forge.config import AlgorithmConfig, GRPOConfig, OverlongConfig, RewardConfig, RewardsConfig, RolloutConfig
 from forge.config.algorithm import AdvantageConfig, KLConfig, Preset
-from forge.rollout.buffer import ReplayBuffer, TakenBatch
+from forge.rollout.buffer import ReplayBuffer
 from forge.rollout.signal import NoSignalGroup, SignalTest
+from forge.rollout.taken_batch import TakenBatch
 from forge.types import Group, Score
 
 PRESETS = get_args(Preset)

@@ -15,7 +15,8 @@ from forge.errors import ActorFailure, OptionError, Overloaded, ServiceStopped
 from forge.runtime.group import PendingCalls
 from forge.service.records import ReplicaState, Request
 from forge.service.routing import least_loaded, round_robin
-from forge.service.routing_table import RoutingTable, Target
+from forge.service.routing_table import RoutingTable
+from forge.service.targets import Target
 from stand_in_replica import LIMIT_S, drive, entry, make_table, queue_up, request, settle, take
 
 # ---- choosing
