@@ -15,6 +15,7 @@ SCRIPT = (
     {"kind": "kill", "role": "trainer", "at_step": 3},
     {"kind": "clock", "role": "controller", "at_step": 3, "duration_s": 7200.0},
     {"kind": "corrupt_checkpoint", "role": "controller", "at_step": 5},
+    {"kind": "stop", "role": "controller", "at_step": 1000, "duration_s": 1.0},
 )
 
 
@@ -46,6 +47,7 @@ def test_a_run_ends_with_the_weights_of_an_undisturbed_one(tmp_path: Path) -> No
         "clock": 1,
         "corrupt_checkpoint controller": 1,
     }
+    assert verdict["num_skipped"] == 1, "there is no such step"
     assert verdict["equal_weights"] is True
     assert verdict["history"]["counts"]["steps"] >= 20
     assert verdict["goodput"] > 0

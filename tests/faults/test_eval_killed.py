@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from answering_endpoint import answering, digits_of
-from leftovers import is_running
+from leftovers import is_running, processes_of
 from signals import hear_ctrl_c
 
 LIMIT_S = 600
@@ -73,7 +73,7 @@ def test_a_killed_evaluation_continues(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "forge.cli", "eval", *words, "-n", str(NUM_SAMPLES), "--json", "--output"]
         with subprocess.Popen([*command, "one"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
             assert reached.wait(LIMIT_S)
-            children = psutil.Process(process.pid).children(recursive=True)
+            children = processes_of(process.pid)
             process.kill()
         released.set()
         _, alive = psutil.wait_procs([child for child in children if is_running(child)], timeout=LIMIT_S)

@@ -33,6 +33,7 @@ from grpo_runs import (
     train_watched,
     weights_digest,
 )
+from leftovers import processes_of
 
 KILLED, INTERRUPTED = -signal.SIGKILL, 130
 LIMIT_S = 600
@@ -126,7 +127,7 @@ def test_a_policy_in_one_process_that_is_killed_is_started_again(whole: GRPOConf
 
 def pid_of(label: str) -> int:
     """The process of a service that no part of the run gives away."""
-    children = psutil.Process().children(recursive=True)
+    children = processes_of(os.getpid())
     (found,) = [each.pid for each in children if label_of(each) == label]
     return int(found)
 

@@ -15,7 +15,7 @@ import psutil
 from forge.rollout.ledger import check_ledger
 from forge.trainer.checkpoint_folder import list_checkpoints
 from grpo_runs import app_command, config, kept_buffer, ledger
-from leftovers import is_running
+from leftovers import is_running, processes_of
 from signals import hear_ctrl_c
 
 LIMIT_S = 600
@@ -41,7 +41,7 @@ def run_until(command: list[str], text: str, act: Callable[[subprocess.Popen[str
     for line in program.stdout:
         lines.append(line)
         if not children and line.startswith(text):
-            children = psutil.Process(program.pid).children(recursive=True)
+            children = processes_of(program.pid)
             act(program)
     code = program.wait(LIMIT_S)
     all_gone(children)
@@ -66,7 +66,7 @@ def adds_up(folder: Path) -> int:
 def test_a_scheduler_that_terminates_every_process_loses_no_step(tmp_path: Path) -> None:
     def terminate(program: subprocess.Popen[str]) -> None:
         """The controller last: whatever the others do, it must not hear of it first."""
-        for process in (*psutil.Process(program.pid).children(recursive=True), program):
+        for process in (*processes_of(program.pid), program):
             with contextlib.suppress(ProcessLookupError):  # it has ended with its parent
                 os.kill(process.pid, signal.SIGTERM)
 
@@ -89,7 +89,7 @@ def test_a_terminal_that_is_closed_loses_no_step(tmp_path: Path) -> None:
     printed = b""
     while b"Step 2 " not in printed:
         printed += os.read(master, 1 << 16)
-    children = psutil.Process(program.pid).children(recursive=True)
+    children = processes_of(program.pid)
     os.close(master)
     assert program.wait(LIMIT_S) == 128 + signal.SIGHUP
     all_gone(children)

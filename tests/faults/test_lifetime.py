@@ -168,6 +168,44 @@ def test_monarch_has_nothing_left_to_stop_when_a_program_ends():
     assert "client stopped: True" in ended.stdout
 
 
+NESTED = """
+import asyncio, sys
+import forge
+from pathlib import Path
+
+FOLDER = Path(sys.argv[1])
+
+class Inner(forge.ForgeActor):
+    @forge.endpoint
+    async def ping(self) -> None: ...
+
+    async def __cleanup__(self, error):
+        (FOLDER / "inner").touch()
+
+class Outer(forge.ForgeActor):
+    @forge.endpoint
+    async def own(self) -> None:
+        self.inner = await Inner.as_actor()
+
+async def main():
+    async with forge.run():
+        outer = await Outer.as_actor()
+        await outer.own.call_one()
+        await outer.stop()
+
+asyncio.run(main())
+"""
+
+
+def test_an_actor_that_owns_others_ends_without_starting_monarch_again(tmp_path):
+    """A second client of Monarch, started only to stop what the actor owned, takes two seconds."""
+    command = [sys.executable, "-c", NESTED, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    assert (ended.stdout + ended.stderr).count("Monarch internal logs") == 1
+    assert (tmp_path / "inner").exists(), "the owned actor was stopped in order"
+
+
 def test_shutdown_can_be_repeated_and_the_runtime_used_again():
     async def once() -> list[int]:
         await forge.shutdown()

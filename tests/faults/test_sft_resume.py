@@ -28,6 +28,7 @@ from checkpoint_ranks import Ranks, ranks_of
 from forge.observe import read_jsonl
 from forge.trainer.checkpoint_folder import best_checkpoint, list_checkpoints
 from killing_sinks import HOLDING, holding
+from leftovers import processes_of
 from signals import hear_ctrl_c
 
 if Path(sys.argv[0]).name == "checkpoint_ranks.py":  # the process that ranks are forked from
@@ -386,7 +387,7 @@ def test_a_controller_that_is_killed_takes_its_ranks_along_and_goes_on(
         for line in controller.stdout:
             if line.startswith(HOLDING):
                 break
-        started = psutil.Process(controller.pid).children(recursive=True)
+        started = processes_of(controller.pid)
         controller.kill()
     errors.close()
     assert controller.returncode == KILLED, (tmp_path / "errors.txt").read_text()

@@ -161,14 +161,18 @@ def _due(
                 group.create_task(one(fault))
 
     async def one(fault: Fault) -> None:
-        await _reached(trial.folder, fault)
-        if fault.at_s is not None:
-            await asyncio.sleep(fault.at_s)
-        began = time.monotonic()
+        began, too_late = time.monotonic(), "the run ended before it was due"
         try:
+            await _reached(trial.folder, fault)
+            if fault.at_s is not None:
+                await asyncio.sleep(fault.at_s)
+            began, too_late = time.monotonic(), "the run ended before it was over"
             found = Injection(fault, began, done=await inject(fault, around))
         except NotInjected as error:
             found = Injection(fault, began, skipped=str(error))
+        except asyncio.CancelledError:
+            trial.injections.append(Injection(fault, began, skipped=too_late))
+            raise
         trial.injections.append(found)
         on_event(found.done or f"not injected ({fault.kind}): {found.skipped}")
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from forge.chaos.processes import RunProcess, targets_of
-from forge.chaos.script import Fault
+from forge.chaos.script import CONTROLLER, TRAINER, Fault
 from forge.observe.clock import CLOCK_FORMAT
 
 _PIDFD_GETFD: Final = 438
+_PEER: Final = struct.Struct("3i")
 _SLOW_PERIOD_S: Final = 0.1
 _KEPT_FREE_BYTES: Final = 1 << 30
 """Memory that a fault of memory leaves available, so that it presses on the run and not on the machine."""
@@ -82,8 +83,7 @@ async def _stop(fault: Fault, around: Surroundings) -> str:
     try:
         await asyncio.sleep(fault.duration_s)
     finally:
-        with contextlib.suppress(NotInjected):
-            _signal(process, signal.SIGCONT)
+        _resume(process)
     return f"stopped {process.label}, process {process.pid}, for {fault.duration_s:.1f} s"
 
 
@@ -100,8 +100,7 @@ async def _slow(fault: Fault, around: Surroundings) -> str:
     except NotInjected:
         pass  # it ended while it was slow
     finally:
-        with contextlib.suppress(NotInjected):
-            _signal(process, signal.SIGCONT)
+        _resume(process)
     return f"slowed {process.label}, process {process.pid}, for {fault.duration_s:.1f} s"
 
 
@@ -129,44 +128,70 @@ def _available_bytes() -> int:
 async def _disconnect(fault: Fault, around: Surroundings) -> str:
     """Shut down one connected socket of a process, in its own open file: both ends see the connection break."""
     process = await _target(fault, around)
-    handle = os.pidfd_open(process.pid)
+    with contextlib.ExitStack() as copied:
+        found = _connections(process.pid, copied)
+        if not found:
+            raise NotInjected(f"{process.label} has no connection to another process")
+        number, chosen = found[fault.pick % len(found)]
+        try:
+            chosen.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            raise NotInjected(f"the connection of {process.label} had just ended") from None
+        return (
+            f"broke a connection of {process.label}, process {process.pid}: {chosen.family.name}, descriptor {number}"
+        )
+
+
+def _connections(pid: int, copied: contextlib.ExitStack) -> list[tuple[int, socket.socket]]:
+    """Return a process's descriptors of connections to other processes, with copies of them.
+
+    Those between two threads of one process are not a network's: without them, it dies as if it were killed.
+    """
     try:
-        sockets = _sockets(process.pid)
-        for turn in range(len(sockets)):
-            number = sockets[(fault.pick + turn) % len(sockets)]
-            if (peer := _break(handle, number)) is not None:
-                return f"broke a connection of {process.label}, process {process.pid}: {peer}"
-    finally:
-        os.close(handle)
-    raise NotInjected(f"{process.label} has no connection")
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return []
+    copied.callback(os.close, handle)
+    found = {number: _copy(handle, number) for number in _sockets(pid)}
+    connected = {number: copied.enter_context(each) for number, each in found.items() if each is not None}
+    ends = {(each.getsockname(), each.getpeername()) for each in connected.values() if each.family != socket.AF_UNIX}
+
+    def is_internal(each: socket.socket) -> bool:
+        if each.family == socket.AF_UNIX:
+            return bool(_PEER.unpack(each.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0] == pid)
+        return (each.getpeername(), each.getsockname()) in ends
+
+    return [(number, each) for number, each in sorted(connected.items()) if not is_internal(each)]
 
 
 def _sockets(pid: int) -> list[int]:
     found = []
-    for entry in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:"):
-                found.append(int(entry))
-    return sorted(found)
+    with contextlib.suppress(FileNotFoundError):  # it has ended
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:"):
+                    found.append(int(entry))
+    return found
 
 
-def _break(handle: int, number: int) -> str | None:
-    """Shut down a process's socket, if it is connected, and describe it."""
+def _copy(handle: int, number: int) -> socket.socket | None:
+    """Return a copy of a process's socket, if that is connected."""
     libc = ctypes.CDLL(None, use_errno=True)
     copied = libc.syscall(_PIDFD_GETFD, handle, number, 0)
     if copied < 0:
-        if ctypes.get_errno() == errno.EBADF:
+        if ctypes.get_errno() in (errno.EBADF, errno.ESRCH):
             return None  # it was closed meanwhile
         raise NotInjected(f"its sockets cannot be reached: {os.strerror(ctypes.get_errno())}")
-    with socket.socket(fileno=copied) as found:
-        if found.family not in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX) or found.type != socket.SOCK_STREAM:
-            return None
-        try:
-            found.getpeername()
-            found.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return None  # one that listens, or is no longer connected
-        return f"{found.family.name}, descriptor {number}"
+    found = socket.socket(fileno=copied)
+    families = (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX)
+    try:
+        found.getpeername()
+        if found.family in families and found.type == socket.SOCK_STREAM:
+            return found
+    except OSError:  # one that listens, or is no longer connected
+        pass
+    found.close()
+    return None
 
 
 async def _fill_disk(fault: Fault, around: Surroundings) -> str:
@@ -186,7 +211,47 @@ async def _fill_disk(fault: Fault, around: Surroundings) -> str:
 
 
 async def _corrupt(fault: Fault, around: Surroundings) -> str:
-    """Change one byte in each of three places of the newest checkpoint's largest file, and kill who would read it."""
+    """Change one byte in each of three places of the newest checkpoint's largest file, and kill who would read it.
+
+    Who could complete a newer one meanwhile is stopped first. A controller's trainers die with it: one of them may be
+    about to complete another.
+    """
+    process = await _target(fault, around)
+    trainers = [each for each in targets_of(around.tag, TRAINER) if each.pid != process.pid]
+    with contextlib.ExitStack() as stopped:
+        for each in (process, *trainers):
+            with contextlib.suppress(NotInjected):  # what has ended completes nothing
+                _signal(each, signal.SIGSTOP)
+                stopped.callback(_resume, each)
+                await _stopped(each.pid)
+        changed = _change_newest_checkpoint(fault, around)
+        _signal(process, signal.SIGKILL)
+        if process.role == CONTROLLER:
+            for each in trainers:
+                with contextlib.suppress(NotInjected):
+                    _signal(each, signal.SIGKILL)
+    return f"changed 3 bytes of {changed} and killed {process.label}, process {process.pid}"
+
+
+async def _stopped(pid: int) -> None:
+    """Wait until every thread of a process has left what it was doing in the kernel, such as a rename, or has ended."""
+    while True:
+        try:
+            stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+        except (FileNotFoundError, ProcessLookupError):
+            raise NotInjected(f"process {pid} had just ended") from None
+        if all(stat.rpartition(")")[2].split()[0] in "TtZX" for stat in stats):
+            return
+        await asyncio.sleep(0.001)
+
+
+def _resume(process: RunProcess) -> None:
+    with contextlib.suppress(NotInjected):
+        _signal(process, signal.SIGCONT)
+
+
+def _change_newest_checkpoint(fault: Fault, around: Surroundings) -> str:
+    """Change the bytes, and return the names of the checkpoint and its file."""
     records = _complete_checkpoints(around)
     if len(records) < 2:
         raise NotInjected("there is no older checkpoint to fall back to")
@@ -200,9 +265,7 @@ async def _corrupt(fault: Fault, around: Surroundings) -> str:
             byte = opened.read(1)
             opened.seek(place)
             opened.write(bytes([byte[0] ^ 0xFF]))
-    process = await _target(fault, around)
-    _signal(process, signal.SIGKILL)
-    return f"changed 3 bytes of {folder.name}/{file.name} and killed {process.label}, process {process.pid}"
+    return f"{folder.name}/{file.name}"
 
 
 def _complete_checkpoints(around: Surroundings) -> list[Path]:

@@ -16,6 +16,9 @@ from forge.chaos.script import CONTROLLER
 TAG: Final = "FORGE_CHAOS"
 """The environment variable that names an experiment in every process of its run."""
 _LABEL, _RANK_MAIN, _SUPERVISE = "FORGE_LABEL", "forge.runtime.rank_main", "--supervise"
+_FORK_SERVER: Final = "forge.runtime.fork_server"
+FORK_SERVER: Final = "fork-server"
+"""The role of processes that ranks are forks of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ def _read(pid: int, tag: str) -> RunProcess | None:
         return None
     words = _text(folder / "cmdline").split("\0")
     variables = dict(word.partition("=")[::2] for word in _text(folder / "environ").split("\0"))
+    if _FORK_SERVER in words:
+        return RunProcess(pid, FORK_SERVER, FORK_SERVER)
     if _RANK_MAIN in words:
         label = variables.get(_LABEL, "")
         return RunProcess(pid, label.partition("[")[0], label)

@@ -16,7 +16,8 @@ FaultKind = Literal["kill", "stop", "slow", "memory", "disconnect", "disk_full",
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
 DEFAULT_KINDS: Final[tuple[FaultKind, ...]] = ("kill", "stop", "slow")
 CONTROLLER: Final = "controller"
-DEFAULT_ROLES: Final = ("generator", "trainer", "reward")
+TRAINER: Final = "trainer"
+DEFAULT_ROLES: Final = ("generator", TRAINER, "reward")
 _MAX_DURATION_S: Final[Mapping[str, float]] = {"stop": 5.0, "slow": 10.0, "memory": 10.0, "disk_full": 5.0}
 
 

@@ -24,7 +24,7 @@ class Verdict:
 
     Attributes:
         num_faults: how many were injected, by kind and role.
-        num_skipped: how many were not.
+        num_skipped: how many were not, or were not over when the run ended.
         problems: what must not happen: broken guarantees, leaks, a run that did not end well.
         torn: tokens whose recorded weights are not those that sampled them.
         equal: whether the final weights are those of the undisturbed run; None where that cannot be expected.
@@ -128,7 +128,7 @@ def weights_digest(folder: Path) -> str | None:
 def verdict_lines(found: Verdict) -> Iterator[str]:
     """Yield a verdict as text."""
     kinds = ", ".join(f"{count} x {name}" for name, count in sorted(found.num_faults.items())) or "none"
-    skipped = f"; {found.num_skipped} could not be injected" if found.num_skipped else ""
+    skipped = f"; {found.num_skipped} not injected" if found.num_skipped else ""
     yield f"faults: {found.num_faults.total()} ({kinds}){skipped}"
     counts = Counter() if found.history is None else found.history.counts
     broken = Counter() if found.history is None else Counter(each.rule for each in found.history.violations)

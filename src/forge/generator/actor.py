@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from forge.config import GeneratorConfig, PolicyConfig, Sampling, UpdateMode
 from forge.errors import ConfigError, OptionError, SyncError
@@ -29,6 +29,7 @@ from forge.generator.engine import (
 from forge.generator.prompts import LongTexts, is_long
 from forge.generator.sync import Sync, Version
 from forge.observe import span
+from forge.runtime.actor import COMMON_PRELOAD
 from forge.runtime.endpoints import endpoint
 from forge.runtime.placement import num_usable_gpus, wants_gpus
 from forge.service.actor import ForgeActor
@@ -45,6 +46,14 @@ Messages = Sequence[Mapping[str, Any]]
 
 ENGINE_DIED = 70
 """The exit code of a generator whose engine is gone."""
+_PRELOAD: Final = (
+    *COMMON_PRELOAD,
+    *("forge.generator.native.engine", "forge.generator.prompts", "forge.models.peft_files", "forge.models.weights"),
+    *("forge.models.tokenizer", "transformers.tokenization_utils_tokenizers", "forge.rewards.catalog"),
+)
+"""What a replica with the native engine imports until it serves."""
+_PRELOAD_CPU: Final = ("forge.generator.native.batching", "forge.generator.native.loading")
+"""What starts CUDA while it is imported, where there is a GPU: a fork could not use it then."""
 
 
 class Generator(ForgeActor):
@@ -61,6 +70,13 @@ class Generator(ForgeActor):
 
     def __init__(self, config: GeneratorConfig) -> None:
         self.config = config
+
+    @classmethod
+    def _forge_preload(cls, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        config = args[0] if args else kwargs.get("config")
+        if not isinstance(config, GeneratorConfig) or config.engine != "native":
+            return ()  # vLLM starts threads while it is imported
+        return _PRELOAD if num_usable_gpus() else (*_PRELOAD, *_PRELOAD_CPU)
 
     # ---- Lifetime -----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from typing import Any
 from forge.config.command_line import module_folders
 from forge.errors import ActorFailure, ForgeError, LaunchError
 from forge.observe.tracing import LABEL, TRACE, is_tracing
-from forge.runtime import rendezvous
+from forge.runtime import rank_stub, rendezvous
 from forge.runtime.backend import (
     OWNED,
     Actor,
@@ -34,9 +34,10 @@ from forge.runtime.backend import (
     watch_faults,
 )
 from forge.runtime.control import post
+from forge.runtime.forking import ForkPoint
 from forge.runtime.hosts import Host, joint_mesh
 from forge.runtime.placement import THREAD_VARIABLES, GpuLease, rank_environment
-from forge.runtime.rank_main import GROUP, MODULE_FOLDERS, OWNER, RANK
+from forge.runtime.rank_main import GROUP, MODULE_FOLDERS, RANK
 
 _log = logging.getLogger("forge.runtime")
 _serial = itertools.count(1)
@@ -71,6 +72,8 @@ class GroupSpec:
     env: dict[str, str] = field(default_factory=dict)
     setup_timeout_s: float = 600.0
     spawn_timeout_s: float = 120.0
+    preload: tuple[str, ...] = ()
+    """Modules that its processes import, and that a process they are forks of imports once."""
 
 
 def module_path(paths: Sequence[str]) -> str:
@@ -193,21 +196,36 @@ class RankGroup:
         await rendezvous.open_server()
         port = await self.hosts[0].watch.free_port()
         devices = {host: ",".join(lease.devices) for host, lease in self._leases}
+        forks = {host: await self._fork_point(host) for host in self.hosts}
 
-        def command(point: Any) -> Any:
-            rank = int(point.rank)
+        def command(place: Any) -> Any:
+            rank = int(place.rank)
             host = self.hosts[rank // self.spec.num_procs]
             env = self._environment(rank, port) | {GROUP: self.name, RANK: str(rank)}
             env |= rendezvous.open_environment(is_remote=not host.is_local)
             env |= {LABEL: self.spec.label.replace("\0", ""), TRACE: str(int(is_tracing()))}
             env["CUDA_VISIBLE_DEVICES"] = devices.get(host, "")
-            env[OWNER] = str(host.facts.pid)
+            env[rank_stub.OWNER] = str(host.facts.pid)
+            point = forks[host]
+            if point is not None:
+                env |= {rank_stub.FORK_SERVER: point.address, rank_stub.PRELOAD: ",".join(self.spec.preload)}
             bootstrap = default_bootstrap_cmd().with_env({**env, **self.spec.env})
-            bootstrap.args = ["-m", "forge.runtime.rank_main"]
+            bootstrap.args = ["-m", "forge.runtime.rank_main"] if point is None else ["-I", "-S", point.program]
             return bootstrap
 
         mesh = joint_mesh(self.hosts)
         self._procs = mesh.spawn_procs({"procs": self.spec.num_procs}, name=self.name, bootstrap_command=command)
+
+    async def _fork_point(self, host: Host) -> ForkPoint | None:
+        """Return where the ranks on a host are forked from; None if it does not pay."""
+        if not self.spec.preload:
+            return None
+        variables = {**self._environment(0, 0), **self.spec.env}
+        try:
+            async with asyncio.timeout(self.spec.spawn_timeout_s):
+                return await host.watch.fork_point(variables, self.spec.preload)
+        except TimeoutError:
+            return None
 
     def _environment(self, rank: int, master_port: int) -> dict[str, str]:
         num_procs = self.spec.num_procs

@@ -15,12 +15,11 @@ import sys
 import threading
 from types import FrameType
 
+from forge.runtime.rank_stub import OWNER
+
 GROUP = "FORGE_GROUP"
 RANK = "FORGE_RANK"
 """Which group of ranks a process belongs to, and which of them it is: found even in one that hangs while it starts."""
-
-OWNER = "FORGE_OWNER_PID"
-"""Names the process that asked for this rank, where that is another than its parent and on the same machine."""
 
 MODULE_FOLDERS = "FORGE_MODULE_FOLDERS"
 """Lists the folders that are searched for modules after all others (`forge.config.command_line`, which is not

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from forge.config import TrainerConfig
 from forge.observe import span
+from forge.runtime.actor import COMMON_PRELOAD
 from forge.runtime.endpoints import endpoint
+from forge.runtime.placement import num_usable_gpus
 from forge.service.actor import ForgeActor
 from forge.types import Batch, Evaluated, Sample, StepResult
 
@@ -36,6 +38,12 @@ class Trainer(ForgeActor):
         >>> trainer = await Trainer.options(procs=2).as_actor(config)
         >>> results = await trainer.train_step.call(batch)  # one StepResult per rank, all equal
     """
+
+    @classmethod
+    def _forge_preload(cls, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        if num_usable_gpus():  # TorchTitan starts CUDA while it is imported: a fork could not use it then
+            return COMMON_PRELOAD
+        return (*COMMON_PRELOAD, "forge.trainer.engine", "forge.trainer.checkpointer")
 
     def __init__(self, config: TrainerConfig, loss: AnyLoss | None = None) -> None:
         self.config, self.loss = config, loss
@@ -62,10 +70,15 @@ class Trainer(ForgeActor):
         return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
     @endpoint
-    async def train_step(self, batch: Batch, keep_logprobs: bool = False) -> StepResult:
-        """Take one optimizer step on the global batch. With `keep_logprobs`, rank 0 returns the tokens' before it."""
+    async def train_step(
+        self, batch: Batch, keep_logprobs: bool = False, learning_rate: float | None = None
+    ) -> StepResult:
+        """Take one optimizer step on the global batch. With `keep_logprobs`, rank 0 returns the tokens' before it.
+        `learning_rate` is the highest rate of the schedule; None for that of the configuration."""
         with span("train_step", num_samples=len(batch.lengths), num_tokens=len(batch.token_ids)):
-            result = await self._do(self.engine.train_step, batch, keep_logprobs=keep_logprobs)
+            result = await self._do(
+                self.engine.train_step, batch, keep_logprobs=keep_logprobs, learning_rate=learning_rate
+            )
         return result if self.engine.ranks.rank == 0 else replace(result, logprobs=None)
 
     @endpoint(concurrent=True)
@@ -79,10 +92,12 @@ class Trainer(ForgeActor):
         return await self._do(self.engine.evaluate, batch)
 
     @endpoint(retry=True)
-    async def forward_logprobs(self, batch: Batch, temperature: float = 1.0, base: bool = False) -> list[Tensor] | None:
+    async def forward_logprobs(
+        self, batch: Batch, temperature: float | None = None, base: bool = False
+    ) -> list[Tensor] | None:
         """Return the logprobs of every sample's tokens, float32 [L] each; None on ranks other than 0.
 
-        With `base` they are those of the model without its adapter.
+        See `Engine.forward_logprobs`. With `base` they are those of the model without its adapter.
         """
         with span("forward_logprobs", num_samples=len(batch.lengths), num_tokens=len(batch.token_ids)):
             logprobs = await self._do(self.engine.forward_logprobs, batch, temperature=temperature, base=base)

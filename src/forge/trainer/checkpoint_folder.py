@@ -278,6 +278,19 @@ def clean(folder: Path) -> None:
     sync_folder(folder)
 
 
+@dataclass(frozen=True, slots=True)
+class LockState:
+    """Who writes into a folder.
+
+    Attributes:
+        is_held: whether its lock is held, as far as this machine sees; None where that cannot be known.
+        text: what holds it, or held it last: `process 12 on node7`. Empty for a folder that was never locked.
+    """
+
+    is_held: bool | None
+    text: str
+
+
 class WriterLock:
     """Held by the one process that writes into a folder, checkpoints or a run's records.
 
@@ -324,19 +337,31 @@ class WriterLock:
     @classmethod
     def check(cls, folder: Path) -> None:
         """Refuse a folder that another run has locked. Takes no lock and makes nothing, so a run may still be first."""
+        found = cls.look(folder)
+        if found.is_held:
+            raise _locked(folder.resolve(), found.text)
+
+    @classmethod
+    def look(cls, folder: Path) -> LockState:
+        """Return whether a folder is locked, and by whom. Takes no lock and makes nothing."""
         resolved = folder.resolve()
         with cls._guard:
-            if resolved in cls._held:
-                raise _locked(resolved, f"this process, {os.getpid()}")
+            if resolved in cls._held:  # to open the file here and close it would let go of the lock
+                return LockState(True, f"this process, {os.getpid()}")
             try:
-                file = (folder / LOCK_NAME).open("r+", encoding="utf-8")
+                file = (folder / LOCK_NAME).open("rb")
+            except FileNotFoundError:
+                return LockState(False, "")
             except OSError:
-                return  # no run has locked it; whether it can be written is another question
-            with file, contextlib.suppress(OSError):  # no locks on this file system: unknown
+                return LockState(None, "")
+            with file:
+                text = file.read(256).decode("utf-8", "replace").strip()
                 wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-                found = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, wanted))
-                if found[0] != fcntl.F_UNLCK:
-                    raise _locked(resolved, file.read().strip() or f"process {found[4]}")
+                try:
+                    found = struct.unpack("hhqqi", fcntl.fcntl(file, fcntl.F_GETLK, wanted))
+                except OSError:  # no locks on this file system
+                    return LockState(None, text)
+                return LockState(found[0] != fcntl.F_UNLCK, text or f"process {found[4]}")
 
     def release(self) -> None:
         """Let go. A second call does nothing."""

@@ -105,6 +105,30 @@ def test_a_process_without_connections_is_not_hit(around: Surroundings) -> None:
         hit(Fault("disconnect", "trainer", at_s=0), around)
 
 
+def test_connections_inside_a_process_are_left_alone(around: Surroundings) -> None:
+    program = (
+        "import socket, sys\n"
+        "a, b = socket.socketpair(); l = socket.create_server(('127.0.0.1', 0))\n"
+        "c = socket.create_connection(l.getsockname()); d, _ = l.accept(); print(flush=True); sys.stdin.read()\n"
+        "a.send(b'x'); c.send(b'y'); print(b.recv(1), d.recv(1), flush=True)"
+    )
+    worker = start(around, "trainer[0]", program)
+    with pytest.raises(NotInjected, match="trainer\\[0\\] has no connection to another process"):
+        hit(Fault("disconnect", "trainer", at_s=0), around)
+    said, _ = worker.communicate()
+    assert said == b"b'x' b'y'\n"
+
+
+def test_the_process_that_ranks_are_forks_of_can_be_hit(around: Surroundings) -> None:
+    env = {**os.environ, TAG: around.tag}
+    command = [sys.executable, "-c", "input()", "forge.runtime.fork_server"]
+    server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE)
+    while not targets_of(around.tag, "fork-server"):  # until the program has been loaded
+        assert server.poll() is None
+    assert "killed fork-server" in hit(Fault("kill", "fork-server", at_s=0), around)
+    assert server.wait(timeout=60) == -signal.SIGKILL
+
+
 def test_clocks_of_the_run_jump_and_monotonic_ones_never_back(around: Surroundings) -> None:
     program = (
         "import sys, time; from forge.observe.clock import monotonic_s, wall_s\n"

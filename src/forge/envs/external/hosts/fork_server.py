@@ -3,7 +3,8 @@
 A program of its own, without imports beyond the standard library: `python fork_server.py PORT HOST_FILE`. The file has
 a function `prepare()`, which imports what takes long, and a class `Host`. For each connection on the port a process is
 forked, which makes a `Host` and answers requests, one line of JSON each: `{"method": "step", "args": {…}}` is answered
-by `{"result": …}` or `{"error": "…"}`. The first line must be the token in `FORGE_HOST_TOKEN`. When the other side
+by `{"result": …}` or `{"error": "…"}`. The first line must be the token in `FORGE_HOST_TOKEN`: nothing is forked, and
+no more than that line is read, before it has come. When the other side
 closes the connection, the process is killed, whatever it does; when the process ends, the connection closes. What it
 has started is killed too, even in sessions of its own.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import hmac
 import importlib.util
 import json
 import os
@@ -20,6 +22,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from typing import Any
 
 TOKEN_VARIABLE = "FORGE_HOST_TOKEN"
@@ -27,6 +30,11 @@ _BACKLOG = 1024
 _EPISODE_VARIABLE = "HOSTED_EPISODE"
 """In an episode's process and all that it starts: the pid of the former."""
 _PR_SET_CHILD_SUBREAPER = 36
+TOKEN_LIMIT_S = 10.0
+"""How long a connection may take to send the token."""
+GRACE_S = 1.0
+MAX_WAITING = 128
+"""Connections that have not sent the token: one more ends the oldest, once that is older than `GRACE_S`."""
 
 
 class Refused(Exception):
@@ -41,6 +49,9 @@ class ForkServer:
         self._listening = socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
         self._listening.setblocking(False)
         self._waiting: dict[int, socket.socket] = {}
+        self._token = os.environ[TOKEN_VARIABLE].encode() + b"\n"
+        self._unproved: dict[int, tuple[float, bytes]] = {}  # since when, and what has come of the token
+        self._is_listening = True
         self._pids: dict[int, int] = {}
         self._poll = select.poll()
         self._wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -53,7 +64,7 @@ class ForkServer:
         self._poll.register(self._listening, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
         while True:
-            for handle, _ in self._poll.poll():
+            for handle, _ in self._poll.poll(self._expire()):
                 if handle == self._listening.fileno():
                     self._accept()
                 elif handle == self._wake_read:
@@ -63,26 +74,59 @@ class ForkServer:
                     self._poll.unregister(handle)
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(self._pids[handle], signal.SIGKILL)
-                elif handle in self._waiting:
-                    self._start(handle)
+                elif handle in self._unproved:
+                    self._prove(handle)
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionError):
             connection, _ = self._listening.accept()
-            connection.setblocking(True)
+            connection.setblocking(False)
             self._waiting[connection.fileno()] = connection
+            self._unproved[connection.fileno()] = (time.monotonic(), b"")
             self._poll.register(connection, select.POLLIN | select.POLLRDHUP)
 
-    def _start(self, handle: int) -> None:
-        """Fork the process of a connection whose first bytes have come. One without any was a probe."""
-        connection = self._waiting[handle]
-        try:
-            first = connection.recv(1, socket.MSG_PEEK)
-        except ConnectionError:
-            first = b""
-        if not first:
+    def _expire(self) -> float | None:
+        """End connections that took too long to send the token. Return the milliseconds until the next one has."""
+        now = time.monotonic()
+        is_full = len(self._unproved) >= MAX_WAITING
+        limit_s = GRACE_S if is_full else TOKEN_LIMIT_S
+        for handle, (since, _) in list(self._unproved.items()):
+            if since + limit_s > now:
+                break
             self._forget(handle)
+            if is_full:
+                break
+        is_full = len(self._unproved) >= MAX_WAITING
+        if is_full == self._is_listening:  # accept only where there is room
+            self._is_listening = not is_full
+            self._poll.modify(self._listening, 0 if is_full else select.POLLIN)
+        if not self._unproved:
+            return None
+        since, _ = next(iter(self._unproved.values()))
+        return max(1.0, (since + (GRACE_S if is_full else TOKEN_LIMIT_S) - now) * 1000)
+
+    def _prove(self, handle: int) -> None:
+        """Read the token, as far as it has come, and not a byte more. One without any was a probe."""
+        connection, (since, had) = self._waiting[handle], self._unproved[handle]
+        try:
+            part = connection.recv(len(self._token) - len(had))
+        except BlockingIOError:
             return
+        except ConnectionError:
+            part = b""
+        given = had + part
+        if part and len(given) < len(self._token):
+            self._unproved[handle] = (since, given)
+        elif part and hmac.compare_digest(given, self._token):
+            self._start(handle)
+        else:
+            self._forget(handle)
+
+    def _start(self, handle: int) -> None:
+        """Fork the process of a connection that has sent the token."""
+        connection = self._waiting[handle]
+        del self._unproved[handle]
+        connection.setblocking(True)
         pid = os.fork()
         if pid == 0:
             self._run(connection)
@@ -127,6 +171,7 @@ class ForkServer:
 
     def _forget(self, handle: int) -> None:
         connection = self._waiting.pop(handle)
+        self._unproved.pop(handle, None)
         with contextlib.suppress(KeyError):  # it was unregistered when the other side closed it
             self._poll.unregister(handle)
         with contextlib.suppress(OSError):  # the other side has closed it already
@@ -147,8 +192,6 @@ def _episode_of(pid: int) -> int | None:
 def answer_all(make: Any, connection: socket.socket) -> None:
     """Answer the requests of a connection until it is closed."""
     with connection.makefile("rwb") as lines:
-        if lines.readline().strip() != os.environ[TOKEN_VARIABLE].encode():
-            return
         host = make()
         for line in lines:
             request = json.loads(line)
